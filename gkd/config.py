@@ -1,0 +1,308 @@
+"""Every setting of a run: one dataclass a section, read from YAML plus `key=value` overrides.
+
+    config = load_config("configs/quickstart_cpu.yaml", ["actor.optim.lr=1e-3"])
+
+A key that is not here is an error that suggests the nearest one; types are checked by OmegaConf; the
+checks between keys are all in `gkd.config_check`, so that a wrong YAML dies before any process starts.
+This file loads without torch, ray or an engine. The comment above a field is its documentation:
+`python -m gkd.main_gkd --help` and docs/configuration.md print it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from gkd.errors import ConfigError
+
+
+@dataclass
+class DataConfig:
+    # Prompt files, JSONL or parquet, by their ending. Required.
+    train_files: list[str] = field(default_factory=list)
+    # Held-out prompt files for evaluation; empty = no evaluation.
+    val_files: list[str] = field(default_factory=list)
+    # Column with the prompt: a string, or a list of {role, content} messages for the tokenizer's chat template.
+    prompt_key: str = "prompt"
+    # Column with the reference answer, needed for eval.metric: exact_match; rows may lack it in train_files.
+    answer_key: str = "answer"
+    # Longest prompt, tokens.
+    max_prompt_length: int = 1024
+    # Longest response, tokens; a rollout that reaches it ends with finish_reason "length".
+    max_response_length: int = 1024
+    # What happens to a longer prompt: error | drop (leave the row out, counted) | left (keep its end) | right (keep its start).
+    truncation: str = "error"
+    # Apply the tokenizer's chat template: auto (if it has one) | always | never.
+    chat_template: str = "auto"
+    # A new order each epoch, from data.seed and the epoch number.
+    shuffle: bool = True
+    # Seed of the prompt order and of sampling.
+    seed: int = 1
+
+
+@dataclass
+class ModelConfig:
+    # The student: a local folder in Hugging Face format (config.json, safetensors, tokenizer). Required.
+    path: str = ""
+    # dtype of parameters and of the rollout engine: bfloat16 | float32.
+    dtype: str = "bfloat16"
+    # Let transformers run Python code that comes with the model folder.
+    trust_remote_code: bool = False
+
+
+@dataclass
+class TrainerConfig:
+    # auto (cuda where there is one) | cuda | cpu. On cpu a "GPU" of a pool is one process slot.
+    device: str = "auto"
+    # sync: rollout, scoring, training and weight sync take turns; every rollout has staleness 0.
+    scheduler: str = "sync"
+    # Passes over train_files; whichever of total_epochs and total_steps comes first ends the run.
+    total_epochs: int = 1
+    # Optimizer steps; 0 = no limit.
+    total_steps: int = 0
+    # GPUs a node of the actor pool, and its nodes; together they are actor.tp x actor.pp x data parallel.
+    n_gpus_per_node: int = 1
+    nnodes: int = 1
+    # Prompts of one optimizer step; each is answered rollout.n times.
+    global_batch_size: int = 64
+    # Everything a run writes: resolved config, metrics.jsonl, checkpoints, the HF export. Required.
+    run_dir: str = ""
+    # auto: go on from the newest checkpoint in run_dir | never: refuse a run_dir that holds another run.
+    resume: str = "never"
+    # Steps between checkpoints; 0 = only at the end.
+    save_every: int = 0
+    # Checkpoints kept; older ones are deleted after a newer one is complete.
+    keep_last: int = 2
+    # Seconds the pools may take to start before the run gives up and names who is missing.
+    init_timeout_s: float = 600.0
+    # Seconds one stage of a step (generate, score, train, sync) may take before the run gives up.
+    stage_timeout_s: float = 1800.0
+
+
+@dataclass
+class OptimConfig:
+    # AdamW. Peak learning rate.
+    lr: float = 1e-6
+    # Adam's beta1 and beta2.
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    # Decoupled; not applied to biases and norms.
+    weight_decay: float = 0.01
+    # Global gradient norm limit; 0 = off.
+    clip_grad: float = 1.0
+    # constant | linear | cosine; after the warm-up, down to min_lr_ratio x lr at the last step.
+    schedule: str = "constant"
+    # Steps of linear warm-up from 0.
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+
+@dataclass
+class ActorConfig:
+    # megatron: Megatron-core.
+    strategy: str = "megatron"
+    # Tensor parallel size.
+    tp: int = 1
+    # Pipeline parallel size.
+    pp: int = 1
+    # Sequences of one forward pass; used where max_tokens_per_micro_batch is 0.
+    micro_batch_size: int = 8
+    # Padded tokens of one forward pass, 0 = use micro_batch_size. A longer sequence goes alone.
+    max_tokens_per_micro_batch: int = 0
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class RolloutConfig:
+    # GPUs a node of the rollout pool, and its nodes; together they are engines x rollout.tp.
+    n_gpus_per_node: int = 1
+    nnodes: int = 1
+    # Tensor parallel size of one vLLM engine.
+    tp: int = 1
+    # Responses sampled for each prompt.
+    n: int = 1
+    # Sampling temperature of training rollouts; must be > 0.
+    temperature: float = 1.0
+    top_p: float = 1.0
+    # Sequences an engine decodes together.
+    max_num_seqs: int = 128
+    # Share of a GPU's memory that vLLM may use (weights and KV cache); no meaning on CPU.
+    gpu_memory_utilization: float = 0.85
+    # Size of the KV cache on CPU, MiB.
+    cpu_kv_cache_mib: int = 256
+    # Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for CPU.
+    enforce_eager: bool = False
+
+
+@dataclass
+class TeacherConfig:
+    # zmq: the server of `python -m teacher_server`, started on its own.
+    backend: str = "zmq"
+    server_ip: str = "127.0.0.1"
+    server_port: int = 15555
+    # Sequences the trainer keeps in flight at the server, over all data-parallel groups; 0 = 64 for each worker that
+    # the server announces. It is not a number of GPUs.
+    n_server_workers: int = 0
+    # Send a sequence to the teacher as soon as it is finished, not when the whole batch is.
+    overlap_rollout: bool = True
+    # Entries of the teacher's distribution kept at each position.
+    topk: int = 64
+    # Temperature of the teacher's distribution (the student's logits are divided by the same one).
+    temperature: float = 1.0
+    # Bytes on the wire: fp16 (5 a top-k entry) | fp32 (8, lossless).
+    wire: str = "fp16"
+    # A sequence is asked for again after this long without an answer.
+    request_timeout_s: float = 60.0
+    # The run stops (with a checkpoint) when nothing is heard from the server for this long.
+    outage_budget_s: float = 300.0
+
+
+@dataclass
+class DistillConfig:
+    # forward_kl: KL(teacher || student).
+    loss: str = "forward_kl"
+    # What stands for the teacher's mass outside its top-k: bucket (one "everything else" class) | renorm (both sides
+    # renormalised on the top-k) | drop (left out of the sum).
+    tail: str = "bucket"
+
+
+@dataclass
+class WeightSyncConfig:
+    # auto (nccl on GPUs, gloo on CPU) | nccl | gloo.
+    transport: str = "auto"
+    # Tensors are sent in buckets of this size.
+    bucket_mib: int = 256
+    # Compare a digest of every tensor the engines hold with what the actor exported: always | first (sync of a run) | never.
+    verify: str = "first"
+    # Seconds one sync may take.
+    timeout_s: float = 600.0
+
+
+@dataclass
+class EvalConfig:
+    # Steps between evaluations; 0 = only before the first and after the last step.
+    every: int = 0
+    # Held-out prompts used, the first ones of val_files; 0 = all.
+    max_prompts: int = 200
+    # exact_match (the text after the last eval.answer_marker equals the answer column) | none (KL only).
+    metric: str = "exact_match"
+    answer_marker: str = "="
+
+
+@dataclass
+class ClusterConfig:
+    # Address of a running Ray cluster; empty = start one on this machine for this run.
+    ray_address: str = ""
+
+
+@dataclass
+class Config:
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Defaults <- YAML file <- `key=value` overrides, typed.
+
+    Raises:
+        ConfigError: unreadable file, unknown key (with the nearest known one), wrong type, malformed override.
+    """
+    merged = OmegaConf.structured(Config)
+    sources = [] if path is None else [_read_yaml(path)]
+    for source in [*sources, *map(_read_override, overrides)]:
+        try:
+            merged = OmegaConf.merge(merged, source)
+        except ConfigKeyError as error:
+            key = str(error.full_key or error.key)
+            raise _unknown_key(key, OmegaConf.select(source, key)) from error
+        except ValidationError as error:
+            key = str(error.full_key)
+            problem = str(error).splitlines()[0].rstrip(".") + "."
+            raise ConfigError(
+                key, OmegaConf.select(source, key), problem, "write a value of the type the key has."
+            ) from error
+        except OmegaConfBaseException as error:
+            raise ConfigError("--config", str(path), str(error).splitlines()[0], "correct that entry.") from error
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)
+    return config
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved settings as YAML; `load_config` of it gives the same config."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def describe_keys() -> list[tuple[str, str, Any, str]]:
+    """(key, type, default, description) of every key, in order; the description is the comment above the field."""
+    import inspect
+    import re
+
+    rows: list[tuple[str, str, Any, str]] = []
+
+    def walk(cls: type, prefix: str) -> None:
+        comments: dict[str, str] = {}
+        pending: list[str] = []
+        for line in inspect.getsource(cls).splitlines()[2:]:
+            text = line.strip()
+            if text.startswith("#"):
+                pending.append(text.lstrip("# "))
+            elif match := re.match(r"(\w+):", text):
+                comments[match[1]] = " ".join(pending)
+                pending = []
+        for item in dataclasses.fields(cls):
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            if dataclasses.is_dataclass(default):
+                walk(type(default), f"{prefix}{item.name}.")
+            else:
+                rows.append((f"{prefix}{item.name}", str(item.type), default, comments.get(item.name, "")))
+
+    for section in dataclasses.fields(Config):
+        assert callable(section.default_factory)
+        walk(type(section.default_factory()), f"{section.name}.")
+    return rows
+
+
+def _read_yaml(path: str | Path) -> Any:
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError("--config", str(path), "there is no such file.", "give the path of a YAML file.")
+    try:
+        return OmegaConf.load(file)
+    except Exception as error:  # yaml's errors have no common root that omegaconf exports
+        raise ConfigError("--config", str(path), f"it is not YAML ({error}).", "correct the file.") from error
+
+
+def _read_override(override: str) -> Any:
+    key, sep, _ = override.partition("=")
+    if not sep or not key:
+        raise ConfigError("override", override, "it is not of the form key=value.", "write e.g. actor.tp=2.")
+    return OmegaConf.from_dotlist([override])
+
+
+def _unknown_key(key: str, value: object) -> ConfigError:
+    known = [row[0] for row in describe_keys()] + [f.name for f in dataclasses.fields(Config)]
+    if key == "teacher.n_gpus_per_node":
+        return ConfigError(
+            key,
+            value,
+            "the teacher is a process of its own; its GPUs are chosen where it is started (python -m teacher_server).",
+            "remove the key; teacher.n_server_workers is the number of sequences kept in flight, not GPUs.",
+        )
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]}?" if nearest else "see python -m gkd.main_gkd --help for all keys."
+    return ConfigError(key, value, "there is no such key.", hint)

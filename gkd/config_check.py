@@ -1,0 +1,194 @@
+"""Every check that needs more than one key, or a value's range: a wrong config dies here, by name.
+
+Pure: looks at the config only. What needs a look at files or sockets is in `gkd.preflight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gkd.config import Config
+from gkd.errors import ConfigError
+
+_CHOICES = {
+    "data.truncation": ("error", "drop", "left", "right"),
+    "data.chat_template": ("auto", "always", "never"),
+    "model.dtype": ("bfloat16", "float32"),
+    "trainer.device": ("auto", "cuda", "cpu"),
+    "trainer.scheduler": ("sync",),
+    "trainer.resume": ("auto", "never"),
+    "actor.strategy": ("megatron",),
+    "actor.optim.schedule": ("constant", "linear", "cosine"),
+    "teacher.backend": ("zmq",),
+    "teacher.wire": ("fp16", "fp32"),
+    "distill.loss": ("forward_kl",),
+    "distill.tail": ("bucket", "renorm", "drop"),
+    "weight_sync.transport": ("auto", "nccl", "gloo"),
+    "weight_sync.verify": ("always", "first", "never"),
+    "eval.metric": ("exact_match", "none"),
+}
+_POSITIVE = (
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.total_epochs",
+    "trainer.global_batch_size",
+    "trainer.keep_last",
+    "trainer.init_timeout_s",
+    "trainer.stage_timeout_s",
+    "actor.tp",
+    "actor.pp",
+    "actor.micro_batch_size",
+    "actor.optim.lr",
+    "actor.optim.eps",
+    "rollout.n_gpus_per_node",
+    "rollout.nnodes",
+    "rollout.tp",
+    "rollout.n",
+    "rollout.temperature",
+    "rollout.max_num_seqs",
+    "rollout.cpu_kv_cache_mib",
+    "teacher.topk",
+    "teacher.temperature",
+    "teacher.request_timeout_s",
+    "teacher.outage_budget_s",
+    "weight_sync.bucket_mib",
+    "weight_sync.timeout_s",
+)
+_NOT_NEGATIVE = (
+    "trainer.total_steps",
+    "trainer.save_every",
+    "actor.max_tokens_per_micro_batch",
+    "actor.optim.weight_decay",
+    "actor.optim.clip_grad",
+    "actor.optim.warmup_steps",
+    "teacher.n_server_workers",
+    "eval.every",
+    "eval.max_prompts",
+)
+_SHARES = ("rollout.top_p", "rollout.gpu_memory_utilization", "actor.optim.min_lr_ratio")
+
+
+def check_config(config: Config) -> None:
+    """Raises ConfigError for the first thing that is wrong."""
+    _check_ranges(config)
+    _check_required(config)
+    _check_pools(config)
+    _check_sizes(config)
+
+
+def data_parallel_size(config: Config) -> int:
+    """Data-parallel groups of the actor pool."""
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    return world // (config.actor.tp * config.actor.pp)
+
+
+def n_engines(config: Config) -> int:
+    """vLLM engines of the rollout pool."""
+    return config.rollout.n_gpus_per_node * config.rollout.nnodes // config.rollout.tp
+
+
+def _value(config: Config, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_ranges(config: Config) -> None:
+    for key, choices in _CHOICES.items():
+        value = _value(config, key)
+        if value not in choices:
+            raise ConfigError(key, value, "it is not one of the choices.", f"use one of: {', '.join(choices)}.")
+    for key in (*_POSITIVE, *_NOT_NEGATIVE):
+        value = _value(config, key)
+        assert isinstance(value, int | float)
+        lowest_ok = value > 0 if key in _POSITIVE else value >= 0
+        if not lowest_ok:  # also true of NaN
+            bound = "greater than 0" if key in _POSITIVE else "0 or more"
+            raise ConfigError(key, value, "it is out of range.", f"use a number {bound}.")
+    for key in _SHARES:
+        value = _value(config, key)
+        assert isinstance(value, float)
+        if not 0.0 <= value <= 1.0 or (value == 0.0 and key != "actor.optim.min_lr_ratio"):
+            raise ConfigError(key, value, "it is out of range.", "use a share between 0 and 1.")
+    if len(config.actor.optim.betas) != 2 or not all(0.0 <= b < 1.0 for b in config.actor.optim.betas):
+        raise ConfigError(
+            "actor.optim.betas", config.actor.optim.betas, "Adam takes two, each in [0, 1).", "write e.g. [0.9, 0.95]."
+        )
+
+
+def _check_required(config: Config) -> None:
+    if not config.data.train_files:
+        raise ConfigError("data.train_files", [], "there is nothing to train on.", "name one or more prompt files.")
+    if not config.model.path:
+        raise ConfigError("model.path", "", "there is no student.", "give a folder in Hugging Face format.")
+    if not config.trainer.run_dir:
+        raise ConfigError("trainer.run_dir", "", "a run needs a folder for what it writes.", "e.g. runs/my_run.")
+
+
+def _check_pools(config: Config) -> None:
+    t, a, r = config.trainer, config.actor, config.rollout
+    world = t.n_gpus_per_node * t.nnodes
+    if world % (a.tp * a.pp):
+        raise ConfigError(
+            "trainer.n_gpus_per_node",
+            t.n_gpus_per_node,
+            f"the actor pool has {t.n_gpus_per_node} x trainer.nnodes {t.nnodes} = {world} ranks, which "
+            f"actor.tp {a.tp} x actor.pp {a.pp} = {a.tp * a.pp} does not divide.",
+            "make the pool a multiple of actor.tp x actor.pp.",
+        )
+    if t.n_gpus_per_node % a.tp and t.nnodes > 1:
+        raise ConfigError(
+            "actor.tp",
+            a.tp,
+            f"a tensor-parallel group would span nodes of trainer.n_gpus_per_node {t.n_gpus_per_node} GPUs.",
+            "let actor.tp divide trainer.n_gpus_per_node.",
+        )
+    if r.n_gpus_per_node % r.tp:
+        raise ConfigError(
+            "rollout.tp",
+            r.tp,
+            f"rollout.n_gpus_per_node {r.n_gpus_per_node} is not a multiple of it.",
+            "let rollout.tp divide rollout.n_gpus_per_node; an engine never spans nodes.",
+        )
+
+
+def _check_sizes(config: Config) -> None:
+    t = config.trainer
+    dp = data_parallel_size(config)
+    if t.global_batch_size < dp:
+        raise ConfigError(
+            "trainer.global_batch_size",
+            t.global_batch_size,
+            f"the actor pool has {dp} data-parallel groups and each needs a prompt.",
+            f"use at least {dp}, or a larger actor.tp / actor.pp.",
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budget = config.actor.max_tokens_per_micro_batch
+    if 0 < budget < longest:
+        raise ConfigError(
+            "actor.max_tokens_per_micro_batch",
+            budget,
+            f"one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens.",
+            f"use 0 or at least {longest}.",
+        )
+    if config.weight_sync.transport == "nccl" and t.device == "cpu":
+        raise ConfigError(
+            "weight_sync.transport", "nccl", "trainer.device is cpu and NCCL needs GPUs.", "use auto or gloo."
+        )
+
+
+def all_keys() -> set[str]:
+    """Dotted names of every leaf key (for the tables above and their test)."""
+
+    def walk(obj: object, prefix: str) -> set[str]:
+        names: set[str] = set()
+        for item in dataclasses.fields(obj):  # type: ignore[arg-type]
+            value = getattr(obj, item.name)
+            name = f"{prefix}{item.name}"
+            names |= walk(value, f"{name}.") if dataclasses.is_dataclass(value) else {name}
+        return names
+
+    return walk(Config(), "")
