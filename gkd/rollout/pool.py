@@ -1,0 +1,82 @@
+"""The driver's side of the rollout pool: spread prompts over the engines, merge what they finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+
+from gkd.cluster.calls import fetch, gather
+from gkd.config import Config
+from gkd.errors import ClusterError
+from gkd.roles import GreedyReport, RolloutChunk
+from gkd.rollout.engine import Sampling
+from gkd.types import Prompt
+
+# Finished sequences of one data-parallel group that leave an engine together: enough that the driver handles a few
+# bytes a sequence, few enough that the teacher starts long before the rollout ends.
+CHUNK_SIZE = 16
+
+
+class RolloutPool:
+    """Implements `gkd.roles.RolloutRole` over the pool's Ray actors.
+
+    Prompt i of a batch goes to data-parallel group i mod dp and engine (i // dp) mod engines: fixed by its place in the
+    batch alone, so a step's composition never depends on timing.
+    """
+
+    def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
+        self.workers, self._config, self._dp_size = list(workers), config, dp_size
+
+    def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
+        """Start building all engines; returns refs by name, to be gathered."""
+        return {
+            f"rollout engine {i}": worker.init_model.remote(self._config, device, list(eos_ids))
+            for i, worker in enumerate(self.workers)
+        }
+
+    def generate(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> Iterator[RolloutChunk]:
+        """Chunks in order of completion, from all engines.
+
+        Raises:
+            ClusterError: an engine died or was silent for trainer.stage_timeout_s.
+        """
+        config = self._config
+        sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
+        streams: dict[Any, str] = {}
+        for engine, worker in enumerate(self.workers):
+            mine = [i for i in range(len(prompts)) if (i // self._dp_size) % len(self.workers) == engine]
+            if mine:
+                stream = worker.generate.options(num_returns="streaming").remote(
+                    [prompts[i] for i in mine], [i % self._dp_size for i in mine], sampling, CHUNK_SIZE
+                )
+                streams[stream] = f"rollout engine {engine}"
+        timeout_s = config.trainer.stage_timeout_s
+        heard = time.monotonic()
+        while streams:
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=max(0.0, heard + timeout_s - time.monotonic()))
+            if not ready:
+                raise ClusterError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(streams.values())}")
+            heard = time.monotonic()
+            stream = ready[0]
+            try:
+                ref = next(stream)
+            except StopIteration:
+                del streams[stream]
+                continue
+            yield fetch(ref, f"generate on {streams[stream]}")
+
+    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+        """All engines side by side."""
+        refs = {
+            f"rollout engine {i}": worker.greedy.remote(
+                list(prompts[i :: len(self.workers)]), self._config.eval.answer_marker
+            )
+            for i, worker in enumerate(self.workers)
+        }
+        answered = gather(refs, "greedy evaluation", self._config.trainer.stage_timeout_s)
+        samples = sorted((s for part in answered.values() for s in part), key=lambda s: s.prompt_id)
+        accuracy = sum(s.correct for s in samples) / len(samples)
+        return GreedyReport(accuracy, samples[:n_samples])

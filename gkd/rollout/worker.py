@@ -1,0 +1,115 @@
+"""The Ray surface of one rollout engine. Finished sequences leave in chunks, each for one data-parallel group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+
+from gkd.cluster.assignment import RankPlace, this_place
+from gkd.config import Config
+from gkd.data import load_tokenizer
+from gkd.evaluation import is_correct
+from gkd.log import get_logger
+from gkd.roles import RolloutChunk, Sample
+from gkd.rollout.engine import RolloutEngine, Sampling
+from gkd.types import Prompt, Rollout
+from gkd.weight_sync.buckets import Bucket
+from gkd.weight_sync.transfer import GroupSpec
+
+
+class RolloutWorker:
+    """One engine; methods are called one at a time.
+
+    Args:
+        rank: which engine of the pool.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._log = get_logger(f"rollout.{rank}")
+
+    def place(self) -> RankPlace:
+        return this_place("rollout", self._rank)
+
+    def init_model(self, config: Config, device: str, eos_ids: Sequence[int]) -> None:
+        """Build the engine; blocks for its start-up."""
+        self._log.info(self.place().line())
+        self._config = config
+        self._engine = RolloutEngine(
+            config.model.path,
+            config.rollout,
+            dtype=config.model.dtype,
+            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+            device=device,
+            eos_ids=eos_ids,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        self._tokenizer: Any = load_tokenizer(
+            config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code
+        )
+        self._log.info("engine up")
+
+    def generate(
+        self, prompts: Sequence[Prompt], dp_ranks: Sequence[int], sampling: Sampling, chunk_size: int
+    ) -> Iterator[RolloutChunk]:
+        """Yield a handle whenever `chunk_size` sequences of one data-parallel group are finished, and the rest at the end.
+
+        Args:
+            dp_ranks: destination of each prompt, same order.
+        """
+        destination = {prompt.prompt_id: dp for prompt, dp in zip(prompts, dp_ranks, strict=True)}
+        finished: dict[int, list[Rollout]] = defaultdict(list)
+        for rollout in self._engine.generate(prompts, sampling):
+            group = finished[destination[rollout.prompt_id]]
+            group.append(rollout)
+            if len(group) == chunk_size:
+                yield _handle(destination[rollout.prompt_id], group)
+                finished[destination[rollout.prompt_id]] = []
+        for dp_rank, group in finished.items():
+            if group:
+                yield _handle(dp_rank, group)
+
+    def greedy(self, prompts: Sequence[Prompt], marker: str) -> list[Sample]:
+        """Greedy answers, judged against the prompts' reference answers; in order of completion."""
+        max_tokens = self._config.data.max_response_length
+        sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
+        answers = {prompt.prompt_id: str(prompt.answer) for prompt in prompts}
+        samples = []
+        for rollout in self._engine.generate(prompts, sampling):
+            text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
+            answer = answers[rollout.prompt_id]
+            samples.append(
+                Sample(
+                    prompt_id=rollout.prompt_id,
+                    prompt_ids=rollout.prompt_ids.tolist(),
+                    response_ids=rollout.response_ids.tolist(),
+                    text=text,
+                    answer=answer,
+                    correct=is_correct(text, answer, marker),
+                )
+            )
+        return samples
+
+    def join_group(self, spec: GroupSpec) -> None:
+        self._engine.join_group(spec)
+
+    def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
+        return self._engine.receive(plans, policy_version)
+
+    def digests(self) -> dict[str, str]:
+        return self._engine.digests()
+
+
+def _handle(dp_rank: int, rollouts: list[Rollout]) -> RolloutChunk:
+    return RolloutChunk(
+        dp_rank=dp_rank,
+        ref=ray.put(rollouts),
+        n_sequences=len(rollouts),
+        n_prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
+        n_response_tokens=sum(len(r.response_ids) for r in rollouts),
+        n_cut=sum(r.finish_reason == "length" for r in rollouts),
+        policy_version=min(r.policy_version for r in rollouts),
+    )

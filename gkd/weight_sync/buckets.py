@@ -1,0 +1,84 @@
+"""Pack named tensors into flat byte buckets, and digest them: the pure half of weight sync.
+
+Both ends derive the same buckets from the same list of `TensorSpec`, so only raw bytes travel.
+A bucket holds whole tensors; one that is larger than the bucket size gets a bucket of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+# Offsets are multiples of this, so a view of any dtype into a bucket is aligned.
+_ALIGN_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor by its Hugging Face name, before any byte of it moves."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # "float32" | "bfloat16" | "float16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def n_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Specs with the offset of each in a flat uint8 buffer of `n_bytes`."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    n_bytes: int
+
+    def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, view) of each tensor in `buffer` ([>= n_bytes] uint8); nothing is copied."""
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            raw = buffer[offset : offset + spec.n_bytes]
+            yield spec.name, raw.view(spec.torch_dtype).view(spec.shape)
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    """Greedy, in the given order, because the exporter streams tensors in that order."""
+    buckets: list[Bucket] = []
+    pending: list[TensorSpec] = []
+    offsets: list[int] = []
+    end = 0
+    for spec in specs:
+        start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+        if pending and start + spec.n_bytes > bucket_bytes:
+            buckets.append(Bucket(tuple(pending), tuple(offsets), end))
+            pending, offsets, start = [], [], 0
+        pending.append(spec)
+        offsets.append(start)
+        end = start + spec.n_bytes
+    if pending:
+        buckets.append(Bucket(tuple(pending), tuple(offsets), end))
+    return buckets
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """128-bit xxh3 of the tensor's bytes, dtype and shape; equal digests mean bit-equal tensors.
+
+    Copies to host memory when the tensor is on a GPU.
+    """
+    data = tensor.detach().to("cpu").contiguous()
+    header = f"{data.dtype}{tuple(data.shape)}".encode()
+    hasher = xxhash.xxh3_128(header)
+    hasher.update(data.reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+def differing(sent: dict[str, str], held: dict[str, str]) -> list[str]:
+    """Names whose digests differ, or that only one side has, sorted."""
+    return sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))

@@ -1,0 +1,120 @@
+"""Broadcast buckets of weights from the actor's ranks to the rollout engines: the moving half of weight sync.
+
+The group is a bare ProcessGroup over a TCPStore of its own. It is never registered as anybody's
+default group, so it can span a Megatron process and a vLLM process that have default groups of
+their own. Members: one exporting rank for each pipeline stage (ranks 0 .. n_senders - 1), then every
+worker of every rollout engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gkd.errors import WeightSyncError
+from gkd.weight_sync.buckets import Bucket, digest
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """How one member joins: where the store is, and who it is there."""
+
+    backend: str  # "gloo" | "nccl"
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    timeout_s: float
+
+
+class TransferGroup:
+    """A broadcast-only group. Joining blocks until every member has come or `timeout_s` is over."""
+
+    def __init__(self, spec: GroupSpec, device: torch.device) -> None:
+        timeout = timedelta(seconds=spec.timeout_s)
+        self.spec, self.device = spec, device
+        try:
+            self._store = dist.TCPStore(
+                spec.host, spec.port, spec.world_size, is_master=spec.rank == 0, timeout=timeout, wait_for_workers=False
+            )
+            store = dist.PrefixStore("weight_sync", self._store)
+            if spec.backend == "gloo":
+                self._group: Any = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, timeout)
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
+        except (RuntimeError, dist.DistError) as error:
+            raise WeightSyncError(
+                f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at {spec.host}:{spec.port} "
+                f"({spec.backend}) within {spec.timeout_s:.0f} s: {error}"
+            ) from error
+
+    def broadcast(self, buffer: torch.Tensor, root: int) -> None:
+        """In place; blocks until the data is here (gloo) or ordered on the current stream (nccl)."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        try:
+            self._group.broadcast([buffer], options).wait()
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"weight-sync broadcast from rank {root} failed on rank {self.spec.rank}: {error}"
+            ) from error
+
+
+def send(
+    group: TransferGroup | None,
+    root: int,
+    buckets: Sequence[Bucket],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    with_digests: bool,
+) -> dict[str, str]:
+    """Stream `tensors` (in the order of the buckets) into buckets and broadcast each; returns digests by name.
+
+    `group` None means this rank only takes part in producing the tensors (a collective over its
+    tensor-parallel group) and sends nothing.
+
+    Raises:
+        WeightSyncError: the stream does not follow the plan.
+    """
+    stream = iter(tensors)
+    digests: dict[str, str] = {}
+    for bucket in buckets:
+        buffer = None if group is None else torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
+        places: Iterator[tuple[str, torch.Tensor | None]] = (
+            bucket.views(buffer) if buffer is not None else ((spec.name, None) for spec in bucket.specs)
+        )
+        for name, place in places:
+            given, tensor = next(stream, ("<end of stream>", None))
+            if given != name or tensor is None:
+                raise WeightSyncError(f"the exporter gave {given} where its plan has {name}")
+            if place is not None:
+                place.copy_(tensor)
+                if with_digests:
+                    digests[name] = digest(place)
+        if group is not None and buffer is not None:
+            group.broadcast(buffer, root)
+    return digests
+
+
+def receive(
+    group: TransferGroup,
+    root: int,
+    buckets: Sequence[Bucket],
+    load: Callable[[list[tuple[str, torch.Tensor]]], None],
+) -> int:
+    """Receive every bucket of one sender and hand its tensors to `load`; returns bytes received."""
+    total = 0
+    for bucket in buckets:
+        buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
+        group.broadcast(buffer, root)
+        load(list(bucket.views(buffer)))
+        total += bucket.n_bytes
+    return total
