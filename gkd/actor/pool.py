@@ -1,0 +1,82 @@
+"""The driver's side of the actor pool: give each data-parallel group its share, call all ranks, agree on the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.worker import ChunkRefs
+from gkd.cluster.calls import gather
+from gkd.config import Config
+from gkd.roles import ScoredChunk, TrainStats
+
+
+class ActorPool:
+    """Implements `gkd.roles.ActorRole` over the pool's Ray actors, which are in rank order."""
+
+    def __init__(self, workers: Sequence[Any], config: Config) -> None:
+        self._workers, self._config = list(workers), config
+        self._timeout_s = config.trainer.stage_timeout_s
+        self._layouts = [
+            ParallelLayout(tp=config.actor.tp, pp=config.actor.pp, world_size=len(workers), rank=rank)
+            for rank in range(len(workers))
+        ]
+        self.dp_size = self._layouts[0].dp
+
+    def init_model(self, device: str, total_steps: int) -> dict[str, Any]:
+        """Start building on all ranks; returns refs by name, to be gathered."""
+        root = {"actor rank 0": self._workers[0].rendezvous.remote()}
+        address = gather(root, "actor rendezvous", self._config.trainer.init_timeout_s)["actor rank 0"]
+        return self._call("init_model", self._config, device, address, total_steps)
+
+    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        return self._on_batch("train_step", batch)
+
+    def evaluate(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        return self._on_batch("evaluate", batch)
+
+    def save(self, folder: Path) -> None:
+        self._gathered("save", folder.absolute())
+
+    def load(self, folder: Path) -> None:
+        self._gathered("load", folder.absolute())
+
+    def export_hf(self, folder: Path) -> None:
+        self._gathered("export_hf", folder.absolute())
+
+    def exporters(self) -> list[list[Any]]:
+        """By pipeline stage, the tensor-parallel ranks of data-parallel group 0."""
+        stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
+        for worker, layout in zip(self._workers, self._layouts, strict=True):
+            if layout.dp_rank == 0:
+                stages[layout.pp_rank].append(worker)
+        return stages
+
+    def last_stage_nodes(self) -> list[str]:
+        """Ray node id of each data-parallel group's last pipeline stage, by data-parallel rank."""
+        refs = {
+            f"actor rank {layout.rank}": worker.node_id.remote()
+            for worker, layout in zip(self._workers, self._layouts, strict=True)
+            if layout.is_last_stage and layout.tp_rank == 0
+        }
+        return list(gather(refs, "node ids", self._timeout_s).values())
+
+    def _on_batch(self, method: str, batch: Sequence[ScoredChunk]) -> TrainStats:
+        share: list[list[ChunkRefs]] = [[] for _ in range(self.dp_size)]
+        for chunk in batch:
+            share[chunk.rollouts.dp_rank].append(ChunkRefs(chunk.rollouts.ref, chunk.ref))
+        refs = {
+            f"actor rank {layout.rank}": getattr(worker, method).remote(share[layout.dp_rank])
+            for worker, layout in zip(self._workers, self._layouts, strict=True)
+        }
+        return next(iter(gather(refs, method, self._timeout_s).values()))
+
+    def _gathered(self, method: str, *args: Any) -> None:
+        gather(self._call(method, *args), method, self._timeout_s)
+
+    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+        return {
+            f"actor rank {rank}": getattr(worker, method).remote(*args) for rank, worker in enumerate(self._workers)
+        }

@@ -1,0 +1,163 @@
+"""The Ray surface of one rank of the student's trainer.
+
+Every rank of a data-parallel group builds the same micro-batches from the same handles; only the last
+pipeline stage fetches the teacher's scores, because only it computes the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.batching import make_micro_batches
+from gkd.cluster.assignment import RankPlace, free_port, this_place
+from gkd.config import Config, OptimConfig
+from gkd.log import get_logger
+from gkd.loss.spec import LossSpec
+from gkd.roles import TrainStats
+from gkd.types import MicroBatch, Rollout, TeacherTopK
+from gkd.weight_sync.buckets import Bucket, TensorSpec
+from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+
+if TYPE_CHECKING:
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRefs:
+    """The two handles of a scored chunk. Wrapped, so that Ray hands over the handles, not their contents."""
+
+    rollouts: Any  # ObjectRef of list[Rollout]
+    teacher: Any  # ObjectRef of list[TeacherTopK]
+
+
+class ActorWorker:
+    """One rank.
+
+    Args:
+        rank: place in the pool, which is also the rank in torch.distributed.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._log = get_logger(f"actor.{rank}")
+        self._group: TransferGroup | None = None
+
+    def place(self) -> RankPlace:
+        return this_place("actor", self._rank)
+
+    def rendezvous(self) -> tuple[str, int]:
+        """(address of this node, a free port on it), for a group whose rank 0 is here."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def init_model(self, config: Config, device: str, address: tuple[str, int], total_steps: int) -> None:
+        """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
+        # Here and not above: the driver imports this module for the class alone and should not load Megatron.
+        from gkd.actor.megatron.student import MegatronStudent
+
+        self._log.info(self.place().line())
+        self._config = config
+        actor = config.actor
+        torch.set_num_threads(1)
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        if device == "cuda":
+            torch.cuda.set_device(self._device)
+        world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"tcp://{address[0]}:{address[1]}",
+            rank=self._rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.trainer.stage_timeout_s),
+        )
+        self._log.info("joined the actor group of %d", world_size)
+        self._layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank)
+        self._student = MegatronStudent(
+            config.model.path,
+            self._layout,
+            optim=_optim_spec(actor.optim, total_steps),
+            dtype=getattr(torch, config.model.dtype),
+            device=self._device,
+            loss=LossSpec(config.distill.loss, tail=config.distill.tail, temperature=config.teacher.temperature),
+            seed=config.data.seed,
+        )
+        self._log.info("student built and loaded")
+
+    def train_step(self, chunks: Sequence[ChunkRefs]) -> TrainStats:
+        """One optimizer step; `chunks` are those of this rank's data-parallel group."""
+        return _stats(self._student.train_step(self._micro_batches(chunks)))
+
+    def evaluate(self, chunks: Sequence[ChunkRefs]) -> TrainStats:
+        return _stats(self._student.evaluate(self._micro_batches(chunks)))
+
+    def save(self, folder: Path) -> None:
+        self._student.save_checkpoint(folder)
+
+    def load(self, folder: Path) -> None:
+        self._student.load_checkpoint(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        """Collective; rank 0 writes the folder."""
+        self._student.save_hf(folder, self._config.model.path)
+
+    def export_plan(self) -> list[TensorSpec]:
+        """This pipeline stage's tensors in the order `send_weights` streams them."""
+        from gkd.weight_sync.export import export_plan
+
+        plan = export_plan(self._student.model)
+        return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
+
+    def join_group(self, spec: GroupSpec) -> None:
+        self._group = TransferGroup(spec, self._device)
+
+    def send_weights(self, buckets: Sequence[Bucket], root: int, with_digests: bool) -> dict[str, str]:
+        """Collective over the tensor-parallel group; the rank that joined the group broadcasts. Digests by name."""
+        return send(self._group, root, buckets, self._student.export(), with_digests=with_digests)
+
+    def _micro_batches(self, chunks: Sequence[ChunkRefs]) -> list[MicroBatch]:
+        rollouts: list[Rollout] = _flatten(ray.get([chunk.rollouts for chunk in chunks]))
+        teacher: list[TeacherTopK] | None = None
+        if self._layout.is_last_stage:
+            teacher = _flatten(ray.get([chunk.teacher for chunk in chunks]))
+        return make_micro_batches(
+            rollouts,
+            teacher,
+            micro_batch_size=self._config.actor.micro_batch_size,
+            max_tokens=self._config.actor.max_tokens_per_micro_batch,
+        )
+
+
+def _stats(s: StepStats) -> TrainStats:
+    return TrainStats(s.loss, s.n_loss_tokens, s.grad_norm, s.lr, s.extra)
+
+
+def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
+    from gkd.actor.megatron.optim import OptimSpec
+
+    return OptimSpec(
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        clip_grad=optim.clip_grad,
+        schedule=optim.schedule,
+        warmup_steps=optim.warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+    )
+
+
+def _flatten(lists: Sequence[list[Any]]) -> list[Any]:
+    return [item for one in lists for item in one]

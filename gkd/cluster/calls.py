@@ -1,0 +1,55 @@
+"""Wait for calls on many Ray actors without ever waiting in silence or for ever.
+
+The first failure is raised at once (the other ranks of a collective may then hang until their own
+time-out); whoever has not answered in time is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from gkd.errors import ClusterError, GkdError
+
+Key = TypeVar("Key")
+
+
+def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+    """Results by name, in the order of `refs`.
+
+    Args:
+        refs: name of the rank or engine -> the ObjectRef of its answer.
+        what: the stage, for messages: "train_step".
+
+    Raises:
+        GkdError: the typed error a worker raised, as it raised it.
+        ClusterError: a worker died, failed in an unforeseen way (with its traceback), or is late.
+    """
+    deadline = time.monotonic() + timeout_s
+    names = {ref: name for name, ref in refs.items()}
+    results: dict[str, Any] = {}
+    pending = list(names)
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            late = ", ".join(sorted(names[ref] for ref in pending))
+            raise ClusterError(f"{what}: no answer within {timeout_s:.0f} s from: {late}")
+        results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
+    return {name: results[name] for name in refs}
+
+
+def fetch(ref: Any, what: str) -> Any:
+    """`ray.get` of something finished, with the worker's own error instead of Ray's wrapping."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, GkdError):
+            raise cause from error
+        raise ClusterError(f"{what} failed:\n{error}") from error
+    except RayActorError as error:
+        raise ClusterError(f"{what}: the process died: {error}") from error

@@ -1,0 +1,127 @@
+"""Resource pools: which processes exist, on which node, holding which GPUs.
+
+A pool is one Ray placement group a node, so its ranks are numbered node by node and slot by slot, and the actor
+pool and the rollout pool can never be given the same GPU. On CPU a "GPU" is one of Ray's logical
+GPUs: a process slot, so the same code, the same numbering and the same errors.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from gkd.errors import ClusterError
+
+# A CPU share for helpers that mostly wait (scoring endpoints), so that they never block a pool.
+HELPER_CPUS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """`nnodes` x `workers_per_node` processes of `gpus_per_worker` GPUs (or process slots) each."""
+
+    name: str
+    nnodes: int
+    workers_per_node: int
+    gpus_per_worker: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.workers_per_node
+
+    @property
+    def n_gpus(self) -> int:
+        return self.world_size * self.gpus_per_worker
+
+
+class Cluster:
+    """A Ray cluster: one started here for this run, or an existing one joined by its address."""
+
+    def __init__(self, address: str, *, n_slots: int, on_cpu: bool) -> None:
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        common: dict[str, Any] = {"include_dashboard": False, "logging_level": "WARNING", "log_to_driver": True}
+        try:
+            if address:
+                ray.init(address=address, logging_level="WARNING", log_to_driver=True)
+            elif on_cpu:
+                # Logical: on a machine with fewer cores than slots the processes share cores.
+                ray.init(num_cpus=n_slots + 2, num_gpus=n_slots, object_store_memory=512 << 20, **common)
+            else:
+                ray.init(**common)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ClusterError(f"Ray could not be started (cluster.ray_address = {address!r}): {error}") from error
+        self._groups: list[PlacementGroup] = []
+
+    def make_pool(self, spec: PoolSpec, timeout_s: float) -> Pool:
+        """Reserve a pool's resources.
+
+        Raises:
+            ClusterError: they can't be had; shows what is wanted and what each node has free.
+        """
+        bundle = {"GPU": float(spec.gpus_per_worker), "CPU": 1.0}
+        groups = [
+            placement_group([dict(bundle)] * spec.workers_per_node, strategy="STRICT_PACK", name=f"{spec.name}_{node}")
+            for node in range(spec.nnodes)
+        ]
+        self._groups += groups
+        for node, group in enumerate(groups):
+            if not group.wait(timeout_seconds=timeout_s):
+                wanted = spec.workers_per_node * spec.gpus_per_worker
+                raise ClusterError(
+                    f"{spec.name}: node {node + 1} of {spec.nnodes} with {wanted} GPUs and {spec.workers_per_node} CPUs "
+                    f"free was not to be had within {timeout_s:.0f} s. The cluster has: {_describe_nodes()}. "
+                    f"Fix: lower the pool's n_gpus_per_node or nnodes, or free GPUs."
+                )
+        return Pool(spec, groups)
+
+    def close(self) -> None:
+        """Free the pools and, if it was started here, stop Ray."""
+        if ray.is_initialized():
+            for group in self._groups:
+                remove_placement_group(group)
+            ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Reserved slots; `spawn` puts one process into each."""
+
+    spec: PoolSpec
+    groups: list[PlacementGroup]
+
+    def spawn(self, worker_class: Any, env: dict[str, str]) -> list[Any]:
+        """One Ray actor a slot, in rank order; each is given its rank as the only argument."""
+        handles = []
+        for rank in range(self.spec.world_size):
+            node, slot = divmod(rank, self.spec.workers_per_node)
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self.groups[node], placement_group_bundle_index=slot
+            )
+            handles.append(
+                ray.remote(worker_class)
+                .options(
+                    name=f"{self.spec.name}_{rank}_{os.getpid()}",
+                    num_gpus=self.spec.gpus_per_worker,
+                    num_cpus=1,
+                    scheduling_strategy=strategy,
+                    runtime_env={"env_vars": env},
+                    max_restarts=0,
+                )
+                .remote(rank)
+            )
+        return handles
+
+
+def _describe_nodes() -> str:
+    free = ray.available_resources()
+    nodes = [
+        f"{n['NodeManagerAddress']}: GPU {n['Resources'].get('GPU', 0):g}, CPU {n['Resources'].get('CPU', 0):g} in all"
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+    return "; ".join(nodes) + f"; free in the whole cluster: GPU {free.get('GPU', 0):g}, CPU {free.get('CPU', 0):g}"

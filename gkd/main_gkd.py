@@ -1,0 +1,89 @@
+"""`python -m gkd.main_gkd --config X.yaml [key=value ...]`: check everything, start the pools, run the loop.
+
+The only place where the roles are wired together; the loop itself is `gkd.trainer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import textwrap
+from types import FrameType
+
+from gkd.config import Config, describe_keys, load_config
+from gkd.errors import ConfigError, GkdError
+from gkd.log import get_logger
+
+log = get_logger("main")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 2 the config (or what it points to) is wrong, 1 the run failed, 130 interrupted."""
+    args = _parse(argv)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        run(load_config(args.config, args.overrides))
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except GkdError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started is stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(config: Config) -> None:
+    """Preflight, pools, loop, shutdown. Blocks until training ends."""
+    from gkd.preflight import preflight
+
+    plan = preflight(config)
+    log.info(
+        "teacher %s (%s), %d shared token ids; %d training prompts, %d held out; device %s; run folder %s",
+        plan.teacher.model_name,
+        plan.teacher.engine,
+        plan.n_vocab,
+        len(plan.train_prompts),
+        len(plan.val_prompts),
+        plan.device,
+        plan.folder.root,
+    )
+    # Heavy imports only after the cheap checks have passed.
+    from gkd.trainer import Trainer
+    from gkd.wiring import started_roles
+
+    with started_roles(config, plan) as roles:
+        Trainer(config, roles, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps).fit()
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gkd.main_gkd",
+        description="On-policy distillation: train a student on its own answers, scored by a teacher server.",
+        epilog=_keys_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="X.yaml", help="settings that differ from the defaults")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
+    return parser.parse_args(argv)
+
+
+def _keys_help() -> str:
+    lines = ["keys (default) and what they do:"]
+    for key, kind, default, text in describe_keys():
+        lines.append(f"  {key}: {kind} = {default!r}")
+        lines += textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")
+    lines += ["", "example:", "  python -m gkd.main_gkd --config configs/quickstart_cpu.yaml actor.optim.lr=1e-3"]
+    return "\n".join(lines)
+
+
+def _as_interrupt(signum: int, frame: FrameType | None) -> None:
+    del signum, frame
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

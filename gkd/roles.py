@@ -1,0 +1,118 @@
+"""What the loop needs from the others: Protocols that `gkd.trainer` is written against.
+
+The driver passes handles around and reads sizes; tokens and scores stay in the object stores of
+the hosts that made them. A handle's `ref` is opaque here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from gkd.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutChunk:
+    """Handle of some finished rollouts of one data-parallel group."""
+
+    dp_rank: int
+    ref: Any  # list[Rollout], in an object store
+    n_sequences: int
+    n_prompt_tokens: int
+    n_response_tokens: int
+    n_cut: int  # responses that ran into max_response_length
+    policy_version: int  # oldest version that wrote a part of it
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """A rollout chunk and the handle of the teacher's scores for it."""
+
+    rollouts: RolloutChunk
+    ref: Any  # list[TeacherTopK], in the same order; only the last pipeline stage fetches it
+    teacher_mass: float  # mean over positions of the teacher's mass on its top-k
+    n_teacher_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStats:
+    """One forward (and backward) over the global batch; the same on every rank."""
+
+    loss: float  # nats, token mean
+    n_loss_tokens: int
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)  # metric name -> value
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One held-out prompt and the engine's greedy answer, kept for people to read and for checks of the export."""
+
+    prompt_id: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    text: str
+    answer: str
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyReport:
+    """Greedy answers to held-out prompts."""
+
+    accuracy: float  # share that is exactly right
+    samples: list[Sample]  # the first few, in prompt order
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What one weight sync did."""
+
+    n_bytes: int
+    verified_tensors: int  # 0 = not verified this time
+
+
+class RolloutRole(Protocol):
+    def generate(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> Iterator[RolloutChunk]:
+        """Chunks as they finish. All rollouts of a prompt go to one data-parallel group, fixed by its place."""
+        ...
+
+    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+        """Answer greedily, compare with the reference answers, keep the first `n_samples` answers."""
+        ...
+
+
+class ScoringRole(Protocol):
+    def submit(self, chunk: RolloutChunk) -> None:
+        """Start scoring; returns at once."""
+        ...
+
+    def collect(self) -> list[ScoredChunk]:
+        """Wait for everything submitted. Raises TeacherUnavailable, TeacherError."""
+        ...
+
+
+class ActorRole(Protocol):
+    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        """One optimizer step on the whole batch."""
+        ...
+
+    def evaluate(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        """The same loss, nothing learned."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export_hf(self, folder: Path) -> None: ...
+
+
+class WeightSyncRole(Protocol):
+    def push(self, policy_version: int) -> SyncReport:
+        """Every rollout engine holds the actor's weights when this returns."""
+        ...

@@ -1,0 +1,164 @@
+"""A run's folder: what a run writes, where, and how another run is kept from overwriting it.
+
+    run_dir/config.yaml            resolved settings
+            metrics.jsonl          one line a step
+            checkpoints/step_N/    actor/ + trainer.json + config.yaml; complete once it has this name
+            samples/step_N.jsonl   greedy answers to held-out prompts
+            export/                the trained student in Hugging Face format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gkd.config import Config, load_config, save_config
+from gkd.errors import CheckpointError, ConfigError
+from gkd.roles import Sample
+
+# Keys a resumed run may change: they don't alter what is computed.
+_FREE_ON_RESUME = {
+    "trainer.resume",
+    "trainer.save_every",
+    "trainer.keep_last",
+    "trainer.init_timeout_s",
+    "trainer.stage_timeout_s",
+    "trainer.total_steps",
+    "trainer.total_epochs",
+    "trainer.run_dir",
+}
+_FREE_SECTIONS = ("cluster.", "eval.", "teacher.server_", "teacher.request_timeout_s", "teacher.outage_budget_s")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What the driver needs to go on; the rest is in the actor's part of the checkpoint."""
+
+    step: int
+    sampler_position: int
+
+
+class RunFolder:
+    """Paths and checkpoints of one run. Made by `open_run_folder`, which decides whether it may be used."""
+
+    def __init__(self, root: Path, config: Config) -> None:
+        self.root, self.config = root, config
+        self.metrics_file = root / "metrics.jsonl"
+        self.export = root / "export"
+        self.checkpoints = root / "checkpoints"
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """One JSON line a greedy answer."""
+        file = self.root / "samples" / f"step_{step:08d}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
+
+    def save_checkpoint(self, state: TrainerState, save_actor: Callable[[Path], None], keep_last: int) -> Path:
+        """Write into a temporary folder, sync it to disk, rename, then delete the ones beyond `keep_last`.
+
+        Raises:
+            CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
+        """
+        final = self.checkpoints / f"step_{state.step:08d}"
+        work = self.checkpoints / f".tmp_step_{state.step:08d}"
+        try:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            save_actor(work / "actor")
+            save_config(self.config, work / "config.yaml")
+            (work / "trainer.json").write_text(json.dumps(asdict(state)))
+            _fsync_tree(work)
+            shutil.rmtree(final, ignore_errors=True)
+            work.rename(final)
+            _fsync(self.checkpoints)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {final} could not be written: {error}") from error
+        for old in self._complete()[:-keep_last]:
+            shutil.rmtree(old)
+        return final
+
+    def newest_checkpoint(self) -> tuple[TrainerState, Path] | None:
+        """State and actor folder of the newest complete checkpoint."""
+        complete = self._complete()
+        if not complete:
+            return None
+        file = complete[-1] / "trainer.json"
+        try:
+            state = TrainerState(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{file} is damaged: {error}. Delete its folder to use the one before.") from error
+        return state, complete[-1] / "actor"
+
+    def _complete(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step_*"))
+
+
+def open_run_folder(config: Config) -> RunFolder:
+    """Take `trainer.run_dir` for this run: a new folder, or (resume: auto) the same run's.
+
+    Raises:
+        ConfigError: it holds another run and trainer.resume is never, or settings that shape the result have changed.
+    """
+    root = Path(config.trainer.run_dir)
+    known = root / "config.yaml"
+    if root.exists() and not root.is_dir():
+        raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
+    if known.exists():
+        if config.trainer.resume != "auto":
+            raise ConfigError(
+                "trainer.run_dir",
+                str(root),
+                "it holds a run already.",
+                "name another folder, or set trainer.resume=auto to go on with that run.",
+            )
+        _check_same_run(load_config(known), config)
+    elif root.exists() and any(root.iterdir()):
+        raise ConfigError(
+            "trainer.run_dir", str(root), "it is not empty and holds no run of ours.", "name a new folder."
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        save_config(config, known)
+    except OSError as error:
+        raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
+    return RunFolder(root, config)
+
+
+def _check_same_run(before: Config, now: Config) -> None:
+    old, new = _flat(asdict(before)), _flat(asdict(now))
+    for key in sorted(new):
+        free = key in _FREE_ON_RESUME or key.startswith(_FREE_SECTIONS)
+        if not free and old.get(key) != new[key]:
+            raise ConfigError(
+                key,
+                new[key],
+                f"the run in {now.trainer.run_dir} was started with {old.get(key)!r}.",
+                "keep the old value to resume, or name another trainer.run_dir.",
+            )
+
+
+def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _fsync_tree(root: Path) -> None:
+    for path in [root, *root.rglob("*")]:
+        _fsync(path)

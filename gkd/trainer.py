@@ -1,0 +1,213 @@
+"""The loop. One batch's road, top to bottom:
+
+    prompts -> rollout -> teacher score -> train step -> weight sync -> metrics -> checkpoint
+
+Everything heavy is behind the Protocols of `gkd.roles`; this process moves handles and numbers. The road under
+`trainer.scheduler: sync`: every rollout is written by the newest weights, so staleness is 0, and the loop
+checks that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gkd.config import Config
+from gkd.errors import NumericsError, TeacherUnavailable
+from gkd.log import get_logger
+from gkd.metrics import MetricsWriter, StageTimers
+from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, SyncReport, TrainStats, WeightSyncRole
+from gkd.run_folder import RunFolder, TrainerState
+from gkd.sampler import PromptSampler
+from gkd.types import Prompt
+
+log = get_logger("trainer")
+
+# Greedy answers of each evaluation that are written to the run folder.
+KEPT_SAMPLES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The four groups of processes, as the loop sees them."""
+
+    actor: ActorRole
+    rollout: RolloutRole
+    scoring: ScoringRole
+    weight_sync: WeightSyncRole
+
+
+class Trainer:
+    """Runs the loop from `state` to `total_steps`; `fit` blocks until the end and leaves a checkpoint and an export."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        train_prompts: Sequence[Prompt],
+        val_prompts: Sequence[Prompt],
+        folder: RunFolder,
+        total_steps: int,
+        new_timers: Callable[[], StageTimers] = StageTimers,
+    ) -> None:
+        self.config, self.roles, self.folder = config, roles, folder
+        self.val_prompts = list(val_prompts)[: config.eval.max_prompts or None]
+        self.new_timers = new_timers
+        self.sampler = PromptSampler(
+            train_prompts, config.trainer.global_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
+        )
+        self.total_steps = total_steps
+        self.step = 0
+        self._saved_step = -1
+
+    def fit(self) -> None:
+        """Train to the end.
+
+        Raises:
+            TeacherUnavailable: after a checkpoint of the last finished step is saved.
+            NumericsError, ClusterError, WeightSyncError, TeacherError: at once; the weights have not moved since the
+                last finished step.
+        """
+        self._resume()
+        metrics = MetricsWriter(self.folder.metrics_file)
+        try:
+            self._begin(metrics)
+            while self.step < self.total_steps:
+                numbers = self._one_step()
+                metrics.write(self.step, numbers)
+                log.info(step_line(self.step, self.total_steps, numbers))
+            self._save()
+            self.roles.actor.export_hf(self.folder.export)
+            log.info("exported the student to %s", self.folder.export)
+        except TeacherUnavailable:
+            self._save()
+            log.error("saved step %d; trainer.resume=auto goes on from there once the teacher is back", self.step)
+            raise
+        finally:
+            metrics.close()
+
+    def _one_step(self) -> dict[str, float]:
+        timers = self.new_timers()
+        with timers("data"):
+            prompts = self.sampler.peek()
+        batch = self._rollout_and_score(prompts, timers, temperature=self.config.rollout.temperature)
+        staleness = self.step - min(chunk.rollouts.policy_version for chunk in batch)
+        if staleness != 0:
+            raise NumericsError(f"scheduler sync promises staleness 0; a rollout of step {self.step} has {staleness}")
+        with timers("train"):
+            stats = self.roles.actor.train_step(batch)
+        self.sampler.commit()
+        self.step += 1
+        with timers("weight_sync"):
+            report = self.roles.weight_sync.push(self.step)
+        numbers = step_metrics(batch, stats, report, staleness)
+        if self._due(self.config.eval.every) or (self.val_prompts and self.step == self.total_steps):
+            numbers |= self._evaluate(timers)
+        if self._due(self.config.trainer.save_every):
+            with timers("checkpoint"):
+                self._save()
+        times = timers.report()
+        n_tokens = numbers["rollout/response_tokens"]
+        return numbers | times | {"perf/response_tokens_per_s": n_tokens / times["time/step_s"]}
+
+    def _rollout_and_score(
+        self, prompts: Sequence[Prompt], timers: StageTimers, *, temperature: float, n: int | None = None
+    ) -> list[ScoredChunk]:
+        """Rollouts and, while they are still being written, the teacher's scores of those that are finished."""
+        rollout, scoring = self.roles.rollout, self.roles.scoring
+        seed = self.config.data.seed + self.step
+        with timers("rollout"):
+            finished = rollout.generate(
+                prompts, n=n or self.config.rollout.n, temperature=temperature, seed=seed
+            )
+            if self.config.teacher.overlap_rollout:
+                for chunk in finished:
+                    scoring.submit(chunk)
+                held = []
+            else:
+                held = list(finished)
+        with timers("teacher"):
+            for chunk in held:
+                scoring.submit(chunk)
+            return scoring.collect()
+
+    def _evaluate(self, timers: StageTimers) -> dict[str, float]:
+        """Held-out prompts: KL on the student's own samples, and greedy accuracy."""
+        with timers("eval"):
+            batch = self._rollout_and_score(
+                self.val_prompts, self.new_timers(), temperature=self.config.rollout.temperature, n=1
+            )
+            stats = self.roles.actor.evaluate(batch)
+            numbers = {"eval/kl": stats.loss, "eval/response_tokens": float(stats.n_loss_tokens)}
+            if self.config.eval.metric == "exact_match":
+                report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
+                numbers["eval/accuracy"] = report.accuracy
+                self.folder.write_samples(self.step, report.samples)
+        log.info("step %d: held out: %s", self.step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
+        return numbers
+
+    def _begin(self, metrics: MetricsWriter) -> None:
+        """Put the actor's weights into the engines (and prove it), and measure where the student starts."""
+        timers = self.new_timers()
+        with timers("weight_sync"):
+            report = self.roles.weight_sync.push(self.step)
+        log.info("weights synced: %d bytes, %d tensors verified", report.n_bytes, report.verified_tensors)
+        if self.step == 0 and self.val_prompts:
+            numbers = self._evaluate(timers)
+            metrics.write(0, numbers | timers.report())
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _save(self) -> None:
+        if self._saved_step == self.step:
+            return
+        state = TrainerState(step=self.step, sampler_position=self.sampler.position)
+        self.folder.save_checkpoint(state, self.roles.actor.save, self.config.trainer.keep_last)
+        self._saved_step = self.step
+
+    def _resume(self) -> None:
+        found: tuple[TrainerState, Path] | None = self.folder.newest_checkpoint()
+        if found is None:
+            return
+        state, path = found
+        self.roles.actor.load(path)
+        self.step = self._saved_step = state.step
+        self.sampler.position = state.sampler_position
+        log.info("resumed from %s: step %d", path, self.step)
+
+
+def step_metrics(
+    batch: Sequence[ScoredChunk], stats: TrainStats, report: SyncReport, staleness: int
+) -> dict[str, float]:
+    """Everything of a step but its times."""
+    n_sequences = sum(c.rollouts.n_sequences for c in batch)
+    n_tokens = sum(c.rollouts.n_response_tokens for c in batch)
+    return {
+        "loss/total": stats.loss,
+        "loss/tokens": float(stats.n_loss_tokens),
+        "optim/grad_norm": stats.grad_norm,
+        "optim/lr": stats.lr,
+        "rollout/sequences": float(n_sequences),
+        "rollout/response_tokens": float(n_tokens),
+        "rollout/response_length_mean": n_tokens / n_sequences,
+        "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
+        "teacher/topk_mass": sum(c.teacher_mass * c.rollouts.n_response_tokens for c in batch) / n_tokens,
+        "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
+        "staleness/max": float(staleness),
+        "weight_sync/bytes": float(report.n_bytes),
+        "weight_sync/verified_tensors": float(report.verified_tensors),
+        **stats.extra,
+    }
+
+
+def step_line(step: int, total: int, m: dict[str, float]) -> str:
+    """One line a step for people."""
+    stages = " ".join(
+        f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync")
+    )
+    return (
+        f"step {step}/{total}  loss {m['loss/total']:.4f}  grad {m['optim/grad_norm']:.3f}  "
+        f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})"
+    )

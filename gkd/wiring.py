@@ -1,0 +1,84 @@
+"""Start the pools and connect the roles; take everything down again whatever happens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from gkd.actor.pool import ActorPool
+from gkd.actor.worker import ActorWorker
+from gkd.cluster.calls import gather
+from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
+from gkd.config import Config
+from gkd.config_check import n_engines
+from gkd.log import get_logger
+from gkd.preflight import Plan
+from gkd.rollout.engine import CPU_ENV
+from gkd.rollout.pool import RolloutPool
+from gkd.rollout.worker import RolloutWorker
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.scoring import ScoringPool
+from gkd.trainer import Roles
+from gkd.weight_sync.coordinator import WeightSync
+
+log = get_logger("wiring")
+
+# Sequences in flight for each worker that the teacher server announces (teacher.n_server_workers: 0).
+IN_FLIGHT_PER_TEACHER_WORKER = 64
+
+
+@contextmanager
+def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
+    """Both pools up, models loaded, weight-sync group joined; stopped on exit, an interrupt included.
+
+    Raises:
+        ClusterError: resources that can't be had, or a rank that failed or did not come within trainer.init_timeout_s.
+    """
+    t, r = config.trainer, config.rollout
+    actor_spec = PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1)
+    rollout_spec = PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp)
+    on_cpu = plan.device == "cpu"
+    cluster = Cluster(config.cluster.ray_address, n_slots=actor_spec.n_gpus + rollout_spec.n_gpus, on_cpu=on_cpu)
+    try:
+        actor_slots = cluster.make_pool(actor_spec, t.init_timeout_s)
+        rollout_slots = cluster.make_pool(rollout_spec, t.init_timeout_s)
+        env = worker_env(on_cpu)
+        log.info("starting %d actor ranks and %d rollout engines", actor_spec.world_size, n_engines(config))
+        actor = ActorPool(actor_slots.spawn(ActorWorker, env), config)
+        dp_size = actor.dp_size
+        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env), config, dp_size)
+        # Both pools build at the same time; neither needs the other before the weight-sync group.
+        building = rollout.init_model(plan.device, plan.eos_ids)
+        building |= actor.init_model(plan.device, plan.total_steps)
+        gather(building, "init_model", t.init_timeout_s)
+        scoring = ScoringPool(_endpoints(config, plan, actor), t.stage_timeout_s)
+        sync = WeightSync(actor.exporters(), rollout.workers, config, plan.device)
+        log.info("all ranks are up")
+        yield Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
+    finally:
+        cluster.close()
+
+
+def worker_env(on_cpu: bool) -> dict[str, str]:
+    """Environment of the pools' processes; what the user has set wins for verbosity."""
+    env = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TOKENIZERS_PARALLELISM": "false"}
+    return env | CPU_ENV if on_cpu else env
+
+
+def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
+    """One scoring endpoint for each data-parallel group, on the node of that group's last pipeline stage."""
+    total = config.teacher.n_server_workers or IN_FLIGHT_PER_TEACHER_WORKER * plan.teacher.n_workers
+    each = max(1, total // actor.dp_size)
+    return [
+        ray.remote(ScoringEndpoint)
+        .options(
+            num_cpus=HELPER_CPUS,
+            scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(config, plan.n_vocab, each)
+        for node_id in actor.last_stage_nodes()
+    ]
