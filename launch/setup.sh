@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Make the virtual environment (.venv, or $GKD_VENV) and install the pinned dependencies into it. Safe to repeat.
+#   bash launch/setup.sh [--extra cpu|gpu]
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${GKD_VENV:-$root/.venv}"
+
+if [ ! -x "$venv/bin/python" ]; then
+    for candidate in python3.11 python3.12 python3; do
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; then
+            python="$candidate"
+            break
+        fi
+    done
+    [ -n "${python:-}" ] || { echo "setup: needs Python 3.11 or 3.12 on PATH" >&2; exit 2; }
+    echo "[setup] making the virtual environment $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+fi
+"$venv/bin/python" "$root/launch/install.py" "$@"
