@@ -75,7 +75,7 @@ def digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().to("cpu").contiguous()
     header = f"{data.dtype}{tuple(data.shape)}".encode()
     hasher = xxhash.xxh3_128(header)
-    hasher.update(data.reshape(-1).view(torch.uint8).numpy())
+    hasher.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 

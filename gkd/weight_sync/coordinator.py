@@ -93,4 +93,6 @@ class WeightSync:
             for i, engine in enumerate(self._engines)
         }
         gather(refs, "joining the weight-sync group", timeout_s)
-        log.info("weight-sync group of %d senders and %d receivers joined (%s)", n_senders, world_size - n_senders, backend)
+        log.info(
+            "weight-sync group of %d senders and %d receivers joined (%s)", n_senders, world_size - n_senders, backend
+        )

@@ -51,8 +51,8 @@ class TransferGroup:
                 self._group = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
         except (RuntimeError, dist.DistError) as error:
             raise WeightSyncError(
-                f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at {spec.host}:{spec.port} "
-                f"({spec.backend}) within {spec.timeout_s:.0f} s: {error}"
+                f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at "
+                f"{spec.host}:{spec.port} ({spec.backend}) within {spec.timeout_s:.0f} s: {error}"
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> None:

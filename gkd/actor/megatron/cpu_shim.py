@@ -1,0 +1,122 @@
+"""Lets Megatron-core run on a machine without CUDA, on gloo and CPU tensors. No-op where CUDA is.
+
+Megatron-core has no CPU switch. Three kinds of places assume CUDA, and each is treated the same
+way everywhere, so that an upgrade which adds one fails a test instead of a run:
+
+    1. functions of torch.cuda, and Tensor.cuda     replaced by their CPU meaning
+    2. Megatron's own accessors of the CUDA RNG     replaced by the CPU generator
+    3. literals such as device="cuda"               rewritten in the code objects of `_MODULES`
+
+A TorchFunctionMode would be tidier for 3, but modes are inactive in the backward pass of
+recomputed layers, which runs on autograd's threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_MODULES = (
+    "megatron.core.utils",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+)
+_LITERALS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+_touched: tuple[str, ...] | None = None
+
+
+def install_cpu_shim() -> tuple[str, ...]:
+    """Makes Megatron-core usable without CUDA in this process; idempotent, process-wide.
+
+    Returns:
+        The dotted names of what was replaced or rewritten, sorted; empty where CUDA is available.
+    """
+    global _touched
+    if _touched is None:
+        _touched = () if torch.cuda.is_available() else tuple(sorted([*_replace_functions(), *_rewrite_literals()]))
+    return _touched
+
+
+def _replace_functions() -> Iterator[str]:
+    """Kinds 1 and 2: what a function on "the current CUDA device" means when that device is the CPU."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(new_state)
+
+    def to_cpu(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.cpu()
+
+    replacements: list[tuple[Any, str, str, Any]] = [
+        (torch.cuda, "torch.cuda", "current_device", lambda: torch.device("cpu")),
+        (torch.cuda, "torch.cuda", "synchronize", lambda device=None: None),
+        (torch.cuda, "torch.cuda", "manual_seed", torch.manual_seed),
+        (torch.cuda, "torch.cuda", "get_rng_state", get_rng_state),
+        (torch.cuda, "torch.cuda", "set_rng_state", set_rng_state),
+        (torch.Tensor, "torch.Tensor", "cuda", to_cpu),
+        (megatron_random, megatron_random.__name__, "_get_cuda_rng_state", get_rng_state),
+        (megatron_random, megatron_random.__name__, "_set_cuda_rng_state", set_rng_state),
+    ]
+    for owner, owner_name, name, replacement in replacements:
+        getattr(owner, name)  # an upgrade that renames it must not pass unnoticed
+        setattr(owner, name, replacement)
+        yield f"{owner_name}.{name}"
+
+
+def _rewrite_literals() -> Iterator[str]:
+    """Kind 3: new code objects, with the CUDA literals exchanged, for the functions that hold any."""
+    for module_name in _MODULES:
+        module = importlib.import_module(module_name)
+        for name, function in _functions_of(module):
+            code = _rewritten(function.__code__)
+            if code is not function.__code__:
+                function.__code__ = code
+                yield f"{module_name}.{name}"
+
+
+def _functions_of(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
+    """Functions and methods that `module` itself defines, decorators unwrapped, as (qualified name, function)."""
+    members: list[Any] = list(vars(module).values())
+    for cls in [m for m in members if isinstance(m, type) and m.__module__ == module.__name__]:
+        members += vars(cls).values()
+    for member in members:
+        function = getattr(member, "__func__", member)  # staticmethod, classmethod
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+            yield function.__qualname__, function
+
+
+def _rewritten(code: types.CodeType) -> types.CodeType:
+    """`code` with `_LITERALS` exchanged in its constants, nested tuples and functions; itself if it has none."""
+    constants = tuple(_rewritten_constant(constant) for constant in code.co_consts)
+    if all(new is old for new, old in zip(constants, code.co_consts, strict=True)):
+        return code
+    return code.replace(co_consts=constants)
+
+
+def _rewritten_constant(constant: object) -> object:
+    if isinstance(constant, str):
+        return _LITERALS.get(constant, constant)
+    if isinstance(constant, types.CodeType):
+        return _rewritten(constant)
+    if isinstance(constant, tuple):
+        items = tuple(_rewritten_constant(item) for item in constant)
+        return constant if all(new is old for new, old in zip(items, constant, strict=True)) else items
+    return constant

@@ -1,0 +1,44 @@
+"""Megatron's process groups for a layout; they are global to a process."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.errors import ClusterError
+
+
+def init_groups(layout: ParallelLayout) -> ProcessGroupCollection:
+    """Builds Megatron's process groups over torch.distributed's world; once per process, collective.
+
+    Returns:
+        Megatron's bundle of groups: `tp`, `pp`, `dp`, `mp`, `embd` and more.
+
+    Raises:
+        ClusterError: torch.distributed is not initialised, has another size, or Megatron was
+            already initialised with other sizes.
+    """
+    if not dist.is_initialized():
+        raise ClusterError("torch.distributed is not initialised; call init_process_group before building the student.")
+    actual = (dist.get_world_size(), dist.get_rank())
+    if actual != (layout.world_size, layout.rank):
+        raise ClusterError(
+            f"the layout says rank {layout.rank} of {layout.world_size}, torch.distributed says "
+            f"rank {actual[1]} of {actual[0]}."
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
+        )
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    if sizes != (layout.tp, layout.pp):
+        raise ClusterError(
+            f"Megatron's groups of this process are tp={sizes[0]} pp={sizes[1]}, wanted tp={layout.tp} pp={layout.pp}; "
+            "they are global to a process, so start a new one."
+        )
+    return ProcessGroupCollection.use_mpu_process_groups()

@@ -1,0 +1,180 @@
+"""The student's optimizer: AdamW, global-norm clipping and the learning rate of each step.
+
+Megatron builds it (float32 main weights for bfloat16 models, state sharded over DP if wanted); this
+file gives it an AdamW of torch's arithmetic and sets the learning rate explicitly from the step number, so
+that the step number is the whole state of the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from gkd.errors import ConfigError
+
+_SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimSpec:
+    """`actor.optim` plus the two things it is resolved with. Checked when it is made."""
+
+    lr: float = 1e-6  # peak
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01  # decoupled; not applied to biases and norms
+    clip_grad: float = 1.0  # limit of the global gradient norm; 0 = off
+    schedule: str = "constant"  # constant | linear | cosine
+    warmup_steps: int = 0  # linear, reaching the peak at this step
+    total_steps: int = 1  # the decay ends at the last of them
+    min_lr_ratio: float = 0.0  # of the peak, at the last step
+    shard_over_dp: bool = True  # keep 1/DP of the optimizer state on each rank
+
+    def __post_init__(self) -> None:
+        if self.schedule not in _SCHEDULES:
+            raise ConfigError(
+                "actor.optim.schedule", self.schedule, "is not a schedule.", f"Choose one of {', '.join(_SCHEDULES)}."
+            )
+        for name in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "min_lr_ratio"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"actor.optim.{name}", value, "must be a finite number >= 0.", "Remove it for the default."
+                )
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of update number `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps))
+        remaining = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * remaining)
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """torch's AdamW arithmetic, with the step count in the parameter group instead of in each parameter's state.
+
+    That is the contract of apex's FusedAdam, and the only one under which Megatron can load the
+    checkpoint of a DistributedOptimizer: it copies every per-parameter state as a shard of the parameter.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        adam_w_mode: bool = True,
+    ) -> None:
+        if not adam_w_mode:
+            raise ValueError("GroupStepAdamW decouples the weight decay; adam_w_mode=False is not supported")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. Closures are not supported."""
+        if closure is not None:
+            raise ValueError("GroupStepAdamW does not support closures")
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+            adamw(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                [torch.tensor(float(group["step"])) for _ in params],  # adamw() adds the 1
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            group["step"] += 1
+
+
+def build_optimizer(ddp: DistributedDataParallel, spec: OptimSpec, *, dtype: torch.dtype) -> MegatronOptimizer:
+    """Megatron's optimizer over `ddp`'s parameters; collective over the whole world.
+
+    Args:
+        ddp: built with `use_distributed_optimizer == spec.shard_over_dp`.
+        dtype: of the parameters; bfloat16 ones get float32 main weights.
+    """
+    _install_adamw()
+    if spec.shard_over_dp:
+        _keep_bucket_padding(ddp)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=spec.lr,
+        weight_decay=spec.weight_decay,
+        adam_beta1=spec.betas[0],
+        adam_beta2=spec.betas[1],
+        adam_eps=spec.eps,
+        clip_grad=spec.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=spec.shard_over_dp,
+    )
+    return get_megatron_optimizer(config, [ddp])
+
+
+def set_lr(optimizer: MegatronOptimizer, spec: OptimSpec, lr: float) -> None:
+    """Writes the learning rate and each group's weight decay (0 for norms and biases) for the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_mult"]
+        group["weight_decay"] = spec.weight_decay * group["wd_mult"]
+
+
+def prepare_grads(optimizer: MegatronOptimizer) -> float:
+    """Hands the reduced gradients to the optimizer and returns their global norm before clipping. Collective."""
+    optimizer.prepare_grads()
+    norm: float | Tensor = optimizer.get_grad_norm()
+    return float(norm)
+
+
+def clip_and_step(optimizer: MegatronOptimizer, *, clip_grad: float, grad_norm: float) -> None:
+    """Scales the prepared gradients down to `clip_grad` (0 = off) and updates the weights. Collective over DP."""
+    if clip_grad > 0:
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+
+
+def _install_adamw() -> None:
+    """Puts `GroupStepAdamW` where Megatron would use apex's or Transformer Engine's FusedAdam, if it has neither."""
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = True
+        distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _keep_bucket_padding(ddp: DistributedDataParallel) -> None:
+    """Makes Megatron's checkpoint of a sharded optimizer right for buffers of more than one bucket.
+
+    It gathers the state without the padding at the end of each bucket, then cuts parameters out at
+    offsets that count it, so everything behind a padded bucket is saved shifted (tied embeddings
+    with PP > 1 make such a bucket). With the padding kept, the two agree; nothing else reads this.
+    """
+    for buffer in ddp.buffers:
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = buffer.numel

@@ -1,0 +1,195 @@
+"""Forward and backward of one rank's micro-batches through Megatron's pipeline schedule (1F1B if PP > 1).
+
+    micro-batches -> logits of the loss rows -> top-k logprobs -> loss -> gradients, reduced and
+    divided by the global number of loss tokens
+
+Letters: B sequences, S padded length, N loss rows, K top-k entries, V_local vocabulary / TP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gkd.actor.megatron.model import StudentModel
+from gkd.errors import DataError
+from gkd.loss.reduce import sum_over_group
+from gkd.loss.spec import LossSpec
+from gkd.loss.vocab_parallel import vocab_parallel_topk_logprobs
+from gkd.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSums:
+    """Sums over all loss tokens of the global batch; the same on every rank."""
+
+    loss: float  # nats
+    n_loss_tokens: int
+    teacher_mass: float  # sum over tokens of the teacher's probability on its top-k ids
+    student_mass: float  # sum over tokens of the student's probability on the same ids
+
+
+def run_batch(
+    ddp: DistributedDataParallel,
+    model: StudentModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: LossSpec,
+    *,
+    forward_only: bool,
+    force_all_reduce: bool = False,
+) -> BatchSums:
+    """Runs one global batch; gradients end up in the parameters' `main_grad`. Collective over the world.
+
+    Args:
+        micro_batches: of this DP rank, on any device; may be empty, and differ in number and size
+            between DP ranks. TP and PP ranks of one DP rank pass the same ones, except that only
+            the last stage reads `topk_ids` and `topk_logprobs`.
+        forward_only: no gradients.
+        force_all_reduce: full gradients on every DP rank, even if the optimizer is sharded over DP.
+
+    Raises:
+        DataError: a micro-batch's positions are not those of right-padded sequences, or its rows
+            and its top-k tables disagree.
+    """
+    device = next(model.gpt.parameters()).device
+    # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
+    batches = list(micro_batches) or [_empty_micro_batch()]
+    for batch in batches:
+        _check(batch, needs_scores=model.layout.is_last_stage)
+    outputs = _schedule(
+        ddp,
+        batches,
+        partial(_forward_step, model=model, loss=loss, device=device),
+        forward_only=forward_only,
+        force_all_reduce=force_all_reduce,
+    )
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    if model.layout.is_last_stage:
+        sums = sum_over_group(torch.stack(outputs).sum(dim=0), model.groups.dp)
+    if model.layout.pp > 1:
+        last_rank = dist.get_global_rank(model.groups.pp, model.layout.pp - 1)
+        dist.broadcast(sums, src=last_rank, group=model.groups.pp)
+    loss_sum, n_tokens, teacher_mass, student_mass = sums.tolist()
+    return BatchSums(loss_sum, round(n_tokens), teacher_mass, student_mass)
+
+
+@torch.no_grad()
+def run_logits(ddp: DistributedDataParallel, model: StudentModel, tokens: Tensor) -> Tensor | None:
+    """[B, S, V] float32 logits of [B, S] `tokens`, gathered over TP, on the last stage; None elsewhere. Collective."""
+    device = next(model.gpt.parameters()).device
+    batch = _empty_micro_batch()
+    batch.tokens = tokens
+
+    def forward_step(batches: Iterator[MicroBatch], module: DistributedDataParallel) -> tuple[Tensor, None]:
+        step_tokens = next(batches).tokens.to(device)
+        return module(step_tokens, _column_numbers(step_tokens)), None
+
+    outputs = _schedule(ddp, [batch], forward_step, forward_only=True, force_all_reduce=False)
+    if not model.layout.is_last_stage:
+        return None
+    shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]
+    dist.all_gather(shards, outputs[0].contiguous(), group=model.groups.tp)
+    logits = torch.cat(shards, dim=-1)[:, : model.dims.vocab_size]
+    return logits.view(*tokens.shape, -1).float()
+
+
+def _schedule(
+    ddp: DistributedDataParallel,
+    batches: list[MicroBatch],
+    forward_step: Callable[..., Any],
+    *,
+    forward_only: bool,
+    force_all_reduce: bool,
+) -> list[Tensor]:
+    """Megatron's schedule for this process's pipeline; what the loss function returned, last stage only."""
+    with torch.set_grad_enabled(not forward_only):
+        outputs: list[Tensor] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[ddp],
+            num_microbatches=len(batches),
+            # Only upper bounds: stages tell each other the shape of each micro-batch.
+            seq_length=max(batch.tokens.shape[1] for batch in batches),
+            micro_batch_size=max(batch.tokens.shape[0] for batch in batches),
+            forward_only=forward_only,
+            force_all_reduce=force_all_reduce,
+        )
+    return outputs
+
+
+def _forward_step(
+    batches: Iterator[MicroBatch],
+    module: DistributedDataParallel,
+    *,
+    model: StudentModel,
+    loss: LossSpec,
+    device: torch.device,
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+    """One micro-batch through this stage, and the function that turns the last stage's output into a loss."""
+    batch = next(batches)
+    output = module(batch.tokens.to(device), batch.position_ids.to(device), batch.loss_index.to(device))
+    return output, partial(_loss_sums, batch=batch, model=model, loss=loss)
+
+
+def _loss_sums(
+    logits_local: Tensor, *, batch: MicroBatch, model: StudentModel, loss: LossSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron's loss-function contract: (sum to differentiate, its int token count, what to report).
+
+    Args:
+        logits_local: [N, V_local].
+    """
+    student = vocab_parallel_topk_logprobs(  # [N, K]
+        logits_local,
+        batch.topk_ids.to(logits_local.device),
+        vocab_start=model.vocab_start,
+        n_valid_vocab=model.dims.vocab_size,
+        tp_group=model.groups.tp if model.layout.tp > 1 else None,
+        temperature=loss.temperature,
+    )
+    teacher = batch.topk_logprobs.to(logits_local.device)  # [N, K]
+    loss_sum = loss.per_token(student, teacher).sum()
+    n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=logits_local.device)
+    masses = (teacher.double().exp().sum(), student.detach().double().exp().sum())
+    report = torch.stack([loss_sum.detach().double(), n_tokens.double(), *masses])
+    return loss_sum, n_tokens, report
+
+
+def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
+    """Raises DataError where training on `batch` would silently train on something else."""
+    n_rows, n_positions = batch.n_loss_tokens, batch.tokens.numel()
+    if n_rows and not 0 <= int(batch.loss_index.min()) <= int(batch.loss_index.max()) < n_positions:
+        raise DataError(f"loss_index leaves the {n_positions} positions of its micro-batch")
+    # Attention is causal over columns and the rotary embedding counts columns.
+    columns = _column_numbers(batch.tokens).flatten()
+    if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
+        raise DataError("position_ids are not column numbers: the Megatron student takes right-padded sequences only")
+    if needs_scores:
+        shapes = (tuple(batch.topk_ids.shape), tuple(batch.topk_logprobs.shape))
+        if shapes[0] != shapes[1] or shapes[0][0] != n_rows:
+            raise DataError(f"{n_rows} loss rows, but topk_ids and topk_logprobs have shapes {shapes}")
+
+
+def _column_numbers(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+
+def _empty_micro_batch() -> MicroBatch:
+    """One token without loss."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        tokens=torch.zeros((1, 1), dtype=torch.int64),
+        position_ids=torch.zeros((1, 1), dtype=torch.int64),
+        loss_index=nothing,
+        target_ids=nothing,
+        topk_ids=torch.zeros((0, 1), dtype=torch.int64),
+        topk_logprobs=torch.zeros((0, 1)),
+    )

@@ -1,0 +1,161 @@
+"""The student as one object per rank: train_step, evaluate, export, save, resume.
+
+Road of one batch: everything between `MicroBatch` and the next policy version. Every method is a
+collective over all ranks of the actor, and all ranks get the same answer, or the same error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor
+
+from gkd.actor.megatron.checkpoint import load_checkpoint, save_checkpoint
+from gkd.actor.megatron.cpu_shim import install_cpu_shim
+from gkd.actor.megatron.groups import init_groups
+from gkd.actor.megatron.hf_save import save_hf
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.model import build_model
+from gkd.actor.megatron.optim import OptimSpec, build_optimizer, clip_and_step, prepare_grads, set_lr
+from gkd.actor.megatron.pipeline import BatchSums, run_batch, run_logits
+from gkd.errors import NumericsError
+from gkd.loss.reduce import token_mean
+from gkd.loss.spec import LossSpec
+from gkd.roles import TrainStats
+from gkd.types import MicroBatch
+from gkd.weight_sync.export import iter_hf_tensors
+
+
+class MegatronStudent:
+    """One rank of the student model, its optimizer and its position in the run."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        layout: ParallelLayout,
+        *,
+        optim: OptimSpec,
+        loss: LossSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        recompute: bool = False,
+    ) -> None:
+        """Builds the model from a HF folder. torch.distributed must be initialised; blocks for all ranks.
+
+        Args:
+            layout: this rank's place in the actor's world.
+            dtype: of weights and activations; gradients and optimizer state are float32.
+            seed: of torch and of Megatron's RNG tracker.
+            recompute: trade a second forward pass for the memory of the layers' activations.
+
+        Raises:
+            ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
+        """
+        self.layout, self.optim, self.loss, self.device = layout, optim, loss, device
+        self.step = 0  # optimizer steps made so far
+        install_cpu_shim()
+        groups = init_groups(layout)
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self.model = build_model(model_path, layout, groups, dtype=dtype, device=device, recompute=recompute)
+        config = self.model.gpt.config
+        self._ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=optim.shard_over_dp, overlap_grad_reduce=False
+            ),
+            self.model.gpt,
+        )
+        config.no_sync_func = self._ddp.no_sync
+        config.finalize_model_grads_func = finalize_model_grads
+        self._optimizer = build_optimizer(self._ddp, optim, dtype=dtype)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
+        """One optimizer step on one global batch; `self.step` grows by one.
+
+        Args:
+            micro_batches: of this DP rank; see `run_batch`.
+
+        Raises:
+            NumericsError: loss or gradient is not finite. Nothing has moved: neither weights, nor
+                optimizer state, nor `self.step`.
+            DataError: no loss token in the global batch, or a malformed micro-batch.
+        """
+        sums = self._forward_backward(micro_batches)
+        loss = token_mean(sums.loss, sums.n_loss_tokens)
+        grad_norm = prepare_grads(self._optimizer)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self._zero_grads()
+            raise NumericsError(
+                f"step {self.step}: loss = {loss}, gradient norm = {grad_norm}. The optimizer has not moved. "
+                "Look for non-finite teacher logprobs, or lower actor.optim.lr."
+            )
+        lr = self.optim.lr_at(self.step)
+        set_lr(self._optimizer, self.optim, lr)
+        clip_and_step(self._optimizer, clip_grad=self.optim.clip_grad, grad_norm=grad_norm)
+        self.step += 1
+        return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, _diagnostics(sums))
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
+        """The loss of one global batch, without gradients or a step. Raises as `train_step` does."""
+        sums = run_batch(self._ddp, self.model, micro_batches, self.loss, forward_only=True)
+        loss = token_mean(sums.loss, sums.n_loss_tokens)
+        if not math.isfinite(loss):
+            raise NumericsError(f"evaluation at step {self.step}: loss = {loss}")
+        return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=_diagnostics(sums))
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """This stage's weights as full HF tensors; see `iter_hf_tensors`."""
+        return iter_hf_tensors(self.model)
+
+    def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
+        """Writes the whole student as a HF folder; see `gkd.actor.megatron.hf_save.save_hf`."""
+        save_hf(self.model, out_dir, source_dir)
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Everything an exact resume needs of the student; see `gkd.actor.megatron.checkpoint`."""
+        save_checkpoint(path, self.model, self._optimizer, step=self.step)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Continues from `save_checkpoint`, in the same layout bit by bit, in another one resharded."""
+        self.step = load_checkpoint(path, self.model, self._optimizer)
+
+    def forward_logits(self, tokens: Tensor) -> Tensor | None:
+        """[B, S] tokens -> [B, S, V] float32 logits on the last stage, None elsewhere. For tests."""
+        return run_logits(self._ddp, self.model, tokens)
+
+    def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        """This stage's gradients of one global batch, full float32 tensors by HF name; makes no step. For diagnosis."""
+        self._forward_backward(micro_batches, force_all_reduce=True)
+        grads = {name: grad.clone() for name, grad in iter_hf_tensors(self.model, value=lambda p: p.main_grad)}  # type: ignore[attr-defined]
+        self._zero_grads()
+        return grads
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], *, force_all_reduce: bool = False) -> BatchSums:
+        self._zero_grads()
+        return run_batch(
+            self._ddp,
+            self.model,
+            micro_batches,
+            self.loss,
+            forward_only=False,
+            force_all_reduce=force_all_reduce,
+        )
+
+    def _zero_grads(self) -> None:
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+
+def _diagnostics(sums: BatchSums) -> dict[str, float]:
+    """Probability that teacher and student put on the teacher's top-k ids, token means."""
+    return {
+        "loss/teacher_topk_mass": token_mean(sums.teacher_mass, sums.n_loss_tokens),
+        "loss/student_topk_mass": token_mean(sums.student_mass, sums.n_loss_tokens),
+    }

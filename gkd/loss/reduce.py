@@ -1,0 +1,38 @@
+"""From per-token losses to the one number of a step: sums first, a single division last.
+
+    token_mean = sum over all loss tokens of the global batch / their number
+
+Averages of micro-batches or ranks are never averaged again: they hold different numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.errors import DataError
+
+
+def sum_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Adds up one rank's running sums over `group`; returns the same on each of its ranks.
+
+    Args:
+        sums: [...] any device; summed in float64, where a billion tokens still count exactly.
+        group: the data-parallel group; None for a single rank.
+    """
+    total = sums.to(torch.float64)
+    if group is not None:
+        total = total.clone()
+        dist.all_reduce(total, group=group)
+    return total
+
+
+def token_mean(token_sum: float, n_loss_tokens: int) -> float:
+    """`token_sum / n_loss_tokens`, both over the global batch. Raises DataError if there is no loss token."""
+    if n_loss_tokens <= 0:
+        raise DataError(
+            "the global batch holds no loss token, so there is nothing to train on. "
+            "Check that prompts leave room for a response (data.max_response_length)."
+        )
+    return token_sum / n_loss_tokens

@@ -1,0 +1,108 @@
+"""Real gloo worlds in tests: one process per rank, one thread each, a bounded wait, child tracebacks surfaced."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_any
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run_gloo(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """Runs `fn(rank, world_size, *args)` in `world_size` fresh processes with torch.distributed on gloo.
+
+    Blocks until all are done; kills the others as soon as one fails.
+
+    Args:
+        fn: a module-level function (it is imported again in the children); its result is pickled.
+        timeout_s: for all of it, start-up included.
+
+    Returns:
+        The ranks' results, in rank order.
+
+    Raises:
+        AssertionError: a rank raised (its traceback is in the message), died or did not finish in time.
+    """
+    context = mp.get_context("spawn")
+    port = free_port()
+    receivers: list[Connection] = []
+    processes = []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(sender, fn, rank, world_size, port, timeout_s, args))
+        process.start()
+        sender.close()  # so that a dead child reads as end-of-file
+        receivers.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(receivers, timeout_s)
+    finally:
+        for process in processes:
+            process.join(timeout=2.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) < len(receivers):
+        pending = [rank for rank in range(len(receivers)) if rank not in results]
+        ready = wait_any([receivers[rank] for rank in pending], timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"ranks {pending} did not finish within {timeout_s:g} s")
+        for rank in [rank for rank in pending if receivers[rank] in ready]:
+            try:
+                ok, value = receivers[rank].recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a traceback") from None
+            if not ok:
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _child(
+    sender: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout_s: float,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = fn(rank, world_size, *args)
+        dist.destroy_process_group()
+        sender.send((True, result))
+    except BaseException:  # the parent re-raises it as this rank's failure
+        sender.send((False, traceback.format_exc()))
+    finally:
+        sender.close()

@@ -1,0 +1,144 @@
+"""What the Megatron student is measured against: tiny HF models, and plain single-process training of them.
+
+Written independently of `gkd.loss` and `gkd.actor`: dense log-softmax, autograd, torch's AdamW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gkd.types import MicroBatch
+
+VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
+TOP_K = 6
+LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
+KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
+
+
+def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
+    """A randomly initialised HF model of 2 layers in `folder`; norms and biases random too, so that none is inert."""
+    import transformers as tf
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+    }
+    torch.manual_seed(sum(map(ord, kind)))
+    if kind == "qwen3":
+        config = tf.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=False, rope_theta=1e6)
+        model = tf.Qwen3ForCausalLM(config)
+    elif kind == "qwen2_tied":
+        model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**sizes, tie_word_embeddings=True, rope_theta=5e4))
+    elif kind == "llama3_rope":
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters=rope))
+    else:
+        raise ValueError(kind)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim == 1:
+                param.normal_(1.0 if "norm" in name else 0.0, 0.2)
+            else:
+                param.normal_(0.0, 0.15)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
+    """Micro-batches of different B, S and N, with teacher mass between 0.3 and 0.9 on the top-k ids."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for i in range(count):
+        n_sequences, length = 1 + i % 3, 7 + 3 * i
+        tokens = torch.randint(0, VOCAB, (n_sequences, length), generator=generator)
+        rows = []
+        for b in range(n_sequences):
+            prompt, end = 2 + b, length - b  # the last b columns are padding
+            tokens[b, end:] = 0
+            rows += [b * length + t for t in range(prompt - 1, end - 1)]
+        loss_index = torch.tensor(rows)
+        n_rows = len(rows)
+        topk_ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:TOP_K] for _ in range(n_rows)])
+        topk_ids[0] = torch.tensor([0, 1, 501, 502, 1001, 1002])  # shard borders at TP 2 and the ends
+        mass = 0.3 + 0.6 * torch.rand((n_rows, 1), generator=generator)
+        shares = torch.rand((n_rows, TOP_K), generator=generator) + 0.05
+        probs = mass * shares / shares.sum(dim=-1, keepdim=True)
+        batches.append(
+            MicroBatch(
+                tokens=tokens,
+                position_ids=torch.arange(length).expand(n_sequences, length).contiguous(),
+                loss_index=loss_index,
+                target_ids=tokens.flatten()[loss_index + 1],
+                topk_ids=topk_ids,
+                topk_logprobs=probs.log(),
+            )
+        )
+    return batches
+
+
+def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
+    """Sum over loss rows of KL(teacher || student) on K + 1 outcomes, from [B, S, V] logits."""
+    log_q = torch.log_softmax(logits.flatten(0, 1)[batch.loss_index].float(), dim=-1)
+    picked = torch.gather(log_q, 1, batch.topk_ids)
+    p, q = batch.topk_logprobs.exp(), picked.exp()
+    p_rest, q_rest = 1 - p.sum(-1), 1 - q.sum(-1)
+    return (p * (p.log() - picked)).sum() + (p_rest * (p_rest.log() - q_rest.log())).sum()
+
+
+@dataclass
+class Reference:
+    """What plain training of one folder gives."""
+
+    probe: Tensor  # [B, S] tokens
+    probe_logits: Tensor  # [B, S, V]
+    losses: list[float]  # token means, per step
+    grad_norms: list[float]
+    grads: dict[str, Tensor]  # of step 0, before clipping
+    weights_after_one: dict[str, Tensor]
+
+
+def train_reference(folder: Path, n_steps: int) -> Reference:
+    """`n_steps` of AdamW on `make_micro_batches(step)`, without weight decay on norms and biases."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    probe = torch.randint(0, VOCAB, (2, 24), generator=torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        probe_logits = model(probe).logits
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    reference = Reference(probe, probe_logits, [], [], {}, {})
+    for step in range(n_steps):
+        batches = make_micro_batches(step)
+        n_tokens = sum(batch.n_loss_tokens for batch in batches)
+        loss = torch.stack([dense_bucket_loss_sum(model(b.tokens).logits, b) for b in batches]).sum() / n_tokens
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            reference.grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        reference.losses.append(float(loss))
+        reference.grad_norms.append(float(norm))
+        if step == 0:
+            reference.weights_after_one = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return reference

@@ -1,0 +1,190 @@
+"""The Megatron student equals plain HF + AdamW, under every kind of parallelism. fp32, gloo, CPU.
+
+What this does not prove: NCCL, CUDA kernels, bfloat16 rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import (
+    BETAS,
+    CLIP,
+    EPS,
+    KINDS,
+    LR,
+    WEIGHT_DECAY,
+    Reference,
+    make_hf_folder,
+    make_micro_batches,
+    train_reference,
+)
+
+N_STEPS = 5
+# name -> (world size, tp, pp, optimizer state sharded over DP)
+LAYOUTS = {
+    "tp1": (1, 1, 1, False),
+    "tp2": (2, 2, 1, True),
+    "pp2": (2, 1, 2, False),
+    "dp2": (2, 1, 1, False),
+    "dp2_sharded": (2, 1, 1, True),
+    "tp2_pp2": (4, 2, 2, False),
+}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one HF model and one reference run per kind."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("parity")
+    for kind in KINDS:
+        make_hf_folder(root / kind, kind)
+        torch.save(train_reference(root / kind, N_STEPS), root / f"{kind}.pt")
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(references: Path) -> dict[str, list[dict[str, Any]]]:
+    """Measurements of all ranks, per layout; one spawn for each world size runs its layouts in turn."""
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for size in sorted({layout[0] for layout in LAYOUTS.values()}):
+        names = [name for name, layout in LAYOUTS.items() if layout[0] == size]
+        ranks = run_gloo(_measure_all, size, references, names, timeout_s=200.0)
+        measured |= {name: [rank[name] for rank in ranks] for name in names}
+    return measured
+
+
+def _measure_all(rank: int, world_size: int, root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Runs in a rank: every layout of this world size, in fresh Megatron groups."""
+    from megatron.core import parallel_state
+
+    measured = {}
+    for name in names:
+        measured[name] = _measure(rank, world_size, root, LAYOUTS[name])
+        parallel_state.destroy_model_parallel()
+    return measured
+
+
+def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int, bool]) -> dict[str, dict[str, Any]]:
+    """Runs in a rank: differences from the reference, per kind."""
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.loss.spec import LossSpec
+
+    _, tp, pp, shard_over_dp = spec
+    layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank)
+    optim = OptimSpec(
+        lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP, shard_over_dp=shard_over_dp
+    )
+    measured = {}
+    for kind in KINDS:
+        reference: Reference = torch.load(root / f"{kind}.pt", weights_only=False)
+        student = MegatronStudent(
+            root / kind,
+            layout,
+            optim=optim,
+            loss=LossSpec(),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            seed=1,
+            recompute=kind == "qwen3",
+        )
+        result: dict[str, Any] = {}
+        result["coordinates"] = (layout.tp_rank, layout.pp_rank, layout.dp_rank)
+        groups = student.model.groups
+        result["megatron_coordinates"] = (groups.tp.rank(), groups.pp.rank(), groups.dp.rank())
+        logits = student.forward_logits(reference.probe)
+        result["logits_diff"] = 0.0 if logits is None else _max_diff(logits, reference.probe_logits)
+        original = _load_folder(root / kind)
+        exported = {name: tensor.clone() for name, tensor in student.export()}
+        result["round_trip"] = all(torch.equal(tensor, original[name]) for name, tensor in exported.items())
+        result["names"] = sorted(exported)
+        result["expected_names"] = sorted(original)
+        grads = student.grads_by_hf_name(_mine(layout, 0))
+        result["grad_diff"] = max(_max_diff(grad, reference.grads[name]) for name, grad in grads.items())
+        result["grad_names"] = sorted(grads)
+        result["padding_grad"] = _padding_grad(student, layout)
+        result["eval_loss"] = student.evaluate(_mine(layout, 0)).loss
+        stats = [student.train_step(_mine(layout, 0))]
+        weights = {name: tensor.clone() for name, tensor in student.export()}
+        result["weight_diff"] = max(_max_diff(w, reference.weights_after_one[name]) for name, w in weights.items())
+        stats += [student.train_step(_mine(layout, step)) for step in range(1, N_STEPS)]
+        result["losses"] = [s.loss for s in stats]
+        result["grad_norms"] = [s.grad_norm for s in stats]
+        result["n_tokens"] = [s.n_loss_tokens for s in stats]
+        result["teacher_mass"] = stats[0].extra["loss/teacher_topk_mass"]
+        measured[kind] = result
+    return measured
+
+
+def _mine(layout: Any, step: int) -> list[Any]:
+    """DP rank 0 takes three of the four micro-batches, DP rank 1 the last: unequal counts on purpose."""
+    batches = make_micro_batches(step)
+    if layout.dp == 1:
+        return batches
+    return batches[:3] if layout.dp_rank == 0 else batches[3:]
+
+
+def _max_diff(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float((a - b).abs().max())
+
+
+def _load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return tensors
+
+
+def _padding_grad(student: Any, layout: Any) -> float:
+    """Largest gradient in a padded vocabulary row; the buffers still hold them after a backward pass."""
+    student._forward_backward(_mine(layout, 0))
+    n_real = max(0, student.model.dims.vocab_size - student.model.vocab_start)
+    worst = 0.0
+    for name, param in student.model.named_params():
+        if ("word_embeddings" in name or "output_layer" in name) and param.shape[0] > n_real:
+            worst = max(worst, float(param.main_grad[n_real:].abs().max()))
+    return worst
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+class TestParity:
+    """One class, so that a failure names layout and architecture."""
+
+    def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
+        """Fails if import maps a tensor wrongly, export is not its inverse, or a stage exports foreign names."""
+        ranks = [rank[kind] for rank in results[layout]]
+        assert max(r["logits_diff"] for r in ranks) <= 1e-4
+        assert all(r["round_trip"] for r in ranks)
+        assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
+        assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
+
+    def test_gradients(self, results: Any, references: Path, layout: str, kind: str) -> None:
+        """Fails if loss scaling, a TP/PP/DP reduction, recompute or the loss's own gradient is off."""
+        reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
+        assert max(float(g.abs().max()) for g in reference.grads.values()) > 0.01  # else 1e-5 shows nothing
+        ranks = [rank[kind] for rank in results[layout]]
+        assert max(r["grad_diff"] for r in ranks) <= 1e-5
+        assert sorted({name for r in ranks for name in r["grad_names"]}) == sorted(reference.grads)
+        assert max(r["padding_grad"] for r in ranks) == 0.0
+
+    def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
+        """Fails if AdamW, weight-decay groups, clipping, or the reported statistics differ from plain training."""
+        reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
+        ranks = [rank[kind] for rank in results[layout]]
+        assert ranks[0]["teacher_mass"] < 0.95  # the loss is one of truncated distributions
+        for r in ranks:
+            assert r["weight_diff"] <= 1e-5
+            assert r["losses"] == pytest.approx(reference.losses, abs=1e-5)
+            assert r["grad_norms"] == pytest.approx(reference.grad_norms, abs=1e-4)
+            assert r["eval_loss"] == pytest.approx(r["losses"][0], abs=1e-6)
+            assert r["losses"] == ranks[0]["losses"] and r["n_tokens"] == ranks[0]["n_tokens"]

@@ -1,0 +1,97 @@
+"""What the Megatron student stands on: the CPU shim, the optimizer's arithmetic, the learning rate."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gkd.actor.megatron.optim import GroupStepAdamW, OptimSpec
+from gkd.errors import ConfigError
+
+# A child process, because the shim changes the process for good.
+_LIST_TOUCHED = "from gkd.actor.megatron.cpu_shim import install_cpu_shim; print('\\n'.join(install_cpu_shim()))"
+_CORE = "megatron.core"
+_TOUCHED = [
+    f"{_CORE}.dist_checkpointing.exchange_utils._get_empty_tensor_for_exchange",
+    f"{_CORE}.dist_checkpointing.exchange_utils.exchange_loaded_tensors_gather_rounds",
+    f"{_CORE}.dist_checkpointing.strategies.state_dict_saver.verify_global_md_reuse",
+    f"{_CORE}.optimizer.clip_grads.clip_grad_by_total_norm_fp32",
+    f"{_CORE}.optimizer.clip_grads.count_zeros_fp32",
+    f"{_CORE}.optimizer.clip_grads.get_grad_norm_fp32",
+    f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer.__init__",
+    f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups",
+    f"{_CORE}.optimizer.optimizer.FP32Optimizer.__init__",
+    f"{_CORE}.optimizer.optimizer.Float16OptimizerWithFloat16Params.__init__",
+    f"{_CORE}.optimizer.optimizer.MixedPrecisionOptimizer.__init__",
+    f"{_CORE}.pipeline_parallel.schedules.forward_backward_no_pipelining",
+    f"{_CORE}.pipeline_parallel.schedules.forward_backward_pipelining_with_interleaving",
+    f"{_CORE}.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving",
+    f"{_CORE}.pipeline_parallel.schedules.forward_step",
+    f"{_CORE}.tensor_parallel.random._get_cuda_rng_state",
+    f"{_CORE}.tensor_parallel.random._set_cuda_rng_state",
+    f"{_CORE}.utils.GlobalSymmetricMemoryBuffer.__init__",
+    f"{_CORE}.utils.get_batch_on_this_hybrid_cp_rank",
+    f"{_CORE}.utils.local_multi_tensor_l2_norm",
+    "torch.Tensor.cuda",
+    "torch.cuda.current_device",
+    "torch.cuda.get_rng_state",
+    "torch.cuda.manual_seed",
+    "torch.cuda.set_rng_state",
+    "torch.cuda.synchronize",
+]
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is a no-op where CUDA is")
+def test_shim_touches_exactly_these() -> None:
+    """Fails if a Megatron upgrade moves, adds or drops a CUDA assumption that the shim covers."""
+    command = [sys.executable, "-W", "ignore", "-c", _LIST_TOUCHED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == _TOUCHED
+
+
+def test_group_step_adamw_is_adamw() -> None:
+    """Fails if the optimizer's arithmetic differs from torch's AdamW by a bit, before or after a state reload."""
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
+    a, b = GroupStepAdamW([mine], **options), torch.optim.AdamW([theirs], **options)  # type: ignore[arg-type]
+    for step in range(6):
+        if step == 3:
+            state = a.state_dict()
+            a = GroupStepAdamW([mine], **options)  # type: ignore[arg-type]
+            a.load_state_dict(state)
+        mine.grad = torch.randn(7, generator=generator)
+        theirs.grad = mine.grad.clone()
+        a.step()
+        b.step()
+        assert torch.equal(mine, theirs), step
+    assert a.param_groups[0]["step"] == 6 and "step" not in a.state[mine]
+
+
+def test_learning_rates() -> None:
+    """Fails if warm-up starts at 0, overshoots its last step, or the decay misses its floor at the last step."""
+    constant = OptimSpec(lr=2.0, warmup_steps=4)
+    assert [constant.lr_at(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    linear = OptimSpec(lr=2.0, schedule="linear", total_steps=5, min_lr_ratio=0.5)
+    assert [linear.lr_at(step) for step in range(6)] == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+    cosine = OptimSpec(lr=2.0, schedule="cosine", warmup_steps=1, total_steps=4)
+    assert [cosine.lr_at(step) for step in range(4)] == pytest.approx([2.0, 2.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ({"schedule": "step"}, "actor.optim.schedule"),
+        ({"lr": -1.0}, "actor.optim.lr"),
+        ({"clip_grad": float("nan")}, "actor.optim.clip_grad"),
+    ],
+)
+def test_bad_settings_are_named(setting: dict[str, float], key: str) -> None:
+    """Fails if a bad optimizer setting is accepted, or its error does not name the key."""
+    with pytest.raises(ConfigError) as caught:
+        OptimSpec(**setting)  # type: ignore[arg-type]
+    assert caught.value.key == key
