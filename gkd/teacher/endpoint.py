@@ -1,19 +1,29 @@
 """The Ray surface of one scoring endpoint: asks the teacher for one data-parallel group, on that group's host.
 
-It has no GPU and loads no torch: tokens come from the object store, go to the teacher over ZMQ, and the scores go back
+It has no GPU and loads no torch: tokens come from the object store, go to the teacher over ZMQ, and the scores go
 into the object store of this host, where the group's last pipeline stage maps them without a copy.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import cast
+
 import numpy as np
-import ray
 
 from gkd.config import Config
-from gkd.roles import RolloutChunk, ScoredChunk
-from gkd.teacher.base import validate_topk
+from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherTopK
+from teacher_server.protocol import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """What the driver learns of a chunk's scores."""
+
+    mass: float  # sum over positions of the teacher's probability on its top-k
+    n_bytes: int
 
 
 class ScoringEndpoint:
@@ -27,7 +37,6 @@ class ScoringEndpoint:
 
     def __init__(self, config: Config, n_vocab: int, n_in_flight: int) -> None:
         teacher = config.teacher
-        self._n_vocab = n_vocab
         self._teacher = ZmqTeacher(
             teacher.server_ip,
             teacher.server_port,
@@ -37,23 +46,21 @@ class ScoringEndpoint:
             n_in_flight=n_in_flight,
             request_timeout_s=teacher.request_timeout_s,
             outage_budget_s=teacher.outage_budget_s,
-            wire=teacher.wire,
+            wire=cast(Wire, teacher.wire),
         )
 
-    def score(self, chunk: RolloutChunk) -> ScoredChunk:
-        """Blocks until every sequence of the chunk is scored and checked."""
-        rollouts: list[Rollout] = ray.get(chunk.ref)
+    def score(self, rollouts: list[Rollout]) -> tuple[list[TeacherTopK], ScoreSummary]:
+        """Blocks until every sequence is scored (the client checks the scores). Two objects; the driver fetches only the second.
+
+        Raises:
+            TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
+        """
         scores: list[TeacherTopK | None] = [None] * len(rollouts)
         for index, score in self._teacher.score(rollouts):
-            where = f"prompt {rollouts[index].prompt_id}, sample {rollouts[index].sample_index}"
-            validate_topk(score, self._n_vocab, where)
             scores[index] = score
         complete = [score for score in scores if score is not None]
-        assert len(complete) == len(rollouts), "the client returned without an answer for each sequence"
-        mass = [float(np.exp(s.topk_logprobs, dtype=np.float64).sum()) for s in complete]
-        return ScoredChunk(
-            rollouts=chunk,
-            ref=ray.put(complete),
-            teacher_mass=sum(mass) / chunk.n_response_tokens,
-            n_teacher_bytes=sum(s.topk_ids.nbytes + s.topk_logprobs.nbytes for s in complete),
-        )
+        if len(complete) != len(rollouts):
+            raise TeacherError(f"the teacher's client answered {len(complete)} of {len(rollouts)} sequences")
+        mass = sum(float(np.exp(s.topk_logprobs, dtype=np.float64).sum()) for s in complete)
+        n_bytes = sum(s.topk_ids.nbytes + s.topk_logprobs.nbytes for s in complete)
+        return complete, ScoreSummary(mass, n_bytes)

@@ -14,13 +14,21 @@ class ScoringPool:
 
     def __init__(self, endpoints: Sequence[Any], timeout_s: float) -> None:
         self._endpoints, self._timeout_s = list(endpoints), timeout_s
-        self._pending: dict[str, Any] = {}
+        self._pending: list[tuple[RolloutChunk, Any, Any]] = []  # (chunk, ref of the scores, ref of their summary)
 
     def submit(self, chunk: RolloutChunk) -> None:
-        name = f"chunk {len(self._pending)} (scoring endpoint {chunk.dp_rank})"
-        self._pending[name] = self._endpoints[chunk.dp_rank].score.remote(chunk)
+        endpoint = self._endpoints[chunk.dp_rank]
+        scores, summary = endpoint.score.options(num_returns=2).remote(chunk.ref)
+        self._pending.append((chunk, scores, summary))
 
     def collect(self) -> list[ScoredChunk]:
         """In the order of submission. Forgets what was pending also when it raises."""
-        pending, self._pending = self._pending, {}
-        return list(gather(pending, "teacher scoring", self._timeout_s).values())
+        pending, self._pending = self._pending, []
+        refs = {
+            f"chunk {i} (scoring endpoint {chunk.dp_rank})": summary for i, (chunk, _, summary) in enumerate(pending)
+        }
+        summaries = gather(refs, "teacher scoring", self._timeout_s).values()
+        return [
+            ScoredChunk(chunk, scores, summary.mass / chunk.n_response_tokens, summary.n_bytes)
+            for (chunk, scores, _), summary in zip(pending, summaries, strict=True)
+        ]

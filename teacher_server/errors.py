@@ -1,0 +1,14 @@
+"""Errors a person who runs the server can meet; each prints as one line and says what to do.
+
+The server imports nothing of `gkd`, so that it installs and starts alone on a teacher host.
+"""
+
+from __future__ import annotations
+
+
+class ServerError(Exception):
+    """The server cannot start or go on; `main` prints it as one line and exits with code 2."""
+
+
+class BadRequest(Exception):
+    """A well-formed request this model cannot answer (e.g. a token id past its vocabulary)."""

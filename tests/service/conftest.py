@@ -1,0 +1,35 @@
+"""Fixtures of the service tests: two tiny models and one server that outlives a test file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.service.harness import ServerProcess, save_model
+
+TINY_VOCAB = 300
+WIDE_VOCAB = 32003  # odd, and past uint16 / 2: ids must survive the planes and no padding may creep in
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny", TINY_VOCAB)
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "wide", WIDE_VOCAB, seed=1)
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tiny_model, tmp_path_factory.mktemp("server"), options=("--max-batch-tokens", "512")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def wide_server(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(wide_model, tmp_path_factory.mktemp("server")) as server:
+        yield server

@@ -1,0 +1,141 @@
+"""What the service tests share: tiny models, random rollouts, and a real server process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gkd.teacher.client import ZmqTeacher
+from gkd.types import Rollout, VersionSpan
+
+START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 s on an idle one
+
+
+def save_model(folder: Path, vocab_size: int, seed: int = 0) -> Path:
+    """A random Qwen3 with a few thousand parameters besides its embeddings; weights large enough for peaked rows."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def random_rollouts(n: int, n_vocab: int, seed: int = 0, response: tuple[int, int] = (1, 40)) -> list[Rollout]:
+    """`n` rollouts of random tokens; prompts of 1 to 30 tokens, responses of `response` (both ends included)."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for i in range(n):
+        n_prompt, n_response = rng.integers(1, 31), rng.integers(response[0], response[1] + 1)
+        rollouts.append(
+            Rollout(
+                prompt_id=i,
+                sample_index=0,
+                prompt_ids=rng.integers(0, n_vocab, n_prompt).astype(np.int32),
+                response_ids=rng.integers(0, n_vocab, n_response).astype(np.int32),
+                rollout_logprobs=np.zeros(n_response, np.float32),
+                version_spans=(VersionSpan(0, int(n_response), 0),),
+                finish_reason="length",
+            )
+        )
+    return rollouts
+
+
+def connect(port: int, **settings: Any) -> ZmqTeacher:
+    """A client with settings for tests; any may be overridden."""
+    defaults: dict[str, Any] = {
+        "k": 8,
+        "temperature": 1.0,
+        "n_vocab": 0,
+        "n_in_flight": 16,
+        "request_timeout_s": 20.0,
+        "outage_budget_s": START_TIMEOUT_S,
+        "wire": "fp32",
+    }
+    return ZmqTeacher("127.0.0.1", port, **(defaults | settings))
+
+
+def server_command(model: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "teacher_server", "--model", str(model), "--device", "cpu", *options]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie that nobody reaped yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Any, timeout_s: float, what: str) -> None:
+    """Poll `condition` until it holds; fails the test after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)
+
+
+class ServerProcess:
+    """`python -m teacher_server` as a context: started and ready on entry, dead on exit with all its workers."""
+
+    def __init__(self, model: Path, folder: Path, *, port: int = 0, n_workers: int = 1, options: Sequence[str] = ()):
+        self._ready_file = folder / f"ready-{os.urandom(4).hex()}.json"
+        self._log = folder / f"{self._ready_file.stem}.log"
+        flags = ("--port", str(port), "--n-workers", str(n_workers), "--ready-file", str(self._ready_file), *options)
+        self._command = server_command(model, *flags)
+        self.port = port
+        self.worker_pids: list[int] = []
+
+    def __enter__(self) -> ServerProcess:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
+        try:
+            ended = self.process.poll
+            wait_until(lambda: self._ready_file.exists() or ended() is not None, START_TIMEOUT_S, "server start")
+            assert self.process.poll() is None, f"the server ended:\n{self.log_text()}"
+        except BaseException:
+            self.kill()
+            raise
+        ready = json.loads(self._ready_file.read_text())
+        self.port, self.worker_pids = ready["port"], ready["worker_pids"]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()  # as a user would; it leaves no temporary folder behind
+            self.process.wait(timeout=10)
+        self.kill()
+        wait_until(lambda: not any(is_alive(pid) for pid in self.worker_pids), 5.0, "the workers' end")
+
+    def log_text(self) -> str:
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would be; the kernel then kills the workers."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=5)
+        if self.process.stdout is not None:
+            self.process.stdout.close()

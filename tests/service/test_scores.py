@@ -1,0 +1,147 @@
+"""The numbers a real server sends are those of a plain float32 forward of each sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gkd.errors import TeacherError
+from gkd.types import Rollout, TeacherTopK
+from teacher_server.protocol import PROTOCOL_VERSION
+from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
+from tests.service.harness import ServerProcess, connect, random_rollouts
+
+pytestmark = pytest.mark.service
+
+
+def reference_logprobs(model: Path, rollout: Rollout, temperature: float, n_vocab: int) -> np.ndarray:
+    """[R, n_vocab] float32: log_softmax of the whole model's logits, one sequence, no padding, no chunks."""
+    torch.set_num_threads(1)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
+    with torch.inference_mode():
+        logits = network(input_ids=tokens[None]).logits[0, :, :n_vocab] / temperature
+    rows = logits.log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1]
+    assert len(rows) == len(rollout.response_ids)
+    return rows.numpy()
+
+
+def max_error(
+    model: Path,
+    rollouts: Sequence[Rollout],
+    scores: dict[int, TeacherTopK],
+    temperature: float,
+    n_vocab: int,
+    *,
+    relative: bool = False,
+) -> float:
+    """Largest difference to the reference, both of the values at the sent ids and of the reference's own top k.
+
+    In nats, or with `relative` as a part of max(1, |logprob|): float16 has 11 significant bits wherever it is.
+    """
+    worst = 0.0
+    for index, got in scores.items():
+        expected = reference_logprobs(model, rollouts[index], temperature, n_vocab)
+        at_ids = np.take_along_axis(expected, got.topk_ids.astype(np.int64), axis=1)
+        largest = -np.sort(-expected, axis=1)[:, : got.topk_ids.shape[1]]
+        scale = np.maximum(1.0, np.abs(largest)) if relative else 1.0
+        for reference in (at_ids, largest):
+            worst = max(worst, float((np.abs(reference - got.topk_logprobs) / scale).max()))
+    return worst
+
+
+@pytest.mark.parametrize("wire,bound", [("fp32", 1e-4), ("fp16", 1e-3)])
+def test_scores_equal_the_unbatched_forward(
+    tiny_server: ServerProcess, tiny_model: Path, wire: str, bound: float
+) -> None:
+    """Would break if padding, batching, row selection, temperature or the wire changed a number."""
+    rollouts = random_rollouts(24, TINY_VOCAB)
+    teacher = connect(tiny_server.port, wire=wire, temperature=0.7, n_vocab=TINY_VOCAB)
+    try:
+        scores = dict(teacher.score(rollouts))
+    finally:
+        teacher.close()
+    assert sorted(scores) == list(range(24))
+    assert max_error(tiny_model, rollouts, scores, 0.7, TINY_VOCAB, relative=wire == "fp16") <= bound
+
+
+@pytest.mark.parametrize("wire,bound", [("fp32", 1e-4), ("fp16", 1e-3)])
+def test_wide_vocabulary(wide_server: ServerProcess, wide_model: Path, wire: str, bound: float) -> None:
+    """Would break if ids above 255 or 32767 were mangled by the planes, or chunks of rows were misplaced."""
+    rollouts = random_rollouts(4, WIDE_VOCAB, seed=2)
+    teacher = connect(wide_server.port, wire=wire, k=64)
+    try:
+        scores = dict(teacher.score(rollouts))
+    finally:
+        teacher.close()
+    assert max_error(wide_model, rollouts, scores, 1.0, WIDE_VOCAB, relative=wire == "fp16") <= bound
+    assert max(int(score.topk_ids.max()) for score in scores.values()) > 32767 - 1000
+
+
+def test_vocabulary_cut_normalises_over_what_is_left(tiny_server: ServerProcess, tiny_model: Path) -> None:
+    """Would break if the cut came after the softmax: with k = n_vocab each row must sum to exactly 1."""
+    rollouts = random_rollouts(5, TINY_VOCAB, seed=3)
+    teacher = connect(tiny_server.port, k=250, n_vocab=250)
+    try:
+        scores = dict(teacher.score(rollouts))
+    finally:
+        teacher.close()
+    assert max_error(tiny_model, rollouts, scores, 1.0, 250) <= 1e-4
+    for score in scores.values():
+        assert score.topk_ids.max() < 250
+        np.testing.assert_allclose(np.exp(score.topk_logprobs).sum(1), 1.0, atol=1e-5)
+
+
+def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) -> None:
+    """Would break if a trainer could not compare vocabulary, limits and weights before the first batch."""
+    teacher = connect(tiny_server.port)
+    try:
+        info = teacher.info()
+    finally:
+        teacher.close()
+    assert (info.model_name, info.vocab_size, info.max_tokens) == ("tiny", TINY_VOCAB, 1024)
+    assert (info.n_workers, info.engine, info.device) == (1, "hf", "cpu")
+    assert info.protocol_version == PROTOCOL_VERSION
+    assert len(info.fingerprint) == 32 and info.tokenizer_fingerprint == ""
+
+
+@pytest.mark.parametrize(
+    "rollout,settings,words",
+    [
+        (random_rollouts(1, 5000, seed=4, response=(40, 40))[0], {}, "past this model's vocabulary"),
+        (random_rollouts(1, 300, response=(1100, 1100))[0], {}, "more than this model's 1024"),
+        (random_rollouts(1, 300)[0], {"n_vocab": 400}, "n_vocab = 400 is more"),
+    ],
+)
+def test_unanswerable_requests_are_refused_by_name(
+    tiny_server: ServerProcess, rollout: Rollout, settings: dict[str, int], words: str
+) -> None:
+    """Would break if the server clipped or cut silently, or retried for ever what can never work."""
+    teacher = connect(tiny_server.port, **settings)
+    try:
+        with pytest.raises(TeacherError, match=words) as caught:
+            dict(teacher.score([rollout]))
+        assert "prompt 0, sample 0" in str(caught.value)
+    finally:
+        teacher.close()
+
+
+def test_leaving_a_score_early_does_not_mix_into_the_next(tiny_server: ServerProcess, tiny_model: Path) -> None:
+    """Would break if late replies of an abandoned call were taken for those of the next."""
+    teacher = connect(tiny_server.port, n_vocab=TINY_VOCAB)
+    try:
+        abandoned = teacher.score(random_rollouts(16, TINY_VOCAB, seed=5))
+        next(abandoned)
+        with pytest.raises(TeacherError, match="finish or close"):
+            next(teacher.score(random_rollouts(1, TINY_VOCAB)))
+        abandoned.close()  # type: ignore[attr-defined]
+        rollouts = random_rollouts(6, TINY_VOCAB, seed=6)
+        scores = dict(teacher.score(rollouts))
+    finally:
+        teacher.close()
+    assert max_error(tiny_model, rollouts, scores, 1.0, TINY_VOCAB) <= 1e-4
