@@ -1,0 +1,105 @@
+"""`python -m gkd.quickstart`: models, teacher server, training, evaluation, table. launch/quickstart.sh installs first.
+
+Each part is the command a user would type, run as a process of its own; this file only starts them in order, and
+takes all of them down at the end, on an error, and on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from gkd.cluster.assignment import free_port
+from gkd.errors import GkdError
+from gkd.quickstart import processes, summary
+from gkd.quickstart.check_export import count_equal
+
+MODELS = Path("models/quickstart")
+RUNS = Path("runs/quickstart")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="bash launch/quickstart.sh",
+        description="Distil a small student on this machine, end to end, with the real parts; minutes on two cores.",
+        epilog="key=value arguments override configs/quickstart_cpu.yaml, e.g. trainer.total_steps=20",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
+    overrides = parser.parse_args().overrides
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    began = float(os.environ.get("GKD_QUICKSTART_BEGAN", time.time()))
+    try:
+        with processes.process_family():
+            _run(overrides, began)
+    except GkdError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started is stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(overrides: list[str], began: float) -> None:
+    python = sys.executable
+    run_dir = RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
+    RUNS.mkdir(parents=True, exist_ok=True)
+
+    _say(1, "two small models: a teacher that adds, a student that does not yet (made once)")
+    processes.run([python, "-m", "gkd.quickstart.make_models", "--out", str(MODELS)], "making the models")
+
+    _say(2, "teacher server")
+    port = free_port("127.0.0.1")
+    ready, log = RUNS / "teacher.ready", RUNS / "teacher.log"
+    ready.unlink(missing_ok=True)
+    server = processes.start(
+        [python, "-m", "teacher_server", "--model", str(MODELS / "teacher"), "--port", str(port)]
+        + ["--device", "cpu", "--dtype", "float32", "--ready-file", str(ready)],
+        log=log,
+    )
+    processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
+    print(f"    up on 127.0.0.1:{port}, log in {log}", flush=True)
+
+    _say(3, "training: python -m gkd.main_gkd --config configs/quickstart_cpu.yaml")
+    processes.run(
+        [python, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml"]
+        + [f"trainer.run_dir={run_dir}", f"teacher.server_port={port}", *overrides],
+        "training",
+    )
+
+    _say(4, "checks: teacher's accuracy, export against engine")
+    from gkd.quickstart.addition import read_jsonl
+    from gkd.quickstart.evaluate import greedy_accuracy
+
+    teacher_accuracy = greedy_accuracy(MODELS / "teacher", read_jsonl(MODELS / "heldout.jsonl"))
+    samples = sorted((run_dir / "samples").glob("*.jsonl"))[-1]
+    equal, n = count_equal(run_dir / "export", samples)
+
+    result = summary.summarise(run_dir, teacher_accuracy, f"{equal}/{n}", time.time() - began)
+    summary.write_summary(result, run_dir / "summary.json")
+    shutil.copy(run_dir / "summary.json", RUNS / "summary.json")
+    print(f"\n{summary.as_table(result)}\n")
+    print(f"student    {run_dir / 'export'} (Hugging Face format)")
+    print(f"metrics    {run_dir / 'metrics.jsonl'}")
+    print(f"answers    {samples}")
+    print(f"summary    {RUNS / 'summary.json'}")
+
+
+def _say(part: int, text: str) -> None:
+    print(f"\n[{part}/4] {text}", flush=True)
+
+
+def _as_interrupt(signum: int, frame: FrameType | None) -> None:
+    del signum, frame
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Trains one of the quickstart's small models from scratch until a measured accuracy says stop.
+
+A plain transformers + torch loop, there only to give the quickstart something to distil; the trainer proper is
+`gkd.trainer`. `gkd.quickstart.make_models` calls it once for the teacher and once for the student.
+
+Shape letters: B sequences of a batch, S padded sequence length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from gkd.errors import ModelError
+from gkd.quickstart.addition import Problem, build_tokenizer
+from gkd.quickstart.evaluate import greedy_score
+
+HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
+N_KEY_VALUE_HEADS = 2  # grouped-query attention, and still one key/value head a rank under TP2
+MAX_POSITIONS = 256
+# Three times the library default: matrices this narrow start too quiet with 0.02 and take twice as many steps to learn.
+INITIALIZER_RANGE = 0.06
+IGNORED = -100  # the label that torch's cross entropy leaves out
+PROGRESS_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRecipe:
+    """How one of the two models is built, trained and stopped."""
+
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    seed: int
+    # Sequences an optimizer step. Small, because a step's time is all arithmetic at this size.
+    batch_size: int = 32
+    peak_lr: float = 3e-3
+    warmup_steps: int = 30
+    # The rate stays at its peak until this validation accuracy is seen, then falls over `decay_steps` to
+    # `final_lr_share * peak_lr`. Started by accuracy, because a decay that starts too early freezes a model that still
+    # has a rule to learn; how many steps that takes differs by hundreds between seeds. None: no decay.
+    decay_from_accuracy: float | None = None
+    decay_steps: int = 120
+    final_lr_share: float = 0.05
+    # Training stops at the first evaluation with validation accuracy >= stop_accuracy, but never before the end of a
+    # decay that the recipe asks for; reaching the limit is an error.
+    eval_every: int = 25
+    stop_accuracy: float
+    step_limit: int
+    # The finished model's greedy accuracy on the held-out problems must lie in this band.
+    min_accuracy: float
+    max_accuracy: float
+    # The least share of responses that must end and be well-formed, at the stop and on the held-out problems.
+    min_well_formed: float = 0.9
+
+
+def build_model(recipe: ModelRecipe, vocab_size: int) -> Qwen3ForCausalLM:
+    """A freshly initialised float32 Qwen3 with tied embeddings. Seeds torch's global generator."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(recipe.seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocab_size,
+            hidden_size=recipe.hidden_size,
+            intermediate_size=recipe.intermediate_size,
+            num_hidden_layers=recipe.n_layers,
+            num_attention_heads=recipe.n_heads,
+            num_key_value_heads=N_KEY_VALUE_HEADS,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=MAX_POSITIONS,
+            initializer_range=INITIALIZER_RANGE,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            dtype="float32",
+        )
+    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def train_from_scratch(
+    role: str, recipe: ModelRecipe, train: list[Problem], validation: list[Problem]
+) -> tuple[Qwen3ForCausalLM, int, float]:
+    """Train a fresh model on worked solutions until its validation accuracy says stop.
+
+    Cross entropy of the response tokens, end-of-sequence included, averaged over the batch; AdamW without decay.
+
+    Returns: the model, the steps it took, its validation accuracy.
+    Raises: ModelError if `recipe.step_limit` comes first.
+    """
+    tokenizer = build_tokenizer()
+    model = build_model(recipe, len(tokenizer))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    batches = _batches(train, recipe.batch_size, recipe.seed)
+    started = last_line = time.monotonic()
+    accuracy = 0.0
+    decay_start: int | None = None
+    for step in range(1, recipe.step_limit + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.peak_lr * lr_share(recipe, step, decay_start)
+        tokens, labels = next(batches)
+        logits = model(input_ids=tokens, use_cache=False).logits  # [B, S, V]
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        now = time.monotonic()
+        if now - last_line > PROGRESS_EVERY_S:
+            last_line = now
+            print(
+                f"{role:>7} | step {step:4d} | loss {loss.item():.3f} | validation accuracy {accuracy:6.1%} "
+                f"(stops at {recipe.stop_accuracy:.1%}) | {now - started:3.0f} s",
+                flush=True,
+            )
+        if step % recipe.eval_every == 0:
+            score = greedy_score(model, validation)
+            accuracy = score.accuracy
+            cooled = recipe.decay_from_accuracy is None or (
+                decay_start is not None and step - decay_start >= recipe.decay_steps
+            )
+            if cooled and accuracy >= recipe.stop_accuracy and score.well_formed >= recipe.min_well_formed:
+                return model, step, accuracy
+            decays = recipe.decay_from_accuracy is not None and accuracy >= recipe.decay_from_accuracy
+            if decays and decay_start is None:
+                decay_start = step
+    raise ModelError(
+        f"the {role} reached a validation accuracy of {accuracy:.1%} in {recipe.step_limit} steps and was to reach "
+        f"{recipe.stop_accuracy:.1%}. Fix: raise {role}.step_limit in the recipe, or try another {role}.seed."
+    )
+
+
+def lr_share(recipe: ModelRecipe, step: int, decay_start: int | None) -> float:
+    """The share of the peak learning rate at a step (the first is 1): warm-up, plateau, linear decay, floor.
+
+    Args:
+        decay_start: the step after which the decay begins; None while it has not been started.
+    """
+    if decay_start is None:
+        return min(1.0, step / recipe.warmup_steps)
+    return max(recipe.final_lr_share, 1.0 - (step - decay_start) / recipe.decay_steps)
+
+
+def _batches(train: list[Problem], batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless shuffled (tokens, labels), both [B, S] int64; labels are IGNORED outside the response."""
+    tokenizer = build_tokenizer()
+    if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
+        raise ModelError("the quickstart's tokenizer lost its end-of-sequence or padding token")
+    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in train]
+    responses = [tokenizer(problem.response)["input_ids"] + [tokenizer.eos_token_id] for problem in train]
+    longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    tokens = torch.full((len(train), longest), tokenizer.pad_token_id)
+    labels = torch.full((len(train), longest), IGNORED)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        end = len(prompt) + len(response)
+        tokens[row, :end] = torch.tensor(prompt + response)
+        labels[row, len(prompt) : end] = torch.tensor(response)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        for rows in torch.randperm(len(train), generator=generator).split(batch_size):
+            yield tokens[rows], labels[rows]

@@ -1,0 +1,113 @@
+"""Children that never outlive their parent, whatever happens to either.
+
+The parent makes itself the reaper of its descendants (Linux: PR_SET_CHILD_SUBREAPER), so processes whose own parent
+died, Ray's daemons for instance, come back to it and `stop_all` finds them. A child is told to terminate when the
+parent dies (PR_SET_PDEATHSIG), so even `kill -9` of the parent leaves nothing behind for long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from gkd.errors import ClusterError
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GRACE_S = 15.0
+
+
+@contextmanager
+def process_family() -> Iterator[None]:
+    """Inside, this process adopts every orphan among its descendants; on the way out they are all stopped."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        # A second Ctrl-C must not interrupt the cleaning up.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop_all(psutil.Process().children(recursive=True))
+        signal.signal(signal.SIGINT, before)
+
+
+def start(command: Sequence[str], *, log: Path | None = None) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own, so that Ctrl-C reaches it through its parent, in order.
+
+    Args:
+        log: where its output goes; None = this terminal.
+    """
+    output = None if log is None else log.open("wb")
+    try:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output and subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    finally:
+        if output is not None:
+            output.close()
+
+
+def run(command: Sequence[str], what: str) -> None:
+    """Run a child to its end.
+
+    Raises:
+        ClusterError: it failed; its own words are above on the terminal.
+    """
+    code = start(command).wait()
+    if code:
+        raise ClusterError(f"{what} ended with exit code {code} (see its message above)")
+
+
+def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeout_s: float) -> None:
+    """Until the child has written `path`.
+
+    Raises:
+        ClusterError: it ended before, or the time is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if process.poll() is not None:
+            raise ClusterError(f"{what} ended with exit code {process.returncode} before it was ready")
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{what} was not ready within {timeout_s:.0f} s")
+        time.sleep(0.1)
+
+
+def stop_all(processes: Sequence[psutil.Process], grace_s: float = _GRACE_S) -> None:
+    """SIGTERM, a bounded wait, SIGKILL; processes that are gone already are fine."""
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    # Whoever was orphaned meanwhile has become a child of this process.
+    late = {p for p in psutil.Process().children(recursive=True)} | set(alive)
+    for process in late:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(list(late), timeout=5.0)
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # it ended by itself, which is what was wanted
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

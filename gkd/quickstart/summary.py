@@ -1,0 +1,75 @@
+"""What a quickstart run came to: read from what the run itself wrote, never assumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gkd.errors import CheckpointError
+from gkd.metrics import read_metrics
+
+STAGES = ("data", "rollout", "teacher", "train", "weight_sync", "eval", "checkpoint")
+
+
+def summarise(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s: float) -> dict[str, Any]:
+    """The keys of summary.json.
+
+    Args:
+        run_dir: a finished run with evaluations before the first and after the last step.
+        teacher_accuracy: measured on the same held-out prompts.
+        export_match: e.g. "50/50", greedy answers of the export that equal the engine's.
+        wall_s: seconds since the quickstart was started, installation included.
+
+    Raises:
+        CheckpointError: the run's metrics lack an evaluation.
+    """
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    steps = [line for line in lines if "time/step_s" in line and line["step"] > 0]
+    evaluated = [line for line in lines if "eval/kl" in line]
+    if len(evaluated) < 2 or not steps:
+        raise CheckpointError(f"{run_dir}/metrics.jsonl lacks the evaluations before and after training")
+    before, after = evaluated[0], evaluated[-1]
+    step_s = sum(line["time/step_s"] for line in steps)
+    shares = {stage: sum(line.get(f"time/{stage}_s", 0.0) for line in steps) / step_s for stage in STAGES}
+    return {
+        "teacher_accuracy": teacher_accuracy,
+        "student_accuracy_before": before["eval/accuracy"],
+        "student_accuracy_after": after["eval/accuracy"],
+        "kl_before": before["eval/kl"],
+        "kl_after": after["eval/kl"],
+        "kl_drop": 1.0 - after["eval/kl"] / before["eval/kl"],
+        "export_equals_engine": export_match,
+        "steps": steps[-1]["step"],
+        "training_s": step_s,
+        "wall_s": wall_s,
+        "stage_time_share": shares,
+        "stage_time_accounted": sum(shares.values()),
+    }
+
+
+def as_table(summary: dict[str, Any]) -> str:
+    """For the terminal."""
+    s = summary
+    rows = [
+        ("", "before", "after", "teacher"),
+        (
+            "greedy accuracy, held out",
+            f"{s['student_accuracy_before']:.1%}",
+            f"{s['student_accuracy_after']:.1%}",
+            f"{s['teacher_accuracy']:.1%}",
+        ),
+        ("KL(teacher || student), nats", f"{s['kl_before']:.4f}", f"{s['kl_after']:.4f}", f"-{s['kl_drop']:.1%}"),
+    ]
+    lines = [f"{name:<30}{a:>10}{b:>10}{c:>10}" for name, a, b, c in rows]
+    shares = ", ".join(f"{stage} {share:.0%}" for stage, share in s["stage_time_share"].items() if share >= 0.005)
+    lines += [
+        "",
+        f"{s['steps']} steps in {s['training_s']:.0f} s ({shares}; {s['stage_time_accounted']:.1%} accounted for)",
+        f"export answers like the engine on {s['export_equals_engine']} prompts; {s['wall_s']:.0f} s in all",
+    ]
+    return "\n".join(lines)
+
+
+def write_summary(summary: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(summary, indent=2) + "\n")

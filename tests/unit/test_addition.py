@@ -1,0 +1,170 @@
+"""The quickstart's task: its worked solutions are right, its splits disjoint, its tokenizer exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from gkd.errors import ConfigError, DataError
+from gkd.quickstart.addition import (
+    HIGHEST,
+    LOWEST,
+    N_PAIRS,
+    Problem,
+    build_tokenizer,
+    extract_answer,
+    make_problems,
+    read_jsonl,
+    write_jsonl,
+)
+
+OPERANDS = st.integers(LOWEST, HIGHEST)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "response"),
+    [
+        (358, 467, "8+7=15,5+6+1=12,3+4+1=08;825"),
+        (120, 305, "0+5=05,2+0=02,1+3=04;425"),
+        (999, 999, "9+9=18,9+9+1=19,9+9+1=19;1998"),
+    ],
+)
+def test_worked_solution_is_spelled_out(left: int, right: int, response: str) -> None:
+    """If this fails, the format changed: models made earlier and the documentation no longer show it."""
+    assert Problem(left, right).response == response
+
+
+@given(OPERANDS, OPERANDS)
+def test_every_column_of_a_worked_solution_is_true(left: int, right: int) -> None:
+    """If this fails, the teacher is trained on wrong carries or on a wrong answer."""
+    problem = Problem(left, right)
+    columns, answer = problem.response.split(";")
+    carry = 0
+    for place, column in enumerate(columns.split(",")):
+        sum_text, total = column.split("=")
+        terms = [int(term) for term in sum_text.split("+")]
+        expected = [left // 10**place % 10, right // 10**place % 10] + [1] * carry
+        assert terms == expected
+        assert int(total) == sum(terms) and len(total) == 2
+        carry = int(total[0])
+    assert int(answer) == left + right == int(problem.answer)
+    assert extract_answer(problem.response) == problem.answer
+
+
+def test_operands_out_of_range_are_refused() -> None:
+    """If this fails, prompts of other lengths get in and the format's fixed columns no longer hold."""
+    with pytest.raises(DataError, match="99 is not in"):
+        Problem(99, 500)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "8+7=15",  # no answer
+        "825",  # no worked solution
+        "8+7=15;",
+        "8+7=15;82",
+        "8+7=15;08255",
+        "8+7=15;825,",  # goes on after the answer
+        "8+7=15;825;825",
+        "8+7=15; 825",
+        "8+7=15;٨٢٥",  # digits to str.isdigit, but not what the task writes
+    ],
+)
+def test_a_malformed_response_has_no_answer(text: str) -> None:
+    """If this fails, a student that rambles or stops half-way is counted as having answered."""
+    assert extract_answer(text) is None
+
+
+def test_splits_are_disjoint_up_to_swapped_operands() -> None:
+    """If this fails, held-out accuracy measures memory: the student saw the problem or its mirror image."""
+    train, heldout = make_problems(seed=3, n_train=5000, n_heldout=500)
+    assert (len(train), len(heldout)) == (5000, 500)
+    pairs = {frozenset((problem.left, problem.right)) for problem in train + heldout}
+    assert len(pairs) == 5500
+
+
+def test_splits_depend_on_the_seed_and_nothing_else() -> None:
+    """If this fails, two processes of one quickstart disagree on which problems are held out."""
+    first = make_problems(seed=0, n_train=300, n_heldout=50)
+    assert first == make_problems(seed=0, n_train=300, n_heldout=50)
+    assert first[0] != make_problems(seed=1, n_train=300, n_heldout=50)[0]
+    # Drawn first: a longer train split must not move a problem that was held out into training.
+    assert first[1] == make_problems(seed=0, n_train=600, n_heldout=50)[1]
+
+
+@pytest.mark.parametrize(
+    ("n_train", "n_heldout", "key"),
+    [(0, 5, "addition.n_train"), (5, 0, "addition.n_heldout"), (N_PAIRS, 1, "addition.n_train")],
+)
+def test_impossible_split_sizes_are_refused(n_train: int, n_heldout: int, key: str) -> None:
+    """If this fails, an empty split slips through, or the draw without replacement never ends."""
+    with pytest.raises(ConfigError) as caught:
+        make_problems(0, n_train, n_heldout)
+    assert caught.value.key.startswith(key)
+
+
+def test_prompt_file_holds_prompt_and_answer_only(tmp_path: Path) -> None:
+    """If this fails, `gkd.data` cannot read the file, or distillation sees the worked solution."""
+    problems, _ = make_problems(seed=0, n_train=20, n_heldout=1)
+    write_jsonl(problems, tmp_path / "train.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert rows == [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
+    assert read_jsonl(tmp_path / "train.jsonl") == problems
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "358+467=", "answer": "824"}',
+        '{"prompt": "358+467", "answer": "825"}',
+        '{"prompt": "358-467=", "answer": "825"}',
+        '{"prompt": "358+467="}',
+        "[]",
+        "not json",
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path: Path, line: str) -> None:
+    """If this fails, a model is marked against a wrong answer and nobody learns which row it was."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "358+467=", "answer": "825"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: "):
+        read_jsonl(path)
+
+
+def test_missing_prompt_file_is_named(tmp_path: Path) -> None:
+    """If this fails, a mistyped path ends in a bare traceback instead of an error that names the file."""
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        read_jsonl(tmp_path / "nowhere.jsonl")
+
+
+@given(st.text(max_size=50))
+def test_tokenizer_round_trips_any_text(text: str) -> None:
+    """If this fails, some text is lost or changed on its way to the model and back."""
+    tokenizer = build_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_saved_tokenizer_is_the_same_one(tmp_path: Path) -> None:
+    """If this fails, engines that load the folder with AutoTokenizer see other ids than the models were trained on."""
+    built = build_tokenizer()
+    built.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(loaded) == len(built) == 258
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+    assert loaded.padding_side == "left"
+    assert loaded.chat_template is None
+    prompt, response = Problem(358, 467).prompt, Problem(358, 467).response
+    for add_special_tokens in (True, False):
+        ids = loaded(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+        assert ids == built(prompt)["input_ids"] and len(ids) == len(prompt)
+    # Prompt and response are tokenized apart in training and together nowhere: the seam must not merge.
+    assert loaded(prompt + response)["input_ids"] == loaded(prompt)["input_ids"] + loaded(response)["input_ids"]
