@@ -1,8 +1,8 @@
 """Scored rollouts -> micro-batches: order, padding, and which logits row learns from which teacher row.
 
-    tokens       p0 p1 p2 r0 r1 r2 <eos> pad
-    logits row    .  . r0 r1 r2 <eos>  .   .      (row t predicts token t + 1)
-    loss rows           ^  ^  ^  ^                loss_index = positions P-1 .. P-1+R-1
+tokens       p0 p1 p2 r0 r1 r2 <eos> pad
+logits row    .  . r0 r1 r2 <eos>  .   .      (row t predicts token t + 1)
+loss rows           ^  ^  ^  ^                loss_index = positions P-1 .. P-1+R-1
 """
 
 from __future__ import annotations

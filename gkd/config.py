@@ -36,7 +36,8 @@ class DataConfig:
     max_prompt_length: int = 1024
     # Longest response, tokens; a rollout that reaches it ends with finish_reason "length".
     max_response_length: int = 1024
-    # What happens to a longer prompt: error | drop (leave the row out, counted) | left (keep its end) | right (keep its start).
+    # What happens to a longer prompt: error | drop (leave the row out, counted) | left (keep its end) |
+    # right (keep its start).
     truncation: str = "error"
     # Apply the tokenizer's chat template: auto (if it has one) | always | never.
     chat_template: str = "auto"
@@ -178,7 +179,8 @@ class WeightSyncConfig:
     transport: str = "auto"
     # Tensors are sent in buckets of this size.
     bucket_mib: int = 256
-    # Compare a digest of every tensor the engines hold with what the actor exported: always | first (sync of a run) | never.
+    # Compare a digest of every tensor the engines hold with what the actor exported: always | first (sync of a run) |
+    # never.
     verify: str = "first"
     # Seconds one sync may take.
     timeout_s: float = 600.0
@@ -282,9 +284,12 @@ def _read_yaml(path: str | Path) -> Any:
     if not file.is_file():
         raise ConfigError("--config", str(path), "there is no such file.", "give the path of a YAML file.")
     try:
-        return OmegaConf.load(file)
+        loaded = OmegaConf.load(file)
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
         raise ConfigError("--config", str(path), f"it is not YAML ({error}).", "correct the file.") from error
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError("--config", str(path), "it is not a mapping of sections.", "start it with e.g. `data:`.")
+    return loaded
 
 
 def _read_override(override: str) -> Any:

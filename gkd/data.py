@@ -81,9 +81,7 @@ def load_prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, key: 
                 dropped += 1
             else:
                 answer = row.get(config.answer_key)
-                prompts.append(
-                    Prompt(row_id, np.asarray(ids, dtype=np.int32), None if answer is None else str(answer))
-                )
+                prompts.append(Prompt(row_id, np.asarray(ids, dtype=np.int32), None if answer is None else str(answer)))
             row_id += 1
     if not prompts:
         left_out = f" ({dropped} rows are over data.max_prompt_length)" if dropped else ""

@@ -54,7 +54,10 @@ def preflight(config: Config) -> Plan:
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     model = check_model_folder(config.model.path, "model.path")
     ParallelLayout(
-        tp=config.actor.tp, pp=config.actor.pp, world_size=config.trainer.n_gpus_per_node * config.trainer.nnodes, rank=0
+        tp=config.actor.tp,
+        pp=config.actor.pp,
+        world_size=config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        rank=0,
     ).check_model(read_hf_dims(config.model.path))
     _check_context(config, model)
     train, dropped = load_prompts(config.data.train_files, config.data, tokenizer, "data.train_files")
@@ -91,7 +94,7 @@ def planned_steps(config: Config, n_prompts: int) -> int:
 
 
 def resolve_device(config: Config) -> str:
-    """"cpu" or "cuda" for trainer.device, which may be auto."""
+    """ "cpu" or "cuda" for trainer.device, which may be auto."""
     import torch
 
     wanted = config.trainer.device

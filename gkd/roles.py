@@ -19,7 +19,7 @@ class RolloutChunk:
     """Handle of some finished rollouts of one data-parallel group."""
 
     dp_rank: int
-    ref: Any  # list[Rollout], in an object store
+    ref: Any  # of list[Rollout], in an object store
     n_sequences: int
     n_prompt_tokens: int
     n_response_tokens: int
@@ -32,19 +32,19 @@ class ScoredChunk:
     """A rollout chunk and the handle of the teacher's scores for it."""
 
     rollouts: RolloutChunk
-    ref: Any  # list[TeacherTopK], in the same order; only the last pipeline stage fetches it
+    ref: Any  # of list[TeacherTopK], in the same order; only the last pipeline stage fetches it
     teacher_mass: float  # mean over positions of the teacher's mass on its top-k
     n_teacher_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TrainStats:
-    """One forward (and backward) over the global batch; the same on every rank."""
+    """What one global batch did; the same on every rank."""
 
-    loss: float  # nats, token mean
+    loss: float  # token mean over the global batch, nats
     n_loss_tokens: int
-    grad_norm: float = 0.0
-    lr: float = 0.0
+    grad_norm: float = 0.0  # global, before clipping; 0 in evaluation
+    lr: float = 0.0  # of the update just made; 0 in evaluation
     extra: dict[str, float] = field(default_factory=dict)  # metric name -> value
 
 

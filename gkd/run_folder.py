@@ -1,10 +1,10 @@
 """A run's folder: what a run writes, where, and how another run is kept from overwriting it.
 
-    run_dir/config.yaml            resolved settings
-            metrics.jsonl          one line a step
-            checkpoints/step_N/    actor/ + trainer.json + config.yaml; complete once it has this name
-            samples/step_N.jsonl   greedy answers to held-out prompts
-            export/                the trained student in Hugging Face format
+run_dir/config.yaml            resolved settings
+        metrics.jsonl          one line a step
+        checkpoints/step_N/    actor/ + trainer.json + config.yaml; complete once it has this name
+        samples/step_N.jsonl   greedy answers to held-out prompts
+        export/                the trained student in Hugging Face format
 """
 
 from __future__ import annotations

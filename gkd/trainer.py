@@ -118,9 +118,7 @@ class Trainer:
         rollout, scoring = self.roles.rollout, self.roles.scoring
         seed = self.config.data.seed + self.step
         with timers("rollout"):
-            finished = rollout.generate(
-                prompts, n=n or self.config.rollout.n, temperature=temperature, seed=seed
-            )
+            finished = rollout.generate(prompts, n=n or self.config.rollout.n, temperature=temperature, seed=seed)
             if self.config.teacher.overlap_rollout:
                 for chunk in finished:
                     scoring.submit(chunk)
@@ -204,9 +202,7 @@ def step_metrics(
 
 def step_line(step: int, total: int, m: dict[str, float]) -> str:
     """One line a step for people."""
-    stages = " ".join(
-        f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync")
-    )
+    stages = " ".join(f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync"))
     return (
         f"step {step}/{total}  loss {m['loss/total']:.4f}  grad {m['optim/grad_norm']:.3f}  "
         f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})"

@@ -64,8 +64,10 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
 
 
 def worker_env(on_cpu: bool) -> dict[str, str]:
-    """Environment of the pools' processes; what the user has set wins for verbosity."""
-    env = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TOKENIZERS_PARALLELISM": "false"}
+    """Environment of the pools' processes: quiet libraries (what the user has set wins) and, on CPU, one thread each."""
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+    env = {key: os.environ.get(key, value) for key, value in env.items()}
+    env["TOKENIZERS_PARALLELISM"] = "false"
     return env | CPU_ENV if on_cpu else env
 
 

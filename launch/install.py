@@ -70,7 +70,14 @@ def install_cpu(project: dict) -> None:  # type: ignore[type-arg]
     settings = project["tool"]["gkd"]["install"]
     pip("vLLM (CPU build)", "--no-deps", *settings["cpu_no_deps"])
     rest = requirements_of(settings["cpu_no_deps"][0].partition("==")[0], set(settings["cpu_left_out"]))
-    pip("Ray, Megatron-core, vLLM's requirements and the project", "-c", str(CONSTRAINTS), "-e", f"{ROOT}[cpu,dev]", *rest)
+    pip(
+        "Ray, Megatron-core, vLLM's requirements and the project",
+        "-c",
+        str(CONSTRAINTS),
+        "-e",
+        f"{ROOT}[cpu,dev]",
+        *rest,
+    )
 
 
 def requirements_of(package: str, left_out: set[str]) -> list[str]:
@@ -85,7 +92,16 @@ def requirements_of(package: str, left_out: set[str]) -> list[str]:
 def pip(what: str, *args: str, may_fail: bool = False) -> int:
     """Run pip install, saying every ten seconds that it still runs; leaves with pip's output if it fails."""
     print(f"[setup] installing {what}", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--progress-bar",
+        "off",
+    ]
     started = time.monotonic()
     log = Path(sys.prefix) / "gkd-install.log"
     with log.open("w+") as output:
@@ -97,7 +113,9 @@ def pip(what: str, *args: str, may_fail: bool = False) -> int:
                     break
                 except subprocess.TimeoutExpired:
                     output.seek(0, 2)
-                    count = len(re.findall(r"^(?:Collecting|Requirement already)", log.read_text(errors="replace"), re.M))
+                    count = len(
+                        re.findall(r"^(?:Collecting|Requirement already)", log.read_text(errors="replace"), re.M)
+                    )
                     print(f"[setup]   {time.monotonic() - started:.0f} s, {count} packages looked at", flush=True)
         finally:
             if process.poll() is None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.worker import ChunkRefs
 from gkd.cluster.calls import gather
 from gkd.config import Config
 from gkd.roles import ScoredChunk, TrainStats
@@ -64,13 +63,13 @@ class ActorPool:
         return list(gather(refs, "node ids", self._timeout_s).values())
 
     def _on_batch(self, method: str, batch: Sequence[ScoredChunk]) -> TrainStats:
-        share: list[list[ChunkRefs]] = [[] for _ in range(self.dp_size)]
-        for chunk in batch:
-            share[chunk.rollouts.dp_rank].append(ChunkRefs(chunk.rollouts.ref, chunk.ref))
-        refs = {
-            f"actor rank {layout.rank}": getattr(worker, method).remote(share[layout.dp_rank])
-            for worker, layout in zip(self._workers, self._layouts, strict=True)
-        }
+        refs = {}
+        for worker, layout in zip(self._workers, self._layouts, strict=True):
+            share = [chunk for chunk in batch if chunk.rollouts.dp_rank == layout.dp_rank]
+            handles = [chunk.rollouts.ref for chunk in share]
+            if layout.is_last_stage:  # the only one that computes the loss
+                handles += [chunk.ref for chunk in share]
+            refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(len(share), *handles)
         return next(iter(gather(refs, method, self._timeout_s).values()))
 
     def _gathered(self, method: str, *args: Any) -> None:

@@ -7,10 +7,10 @@ pipeline stage fetches the teacher's scores, because only it computes the loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 import torch
@@ -21,6 +21,7 @@ from gkd.batching import make_micro_batches
 from gkd.cluster.assignment import RankPlace, free_port, this_place
 from gkd.config import Config, OptimConfig
 from gkd.log import get_logger
+from gkd.loss.divergence import Tail
 from gkd.loss.spec import LossSpec
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch, Rollout, TeacherTopK
@@ -29,15 +30,6 @@ from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 
 if TYPE_CHECKING:
     from gkd.actor.megatron.optim import OptimSpec
-    from gkd.actor.megatron.student import StepStats
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRefs:
-    """The two handles of a scored chunk. Wrapped, so that Ray hands over the handles, not their contents."""
-
-    rollouts: Any  # ObjectRef of list[Rollout]
-    teacher: Any  # ObjectRef of list[TeacherTopK]
 
 
 class ActorWorker:
@@ -90,17 +82,25 @@ class ActorWorker:
             optim=_optim_spec(actor.optim, total_steps),
             dtype=getattr(torch, config.model.dtype),
             device=self._device,
-            loss=LossSpec(config.distill.loss, tail=config.distill.tail, temperature=config.teacher.temperature),
+            loss=LossSpec(
+                config.distill.loss, tail=cast(Tail, config.distill.tail), temperature=config.teacher.temperature
+            ),
             seed=config.data.seed,
         )
         self._log.info("student built and loaded")
 
-    def train_step(self, chunks: Sequence[ChunkRefs]) -> TrainStats:
-        """One optimizer step; `chunks` are those of this rank's data-parallel group."""
-        return _stats(self._student.train_step(self._micro_batches(chunks)))
+    def train_step(self, n_chunks: int, *lists: list[Any]) -> TrainStats:
+        """One optimizer step on this data-parallel group's share.
 
-    def evaluate(self, chunks: Sequence[ChunkRefs]) -> TrainStats:
-        return _stats(self._student.evaluate(self._micro_batches(chunks)))
+        Args:
+            lists: `n_chunks` lists of rollouts and, on the last pipeline stage, as many lists of scores. The driver
+                passes handles; Ray fetches what they stand for from the object store.
+        """
+        return self._student.train_step(self._micro_batches(lists[:n_chunks], lists[n_chunks:]))
+
+    def evaluate(self, n_chunks: int, *lists: list[Any]) -> TrainStats:
+        """The same loss; nothing learned. Arguments as of `train_step`."""
+        return self._student.evaluate(self._micro_batches(lists[:n_chunks], lists[n_chunks:]))
 
     def save(self, folder: Path) -> None:
         self._student.save_checkpoint(folder)
@@ -126,21 +126,15 @@ class ActorWorker:
         """Collective over the tensor-parallel group; the rank that joined the group broadcasts. Digests by name."""
         return send(self._group, root, buckets, self._student.export(), with_digests=with_digests)
 
-    def _micro_batches(self, chunks: Sequence[ChunkRefs]) -> list[MicroBatch]:
-        rollouts: list[Rollout] = _flatten(ray.get([chunk.rollouts for chunk in chunks]))
-        teacher: list[TeacherTopK] | None = None
-        if self._layout.is_last_stage:
-            teacher = _flatten(ray.get([chunk.teacher for chunk in chunks]))
+    def _micro_batches(
+        self, rollouts: Sequence[list[Rollout]], teacher: Sequence[list[TeacherTopK]]
+    ) -> list[MicroBatch]:
         return make_micro_batches(
-            rollouts,
-            teacher,
+            list(chain.from_iterable(rollouts)),
+            list(chain.from_iterable(teacher)) if self._layout.is_last_stage else None,
             micro_batch_size=self._config.actor.micro_batch_size,
             max_tokens=self._config.actor.max_tokens_per_micro_batch,
         )
-
-
-def _stats(s: StepStats) -> TrainStats:
-    return TrainStats(s.loss, s.n_loss_tokens, s.grad_norm, s.lr, s.extra)
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
@@ -157,7 +151,3 @@ def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
         total_steps=total_steps,
         min_lr_ratio=optim.min_lr_ratio,
     )
-
-
-def _flatten(lists: Sequence[list[Any]]) -> list[Any]:
-    return [item for one in lists for item in one]

@@ -73,8 +73,8 @@ class Cluster:
             if not group.wait(timeout_seconds=timeout_s):
                 wanted = spec.workers_per_node * spec.gpus_per_worker
                 raise ClusterError(
-                    f"{spec.name}: node {node + 1} of {spec.nnodes} with {wanted} GPUs and {spec.workers_per_node} CPUs "
-                    f"free was not to be had within {timeout_s:.0f} s. The cluster has: {_describe_nodes()}. "
+                    f"{spec.name}: node {node + 1} of {spec.nnodes} with {wanted} GPUs and {spec.workers_per_node} "
+                    f"CPUs free was not to be had within {timeout_s:.0f} s. The cluster has: {_describe_nodes()}. "
                     f"Fix: lower the pool's n_gpus_per_node or nnodes, or free GPUs."
                 )
         return Pool(spec, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -62,11 +63,12 @@ class RolloutPool:
             heard = time.monotonic()
             stream = ready[0]
             try:
-                ref = next(stream)
+                rollouts = next(stream)
             except StopIteration:
                 del streams[stream]
                 continue
-            yield fetch(ref, f"generate on {streams[stream]}")
+            sizes: RolloutChunk = fetch(next(stream), f"generate on {streams[stream]}")
+            yield dataclasses.replace(sizes, ref=rollouts)
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         """All engines side by side."""

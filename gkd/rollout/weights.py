@@ -33,7 +33,7 @@ def keep_cpu_weights_live() -> None:
 
     def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
         del remove_weight  # the parameter stays: it is what the layer computes with
-        layer.cpu_linear = torch.nn.functional.linear
+        setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
 
     layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
 

@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import ray
-
 from gkd.cluster.assignment import RankPlace, this_place
 from gkd.config import Config
 from gkd.data import load_tokenizer
@@ -54,8 +52,9 @@ class RolloutWorker:
 
     def generate(
         self, prompts: Sequence[Prompt], dp_ranks: Sequence[int], sampling: Sampling, chunk_size: int
-    ) -> Iterator[RolloutChunk]:
-        """Yield a handle whenever `chunk_size` sequences of one data-parallel group are finished, and the rest at the end.
+    ) -> Iterator[list[Rollout] | RolloutChunk]:
+        """Two objects whenever `chunk_size` sequences of one data-parallel group are finished, and for the rest at the
+        end: the rollouts, which the driver never fetches, and then their sizes (`ref` still None), which it does.
 
         Args:
             dp_ranks: destination of each prompt, same order.
@@ -63,14 +62,15 @@ class RolloutWorker:
         destination = {prompt.prompt_id: dp for prompt, dp in zip(prompts, dp_ranks, strict=True)}
         finished: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in self._engine.generate(prompts, sampling):
-            group = finished[destination[rollout.prompt_id]]
-            group.append(rollout)
-            if len(group) == chunk_size:
-                yield _handle(destination[rollout.prompt_id], group)
-                finished[destination[rollout.prompt_id]] = []
-        for dp_rank, group in finished.items():
-            if group:
-                yield _handle(dp_rank, group)
+            dp_rank = destination[rollout.prompt_id]
+            finished[dp_rank].append(rollout)
+            if len(finished[dp_rank]) == chunk_size:
+                full = finished.pop(dp_rank)
+                yield full
+                yield _sizes(dp_rank, full)
+        for dp_rank, rest in finished.items():
+            yield rest
+            yield _sizes(dp_rank, rest)
 
     def greedy(self, prompts: Sequence[Prompt], marker: str) -> list[Sample]:
         """Greedy answers, judged against the prompts' reference answers; in order of completion."""
@@ -103,10 +103,10 @@ class RolloutWorker:
         return self._engine.digests()
 
 
-def _handle(dp_rank: int, rollouts: list[Rollout]) -> RolloutChunk:
+def _sizes(dp_rank: int, rollouts: list[Rollout]) -> RolloutChunk:
     return RolloutChunk(
         dp_rank=dp_rank,
-        ref=ray.put(rollouts),
+        ref=None,
         n_sequences=len(rollouts),
         n_prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
         n_response_tokens=sum(len(r.response_ids) for r in rollouts),

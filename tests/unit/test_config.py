@@ -1,0 +1,142 @@
+"""Config: what a YAML and overrides become, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gkd.config import Config, describe_keys, load_config, save_config
+from gkd.config_check import _CHOICES, _NOT_NEGATIVE, _POSITIVE, _SHARES, all_keys, check_config
+from gkd.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r"]
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    """If it fails, a run is not the run its YAML and command line describe."""
+    file = tmp_path / "x.yaml"
+    file.write_text("actor: {tp: 2, optim: {lr: 0.5}}\nrollout: {n: 3}\n")
+    config = load_config(file, ["rollout.n=4", "actor.optim.betas=[0.8, 0.9]"])
+    assert (config.actor.tp, config.actor.optim.lr, config.rollout.n, config.actor.pp) == (2, 0.5, 4, 1)
+    assert config.actor.optim.betas == [0.8, 0.9]
+
+
+def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
+    """If it fails, the config.yaml beside a checkpoint does not describe that checkpoint's run."""
+    config = load_config(None, [*MINIMAL, "teacher.topk=7", "data.val_files=[b, c]"])
+    save_config(config, tmp_path / "c.yaml")
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "hint"),
+    [
+        ("actor.tpp=2", "actor.tpp", "actor.tp"),
+        ("rollot.n=2", "rollot", "rollout"),
+        ("actor.tp=two", "actor.tp", "type"),
+        ("teacher.n_gpus_per_node=4", "teacher.n_gpus_per_node", "process of its own"),
+        ("actor.tp", "override", "key=value"),
+    ],
+)
+def test_a_wrong_override_names_key_value_and_fix(override: str, key: str, hint: str) -> None:
+    """If it fails, a typo is taken silently or answered with a parser's traceback."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert caught.value.key == key
+    assert hint in str(caught.value)
+    if "=" in override and not override.startswith("rollot"):
+        assert str(caught.value.value) == override.partition("=")[2]
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n"])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    """If it fails, a damaged YAML surfaces as an internal error somewhere later."""
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--config"):
+        load_config(file)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["actor.tp=2"], "trainer.n_gpus_per_node"),
+        (["trainer.n_gpus_per_node=3", "trainer.nnodes=2", "actor.tp=2"], "actor.tp"),
+        (["rollout.n_gpus_per_node=3", "rollout.tp=2"], "rollout.tp"),
+        (["trainer.n_gpus_per_node=4", "trainer.global_batch_size=2"], "trainer.global_batch_size"),
+        (["actor.max_tokens_per_micro_batch=100"], "actor.max_tokens_per_micro_batch"),
+        (["weight_sync.transport=nccl", "trainer.device=cpu"], "weight_sync.transport"),
+        (["trainer.run_dir="], "trainer.run_dir"),
+        (["data.train_files=[]"], "data.train_files"),
+        (["model.path="], "model.path"),
+        (["actor.optim.betas=[0.9]"], "actor.optim.betas"),
+        (["rollout.top_p=0"], "rollout.top_p"),
+        (["rollout.temperature=nan"], "rollout.temperature"),
+        (["trainer.nnodes=-1"], "trainer.nnodes"),
+    ],
+)
+def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:
+    """If it fails, the contradiction shows as a hang or a crash of some rank, minutes later."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, [*MINIMAL, *overrides]))
+    assert caught.value.key == key
+
+
+def test_a_minimal_config_passes() -> None:
+    """If it fails, the defaults themselves are refused and the test above proves nothing."""
+    check_config(load_config(None, MINIMAL))
+
+
+def test_every_choice_key_refuses_something_else() -> None:
+    """If it fails, a misspelt choice is silently treated as some default."""
+    for key, choices in _CHOICES.items():
+        with pytest.raises(ConfigError) as caught:
+            check_config(load_config(None, [*MINIMAL, f"{key}=nonsense"]))
+        assert caught.value.key == key
+        assert all(choice in str(caught.value) for choice in choices)
+
+
+def test_the_tables_name_real_keys() -> None:
+    """If it fails, a check guards a key that was renamed, that is: nothing."""
+    assert {*_CHOICES, *_POSITIVE, *_NOT_NEGATIVE, *_SHARES} <= all_keys()
+
+
+def test_every_key_is_documented() -> None:
+    """If it fails, --help and docs/configuration.md show a key without a word about it."""
+    rows = describe_keys()
+    assert {row[0] for row in rows} == all_keys()
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for key, _, _, _ in rows:
+        assert f"`{key}`" in page, f"docs/configuration.md lacks {key}; python -m gkd.tools.config_page writes it"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configs_load_and_pass_the_checks(file: Path) -> None:
+    """If it fails, an example that users copy is broken."""
+    check_config(load_config(file))
+
+
+def test_the_gsm8k_example_is_the_split_it_says() -> None:
+    """If it fails, the README's 1 actor / 3 rollout example describes another file."""
+    config = load_config(ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml")
+    assert config.trainer.n_gpus_per_node * config.trainer.nnodes == 1
+    assert config.rollout.n_gpus_per_node * config.rollout.nnodes == 3
+
+
+def test_config_loads_without_heavy_imports() -> None:
+    """If it fails, --help and every check take seconds because torch, ray or an engine is loaded for them."""
+    code = "import sys, gkd.config, gkd.config_check; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_defaults_are_not_shared_between_configs() -> None:
+    """If it fails, changing one config's list changes every other config of the process."""
+    one, two = Config(), Config()
+    one.data.train_files.append("x")
+    assert two.data.train_files == []

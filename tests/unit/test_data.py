@@ -1,0 +1,148 @@
+"""Prompt files: what is read, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gkd.config import DataConfig
+from gkd.data import eos_token_ids, load_prompts, load_tokenizer
+from gkd.errors import ConfigError, DataError, ModelError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One token a character; real, small."""
+    vocab = {c: i for i, c in enumerate("abcdefghij <>")}
+    inner = Tokenizer(models.WordLevel(vocab | {"?": 13}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?", eos_token=">")
+
+
+def jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(files: list[str], tokenizer: Any, **kwargs: Any) -> tuple[list[Any], int]:
+    return load_prompts(files, DataConfig(**kwargs), tokenizer, "data.train_files")
+
+
+def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, the format of a file changes what is trained on."""
+    rows = [{"prompt": "abc", "answer": "x"}, {"prompt": "de"}]
+    table = pa.Table.from_pylist([{"prompt": "abc", "answer": "x"}, {"prompt": "de", "answer": None}])
+    pq.write_table(table, tmp_path / "p.parquet")
+    one, _ = load([jsonl(tmp_path / "p.jsonl", rows)], tokenizer)
+    two, _ = load([str(tmp_path / "p.parquet")], tokenizer)
+    as_tuples = [[(p.prompt_id, p.token_ids.tolist(), p.answer) for p in prompts] for prompts in (one, two)]
+    assert as_tuples[0] == as_tuples[1] == [(0, [0, 1, 2], "x"), (1, [3, 4], None)]
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected", "dropped"),
+    [("left", [[1, 2, 3], [4]], 0), ("right", [[0, 1, 2], [4]], 0), ("drop", [[4]], 1)],
+)
+def test_long_prompts_follow_the_stated_policy(
+    tmp_path: Path, tokenizer: Any, truncation: str, expected: list[list[int]], dropped: int
+) -> None:
+    """If it fails, prompts are cut at the wrong end, or silently left out."""
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "abcd"}, {"prompt": "e"}])
+    prompts, left_out = load([file], tokenizer, max_prompt_length=3, truncation=truncation)
+    assert [p.token_ids.tolist() for p in prompts] == expected
+    assert left_out == dropped
+    assert prompts[-1].prompt_id == 1, "the row number must stay the prompt's identity"
+
+
+def test_a_long_prompt_is_an_error_by_default(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, a prompt is shortened without anybody having asked for it."""
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "abcd"}])
+    with pytest.raises(ConfigError) as caught:
+        load([file], tokenizer, max_prompt_length=3)
+    assert caught.value.key == "data.max_prompt_length"
+    assert "p.jsonl:2 has 4 tokens" in str(caught.value)
+
+
+def test_wrong_files_are_refused_by_name(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, a wrong path or column surfaces as a KeyError of some library."""
+    empty = jsonl(tmp_path / "empty.jsonl", [])
+    text = tmp_path / "p.txt"
+    text.write_text("abc")
+    broken = tmp_path / "b.parquet"
+    broken.write_text("abc")
+    for files, word in (
+        (["absent.jsonl"], "no such file"),
+        ([empty], "no prompt"),
+        ([str(text)], "ending"),
+        ([str(broken)], "not a parquet"),
+    ):
+        with pytest.raises(ConfigError, match=word) as caught:
+            load(files, tokenizer)
+        assert caught.value.key == "data.train_files"
+    with pytest.raises(ConfigError, match="columns") as caught:
+        load([jsonl(tmp_path / "k.jsonl", [{"question": "a"}])], tokenizer)
+    assert caught.value.key == "data.prompt_key"
+    everything_too_long = jsonl(tmp_path / "l.jsonl", [{"prompt": "abcd"}])
+    with pytest.raises(ConfigError, match="1 rows are over"):
+        load([everything_too_long], tokenizer, max_prompt_length=2, truncation="drop")
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": 3}', '{"prompt": ""}', '{"prompt": [{"role": "user"}]}'])
+def test_wrong_rows_are_refused_by_line(tmp_path: Path, tokenizer: Any, line: str) -> None:
+    """If it fails, one damaged row is trained on, skipped silently, or crashes without its line number."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "ab"}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"p\.jsonl:2"):
+        load([str(file)], tokenizer)
+
+
+def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, a wrongly encoded file is trained on as garbage."""
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match="not UTF-8"):
+        load([str(file)], tokenizer)
+
+
+def test_the_chat_template_is_used_when_there_is_one(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, a chat model is trained on prompts it never sees in use, or the policy key does nothing."""
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "ab"}])
+    messages = jsonl(tmp_path / "m.jsonl", [{"prompt": [{"role": "user", "content": "ab"}]}])
+    with pytest.raises(ConfigError, match="no chat template"):
+        load([file], tokenizer, chat_template="always")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    try:
+        templated = [11, 0, 1, 12]
+        for source in (file, messages):
+            assert load([source], tokenizer)[0][0].token_ids.tolist() == templated
+        assert load([file], tokenizer, chat_template="never")[0][0].token_ids.tolist() == [0, 1]
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_end_of_sequence_comes_from_both_places(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, a model with several end tokens (most chat models) never stops, or stops at the wrong one."""
+    assert eos_token_ids(str(tmp_path), tokenizer) == [12]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 12]}')
+    assert eos_token_ids(str(tmp_path), tokenizer) == [5, 12]
+    (tmp_path / "generation_config.json").write_text("{}")
+    no_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ModelError, match="end-of-sequence"):
+        eos_token_ids(str(tmp_path), no_end)
+
+
+def test_a_folder_without_tokenizer_names_the_key(tmp_path: Path) -> None:
+    """If it fails, a wrong model.path is answered with a hub error about a repository name."""
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            load_tokenizer(str(path), "model.path")
+        assert caught.value.key == "model.path"

@@ -1,0 +1,83 @@
+"""Timers that add up, and metrics that any JSON reader can read."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from gkd.evaluation import final_answer, is_correct
+from gkd.metrics import MetricsWriter, StageTimers, read_metrics
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_stages_add_up_and_what_is_missing_shows() -> None:
+    """If it fails, the step's time is reported as accounted for when it is not."""
+    clock = Clock()
+    timers = StageTimers(clock)
+    for stage, seconds in (("rollout", 2.0), ("train", 3.0), ("rollout", 1.0)):
+        with timers(stage):
+            clock.now += seconds
+    clock.now += 4.0
+    report = timers.report()
+    assert (report["time/rollout_s"], report["time/train_s"], report["time/step_s"]) == (3.0, 3.0, 10.0)
+    assert report["time/accounted_share"] == pytest.approx(0.6)
+
+
+def test_stages_do_not_nest() -> None:
+    """If it fails, nested stages count the same seconds twice and the shares exceed 1."""
+    timers = StageTimers(Clock())
+    with pytest.raises(RuntimeError, match="do not nest"), timers("a"), timers("b"):
+        pass
+
+
+def test_a_stage_that_fails_is_still_timed() -> None:
+    """If it fails, an exception leaves the stage open and the next step cannot start."""
+    clock = Clock()
+    timers = StageTimers(clock)
+    with pytest.raises(ValueError), timers("a"):
+        clock.now += 1.0
+        raise ValueError
+    with timers("b"):
+        pass
+    assert timers.report()["time/a_s"] == 1.0
+
+
+def test_lines_are_json_whatever_the_number(tmp_path: Path) -> None:
+    """If it fails, one NaN makes metrics.jsonl unreadable."""
+    file = tmp_path / "m" / "metrics.jsonl"
+    writer = MetricsWriter(file)
+    writer.write(1, {"loss/total": math.nan, "optim/lr": 0.5})
+    writer.close()
+    again = MetricsWriter(file)
+    again.write(2, {"loss/total": math.inf})
+    again.close()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
+    assert lines == [{"step": 1, "loss/total": None, "optim/lr": 0.5}, {"step": 2, "loss/total": None}]
+    assert read_metrics(file) == lines
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "right"),
+    [
+        ("8+7=15,3+4+1=08;825", "825", True),
+        ("8+7=15;825 ", "work ;825", True),
+        ("825", "825", True),
+        ("8+7=15;826", "825", False),
+        ("825;", "825", False),
+        ("", "825", False),
+    ],
+)
+def test_exact_match(response: str, reference: str, right: bool) -> None:
+    """If it fails, the accuracy that the run reports is not the share of right answers."""
+    assert is_correct(response, reference, ";") is right
+    assert final_answer("a;b; c ", ";") == "c"
