@@ -64,7 +64,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
 
 
 def worker_env(on_cpu: bool) -> dict[str, str]:
-    """Environment of the pools' processes: quiet libraries (what the user has set wins) and, on CPU, one thread each."""
+    """Environment of the pools' processes: quiet libraries (the user's own settings win); on CPU, one thread each."""
     env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
     env = {key: os.environ.get(key, value) for key, value in env.items()}
     env["TOKENIZERS_PARALLELISM"] = "false"

@@ -50,7 +50,9 @@ class ScoringEndpoint:
         )
 
     def score(self, rollouts: list[Rollout]) -> tuple[list[TeacherTopK], ScoreSummary]:
-        """Blocks until every sequence is scored (the client checks the scores). Two objects; the driver fetches only the second.
+        """Blocks until every sequence is scored; the client checks the scores.
+
+        Two objects come back; the driver fetches only the second.
 
         Raises:
             TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
