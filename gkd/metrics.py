@@ -48,10 +48,20 @@ class StageTimers:
 
 
 class MetricsWriter:
-    """Appends one JSON object a line; flushed each time, so a killed run keeps all it reported."""
+    """Appends one JSON object a line; flushed each time, so a killed run keeps all it reported.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        keep_through: lines of later steps are dropped first: a run that resumes from step 10 reports step 11 once,
+            however far it had come before. -1 = start anew.
+    """
+
+    def __init__(self, path: Path, keep_through: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [line for line in read_metrics(path) if line["step"] <= keep_through]
+            fresh = path.with_suffix(".tmp")
+            fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            fresh.replace(path)
         self._file = path.open("a")
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -65,5 +75,6 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    """The lines of a metrics.jsonl; a last line that a killed run left half-written is left out."""
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from gkd.config import Config
 from gkd.errors import NumericsError, TeacherUnavailable
@@ -69,8 +68,8 @@ class Trainer:
             NumericsError, ClusterError, WeightSyncError, TeacherError: at once; the weights have not moved since the
                 last finished step.
         """
-        self._resume()
-        metrics = MetricsWriter(self.folder.metrics_file)
+        resumed = self._resume()
+        metrics = MetricsWriter(self.folder.metrics_file, keep_through=self.step if resumed else -1)
         try:
             self._begin(metrics)
             while self.step < self.total_steps:
@@ -165,15 +164,17 @@ class Trainer:
         self.folder.save_checkpoint(state, self.roles.actor.save, self.config.trainer.keep_last)
         self._saved_step = self.step
 
-    def _resume(self) -> None:
-        found: tuple[TrainerState, Path] | None = self.folder.newest_checkpoint()
+    def _resume(self) -> bool:
+        """Go on from the newest checkpoint; False if there is none."""
+        found = self.folder.newest_checkpoint()
         if found is None:
-            return
+            return False
         state, path = found
         self.roles.actor.load(path)
         self.step = self._saved_step = state.step
         self.sampler.position = state.sampler_position
         log.info("resumed from %s: step %d", path, self.step)
+        return True
 
 
 def step_metrics(

@@ -122,9 +122,9 @@ class ActorWorker:
     def join_group(self, spec: GroupSpec) -> None:
         self._group = TransferGroup(spec, self._device)
 
-    def send_weights(self, buckets: Sequence[Bucket], root: int, with_digests: bool) -> dict[str, str]:
+    def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
         """Collective over the tensor-parallel group; the rank that joined the group broadcasts. Digests by name."""
-        return send(self._group, root, buckets, self._student.export(), with_digests=with_digests)
+        return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def _micro_batches(
         self, rollouts: Sequence[list[Rollout]], teacher: Sequence[list[TeacherTopK]]

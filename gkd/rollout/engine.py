@@ -147,9 +147,9 @@ class RolloutEngine:
             finish_reason=str(completion.finish_reason),  # type: ignore[attr-defined]
         )
 
-    def join_group(self, spec: GroupSpec) -> None:
-        """Join the weight-sync group with all of this engine's workers; blocks."""
-        self.llm.collective_rpc("gkd_join_group", args=(spec,))
+    def join_groups(self, specs: list[GroupSpec]) -> None:
+        """Join every sender's weight-sync group with all of this engine's workers; blocks."""
+        self.llm.collective_rpc("gkd_join_groups", args=(specs,))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
         """Take one weight version (blocks until every sender sent it) and forget cached prefixes of the old one."""

@@ -11,6 +11,7 @@ the weights that are computed with are the ones that can be loaded, read back an
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,12 +49,11 @@ class WeightReceiver:
     device: torch.device
     rank: int
 
-    def gkd_join_group(self, spec: GroupSpec) -> None:
-        """Blocks until all members are there. `spec.rank` is the engine's first rank; workers follow it."""
-        own = GroupSpec(
-            spec.backend, spec.host, spec.port, spec.rank + self.rank, spec.world_size, timeout_s=spec.timeout_s
-        )
-        self._gkd_group = TransferGroup(own, self.device)
+    def gkd_join_groups(self, specs: list[GroupSpec]) -> None:
+        """One group a sender; blocks until all members are there. `rank` is the engine's first; workers follow it."""
+        self._gkd_groups = [
+            TransferGroup(dataclasses.replace(spec, rank=spec.rank + self.rank), self.device) for spec in specs
+        ]
 
     def gkd_receive(self, plans: list[list[Bucket]]) -> int:
         """Load one weight version, plan by plan (one a sender); returns bytes received.
@@ -67,7 +67,7 @@ class WeightReceiver:
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             loaded.update(model.load_weights(tensors))
 
-        n_bytes = sum(receive(self._gkd_group, root, buckets, load) for root, buckets in enumerate(plans))
+        n_bytes = sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
         missed = sorted(set(dict(model.named_parameters())) - loaded)
         if missed:
             raise WeightSyncError(f"the sync left parameters of the rollout engine unwritten: {missed[:8]}")

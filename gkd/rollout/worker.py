@@ -93,8 +93,8 @@ class RolloutWorker:
             )
         return samples
 
-    def join_group(self, spec: GroupSpec) -> None:
-        self._engine.join_group(spec)
+    def join_groups(self, specs: list[GroupSpec]) -> None:
+        self._engine.join_groups(specs)
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
         return self._engine.receive(plans, policy_version)

@@ -41,7 +41,7 @@ class WeightSync:
         check = verify == "always" or (verify == "first" and self._first)
         timeout_s = self._config.weight_sync.timeout_s
         senders = {
-            f"actor stage {stage} tp {tp}": worker.send_weights.remote(self._plans[stage], stage, check)
+            f"actor stage {stage} tp {tp}": worker.send_weights.remote(self._plans[stage], check)
             for stage, ranks in enumerate(self._exporters)
             for tp, worker in enumerate(ranks)
         }
@@ -75,24 +75,24 @@ class WeightSync:
         return list(gather(refs, "export plan", self._config.weight_sync.timeout_s).values())
 
     def _join(self) -> None:
-        n_senders, tp = len(self._exporters), self._config.rollout.tp
-        world_size = n_senders + len(self._engines) * tp
-        backend = self._config.weight_sync.transport
+        """One group for each stage's sender; every engine joins them all, in stage order."""
+        settings, tp = self._config.weight_sync, self._config.rollout.tp
+        backend = settings.transport
         if backend == "auto":
             backend = "nccl" if self._device == "cuda" else "gloo"
-        timeout_s = self._config.weight_sync.timeout_s
-        root = self._exporters[0][0]
-        host, port = gather({"actor 0": root.rendezvous.remote()}, "weight-sync address", timeout_s)["actor 0"]
+        senders = {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
+        addresses = gather(
+            {name: worker.rendezvous.remote() for name, worker in senders.items()}, "rendezvous", settings.timeout_s
+        )
+        world_size = 1 + len(self._engines) * tp
 
-        def spec(rank: int) -> GroupSpec:
-            return GroupSpec(backend, host, port, rank, world_size, timeout_s)
+        def spec(address: tuple[str, int], rank: int) -> GroupSpec:
+            return GroupSpec(backend, *address, rank, world_size, settings.timeout_s)
 
-        refs = {f"actor stage {s}": ranks[0].join_group.remote(spec(s)) for s, ranks in enumerate(self._exporters)}
+        refs = {name: worker.join_group.remote(spec(addresses[name], 0)) for name, worker in senders.items()}
         refs |= {
-            f"rollout engine {i}": engine.join_group.remote(spec(n_senders + i * tp))
+            f"rollout engine {i}": engine.join_groups.remote([spec(a, 1 + i * tp) for a in addresses.values()])
             for i, engine in enumerate(self._engines)
         }
-        gather(refs, "joining the weight-sync group", timeout_s)
-        log.info(
-            "weight-sync group of %d senders and %d receivers joined (%s)", n_senders, world_size - n_senders, backend
-        )
+        gather(refs, "joining the weight-sync groups", settings.timeout_s)
+        log.info("%d weight-sync groups of 1 sender and %d receivers (%s)", len(senders), world_size - 1, backend)

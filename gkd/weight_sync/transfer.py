@@ -2,8 +2,8 @@
 
 The group is a bare ProcessGroup over a TCPStore of its own. It is never registered as anybody's
 default group, so it can span a Megatron process and a vLLM process that have default groups of
-their own. Members: one exporting rank for each pipeline stage (ranks 0 .. n_senders - 1), then every
-worker of every rollout engine.
+their own. There is one group for each pipeline stage: rank 0 is the stage's exporting rank, the others are all
+workers of all rollout engines, so no stage takes part in another stage's broadcasts.
 """
 
 from __future__ import annotations
@@ -55,22 +55,21 @@ class TransferGroup:
                 f"{spec.host}:{spec.port} ({spec.backend}) within {spec.timeout_s:.0f} s: {error}"
             ) from error
 
-    def broadcast(self, buffer: torch.Tensor, root: int) -> None:
-        """In place; blocks until the data is here (gloo) or ordered on the current stream (nccl)."""
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """From rank 0, in place; blocks until the data is here (gloo) or ordered on the current stream (nccl)."""
         options = dist.BroadcastOptions()
-        options.rootRank = root
+        options.rootRank = 0
         options.rootTensor = 0
         try:
             self._group.broadcast([buffer], options).wait()
         except RuntimeError as error:
             raise WeightSyncError(
-                f"weight-sync broadcast from rank {root} failed on rank {self.spec.rank}: {error}"
+                f"weight-sync broadcast failed on rank {self.spec.rank} of {self.spec.world_size}: {error}"
             ) from error
 
 
 def send(
     group: TransferGroup | None,
-    root: int,
     buckets: Sequence[Bucket],
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
@@ -100,13 +99,12 @@ def send(
                 if with_digests:
                     digests[name] = digest(place)
         if group is not None and buffer is not None:
-            group.broadcast(buffer, root)
+            group.broadcast(buffer)
     return digests
 
 
 def receive(
     group: TransferGroup,
-    root: int,
     buckets: Sequence[Bucket],
     load: Callable[[list[tuple[str, torch.Tensor]]], None],
 ) -> int:
@@ -114,7 +112,7 @@ def receive(
     total = 0
     for bucket in buckets:
         buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
-        group.broadcast(buffer, root)
+        group.broadcast(buffer)
         load(list(bucket.views(buffer)))
         total += bucket.n_bytes
     return total

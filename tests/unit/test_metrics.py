@@ -55,15 +55,28 @@ def test_a_stage_that_fails_is_still_timed() -> None:
 def test_lines_are_json_whatever_the_number(tmp_path: Path) -> None:
     """If it fails, one NaN makes metrics.jsonl unreadable."""
     file = tmp_path / "m" / "metrics.jsonl"
-    writer = MetricsWriter(file)
+    writer = MetricsWriter(file, keep_through=-1)
     writer.write(1, {"loss/total": math.nan, "optim/lr": 0.5})
     writer.close()
-    again = MetricsWriter(file)
+    again = MetricsWriter(file, keep_through=1)
     again.write(2, {"loss/total": math.inf})
     again.close()
     lines = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
     assert lines == [{"step": 1, "loss/total": None, "optim/lr": 0.5}, {"step": 2, "loss/total": None}]
     assert read_metrics(file) == lines
+
+
+def test_a_resumed_run_reports_each_step_once(tmp_path: Path) -> None:
+    """If it fails, steps after the checkpoint stand twice in the file, or a half-written last line breaks it."""
+    file = tmp_path / "metrics.jsonl"
+    for keep, steps in ((-1, (0, 1, 2, 3)), (2, (3, 4))):
+        writer = MetricsWriter(file, keep_through=keep)
+        for step in steps:
+            writer.write(step, {"loss/total": float(keep)})
+        writer.close()
+        with file.open("a") as broken:
+            broken.write('{"step": 9, "lo')
+    assert [(m["step"], m["loss/total"]) for m in read_metrics(file)] == [(0, -1), (1, -1), (2, -1), (3, 2), (4, 2)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""A student and a teacher with a vocabulary of 32003 (odd, so that TP pads it), prompts, and one teacher server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.service.harness import ServerProcess
+
+VOCAB = 32003
+EOS = 1
+N_HELDOUT = 52  # more than the 50 answers that an evaluation keeps
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Folders of the end-to-end tests."""
+
+    root: Path
+    teacher: Path
+    student: Path
+    train: Path
+    heldout: Path
+
+    def command(self, run_dir: Path, port: int, *overrides: str) -> list[str]:
+        """`python -m gkd.main_gkd` with a config of a few small steps; later overrides win."""
+        settings = [
+            f"data.train_files=[{self.train}]",
+            f"data.val_files=[{self.heldout}]",
+            "data.max_prompt_length=12",
+            "data.max_response_length=10",
+            f"model.path={self.student}",
+            "model.dtype=float32",
+            "trainer.device=cpu",
+            "trainer.total_steps=4",
+            "trainer.total_epochs=9",
+            "trainer.global_batch_size=6",
+            "trainer.init_timeout_s=200",
+            "trainer.stage_timeout_s=120",
+            f"trainer.run_dir={run_dir}",
+            "actor.micro_batch_size=4",
+            "actor.optim.lr=0.003",
+            "rollout.n=2",
+            "rollout.max_num_seqs=16",
+            "rollout.cpu_kv_cache_mib=32",
+            f"teacher.server_port={port}",
+            "teacher.topk=64",
+            "teacher.wire=fp32",
+            "weight_sync.bucket_mib=1",
+            "eval.max_prompts=0",
+        ]
+        config = self.root / "base.yaml"
+        config.write_text("{}\n")
+        return [sys.executable, "-m", "gkd.main_gkd", "--config", str(config), *settings, *overrides]
+
+    def train_run(
+        self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 280.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it to its end; its output is in the result."""
+        command = self.command(run_dir, port, *overrides)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    root = tmp_path_factory.mktemp("lab")
+    made = Lab(root, root / "teacher", root / "student", root / "train.jsonl", root / "heldout.jsonl")
+    _save_model(made.teacher, seed=0, layers=2)
+    _save_model(made.student, seed=1, layers=2)
+    rng = np.random.default_rng(0)
+    for path, n in ((made.train, 40), (made.heldout, N_HELDOUT)):
+        rows = ({"prompt": _words(rng), "answer": "w2"} for _ in range(n))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
+
+
+@pytest.fixture(scope="session")
+def teacher_port(lab: Lab) -> Iterator[int]:
+    with ServerProcess(lab.teacher, lab.root) as server:
+        yield server.port
+
+
+def _words(rng: np.random.Generator) -> str:
+    return " ".join(f"w{i}" for i in rng.integers(2, VOCAB, rng.integers(3, 13)))
+
+
+def _save_model(folder: Path, *, seed: int, layers: int) -> None:
+    """Random, but peaked enough that the top 64 of 32003 hold a good part of the mass, and never all of it."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.35,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    words = {"<pad>": 0, "<eos>": EOS, **{f"w{i}": i for i in range(2, VOCAB)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)

@@ -1,0 +1,183 @@
+"""The whole loop with every real part: Ray, vLLM, Megatron-core, the ZMQ teacher server, one process each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gkd.cluster.assignment import free_port
+from gkd.metrics import read_metrics
+from gkd.quickstart.check_export import count_equal
+from tests.e2e.conftest import Lab
+from tests.service.harness import ServerProcess, wait_until
+
+pytestmark = pytest.mark.e2e
+N_TENSORS = 24  # of the two-layer student in Hugging Face's names
+
+
+def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    return {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def base_run(lab: Lab, teacher_port: int) -> Path:
+    """Four steps on one actor rank and one engine, every sync verified, a checkpoint every second step."""
+    run_dir = lab.root / "base_run"
+    done = lab.train_run(
+        run_dir, teacher_port, "trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always"
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run_dir
+
+
+def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
+    """If it fails, some stage of the road (rollout, scores, training, sync, evaluation, files) is not real."""
+    lines = steps_of(base_run)
+    assert sorted(lines) == [0, 1, 2, 3, 4]
+    assert {"eval/kl", "eval/accuracy"} <= lines[0].keys() & lines[4].keys()
+    for step in range(1, 5):
+        m = lines[step]
+        assert m["rollout/sequences"] == 12
+        assert m["loss/tokens"] == m["rollout/response_tokens"] > 12
+        assert 0.05 < m["teacher/topk_mass"] < 0.95, "the top-k must be a true truncation for this test to mean much"
+        assert m["teacher/topk_mass"] == pytest.approx(m["loss/teacher_topk_mass"], rel=1e-3)
+        assert m["loss/total"] > 0 and m["optim/grad_norm"] > 0
+        assert m["staleness/max"] == 0
+        assert m["weight_sync/verified_tensors"] == N_TENSORS
+        assert m["time/accounted_share"] >= 0.95
+    assert (base_run / "config.yaml").is_file()
+    assert sorted(p.name for p in (base_run / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
+
+
+def test_the_student_learned_from_the_teacher(base_run: Path) -> None:
+    """If it fails, the optimizer moves the student away from the teacher, or the engine keeps the old weights."""
+    lines = steps_of(base_run)
+    assert lines[4]["eval/kl"] < 0.95 * lines[0]["eval/kl"]
+
+
+def test_the_export_answers_like_the_engine(base_run: Path) -> None:
+    """If it fails, the model that users take away is not the one that was trained and evaluated."""
+    equal, n = count_equal(base_run / "export", base_run / "samples" / "step_00000004.jsonl")
+    assert (equal, n) == (50, 50)
+
+
+def test_a_resumed_run_is_the_same_run(base_run: Path, lab: Lab, teacher_port: int) -> None:
+    """If it fails, model, optimizer, sampler, seeds or versions are not restored: the losses would differ."""
+    again = lab.root / "resumed_run"
+    shutil.copytree(base_run, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000004")
+    shutil.rmtree(again / "export")
+    done = lab.train_run(again, teacher_port, "trainer.save_every=2", "trainer.keep_last=9", "trainer.resume=auto",
+                         "weight_sync.verify=always")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    before, after = steps_of(base_run), steps_of(again)
+    for step in (3, 4):
+        for key in ("loss/total", "optim/grad_norm", "rollout/response_tokens"):
+            assert after[step][key] == before[step][key], (step, key)
+    steps = [line["step"] for line in read_metrics(again / "metrics.jsonl")]
+    assert steps == [0, 1, 2, 3, 4], "a resumed run must not report a step twice"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(("trainer.n_gpus_per_node=2", "actor.tp=2", "rollout.n_gpus_per_node=2"), id="tp2-two-engines"),
+        pytest.param(
+            ("trainer.n_gpus_per_node=2", "actor.pp=2", "actor.max_tokens_per_micro_batch=64"),
+            id="pp2-token-budget",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "rollout.tp=2"),
+            id="dp2-engine-tp2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("trainer.n_gpus_per_node=4", "actor.tp=2", "actor.pp=2", "teacher.overlap_rollout=false"),
+            id="tp2-pp2-no-overlap",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_layouts_train_the_same(base_run: Path, lab: Lab, teacher_port: int, layout: tuple[str, ...]) -> None:
+    """If it fails, the split of the model or of the rollouts changes what is learned, or a sync loses a shard."""
+    run_dir = lab.root / f"run_{abs(hash(layout))}"
+    done = lab.train_run(run_dir, teacher_port, *layout, "trainer.total_steps=3", "weight_sync.verify=always")
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, other = steps_of(base_run), steps_of(run_dir)
+    for step in (1, 2, 3):
+        assert other[step]["weight_sync/verified_tensors"] == N_TENSORS
+        assert other[step]["rollout/response_tokens"] == one[step]["rollout/response_tokens"]
+        assert other[step]["loss/total"] == pytest.approx(one[step]["loss/total"], rel=1e-3)
+    assert other[1]["loss/total"] == pytest.approx(one[1]["loss/total"], rel=1e-5)
+    assert other[1]["optim/grad_norm"] == pytest.approx(one[1]["optim/grad_norm"], rel=1e-4)
+
+
+def start(lab: Lab, run_dir: Path, port: int, *overrides: str) -> subprocess.Popen[str]:
+    command = lab.command(run_dir, port, *overrides)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    metrics = run_dir / "metrics.jsonl"
+
+    def reached() -> bool:
+        assert process.poll() is None, f"the run ended early:\n{process.stderr and process.stderr.read()[-3000:]}"
+        return metrics.exists() and any(line["step"] >= step for line in read_metrics(metrics))
+
+    wait_until(reached, 200.0, f"step {step}")
+
+
+def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab) -> None:
+    """If it fails, an outage hangs the run, skips batches, or costs the work since the last checkpoint."""
+    run_dir, port = lab.root / "outage_run", free_port("127.0.0.1")
+    # Many steps, so that the teacher dies in the middle; the schedule is constant, so the number changes nothing else.
+    overrides = ("trainer.total_steps=60", "teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
+    with ServerProcess(lab.teacher, lab.root, port=port) as server:
+        process = start(lab, run_dir, port, *overrides)
+        wait_for_step(run_dir, 1, process)
+        server.kill()
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"127.0.0.1:{port}" in stderr and "TeacherUnavailable" in stderr
+    state = json.loads(sorted((run_dir / "checkpoints").iterdir())[-1].joinpath("trainer.json").read_text())
+    reached = state["step"]
+    assert reached >= 1 and state["sampler_position"] == 6 * reached
+    with ServerProcess(lab.teacher, lab.root, port=port):
+        done = lab.train_run(run_dir, port, *overrides, f"trainer.total_steps={reached + 1}", "trainer.resume=auto")
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines, base = steps_of(run_dir), steps_of(base_run)
+    assert sorted(lines) == list(range(reached + 2))
+    for step in set(lines) & set(base) - {0}:
+        assert lines[step]["loss/total"] == base[step]["loss/total"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_leaves_no_process(lab: Lab, teacher_port: int, number: signal.Signals) -> None:
+    """If it fails, a stopped run keeps GPUs, ports or Ray daemons."""
+    run_dir = lab.root / f"interrupted_{number.name}"
+    process = start(lab, run_dir, teacher_port, "trainer.total_steps=60")
+    try:
+        if number == signal.SIGINT:
+            wait_for_step(run_dir, 1, process)  # in the middle of training
+        else:
+            wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 4, 100.0, "Ray's start")
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any("raylet" in p.name() for p in family)
+        began = time.monotonic()
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr[-3000:]
+    assert time.monotonic() - began < 40
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, [p.cmdline()[:3] for p in alive]

@@ -1,0 +1,143 @@
+"""Wrong input is refused with one line and exit code 2 (1 for a missing teacher) before any process starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster.assignment import free_port
+from gkd.config import load_config
+from gkd.errors import ConfigError, GkdError, TeacherUnavailable
+from gkd.preflight import check_model_folder, preflight
+from tests.e2e.conftest import EOS, Lab
+
+pytestmark = pytest.mark.e2e
+
+
+def refused(lab: Lab, port: int, *overrides: str) -> GkdError:
+    """What preflight says; nothing may be written."""
+    run_dir = lab.root / "refused"
+    command = lab.command(run_dir, port, *overrides)
+    with pytest.raises(GkdError) as caught:
+        preflight(load_config(None, command[command.index("--config") + 2 :]))
+    assert not run_dir.exists(), "a refused run must leave no trace"
+    return caught.value
+
+
+def copy_model(lab: Lab, name: str) -> Path:
+    folder = lab.root / name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(lab.student, folder)
+    return folder
+
+
+def test_a_wrong_model_folder(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a missing or damaged model is found by a rank minutes later, or by nobody."""
+    truncated = copy_model(lab, "truncated")
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    no_weights = copy_model(lab, "no_weights")
+    (no_weights / "model.safetensors").unlink()
+    no_config = copy_model(lab, "no_config")
+    (no_config / "config.json").write_text("{")
+    for folder, word in (
+        (lab.root / "absent", "no such folder"),
+        (truncated, "model.safetensors"),
+        (no_weights, "safetensors"),
+        (no_config, "corrupt"),
+    ):
+        error = refused(lab, teacher_port, f"model.path={folder}")
+        assert isinstance(error, ConfigError) and error.key == "model.path"
+        assert word in str(error), str(error)
+    other = copy_model(lab, "other_architecture")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    error = refused(lab, teacher_port, f"model.path={other}")
+    assert "gpt2" in str(error) and "qwen3" in str(error)
+
+
+def test_an_index_that_names_an_absent_file(lab: Lab) -> None:
+    """If it fails, an incomplete download passes until the missing shard is needed."""
+    folder = copy_model(lab, "half")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    with pytest.raises(ConfigError, match="model-2.safetensors"):
+        check_model_folder(str(folder), "model.path")
+
+
+def test_layouts_the_model_cannot_have(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a layout that cannot split the model starts all its processes first."""
+    error = refused(lab, teacher_port, "trainer.n_gpus_per_node=3", "actor.tp=3")
+    assert isinstance(error, ConfigError) and error.key == "actor.tp" and "heads" in str(error)
+    error = refused(lab, teacher_port, "trainer.n_gpus_per_node=3", "actor.pp=3")
+    assert isinstance(error, ConfigError) and error.key == "actor.pp" and "layers" in str(error)
+    error = refused(lab, teacher_port, "rollout.n_gpus_per_node=3", "rollout.tp=3")
+    assert isinstance(error, ConfigError) and error.key == "rollout.tp"
+
+
+def test_sequences_longer_than_the_model(lab: Lab, teacher_port: int) -> None:
+    """If it fails, positions beyond the model's range are trained on or crash an engine."""
+    error = refused(lab, teacher_port, "data.max_response_length=60")
+    assert isinstance(error, ConfigError) and error.key == "data.max_response_length" and "64" in str(error)
+
+
+def test_prompt_files(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a wrong prompt file is found after the pools have started."""
+    error = refused(lab, teacher_port, "data.train_files=[absent.jsonl]")
+    assert isinstance(error, ConfigError) and error.key == "data.train_files"
+    error = refused(lab, teacher_port, "data.prompt_key=question")
+    assert isinstance(error, ConfigError) and error.key == "data.prompt_key"
+    error = refused(lab, teacher_port, "data.max_prompt_length=2")
+    assert isinstance(error, ConfigError) and error.key == "data.max_prompt_length"
+    error = refused(lab, teacher_port, "data.answer_key=solution")
+    assert isinstance(error, ConfigError) and error.key == "data.answer_key"
+
+
+def test_another_tokenizer(lab: Lab, teacher_port: int) -> None:
+    """If it fails, teacher and student speak of different words under the same ids, silently."""
+    folder = copy_model(lab, "other_words")
+    text = json.loads((folder / "tokenizer.json").read_text())
+    vocab = text["model"]["vocab"]
+    vocab["w2"], vocab["w3"] = vocab["w3"], vocab["w2"]
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    error = refused(lab, teacher_port, f"model.path={folder}")
+    assert isinstance(error, ConfigError) and "tokenizer" in str(error)
+
+
+def test_more_topk_than_there_are_ids(lab: Lab, teacher_port: int) -> None:
+    """If it fails, the teacher refuses each sequence in the middle of the first step."""
+    error = refused(lab, teacher_port, "teacher.topk=40000")
+    assert isinstance(error, ConfigError) and error.key == "teacher.topk" and "32003" in str(error)
+
+
+def test_no_teacher_there(lab: Lab) -> None:
+    """If it fails, a forgotten server is a hang instead of an address and a command."""
+    port = free_port("127.0.0.1")
+    began = time.monotonic()
+    error = refused(lab, port, "teacher.outage_budget_s=3")
+    assert isinstance(error, TeacherUnavailable)
+    assert f"127.0.0.1:{port}" in str(error) and "python -m teacher_server" in str(error)
+    assert time.monotonic() - began < 30
+
+
+def test_the_command_line_says_it_in_one_line(lab: Lab, teacher_port: int) -> None:
+    """If it fails, users get a traceback, or a shell script cannot tell a wrong config from a failed run."""
+    done = lab.train_run(lab.root / "refused", teacher_port, "actor.tpp=2")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "config error: actor.tpp = 2: there is no such key. Fix: did you mean actor.tp?"
+
+
+def test_a_padded_teacher_vocabulary_is_cut_to_the_shared_ids(lab: Lab, teacher_port: int) -> None:
+    """If it fails, models of one tokenizer and differently padded embeddings (Qwen2.5 1.5B and 7B) cannot be paired."""
+    folder = copy_model(lab, "narrow")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 31999}))
+    run_dir = lab.root / "narrow_run"
+    command = lab.command(run_dir, teacher_port, f"model.path={folder}")
+    plan = preflight(load_config(None, command[command.index("--config") + 2 :]))
+    assert plan.n_vocab == 31999
+    assert plan.teacher.vocab_size == 32003
+    assert plan.eos_ids == [EOS]

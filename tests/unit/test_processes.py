@@ -1,0 +1,84 @@
+"""Process families: nothing that was started stays, however it was orphaned. Real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gkd.errors import ClusterError
+from gkd.quickstart import processes
+
+
+def family_script(body: str) -> list[str]:
+    return [sys.executable, "-c", "from gkd.quickstart import processes\n" + textwrap.dedent(body)]
+
+
+# A child that leaves a grandchild behind in a session of its own, as Ray's daemons are, and writes its pid.
+ORPHAN_MAKER = """
+import subprocess
+print(subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL).pid)
+"""
+
+
+def test_orphans_in_other_sessions_are_stopped(tmp_path: Path) -> None:
+    """If it fails, Ray's daemons outlive a trainer that was killed."""
+    script = family_script(f"""
+        import subprocess, sys
+        with processes.process_family():
+            pid = subprocess.run([sys.executable, "-c", {ORPHAN_MAKER!r}], stdout=subprocess.PIPE, text=True).stdout
+            import psutil
+            assert psutil.pid_exists(int(pid))
+            print(pid)
+    """)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=True)
+    assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_a_child_that_ignores_sigterm_is_killed() -> None:
+    """If it fails, one stubborn process keeps the machine busy after Ctrl-C."""
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    processes.stop_all([psutil.Process(process.pid)], grace_s=0.5)
+    assert process.wait(timeout=5) == -9
+
+
+def test_children_die_with_their_parent() -> None:
+    """If it fails, `kill -9` of the quickstart leaves the teacher server running."""
+    script = family_script("""
+        import time
+        child = processes.start(["sleep", "300"])
+        print(child.pid, flush=True)
+        time.sleep(300)
+    """)
+    parent = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([child], timeout=5)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_failed_child_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """If it fails, the quickstart goes on after a part of it failed, or waits for a dead server."""
+    with pytest.raises(ClusterError, match="making tea ended with exit code 3"):
+        processes.run([sys.executable, "-c", "raise SystemExit(3)"], "making tea")
+    process = processes.start([sys.executable, "-c", "raise SystemExit(4)"], log=tmp_path / "log")
+    with pytest.raises(ClusterError, match="exit code 4 before it was ready"):
+        processes.wait_for_file(tmp_path / "ready", process, "the server", timeout_s=30)
+    sleeper = processes.start(["sleep", "300"])
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match="not ready within"):
+        processes.wait_for_file(tmp_path / "ready", sleeper, "the server", timeout_s=0.3)
+    assert time.monotonic() - began < 5
+    sleeper.kill()
+    sleeper.wait()

@@ -1,0 +1,87 @@
+"""A run's folder: never overwritten, checkpoints whole or absent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gkd.config import Config, load_config
+from gkd.errors import CheckpointError, ConfigError
+from gkd.run_folder import TrainerState, open_run_folder
+
+
+def config(run_dir: Path, *overrides: str) -> Config:
+    base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={run_dir}"]
+    return load_config(None, [*base, *overrides])
+
+
+def write_actor(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "weights").write_text("w")
+
+
+def test_a_folder_with_a_run_is_refused_or_resumed(tmp_path: Path) -> None:
+    """If it fails, a second run overwrites the first, or resumes with other settings unnoticed."""
+    run_dir = tmp_path / "run"
+    open_run_folder(config(run_dir))
+    with pytest.raises(ConfigError, match="resume=auto") as caught:
+        open_run_folder(config(run_dir))
+    assert caught.value.key == "trainer.run_dir"
+    open_run_folder(config(run_dir, "trainer.resume=auto", "trainer.total_steps=9", "teacher.server_port=1"))
+    with pytest.raises(ConfigError, match="started with 1e-06") as caught:
+        open_run_folder(config(run_dir, "trainer.resume=auto", "actor.optim.lr=0.1"))
+    assert caught.value.key == "actor.optim.lr"
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    """If it fails, a run writes into a folder of other files."""
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        open_run_folder(config(tmp_path))
+    with pytest.raises(ConfigError, match="it is a file"):
+        open_run_folder(config(tmp_path / "x"))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        open_run_folder(config(tmp_path / "x" / "y"))
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    """If it fails, a resume starts from an older state, or from one whose writing was interrupted."""
+    folder = open_run_folder(config(tmp_path / "run"))
+    assert folder.newest_checkpoint() is None
+    for step in (2, 10):
+        folder.save_checkpoint(TrainerState(step, step * 6), write_actor, keep_last=9)
+    (folder.checkpoints / ".tmp_step_00000012").mkdir()
+    found = folder.newest_checkpoint()
+    assert found is not None
+    assert found[0] == TrainerState(10, 60)
+    assert (found[1] / "weights").read_text() == "w"
+    assert load_config(found[1].parent / "config.yaml") == folder.config
+
+
+def test_a_failed_save_keeps_the_older_checkpoints(tmp_path: Path) -> None:
+    """If it fails, a full disk costs the checkpoint that could still be resumed from."""
+    folder = open_run_folder(config(tmp_path / "run"))
+    folder.save_checkpoint(TrainerState(1, 6), write_actor, keep_last=1)
+
+    def full_disk(path: Path) -> None:
+        write_actor(path)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        folder.save_checkpoint(TrainerState(2, 12), full_disk, keep_last=1)
+    found = folder.newest_checkpoint()
+    assert found is not None and found[0].step == 1
+    folder.save_checkpoint(TrainerState(2, 12), write_actor, keep_last=1)
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["step_00000002"]
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    """If it fails, a damaged checkpoint is an unexplained crash."""
+    folder = open_run_folder(config(tmp_path / "run"))
+    path = folder.save_checkpoint(TrainerState(1, 6), write_actor, keep_last=1)
+    for text in ("{", json.dumps({"step": 1})):
+        (path / "trainer.json").write_text(text)
+        with pytest.raises(CheckpointError, match="step_00000001"):
+            folder.newest_checkpoint()

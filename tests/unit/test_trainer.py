@@ -1,0 +1,160 @@
+"""The loop's own logic, against fakes that only record: order of the stages, commit and resume, evaluation, refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gkd.config import Config, load_config
+from gkd.errors import NumericsError, TeacherUnavailable
+from gkd.metrics import read_metrics
+from gkd.roles import GreedyReport, RolloutChunk, ScoredChunk, SyncReport, TrainStats
+from gkd.run_folder import open_run_folder
+from gkd.trainer import Roles, Trainer
+from gkd.types import Prompt
+
+PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
+
+
+class World:
+    """All four roles; `events` is what the loop did, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.engine_version = -1
+        self.lag = 0  # versions that the engine stays behind
+        self.teacher_dies_at: int | None = None
+        self.trained: list[list[int]] = []
+        self._pending: list[RolloutChunk] = []
+
+    def generate(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> Iterator[RolloutChunk]:
+        self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
+        for prompt in prompts:
+            self.events.append("chunk")
+            yield RolloutChunk(0, prompt.prompt_id, n, 1, 2 * n, 0, self.engine_version - self.lag)
+
+    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+        self.events.append("greedy")
+        return GreedyReport(0.5, [])
+
+    def submit(self, chunk: RolloutChunk) -> None:
+        self.events.append("submit")
+        self._pending.append(chunk)
+
+    def collect(self) -> list[ScoredChunk]:
+        self.events.append("collect")
+        if self.teacher_dies_at == self.engine_version:
+            raise TeacherUnavailable("gone")
+        pending, self._pending = self._pending, []
+        return [ScoredChunk(chunk, None, 0.9, 10) for chunk in pending]
+
+    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        self.events.append("train")
+        self.trained.append([chunk.rollouts.ref for chunk in batch])
+        return TrainStats(1.0, 4, 0.1, 0.01)
+
+    def evaluate(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        self.events.append("evaluate")
+        return TrainStats(0.7, 4)
+
+    def save(self, folder: Path) -> None:
+        self.events.append("save")
+        folder.mkdir(parents=True)
+
+    def load(self, folder: Path) -> None:
+        self.events.append("load")
+
+    def export_hf(self, folder: Path) -> None:
+        self.events.append("export")
+
+    def push(self, policy_version: int) -> SyncReport:
+        self.events.append(f"push {policy_version}")
+        self.engine_version = policy_version
+        return SyncReport(8, 0)
+
+
+def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = ()) -> Trainer:
+    config: Config = load_config(
+        None,
+        [
+            "data.train_files=[a]",
+            "model.path=m",
+            f"trainer.run_dir={tmp_path / 'run'}",
+            "trainer.global_batch_size=2",
+            "data.seed=10",
+            *overrides,
+        ],
+    )
+    roles = Roles(actor=world, rollout=world, scoring=world, weight_sync=world)
+    return Trainer(config, roles, PROMPTS, val, open_run_folder(config), total_steps=config.trainer.total_steps)
+
+
+def test_the_road_of_one_batch(tmp_path: Path) -> None:
+    """If it fails, stages run in another order: training on unscored rollouts, or rolling out with old weights."""
+    world = World()
+    make(tmp_path, world, "trainer.total_steps=2", "rollout.n=3").fit()
+    road = ["chunk", "submit", "chunk", "submit", "collect", "train"]
+    assert world.events == [
+        "push 0",
+        *["generate n=3 seed=10 v=0", *road, "push 1"],
+        *["generate n=3 seed=11 v=1", *road, "push 2"],
+        "save",
+        "export",
+    ]
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_without_overlap_the_teacher_is_asked_after_the_rollout(tmp_path: Path) -> None:
+    """If it fails, teacher.overlap_rollout=false does nothing."""
+    world = World()
+    make(tmp_path, world, "trainer.total_steps=1", "teacher.overlap_rollout=false").fit()
+    assert world.events[2:7] == ["chunk", "chunk", "submit", "submit", "collect"]
+
+
+def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
+    """If it fails, eval.every, save_every or keep_last does nothing, or the last evaluation is made twice."""
+    world = World()
+    settings = ("trainer.total_steps=4", "eval.every=2", "trainer.save_every=1", "trainer.keep_last=2")
+    make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "eval/kl" in line] == [0, 2, 4]
+    assert world.events.count("greedy") == 3
+    assert world.events.count("save") == 4, "the last step is saved once"
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_00000003", "step_00000004"]
+    assert all(line["eval/accuracy"] == 0.5 for line in lines if "eval/kl" in line)
+
+
+def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
+    """If it fails, a run without reference answers spends time on judging nothing."""
+    world = World()
+    make(tmp_path, world, "trainer.total_steps=1", "eval.metric=none", val=PROMPTS[:1]).fit()
+    assert "greedy" not in world.events
+    assert world.events.count("evaluate") == 2
+
+
+def test_a_stale_rollout_is_never_trained_on(tmp_path: Path) -> None:
+    """If it fails, the sync scheduler trains off-policy without saying so."""
+    world = World()
+    world.lag = 1
+    with pytest.raises(NumericsError, match="staleness"):
+        make(tmp_path, world, "trainer.total_steps=1").fit()
+    assert "train" not in world.events
+
+
+def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
+    """If it fails, the batch that could not be scored is skipped, or trained twice, after the resume."""
+    whole = World()
+    make(tmp_path / "whole", whole, "trainer.total_steps=4").fit()
+    world = World()
+    world.teacher_dies_at = 2
+    with pytest.raises(TeacherUnavailable):
+        make(tmp_path, world, "trainer.total_steps=4").fit()
+    assert world.events[-1] == "save"
+    again = World()
+    make(tmp_path, again, "trainer.total_steps=4", "trainer.resume=auto").fit()
+    assert again.events[:2] == ["load", "push 2"]
+    assert world.trained + again.trained == whole.trained
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
