@@ -67,8 +67,9 @@ class TrainerConfig:
     total_epochs: int = 1
     # Optimizer steps; 0 = no limit.
     total_steps: int = 0
-    # GPUs a node of the actor pool, and its nodes; together they are actor.tp x actor.pp x data parallel.
+    # GPUs a node of the actor pool; times trainer.nnodes they are actor.tp x actor.pp x data parallel.
     n_gpus_per_node: int = 1
+    # Nodes of the actor pool.
     nnodes: int = 1
     # Prompts of one optimizer step; each is answered rollout.n times.
     global_batch_size: int = 64
@@ -92,6 +93,7 @@ class OptimConfig:
     lr: float = 1e-6
     # Adam's beta1 and beta2.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    # Added to Adam's denominator.
     eps: float = 1e-8
     # Decoupled; not applied to biases and norms.
     weight_decay: float = 0.01
@@ -101,6 +103,7 @@ class OptimConfig:
     schedule: str = "constant"
     # Steps of linear warm-up from 0.
     warmup_steps: int = 0
+    # Share of lr that a linear or cosine schedule ends at.
     min_lr_ratio: float = 0.0
 
 
@@ -121,8 +124,9 @@ class ActorConfig:
 
 @dataclass
 class RolloutConfig:
-    # GPUs a node of the rollout pool, and its nodes; together they are engines x rollout.tp.
+    # GPUs a node of the rollout pool; times rollout.nnodes they are engines x rollout.tp.
     n_gpus_per_node: int = 1
+    # Nodes of the rollout pool.
     nnodes: int = 1
     # Tensor parallel size of one vLLM engine.
     tp: int = 1
@@ -130,6 +134,7 @@ class RolloutConfig:
     n: int = 1
     # Sampling temperature of training rollouts; must be > 0.
     temperature: float = 1.0
+    # Sample from the most probable tokens that hold this much mass; 1 = all.
     top_p: float = 1.0
     # Sequences an engine decodes together.
     max_num_seqs: int = 128
@@ -145,7 +150,9 @@ class RolloutConfig:
 class TeacherConfig:
     # zmq: the server of `python -m teacher_server`, started on its own.
     backend: str = "zmq"
+    # Host that the teacher server listens on.
     server_ip: str = "127.0.0.1"
+    # Its port.
     server_port: int = 15555
     # Sequences the trainer keeps in flight at the server, over all data-parallel groups; 0 = 64 for each worker that
     # the server announces. It is not a number of GPUs.
@@ -179,8 +186,8 @@ class WeightSyncConfig:
     transport: str = "auto"
     # Tensors are sent in buckets of this size.
     bucket_mib: int = 256
-    # Compare a digest of every tensor the engines hold with what the actor exported: always | first (sync of a run) |
-    # never.
+    # Compare a digest of every tensor the engines hold with what the actor exported: always | first (the sync at the
+    # start and the first one after a training step) | never.
     verify: str = "first"
     # Seconds one sync may take.
     timeout_s: float = 600.0
@@ -194,6 +201,7 @@ class EvalConfig:
     max_prompts: int = 200
     # exact_match (the text after the last eval.answer_marker equals the answer column) | none (KL only).
     metric: str = "exact_match"
+    # What stands before the answer, in responses and, if it is there, in the reference.
     answer_marker: str = "="
 
 

@@ -174,6 +174,15 @@ def _check_sizes(config: Config) -> None:
             f"one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens.",
             f"use 0 or at least {longest}.",
         )
+    patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
+    if t.stage_timeout_s <= patience:
+        raise ConfigError(
+            "trainer.stage_timeout_s",
+            t.stage_timeout_s,
+            f"a lost teacher is waited for teacher.outage_budget_s + teacher.request_timeout_s = {patience:g} s, and "
+            "the stage would be given up before that, without a checkpoint.",
+            f"use more than {patience:g}.",
+        )
     if config.weight_sync.transport == "nccl" and t.device == "cpu":
         raise ConfigError(
             "weight_sync.transport", "nccl", "trainer.device is cpu and NCCL needs GPUs.", "use auto or gloo."

@@ -12,20 +12,23 @@ import textwrap
 from types import FrameType
 
 from gkd.config import Config, describe_keys, load_config
-from gkd.errors import ConfigError, GkdError
+from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.log import get_logger
 
 log = get_logger("main")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the config (or what it points to) is wrong, 1 the run failed, 130 interrupted."""
+    """Exit code: 0 done, 2 the config, a model or a prompt file is wrong, 1 the run failed, 130 interrupted."""
     args = _parse(argv)
     signal.signal(signal.SIGTERM, _as_interrupt)
     try:
         run(load_config(args.config, args.overrides))
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except (DataError, ModelError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

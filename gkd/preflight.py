@@ -83,7 +83,7 @@ def preflight(config: Config) -> Plan:
         teacher=teacher,
         n_vocab=n_vocab,
         total_steps=planned_steps(config, len(train)),
-        folder=open_run_folder(config),
+        folder=open_run_folder(config, {"name": teacher.model_name, "fingerprint": teacher.fingerprint}),
     )
 
 
@@ -123,10 +123,7 @@ def check_model_folder(path: str, key: str) -> dict[str, Any]:
         raise ConfigError(key, path, f"its config or index is corrupt ({error}).", "copy the folder again.") from error
     if not isinstance(model, dict) or not isinstance(model.get("vocab_size"), int):
         raise ConfigError(key, path, "its config.json names no vocab_size.", "copy the folder again.")
-    files = sorted(listed) or sorted(f.name for f in folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(key, path, "it holds no .safetensors file.", "convert the model to safetensors.")
-    for name in files:
+    for name in sorted(listed) or ["model.safetensors"]:
         try:
             with safe_open(folder / name, framework="numpy") as shard:
                 shard.keys()

@@ -1,6 +1,7 @@
 """A run's folder: what a run writes, where, and how another run is kept from overwriting it.
 
 run_dir/config.yaml            resolved settings
+        teacher.json           who scores: name and fingerprint of the teacher's weights
         metrics.jsonl          one line a step
         checkpoints/step_N/    actor/ + trainer.json + config.yaml; complete once it has this name
         samples/step_N.jsonl   greedy answers to held-out prompts
@@ -20,18 +21,38 @@ from gkd.config import Config, load_config, save_config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import Sample
 
-# Keys a resumed run may change: they don't alter what is computed.
+# Keys a resumed run may change: they say how and where the same thing is computed, not what. A checkpoint can be loaded
+# in another layout, so the pools may be split anew.
 _FREE_ON_RESUME = {
+    "trainer.run_dir",
     "trainer.resume",
     "trainer.save_every",
     "trainer.keep_last",
     "trainer.init_timeout_s",
     "trainer.stage_timeout_s",
-    "trainer.total_steps",
-    "trainer.total_epochs",
-    "trainer.run_dir",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "actor.tp",
+    "actor.pp",
+    "actor.micro_batch_size",
+    "actor.max_tokens_per_micro_batch",
+    "rollout.n_gpus_per_node",
+    "rollout.nnodes",
+    "rollout.tp",
+    "rollout.max_num_seqs",
+    "rollout.gpu_memory_utilization",
+    "rollout.cpu_kv_cache_mib",
+    "rollout.enforce_eager",
+    "teacher.server_ip",
+    "teacher.server_port",
+    "teacher.n_server_workers",
+    "teacher.overlap_rollout",
+    "teacher.request_timeout_s",
+    "teacher.outage_budget_s",
 }
-_FREE_SECTIONS = ("cluster.", "eval.", "teacher.server_", "teacher.request_timeout_s", "teacher.outage_budget_s")
+_FREE_SECTIONS = ("cluster.", "eval.", "weight_sync.")
+# The end of the run shapes every step of a schedule that ends there, and none of a constant one.
+_FREE_IF_CONSTANT = {"trainer.total_steps", "trainer.total_epochs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +102,11 @@ class RunFolder:
             shutil.rmtree(old)
         return final
 
+    def clear_export(self) -> None:
+        """Remove the export of an earlier end of this run; it is written again at the new end."""
+        if self.export.exists():
+            shutil.rmtree(self.export)
+
     def newest_checkpoint(self) -> tuple[TrainerState, Path] | None:
         """State and actor folder of the newest complete checkpoint."""
         complete = self._complete()
@@ -97,11 +123,15 @@ class RunFolder:
         return sorted(self.checkpoints.glob("step_*"))
 
 
-def open_run_folder(config: Config) -> RunFolder:
+def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
     """Take `trainer.run_dir` for this run: a new folder, or (resume: auto) the same run's.
 
+    Args:
+        teacher: name and fingerprint of the model that scores; a resumed run must have the same fingerprint.
+
     Raises:
-        ConfigError: it holds another run and trainer.resume is never, or settings that shape the result have changed.
+        ConfigError: it holds another run and trainer.resume is never, or the teacher or settings that shape the result
+            have changed.
     """
     root = Path(config.trainer.run_dir)
     known = root / "config.yaml"
@@ -116,6 +146,7 @@ def open_run_folder(config: Config) -> RunFolder:
                 "name another folder, or set trainer.resume=auto to go on with that run.",
             )
         _check_same_run(load_config(known), config)
+        _check_same_teacher(root / "teacher.json", teacher, config)
     elif root.exists() and any(root.iterdir()):
         raise ConfigError(
             "trainer.run_dir", str(root), "it is not empty and holds no run of ours.", "name a new folder."
@@ -123,6 +154,7 @@ def open_run_folder(config: Config) -> RunFolder:
     try:
         root.mkdir(parents=True, exist_ok=True)
         save_config(config, known)
+        (root / "teacher.json").write_text(json.dumps(teacher, indent=2) + "\n")
     except OSError as error:
         raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
     return RunFolder(root, config)
@@ -130,8 +162,9 @@ def open_run_folder(config: Config) -> RunFolder:
 
 def _check_same_run(before: Config, now: Config) -> None:
     old, new = _flat(asdict(before)), _flat(asdict(now))
+    free_keys = _FREE_ON_RESUME | (_FREE_IF_CONSTANT if now.actor.optim.schedule == "constant" else set())
     for key in sorted(new):
-        free = key in _FREE_ON_RESUME or key.startswith(_FREE_SECTIONS)
+        free = key in free_keys or key.startswith(_FREE_SECTIONS)
         if not free and old.get(key) != new[key]:
             raise ConfigError(
                 key,
@@ -139,6 +172,18 @@ def _check_same_run(before: Config, now: Config) -> None:
                 f"the run in {now.trainer.run_dir} was started with {old.get(key)!r}.",
                 "keep the old value to resume, or name another trainer.run_dir.",
             )
+
+
+def _check_same_teacher(file: Path, teacher: dict[str, str], now: Config) -> None:
+    before = json.loads(file.read_text()) if file.is_file() else teacher
+    if before["fingerprint"] != teacher["fingerprint"]:
+        raise ConfigError(
+            "teacher.server_port",
+            now.teacher.server_port,
+            f"the server there has the model {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
+            f"{before['name']} ({before['fingerprint'][:12]}).",
+            "start the server with the old model to resume, or name another trainer.run_dir.",
+        )
 
 
 def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:

@@ -25,6 +25,7 @@ log = get_logger("trainer")
 
 # Greedy answers of each evaluation that are written to the run folder.
 KEPT_SAMPLES = 50
+EVAL_SEED = 2**31  # far from data.seed + step, so no evaluation repeats a training rollout's draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ class Trainer:
 
         Raises:
             TeacherUnavailable: after a checkpoint of the last finished step is saved.
-            NumericsError, ClusterError, WeightSyncError, TeacherError: at once; the weights have not moved since the
-                last finished step.
+            NumericsError, TeacherError: at once; the batch has not moved the weights.
+            ClusterError, WeightSyncError: at once; resume goes on from the newest checkpoint.
         """
         resumed = self._resume()
         metrics = MetricsWriter(self.folder.metrics_file, keep_through=self.step if resumed else -1)
@@ -77,6 +78,7 @@ class Trainer:
                 metrics.write(self.step, numbers)
                 log.info(step_line(self.step, self.total_steps, numbers))
             self._save()
+            self.folder.clear_export()
             self.roles.actor.export_hf(self.folder.export)
             log.info("exported the student to %s", self.folder.export)
         except TeacherUnavailable:
@@ -90,7 +92,9 @@ class Trainer:
         timers = self.new_timers()
         with timers("data"):
             prompts = self.sampler.peek()
-        batch = self._rollout_and_score(prompts, timers, temperature=self.config.rollout.temperature)
+        batch = self._rollout_and_score(
+            prompts, timers, n=self.config.rollout.n, seed=self.config.data.seed + self.step
+        )
         staleness = self.step - min(chunk.rollouts.policy_version for chunk in batch)
         if staleness != 0:
             raise NumericsError(f"scheduler sync promises staleness 0; a rollout of step {self.step} has {staleness}")
@@ -101,7 +105,7 @@ class Trainer:
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
         numbers = step_metrics(batch, stats, report, staleness)
-        if self._due(self.config.eval.every) or (self.val_prompts and self.step == self.total_steps):
+        if self.val_prompts and (self._due(self.config.eval.every) or self.step == self.total_steps):
             numbers |= self._evaluate(timers)
         if self._due(self.config.trainer.save_every):
             with timers("checkpoint"):
@@ -111,13 +115,12 @@ class Trainer:
         return numbers | times | {"perf/response_tokens_per_s": n_tokens / times["time/step_s"]}
 
     def _rollout_and_score(
-        self, prompts: Sequence[Prompt], timers: StageTimers, *, temperature: float, n: int | None = None
+        self, prompts: Sequence[Prompt], timers: StageTimers, *, n: int, seed: int
     ) -> list[ScoredChunk]:
         """Rollouts and, while they are still being written, the teacher's scores of those that are finished."""
         rollout, scoring = self.roles.rollout, self.roles.scoring
-        seed = self.config.data.seed + self.step
         with timers("rollout"):
-            finished = rollout.generate(prompts, n=n or self.config.rollout.n, temperature=temperature, seed=seed)
+            finished = rollout.generate(prompts, n=n, temperature=self.config.rollout.temperature, seed=seed)
             if self.config.teacher.overlap_rollout:
                 for chunk in finished:
                     scoring.submit(chunk)
@@ -132,9 +135,8 @@ class Trainer:
     def _evaluate(self, timers: StageTimers) -> dict[str, float]:
         """Held-out prompts: KL on the student's own samples, and greedy accuracy."""
         with timers("eval"):
-            batch = self._rollout_and_score(
-                self.val_prompts, self.new_timers(), temperature=self.config.rollout.temperature, n=1
-            )
+            # The same seed every time, so that two evaluations differ by the student alone.
+            batch = self._rollout_and_score(self.val_prompts, self.new_timers(), n=1, seed=EVAL_SEED)
             stats = self.roles.actor.evaluate(batch)
             numbers = {"eval/kl": stats.loss, "eval/response_tokens": float(stats.n_loss_tokens)}
             if self.config.eval.metric == "exact_match":

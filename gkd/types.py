@@ -1,8 +1,8 @@
 """The things that travel along the road of one batch.
 
-    Prompt -> Rollout (+ TeacherTopK) -> ScoredRollout -> MicroBatch
+    Prompt -> Rollout (+ TeacherTopK) -> MicroBatch
 
-Everything up to `ScoredRollout` is numpy, because it crosses process borders through shared
+Everything up to `TeacherTopK` is numpy, because it crosses process borders through shared
 memory and raw network frames; `MicroBatch` is torch, because it is what a rank trains on.
 
 Shape letters, here and everywhere: P prompt tokens, R response tokens, K top-k entries,
@@ -70,14 +70,6 @@ class TeacherTopK:
 
     topk_ids: np.ndarray  # [R, K] int32
     topk_logprobs: np.ndarray  # [R, K] float32, nats, descending
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRollout:
-    """Ready to be trained on."""
-
-    rollout: Rollout
-    teacher: TeacherTopK
 
 
 @dataclass(slots=True)

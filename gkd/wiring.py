@@ -18,7 +18,7 @@ from gkd.config_check import n_engines
 from gkd.log import get_logger
 from gkd.preflight import Plan
 from gkd.rollout.engine import CPU_ENV
-from gkd.rollout.pool import RolloutPool
+from gkd.rollout.pool import CHUNK_SIZE, RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.scoring import ScoringPool
@@ -75,12 +75,14 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
     """One scoring endpoint for each data-parallel group, on the node of that group's last pipeline stage."""
     total = config.teacher.n_server_workers or IN_FLIGHT_PER_TEACHER_WORKER * plan.teacher.n_workers
     each = max(1, total // actor.dp_size)
+    n_threads = max(1, each // CHUNK_SIZE)  # a thread scores one chunk of rollouts at a time
     return [
         ray.remote(ScoringEndpoint)
         .options(
             num_cpus=HELPER_CPUS,
+            max_concurrency=n_threads,
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(config, plan.n_vocab, each)
+        .remote(config, plan.n_vocab, each // n_threads)
         for node_id in actor.last_stage_nodes()
     ]

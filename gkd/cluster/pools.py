@@ -63,6 +63,12 @@ class Cluster:
         Raises:
             ClusterError: they can't be had; shows what is wanted and what each node has free.
         """
+        total = ray.cluster_resources().get("GPU", 0)
+        if total < spec.n_gpus:
+            raise ClusterError(
+                f"{spec.name}: wants {spec.n_gpus} GPUs, the whole cluster has {total:g} ({_describe_nodes()}). "
+                f"Fix: lower the pool's n_gpus_per_node or nnodes, or add nodes."
+            )
         bundle = {"GPU": float(spec.gpus_per_worker), "CPU": 1.0}
         groups = [
             placement_group([dict(bundle)] * spec.workers_per_node, strategy="STRICT_PACK", name=f"{spec.name}_{node}")

@@ -32,12 +32,13 @@ def main() -> int:
         epilog="key=value arguments override configs/quickstart_cpu.yaml, e.g. trainer.total_steps=20",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
-    overrides = parser.parse_args().overrides
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write the summary there too")
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, _as_interrupt)
     began = float(os.environ.get("GKD_QUICKSTART_BEGAN", time.time()))
     try:
         with processes.process_family():
-            _run(overrides, began)
+            _run(args.overrides, began, args.results)
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -47,7 +48,7 @@ def main() -> int:
     return 0
 
 
-def _run(overrides: list[str], began: float) -> None:
+def _run(overrides: list[str], began: float, results: Path | None) -> None:
     python = sys.executable
     run_dir = RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
     RUNS.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,8 @@ def _run(overrides: list[str], began: float) -> None:
     _say(3, "training: python -m gkd.main_gkd --config configs/quickstart_cpu.yaml")
     processes.run(
         [python, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml"]
-        + [f"trainer.run_dir={run_dir}", f"teacher.server_port={port}", *overrides],
+        # What this file relies on comes last, so no override changes it.
+        + [*overrides, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}", "eval.metric=exact_match"],
         "training",
     )
 
@@ -85,6 +87,8 @@ def _run(overrides: list[str], began: float) -> None:
     result = summary.summarise(run_dir, teacher_accuracy, f"{equal}/{n}", time.time() - began)
     summary.write_summary(result, run_dir / "summary.json")
     shutil.copy(run_dir / "summary.json", RUNS / "summary.json")
+    if results is not None:
+        summary.write_summary(result, results)
     print(f"\n{summary.as_table(result)}\n")
     print(f"student    {run_dir / 'export'} (Hugging Face format)")
     print(f"metrics    {run_dir / 'metrics.jsonl'}")

@@ -56,6 +56,9 @@ class RolloutWorker:
         """Two objects whenever `chunk_size` sequences of one data-parallel group are finished, and for the rest at the
         end: the rollouts, which the driver never fetches, and then their sizes (`ref` still None), which it does.
 
+        (A handle inside the sizes would be one object less, but Ray 2.60 now and then freed what such a handle, nested
+        in a streamed item, stood for. The driver owns streamed items themselves.)
+
         Args:
             dp_ranks: destination of each prompt, same order.
         """

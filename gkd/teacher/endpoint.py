@@ -6,6 +6,7 @@ into the object store of this host, where the group's last pipeline stage maps t
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import cast
 
@@ -27,27 +28,34 @@ class ScoreSummary:
 
 
 class ScoringEndpoint:
-    """One data-parallel group's way to the teacher.
+    """One data-parallel group's way to the teacher. Several chunks are scored at a time, one a thread.
 
     Args:
         config: the run's settings.
         n_vocab: ids that student and teacher have in common; the teacher's other rows are cut before it normalises.
-        n_in_flight: sequences kept at the server by this endpoint.
+        n_in_flight: sequences that one thread keeps at the server.
     """
 
     def __init__(self, config: Config, n_vocab: int, n_in_flight: int) -> None:
-        teacher = config.teacher
-        self._teacher = ZmqTeacher(
-            teacher.server_ip,
-            teacher.server_port,
-            k=teacher.topk,
-            temperature=teacher.temperature,
-            n_vocab=n_vocab,
-            n_in_flight=n_in_flight,
-            request_timeout_s=teacher.request_timeout_s,
-            outage_budget_s=teacher.outage_budget_s,
-            wire=cast(Wire, teacher.wire),
-        )
+        self._config, self._n_vocab, self._n_in_flight = config, n_vocab, n_in_flight
+        self._thread = threading.local()  # a client is used by one thread
+
+    def _teacher(self) -> ZmqTeacher:
+        teacher = self._config.teacher
+        if not hasattr(self._thread, "client"):
+            self._thread.client = ZmqTeacher(
+                teacher.server_ip,
+                teacher.server_port,
+                k=teacher.topk,
+                temperature=teacher.temperature,
+                n_vocab=self._n_vocab,
+                n_in_flight=self._n_in_flight,
+                request_timeout_s=teacher.request_timeout_s,
+                outage_budget_s=teacher.outage_budget_s,
+                wire=cast(Wire, teacher.wire),
+            )
+        client: ZmqTeacher = self._thread.client
+        return client
 
     def score(self, rollouts: list[Rollout]) -> tuple[list[TeacherTopK], ScoreSummary]:
         """Blocks until every sequence is scored; the client checks the scores.
@@ -58,7 +66,7 @@ class ScoringEndpoint:
             TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
         """
         scores: list[TeacherTopK | None] = [None] * len(rollouts)
-        for index, score in self._teacher.score(rollouts):
+        for index, score in self._teacher().score(rollouts):
             scores[index] = score
         complete = [score for score in scores if score is not None]
         if len(complete) != len(rollouts):

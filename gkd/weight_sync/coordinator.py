@@ -27,7 +27,7 @@ class WeightSync:
     def __init__(self, exporters: Sequence[Sequence[Any]], engines: Sequence[Any], config: Config, device: str) -> None:
         self._exporters, self._engines, self._config = exporters, engines, config
         self._device = device
-        self._first = True
+        self._n_pushed = 0
         self._plans = [plan_buckets(specs, config.weight_sync.bucket_mib << 20) for specs in self._stage_specs()]
         self._join()
 
@@ -38,7 +38,9 @@ class WeightSync:
             WeightSyncError: the transfer failed, or (verified) an engine holds other bytes than the actor exported.
         """
         verify = self._config.weight_sync.verify
-        check = verify == "always" or (verify == "first" and self._first)
+        # The first sync finds engines that loaded the same folder; only the one after a training step shows that
+        # weights really move. "first" checks both.
+        check = verify == "always" or (verify == "first" and self._n_pushed < 2)
         timeout_s = self._config.weight_sync.timeout_s
         senders = {
             f"actor stage {stage} tp {tp}": worker.send_weights.remote(self._plans[stage], check)
@@ -56,7 +58,7 @@ class WeightSync:
             for name in senders:
                 sent |= results[name]
             n_verified = self._verify(sent, timeout_s)
-        self._first = False
+        self._n_pushed += 1
         return SyncReport(n_bytes=results[next(iter(receivers))], verified_tensors=n_verified)
 
     def _verify(self, sent: dict[str, str], timeout_s: float) -> int:

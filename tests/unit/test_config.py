@@ -70,6 +70,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["trainer.n_gpus_per_node=3", "trainer.nnodes=2", "actor.tp=2"], "actor.tp"),
         (["rollout.n_gpus_per_node=3", "rollout.tp=2"], "rollout.tp"),
         (["trainer.n_gpus_per_node=4", "trainer.global_batch_size=2"], "trainer.global_batch_size"),
+        (["trainer.stage_timeout_s=300"], "trainer.stage_timeout_s"),
         (["actor.max_tokens_per_micro_batch=100"], "actor.max_tokens_per_micro_batch"),
         (["weight_sync.transport=nccl", "trainer.device=cpu"], "weight_sync.transport"),
         (["trainer.run_dir="], "trainer.run_dir"),
@@ -112,6 +113,7 @@ def test_every_key_is_documented() -> None:
     rows = describe_keys()
     assert {row[0] for row in rows} == all_keys()
     page = (ROOT / "docs" / "configuration.md").read_text()
+    assert not [key for key, _, _, text in rows if len(text) < 10]
     for key, _, _, _ in rows:
         assert f"`{key}`" in page, f"docs/configuration.md lacks {key}; python -m gkd.tools.config_page writes it"
 

@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 from gkd.config import Config, load_config
+from gkd.config_check import all_keys
 from gkd.errors import CheckpointError, ConfigError
-from gkd.run_folder import TrainerState, open_run_folder
+from gkd.run_folder import _FREE_IF_CONSTANT, _FREE_ON_RESUME, RunFolder, TrainerState, open_run_folder
 
 
 def config(run_dir: Path, *overrides: str) -> Config:
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={run_dir}"]
     return load_config(None, [*base, *overrides])
+
+
+def _open(settings: Config, fingerprint: str = "abc") -> RunFolder:
+    return open_run_folder(settings, {"name": "teacher", "fingerprint": fingerprint})
 
 
 def write_actor(folder: Path) -> None:
@@ -25,30 +30,48 @@ def write_actor(folder: Path) -> None:
 def test_a_folder_with_a_run_is_refused_or_resumed(tmp_path: Path) -> None:
     """If it fails, a second run overwrites the first, or resumes with other settings unnoticed."""
     run_dir = tmp_path / "run"
-    open_run_folder(config(run_dir))
+    _open(config(run_dir))
     with pytest.raises(ConfigError, match="resume=auto") as caught:
-        open_run_folder(config(run_dir))
+        _open(config(run_dir))
     assert caught.value.key == "trainer.run_dir"
-    open_run_folder(config(run_dir, "trainer.resume=auto", "trainer.total_steps=9", "teacher.server_port=1"))
+    _open(config(run_dir, "trainer.resume=auto", "trainer.total_steps=9", "teacher.server_port=1"))
     with pytest.raises(ConfigError, match="started with 1e-06") as caught:
-        open_run_folder(config(run_dir, "trainer.resume=auto", "actor.optim.lr=0.1"))
+        _open(config(run_dir, "trainer.resume=auto", "actor.optim.lr=0.1"))
     assert caught.value.key == "actor.optim.lr"
+    with pytest.raises(ConfigError, match="scored by teacher"):
+        _open(config(run_dir, "trainer.resume=auto"), fingerprint="other")
+
+
+def test_the_end_of_the_run_is_free_only_where_it_changes_nothing(tmp_path: Path) -> None:
+    """If it fails, a resumed run trains its remaining steps at learning rates of another schedule."""
+    run_dir = tmp_path / "run"
+    settings = ("actor.optim.schedule=cosine", "trainer.resume=auto")
+    _open(config(run_dir, *settings))
+    _open(config(run_dir, *settings))
+    with pytest.raises(ConfigError) as caught:
+        _open(config(run_dir, *settings, "trainer.total_steps=9"))
+    assert caught.value.key == "trainer.total_steps"
+
+
+def test_the_free_keys_are_real_keys() -> None:
+    """If it fails, a renamed key silently became one that a resume must not change."""
+    assert all_keys() >= _FREE_ON_RESUME | _FREE_IF_CONSTANT
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     """If it fails, a run writes into a folder of other files."""
     (tmp_path / "x").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
-        open_run_folder(config(tmp_path))
+        _open(config(tmp_path))
     with pytest.raises(ConfigError, match="it is a file"):
-        open_run_folder(config(tmp_path / "x"))
+        _open(config(tmp_path / "x"))
     with pytest.raises(ConfigError, match="cannot be written"):
-        open_run_folder(config(tmp_path / "x" / "y"))
+        _open(config(tmp_path / "x" / "y"))
 
 
 def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     """If it fails, a resume starts from an older state, or from one whose writing was interrupted."""
-    folder = open_run_folder(config(tmp_path / "run"))
+    folder = _open(config(tmp_path / "run"))
     assert folder.newest_checkpoint() is None
     for step in (2, 10):
         folder.save_checkpoint(TrainerState(step, step * 6), write_actor, keep_last=9)
@@ -62,7 +85,7 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
 
 def test_a_failed_save_keeps_the_older_checkpoints(tmp_path: Path) -> None:
     """If it fails, a full disk costs the checkpoint that could still be resumed from."""
-    folder = open_run_folder(config(tmp_path / "run"))
+    folder = _open(config(tmp_path / "run"))
     folder.save_checkpoint(TrainerState(1, 6), write_actor, keep_last=1)
 
     def full_disk(path: Path) -> None:
@@ -79,7 +102,7 @@ def test_a_failed_save_keeps_the_older_checkpoints(tmp_path: Path) -> None:
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     """If it fails, a damaged checkpoint is an unexplained crash."""
-    folder = open_run_folder(config(tmp_path / "run"))
+    folder = _open(config(tmp_path / "run"))
     path = folder.save_checkpoint(TrainerState(1, 6), write_actor, keep_last=1)
     for text in ("{", json.dumps({"step": 1})):
         (path / "trainer.json").write_text(text)

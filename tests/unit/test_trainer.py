@@ -89,7 +89,8 @@ def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = 
         ],
     )
     roles = Roles(actor=world, rollout=world, scoring=world, weight_sync=world)
-    return Trainer(config, roles, PROMPTS, val, open_run_folder(config), total_steps=config.trainer.total_steps)
+    folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
+    return Trainer(config, roles, PROMPTS, val, folder, total_steps=config.trainer.total_steps)
 
 
 def test_the_road_of_one_batch(tmp_path: Path) -> None:
@@ -124,6 +125,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> N
     assert world.events.count("greedy") == 3
     assert world.events.count("save") == 4, "the last step is saved once"
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_00000003", "step_00000004"]
+    assert len({event for event in world.events if event.startswith("generate n=1 seed=2147483648")}) == 3
     assert all(line["eval/accuracy"] == 0.5 for line in lines if "eval/kl" in line)
 
 
