@@ -33,9 +33,9 @@ def make_micro_batches(
             length, so little is padding.
         pad_id: any valid token id; padded positions are behind the sequence and causal attention never sees them.
     """
-    order = sorted(range(len(rollouts)), key=lambda i: (rollouts[i].prompt_id, rollouts[i].sample_index))
+    order = sorted(range(len(rollouts)), key=lambda i: rollouts[i].sample_index)
     if max_tokens:
-        order.sort(key=lambda i: -rollouts[i].n_tokens)  # stable: equal lengths stay in prompt order
+        order.sort(key=lambda i: -rollouts[i].n_tokens)  # stable: equal lengths stay in the batch's order
         groups = _by_tokens(order, [r.n_tokens for r in rollouts], max_tokens)
     else:
         groups = (order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size))

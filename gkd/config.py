@@ -136,6 +136,8 @@ class RolloutConfig:
     temperature: float = 1.0
     # Sample from the most probable tokens that hold this much mass; 1 = all.
     top_p: float = 1.0
+    # Token ids that end a response besides the student's own end-of-sequence tokens.
+    stop_token_ids: list[int] = field(default_factory=list)
     # Sequences an engine decodes together.
     max_num_seqs: int = 128
     # Share of a GPU's memory that vLLM may use (weights and KV cache); no meaning on CPU.
@@ -152,7 +154,7 @@ class TeacherConfig:
     backend: str = "zmq"
     # Host that the teacher server listens on.
     server_ip: str = "127.0.0.1"
-    # Its port.
+    # The port it listens on.
     server_port: int = 15555
     # Sequences the trainer keeps in flight at the server, over all data-parallel groups; 0 = 64 for each worker that
     # the server announces. It is not a number of GPUs.
@@ -232,22 +234,26 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
         ConfigError: unreadable file, unknown key (with the nearest known one), wrong type, malformed override.
     """
     merged = OmegaConf.structured(Config)
-    sources = [] if path is None else [_read_yaml(path)]
-    for source in [*sources, *map(_read_override, overrides)]:
+    sources = [] if path is None else [(str(path), _read_yaml(path))]
+    for where, source in [*sources, *((override, _read_override(override)) for override in overrides)]:
         try:
             merged = OmegaConf.merge(merged, source)
         except ConfigKeyError as error:
             key = str(error.full_key or error.key)
             raise _unknown_key(key, OmegaConf.select(source, key)) from error
         except ValidationError as error:
-            key = str(error.full_key)
+            key = str(error.full_key or where)
             problem = str(error).splitlines()[0].rstrip(".") + "."
             raise ConfigError(
                 key, OmegaConf.select(source, key), problem, "write a value of the type the key has."
             ) from error
         except OmegaConfBaseException as error:
-            raise ConfigError("--config", str(path), str(error).splitlines()[0], "correct that entry.") from error
-    config = OmegaConf.to_object(merged)
+            raise ConfigError(where, "?", str(error).splitlines()[0] + ".", "correct that entry.") from error
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:  # an interpolation like ${x} that leads nowhere
+        key = str(error.full_key or "config")
+        raise ConfigError(key, "?", str(error).splitlines()[0] + ".", "correct that entry.") from error
     assert isinstance(config, Config)
     return config
 
@@ -304,7 +310,10 @@ def _read_override(override: str) -> Any:
     key, sep, _ = override.partition("=")
     if not sep or not key:
         raise ConfigError("override", override, "it is not of the form key=value.", "write e.g. actor.tp=2.")
-    return OmegaConf.from_dotlist([override])
+    try:
+        return OmegaConf.from_dotlist([override])
+    except Exception as error:  # yaml's errors have no common root that omegaconf exports
+        raise ConfigError(key, override.partition("=")[2], "it is not YAML.", "close brackets and quotes.") from error
 
 
 def _unknown_key(key: str, value: object) -> ConfigError:

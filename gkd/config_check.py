@@ -57,6 +57,7 @@ _POSITIVE = (
     "weight_sync.timeout_s",
 )
 _NOT_NEGATIVE = (
+    "data.seed",
     "trainer.total_steps",
     "trainer.save_every",
     "actor.max_tokens_per_micro_batch",
@@ -124,6 +125,8 @@ def _check_required(config: Config) -> None:
         raise ConfigError("data.train_files", [], "there is nothing to train on.", "name one or more prompt files.")
     if not config.model.path:
         raise ConfigError("model.path", "", "there is no student.", "give a folder in Hugging Face format.")
+    if config.eval.metric == "exact_match" and not config.eval.answer_marker:
+        raise ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or eval.metric=none.")
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir", "", "a run needs a folder for what it writes.", "e.g. runs/my_run.")
 

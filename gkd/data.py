@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config import DataConfig
-from gkd.errors import ConfigError, DataError, ModelError
+from gkd.errors import ConfigError, ModelError
 from gkd.types import Prompt
 
 
@@ -45,7 +45,10 @@ def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
     ids: set[int] = set()
     file = Path(path) / "generation_config.json"
     if file.is_file():
-        listed = json.loads(file.read_text()).get("eos_token_id")
+        try:
+            listed = json.loads(file.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ModelError(f"{file} is not a JSON object: {error}") from error
         ids.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
@@ -61,8 +64,8 @@ def load_prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, key: 
         key: the config key that named the files ("data.train_files" or "data.val_files"), for errors.
 
     Raises:
-        ConfigError: a file is missing, of another format, or without `data.prompt_key`.
-        DataError: a row is not usable, or longer than `data.max_prompt_length` under `truncation: error`.
+        ConfigError: a file is missing, of another format, or without `data.prompt_key`; a row is not usable, or longer
+            than `data.max_prompt_length` under `truncation: error`.
     """
     prompts: list[Prompt] = []
     dropped = 0
@@ -102,28 +105,26 @@ def _read_rows(file: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ConfigError(key, file, f"it is not a parquet file ({error}).", "write it again.") from error
         yield from ((f"{file}:{i}", row) for i, row in enumerate(table.to_pylist(), 1))
     elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8", errors="strict") as lines:
-            for i, line in enumerate(_decoded(lines, file), 1):
-                if line.strip():
-                    yield f"{file}:{i}", _json_object(line, f"{file}:{i}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            raise ConfigError(key, file, f"it is not readable as UTF-8 ({error}).", "write it again.") from error
+        # Not splitlines(): JSON strings may hold the other characters that it takes for line ends.
+        for i, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield f"{file}:{i}", _json_object(line, f"{file}:{i}", key)
     else:
         raise ConfigError(key, file, f"its ending {path.suffix!r} is not known.", "use .jsonl or .parquet.")
 
 
-def _decoded(lines: Iterator[str], file: str) -> Iterator[str]:
-    try:
-        yield from lines
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8: {error}") from error
-
-
-def _json_object(line: str, where: str) -> dict[str, Any]:
+def _json_object(line: str, where: str, key: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+        raise ConfigError(key, where, f"the line is not JSON ({error}).", "correct or remove it.") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where} is a JSON {type(row).__name__}; a row is an object with the prompt in a column")
+        problem = f"the line is a JSON {type(row).__name__}, not an object with the prompt in a column."
+        raise ConfigError(key, where, problem, "correct or remove it.")
     return row
 
 
@@ -135,13 +136,21 @@ def _encode(prompt: Any, config: DataConfig, tokenizer: Any, where: str) -> list
         )
     is_messages = isinstance(prompt, list)
     if not (is_messages or isinstance(prompt, str)) or not prompt:
-        raise DataError(f"{where}: the prompt is {prompt!r}; it must be a non-empty string or list of messages")
+        problem = f"in {where} it holds {prompt!r}, not a non-empty string or list of messages."
+        raise ConfigError("data.prompt_key", config.prompt_key, problem, "correct or remove that row.")
     if has_template and config.chat_template != "never":
         messages = prompt if is_messages else [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            problem = f"the tokenizer's template refuses the prompt of {where} ({error})."
+            raise ConfigError("data.chat_template", config.chat_template, problem, "correct the row.") from error
         return list(encoded["input_ids"])
     if is_messages:
-        raise DataError(f"{where}: the prompt is a list of messages, but no chat template is in use")
+        problem = f"the prompt of {where} is a list of messages, which needs a chat template."
+        raise ConfigError("data.chat_template", config.chat_template, problem, "give strings, or use auto.")
     return list(tokenizer(prompt)["input_ids"])
 
 
@@ -149,7 +158,8 @@ def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
     """Apply `data.truncation`; None = leave the row out."""
     limit = config.max_prompt_length
     if not ids:
-        raise DataError(f"{where}: the prompt has no tokens")
+        problem = f"the prompt of {where} has no tokens."
+        raise ConfigError("data.prompt_key", config.prompt_key, problem, "remove that row.")
     if len(ids) <= limit:
         return ids
     if config.truncation == "drop":

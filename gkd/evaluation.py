@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 
-def final_answer(text: str, marker: str) -> str:
-    """What stands behind the last `marker` (all of the text if there is none), stripped."""
-    return text.rpartition(marker)[2].strip()
+def final_answer(text: str, marker: str) -> str | None:
+    """What stands behind the last `marker`, stripped; None without a marker."""
+    _, found, answer = text.rpartition(marker)
+    return answer.strip() if found else None
 
 
 def is_correct(response: str, reference: str, marker: str) -> bool:
-    """Exact match; the reference may be the bare answer or a worked one that ends the same way."""
-    return final_answer(response, marker) == final_answer(reference, marker)
+    """Exact match. The response must hold the marker; the reference may be the bare answer or a worked one."""
+    wanted = final_answer(reference, marker)
+    return final_answer(response, marker) == (reference.strip() if wanted is None else wanted)

@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 2 the config, a model or a prompt file is wrong, 1 the run failed, 130 interrupted."""
     args = _parse(argv)
     signal.signal(signal.SIGTERM, _as_interrupt)
+    signal.signal(signal.SIGINT, _as_interrupt)  # also where a shell started it in the background with SIGINT ignored
     try:
         run(load_config(args.config, args.overrides))
     except ConfigError as error:
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
         print("interrupted; everything that was started is stopped", file=sys.stderr)
         return 130
     return 0

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from gkd.actor.megatron.hf_config import read_hf_dims
+from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
+from gkd.actor.megatron.hf_load import check_weight_files
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, ModelError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.run_folder import RunFolder, open_run_folder
 from gkd.teacher.base import TeacherInfo
@@ -46,38 +44,24 @@ def preflight(config: Config) -> Plan:
     """Check the whole run; the run folder is taken last, so a refused run leaves no trace.
 
     Raises:
-        ConfigError, DataError, ModelError: the first thing that is wrong.
+        ConfigError: the first thing that is wrong, with its key, its value and the fix.
+        ModelError: the student names no end-of-sequence token.
         TeacherUnavailable: no teacher server answers at teacher.server_ip:server_port.
     """
     check_config(config)
     device = resolve_device(config)
+    dims = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    model = check_model_folder(config.model.path, "model.path")
-    ParallelLayout(
-        tp=config.actor.tp,
-        pp=config.actor.pp,
-        world_size=config.trainer.n_gpus_per_node * config.trainer.nnodes,
-        rank=0,
-    ).check_model(read_hf_dims(config.model.path))
-    _check_context(config, model)
+    check_tokenizer_fits(config, tokenizer, dims.vocab_size)
     train, dropped = load_prompts(config.data.train_files, config.data, tokenizer, "data.train_files")
     if dropped:
         log.warning("%d training prompts are over data.max_prompt_length and left out (truncation: drop)", dropped)
-    val: list[Prompt] = []
-    if config.data.val_files:
-        val, _ = load_prompts(config.data.val_files, config.data, tokenizer, "data.val_files")
-        if config.eval.metric == "exact_match" and any(p.answer is None for p in val):
-            raise ConfigError(
-                "data.answer_key",
-                config.data.answer_key,
-                "a row of data.val_files has no such column, and eval.metric is exact_match.",
-                "name the column with the reference answer, or set eval.metric=none.",
-            )
+    val = _held_out(config, tokenizer)
     teacher = ask_teacher(config)
-    n_vocab = check_teacher(config, teacher, tokenizer, int(model["vocab_size"]))
+    n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
     return Plan(
         device=device,
-        eos_ids=eos_token_ids(config.model.path, tokenizer),
+        eos_ids=sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids}),
         train_prompts=train,
         val_prompts=val,
         teacher=teacher,
@@ -94,42 +78,98 @@ def planned_steps(config: Config, n_prompts: int) -> int:
 
 
 def resolve_device(config: Config) -> str:
-    """ "cpu" or "cuda" for trainer.device, which may be auto."""
+    """ "cpu" or "cuda" for trainer.device, which may be auto; and whether that device can be had here."""
     import torch
 
-    wanted = config.trainer.device
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available() and not config.cluster.ray_address:
-        raise ConfigError("trainer.device", "cuda", "torch sees no GPU on this machine.", "use cpu, or auto.")
-    return wanted
+    wanted, n_gpus = config.trainer.device, torch.cuda.device_count()
+    if config.cluster.ray_address:
+        if wanted == "auto":
+            raise ConfigError(
+                "trainer.device", "auto", "the machines of cluster.ray_address decide it, not this one.", "name it."
+            )
+        return wanted
+    device = wanted if wanted != "auto" else "cuda" if n_gpus else "cpu"
+    if device == "cpu" and n_gpus:
+        raise ConfigError(
+            "trainer.device",
+            "cpu",
+            "this environment has the CUDA builds of torch and vLLM, and they see GPUs.",
+            "use cuda, or make an environment with: bash launch/setup.sh --extra cpu.",
+        )
+    pools = {"trainer": config.trainer, "rollout": config.rollout}
+    n_wanted = sum(pool.n_gpus_per_node * pool.nnodes for pool in pools.values())  # type: ignore[attr-defined]
+    if device == "cuda" and n_gpus < n_wanted:
+        raise ConfigError(
+            "rollout.n_gpus_per_node",
+            config.rollout.n_gpus_per_node,
+            f"with trainer.n_gpus_per_node {config.trainer.n_gpus_per_node} the pools want {n_wanted} GPUs, and torch "
+            f"sees {n_gpus} here.",
+            "lower the pools, or name a larger cluster in cluster.ray_address.",
+        )
+    if device == "cpu" and config.weight_sync.transport == "nccl":
+        raise ConfigError("weight_sync.transport", "nccl", "there is no GPU here.", "use auto or gloo.")
+    return device
 
 
-def check_model_folder(path: str, key: str) -> dict[str, Any]:
-    """config.json of a model folder whose weight files are all there and readable; reads headers only.
-
-    Raises:
-        ConfigError: naming `key` and the file.
-    """
-    folder = Path(path)
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(key, path, "it has no config.json.", "give a folder in Hugging Face format.")
+def check_student(config: Config) -> HfDims:
+    """Is the student's folder whole, and can it be split and run as configured? Reads headers only."""
+    path = config.model.path
+    if not Path(path).is_dir():
+        raise ConfigError("model.path", path, "there is no such folder.", "give a local folder in Hugging Face format.")
     try:
-        model = json.loads(file.read_text())
-        index = folder / "model.safetensors.index.json"
-        listed = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(key, path, f"its config or index is corrupt ({error}).", "copy the folder again.") from error
-    if not isinstance(model, dict) or not isinstance(model.get("vocab_size"), int):
-        raise ConfigError(key, path, "its config.json names no vocab_size.", "copy the folder again.")
-    for name in sorted(listed) or ["model.safetensors"]:
-        try:
-            with safe_open(folder / name, framework="numpy") as shard:
-                shard.keys()
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(key, path, f"{name} is missing or corrupt ({error}).", "copy it again.") from error
-    return model
+        dims = read_hf_dims(path)
+        check_weight_files(Path(path), dims)
+    except ModelError as error:
+        raise ConfigError("model.path", path, f"{error}", "name a whole model folder of that kind.") from error
+    world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    ParallelLayout(tp=config.actor.tp, pp=config.actor.pp, world_size=world_size, rank=0).check_model(dims)
+    tp = config.rollout.tp
+    for what, count in (("attention heads", dims.n_heads), ("MLP columns", dims.ffn_size)):
+        if count % tp:
+            raise ConfigError("rollout.tp", tp, f"it does not divide the student's {count} {what}.", "lower it.")
+    if dims.n_kv_heads % tp and tp % dims.n_kv_heads:
+        raise ConfigError(
+            "rollout.tp",
+            tp,
+            f"it neither divides the student's {dims.n_kv_heads} key/value heads nor is a multiple of them.",
+            "lower it.",
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > dims.max_positions:
+        raise ConfigError(
+            "data.max_response_length",
+            config.data.max_response_length,
+            f"with data.max_prompt_length {config.data.max_prompt_length} a sequence may have {longest} tokens; the "
+            f"student was made for {dims.max_positions} (max_position_embeddings).",
+            "lower one of the two.",
+        )
+    return dims
+
+
+def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> None:
+    """Every token the tokenizer knows must have a row in the embedding."""
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= vocab_size:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"its tokenizer has token ids up to {highest}, its embedding only {vocab_size} rows.",
+            "resize the model's embedding, or use the tokenizer it was made with.",
+        )
+
+
+def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
+    if not config.data.val_files:
+        return []
+    prompts, _ = load_prompts(config.data.val_files, config.data, tokenizer, "data.val_files")
+    if config.eval.metric == "exact_match" and any(p.answer is None for p in prompts):
+        raise ConfigError(
+            "data.answer_key",
+            config.data.answer_key,
+            "a row of data.val_files has no such column, and eval.metric is exact_match.",
+            "name the column with the reference answer, or set eval.metric=none.",
+        )
+    return prompts
 
 
 def ask_teacher(config: Config) -> TeacherInfo:
@@ -141,11 +181,14 @@ def ask_teacher(config: Config) -> TeacherInfo:
         temperature=config.teacher.temperature,
         n_vocab=0,
         n_in_flight=1,
-        request_timeout_s=TEACHER_HELLO_S / 4,
+        request_timeout_s=config.teacher.request_timeout_s,
         outage_budget_s=min(TEACHER_HELLO_S, config.teacher.outage_budget_s),
     )
     try:
         return teacher.info()
+    except TeacherUnavailable as error:
+        where = f"teacher.server_ip = {config.teacher.server_ip}, teacher.server_port = {config.teacher.server_port}"
+        raise TeacherUnavailable(f"{where}: {error}") from error
     finally:
         teacher.close()
 
@@ -156,6 +199,14 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
     `vocab_size` may differ (models pad their embedding differently around one tokenizer); the map
     token -> id may not, or every score would be about other words.
     """
+    if not teacher.tokenizer_fingerprint:
+        raise ConfigError(
+            "teacher.server_port",
+            config.teacher.server_port,
+            f"the teacher's folder {teacher.model_path} holds no tokenizer, so nobody can tell whether its token ids "
+            "mean what the student's mean.",
+            "put the teacher's tokenizer files there and start the server again.",
+        )
     own = tokenizer_fingerprint(tokenizer.get_vocab())
     if teacher.tokenizer_fingerprint != own:
         raise ConfigError(
@@ -165,7 +216,14 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
             f"({own[:12]} against {teacher.tokenizer_fingerprint[:12]}).",
             "use a student and a teacher of one model family, or start the server with another --model.",
         )
-    n_vocab = min(student_vocab, teacher.vocab_size)
+    if student_vocab > teacher.vocab_size:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"the student can sample {student_vocab} token ids and the teacher knows only {teacher.vocab_size}.",
+            "cut the student's padded embedding rows, or use a teacher with at least as many.",
+        )
+    n_vocab = student_vocab
     if config.teacher.topk > n_vocab:
         raise ConfigError(
             "teacher.topk",
@@ -183,21 +241,3 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
             "lower data.max_prompt_length or data.max_response_length.",
         )
     return n_vocab
-
-
-def _check_context(config: Config, model: dict[str, Any]) -> None:
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    limit = model.get("max_position_embeddings")
-    if isinstance(limit, int) and longest > limit:
-        raise ConfigError(
-            "data.max_response_length",
-            config.data.max_response_length,
-            f"with data.max_prompt_length {config.data.max_prompt_length} a sequence may have {longest} tokens; the "
-            f"student was made for {limit} (max_position_embeddings).",
-            "lower one of the two.",
-        )
-    heads = model.get("num_attention_heads")
-    if isinstance(heads, int) and heads % config.rollout.tp:
-        raise ConfigError(
-            "rollout.tp", config.rollout.tp, f"it does not divide the student's {heads} attention heads.", "lower it."
-        )

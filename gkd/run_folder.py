@@ -137,7 +137,7 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
     known = root / "config.yaml"
     if root.exists() and not root.is_dir():
         raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
-    if known.exists():
+    if _has_begun(root):
         if config.trainer.resume != "auto":
             raise ConfigError(
                 "trainer.run_dir",
@@ -147,7 +147,7 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
             )
         _check_same_run(load_config(known), config)
         _check_same_teacher(root / "teacher.json", teacher, config)
-    elif root.exists() and any(root.iterdir()):
+    elif root.exists() and not known.exists() and any(root.iterdir()):
         raise ConfigError(
             "trainer.run_dir", str(root), "it is not empty and holds no run of ours.", "name a new folder."
         )
@@ -158,6 +158,12 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
     except OSError as error:
         raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
     return RunFolder(root, config)
+
+
+def _has_begun(root: Path) -> bool:
+    """Is there anything of a run to lose? A config alone is that of a run that never came to its first number."""
+    metrics = root / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any((root / "checkpoints").glob("step_*"))
 
 
 def _check_same_run(before: Config, now: Config) -> None:

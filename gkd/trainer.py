@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gkd.config import Config
 from gkd.errors import NumericsError, TeacherUnavailable
 from gkd.log import get_logger
-from gkd.metrics import MetricsWriter, StageTimers
+from gkd.metrics import MetricsWriter, StageTimers, read_metrics
 from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, SyncReport, TrainStats, WeightSyncRole
 from gkd.run_folder import RunFolder, TrainerState
 from gkd.sampler import PromptSampler
@@ -74,8 +74,14 @@ class Trainer:
         try:
             self._begin(metrics)
             while self.step < self.total_steps:
-                numbers = self._one_step()
-                metrics.write(self.step, numbers)
+                timers = self.new_timers()
+                numbers = self._one_step(timers)
+                try:
+                    if self._evaluation_is_due():
+                        numbers |= self._evaluate(timers)
+                finally:  # the step has been made, also if the teacher is lost in its evaluation
+                    numbers |= with_rate(numbers, timers)
+                    metrics.write(self.step, numbers)
                 log.info(step_line(self.step, self.total_steps, numbers))
             self._save()
             self.folder.clear_export()
@@ -88,13 +94,12 @@ class Trainer:
         finally:
             metrics.close()
 
-    def _one_step(self) -> dict[str, float]:
-        timers = self.new_timers()
+    def _one_step(self, timers: StageTimers) -> dict[str, float]:
+        """One batch down the whole road; its numbers but the times."""
         with timers("data"):
             prompts = self.sampler.peek()
-        batch = self._rollout_and_score(
-            prompts, timers, n=self.config.rollout.n, seed=self.config.data.seed + self.step
-        )
+        seed = self.config.data.seed + self.step
+        batch = self._rollout_and_score(prompts, timers, n=self.config.rollout.n, seed=seed)
         staleness = self.step - min(chunk.rollouts.policy_version for chunk in batch)
         if staleness != 0:
             raise NumericsError(f"scheduler sync promises staleness 0; a rollout of step {self.step} has {staleness}")
@@ -104,15 +109,10 @@ class Trainer:
         self.step += 1
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
-        numbers = step_metrics(batch, stats, report, staleness)
-        if self.val_prompts and (self._due(self.config.eval.every) or self.step == self.total_steps):
-            numbers |= self._evaluate(timers)
         if self._due(self.config.trainer.save_every):
             with timers("checkpoint"):
                 self._save()
-        times = timers.report()
-        n_tokens = numbers["rollout/response_tokens"]
-        return numbers | times | {"perf/response_tokens_per_s": n_tokens / times["time/step_s"]}
+        return step_metrics(batch, stats, report, staleness)
 
     def _rollout_and_score(
         self, prompts: Sequence[Prompt], timers: StageTimers, *, n: int, seed: int
@@ -152,9 +152,14 @@ class Trainer:
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
         log.info("weights synced: %d bytes, %d tensors verified", report.n_bytes, report.verified_tensors)
-        if self.step == 0 and self.val_prompts:
+        evaluated = {line["step"] for line in read_metrics(self.folder.metrics_file) if "eval/kl" in line}
+        # Before the first step; or after the last, where a run was resumed that was stopped in that evaluation.
+        if self.val_prompts and self.step in {0, self.total_steps} - evaluated:
             numbers = self._evaluate(timers)
-            metrics.write(0, numbers | timers.report())
+            metrics.write(self.step, numbers | timers.report())
+
+    def _evaluation_is_due(self) -> bool:
+        return bool(self.val_prompts) and (self._due(self.config.eval.every) or self.step == self.total_steps)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -201,6 +206,12 @@ def step_metrics(
         "weight_sync/verified_tensors": float(report.verified_tensors),
         **stats.extra,
     }
+
+
+def with_rate(numbers: dict[str, float], timers: StageTimers) -> dict[str, float]:
+    """The step's times so far, and its response tokens a second."""
+    times = timers.report()
+    return times | {"perf/response_tokens_per_s": numbers["rollout/response_tokens"] / times["time/step_s"]}
 
 
 def step_line(step: int, total: int, m: dict[str, float]) -> str:

@@ -43,7 +43,7 @@ class Rollout:
     """A prompt and the student's answer to it, with the logprobs the engine sampled it under."""
 
     prompt_id: int
-    sample_index: int  # which of the `rollout.n` samples of this prompt
+    sample_index: int  # unique in its batch: place of the prompt there x `rollout.n` + which of its samples
     prompt_ids: np.ndarray  # [P] int32
     response_ids: np.ndarray  # [R] int32; ends with the end-of-sequence token if finish_reason == "stop"
     rollout_logprobs: np.ndarray  # [R] float32, nats, of the engine's sampling distribution

@@ -83,6 +83,6 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
             max_concurrency=n_threads,
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(config, plan.n_vocab, each // n_threads)
+        .remote(config, plan.n_vocab, plan.teacher.fingerprint, each // n_threads)
         for node_id in actor.last_stage_nodes()
     ]

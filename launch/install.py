@@ -28,8 +28,9 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="install the project into this virtual environment")
-    parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: gpu where nvidia-smi lists one, else cpu")
-    extra = parser.parse_args().extra or ("gpu" if has_gpu() else "cpu")
+    parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: gpu where nvidia-smi lists two, else cpu")
+    # Actor and rollout pool need a GPU each: with a single one, the CPU build is what runs.
+    extra = parser.parse_args().extra or ("gpu" if n_gpus() >= 2 else "cpu")
     if sys.prefix == sys.base_prefix:
         print("install.py: run it with a virtual environment's python (launch/setup.sh does)", file=sys.stderr)
         return 2
@@ -48,10 +49,11 @@ def main() -> int:
     return 0
 
 
-def has_gpu() -> bool:
-    """Does nvidia-smi list a device?"""
+def n_gpus() -> int:
+    """Devices that nvidia-smi lists; 0 without it."""
     tool = shutil.which("nvidia-smi")
-    return tool is not None and b"GPU" in subprocess.run([tool, "-L"], capture_output=True, check=False).stdout
+    listed = b"" if tool is None else subprocess.run([tool, "-L"], capture_output=True, check=False).stdout
+    return sum(line.startswith(b"GPU ") for line in listed.splitlines())
 
 
 def install_key(extra: str) -> str:

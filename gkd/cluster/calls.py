@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gkd.errors import ClusterError, GkdError
 
@@ -53,3 +53,5 @@ def fetch(ref: Any, what: str) -> Any:
         raise ClusterError(f"{what} failed:\n{error}") from error
     except RayActorError as error:
         raise ClusterError(f"{what}: the process died: {error}") from error
+    except RayError as error:
+        raise ClusterError(f"{what}: {type(error).__name__}: {error}") from error

@@ -8,11 +8,12 @@ GPUs: a process slot, so the same code, the same numbering and the same errors.
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gkd.errors import ClusterError
@@ -45,17 +46,20 @@ class Cluster:
     def __init__(self, address: str, *, n_slots: int, on_cpu: bool) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         common: dict[str, Any] = {"include_dashboard": False, "logging_level": "WARNING", "log_to_driver": True}
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             if address:
                 ray.init(address=address, logging_level="WARNING", log_to_driver=True)
             elif on_cpu:
                 # Logical: on a machine with fewer cores than slots the processes share cores.
-                ray.init(num_cpus=n_slots + 2, num_gpus=n_slots, object_store_memory=512 << 20, **common)
+                # "local", because without an address Ray would join whatever cluster runs on this machine.
+                ray.init("local", num_cpus=n_slots + 2, num_gpus=n_slots, object_store_memory=512 << 20, **common)
             else:
-                ray.init(**common)
+                ray.init("local", **common)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"Ray could not be started (cluster.ray_address = {address!r}): {error}") from error
-        self._groups: list[PlacementGroup] = []
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own there
 
     def make_pool(self, spec: PoolSpec, timeout_s: float) -> Pool:
         """Reserve a pool's resources.
@@ -74,7 +78,6 @@ class Cluster:
             placement_group([dict(bundle)] * spec.workers_per_node, strategy="STRICT_PACK", name=f"{spec.name}_{node}")
             for node in range(spec.nnodes)
         ]
-        self._groups += groups
         for node, group in enumerate(groups):
             if not group.wait(timeout_seconds=timeout_s):
                 wanted = spec.workers_per_node * spec.gpus_per_worker
@@ -86,11 +89,8 @@ class Cluster:
         return Pool(spec, groups)
 
     def close(self) -> None:
-        """Free the pools and, if it was started here, stop Ray."""
-        if ray.is_initialized():
-            for group in self._groups:
-                remove_placement_group(group)
-            ray.shutdown()
+        """Stop Ray if it was started here, else leave it; the pools are freed with the job in both cases."""
+        ray.shutdown()
 
 
 @dataclass(frozen=True, slots=True)

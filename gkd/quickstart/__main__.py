@@ -7,6 +7,7 @@ takes all of them down at the end, on an error, and on Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-from gkd.cluster.assignment import free_port
 from gkd.errors import GkdError
 from gkd.quickstart import processes, summary
 from gkd.quickstart.check_export import count_equal
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the summary there too")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, _as_interrupt)
+    signal.signal(signal.SIGINT, _as_interrupt)  # also where a shell started it in the background with SIGINT ignored
     began = float(os.environ.get("GKD_QUICKSTART_BEGAN", time.time()))
     try:
         with processes.process_family():
@@ -57,20 +58,23 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     processes.run([python, "-m", "gkd.quickstart.make_models", "--out", str(MODELS)], "making the models")
 
     _say(2, "teacher server")
-    port = free_port("127.0.0.1")
-    ready, log = RUNS / "teacher.ready", RUNS / "teacher.log"
-    ready.unlink(missing_ok=True)
+    ready, log = RUNS / f"{run_dir.name}.teacher.json", RUNS / f"{run_dir.name}.teacher.log"
     server = processes.start(
-        [python, "-m", "teacher_server", "--model", str(MODELS / "teacher"), "--port", str(port)]
+        [python, "-m", "teacher_server", "--model", str(MODELS / "teacher"), "--port", "0"]
         + ["--device", "cpu", "--dtype", "float32", "--ready-file", str(ready)],
         log=log,
     )
     processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
+    port = json.loads(ready.read_text())["port"]
     print(f"    up on 127.0.0.1:{port}, log in {log}", flush=True)
 
-    _say(3, "training: python -m gkd.main_gkd --config configs/quickstart_cpu.yaml")
+    # The teacher stays on the CPU in both: it is tiny, and the pools take the GPUs.
+    import torch
+
+    config = f"configs/quickstart_{'gpu' if torch.cuda.device_count() >= 2 else 'cpu'}.yaml"
+    _say(3, f"training: python -m gkd.main_gkd --config {config}")
     processes.run(
-        [python, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml"]
+        [python, "-m", "gkd.main_gkd", "--config", config]
         # What this file relies on comes last, so no override changes it.
         + [*overrides, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}", "eval.metric=exact_match"],
         "training",

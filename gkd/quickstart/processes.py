@@ -32,10 +32,11 @@ def process_family() -> Iterator[None]:
     try:
         yield
     finally:
-        # A second Ctrl-C must not interrupt the cleaning up.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stop_all(psutil.Process().children(recursive=True))
-        signal.signal(signal.SIGINT, before)
+        # A second Ctrl-C or SIGTERM must not interrupt the cleaning up.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        stop_all(psutil.Process().children())
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def start(command: Sequence[str], *, log: Path | None = None) -> subprocess.Popen[bytes]:
@@ -85,15 +86,18 @@ def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeo
 
 
 def stop_all(processes: Sequence[psutil.Process], grace_s: float = _GRACE_S) -> None:
-    """SIGTERM, a bounded wait, SIGKILL; processes that are gone already are fine."""
+    """SIGTERM and a bounded wait, so that each can stop its own children in order; SIGKILL to whatever is left.
+
+    That is: those of `processes` that did not end, and every descendant of this process, adopted orphans included.
+    Processes that are gone already are fine.
+    """
     for process in processes:
         _signal(process, signal.SIGTERM)
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    # Whoever was orphaned meanwhile has become a child of this process.
-    late = {p for p in psutil.Process().children(recursive=True)} | set(alive)
-    for process in late:
+    left = {*psutil.Process().children(recursive=True), *alive}
+    for process in left:
         _signal(process, signal.SIGKILL)
-    psutil.wait_procs(list(late), timeout=5.0)
+    psutil.wait_procs(list(left), timeout=5.0)
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -80,6 +80,8 @@ class RolloutEngine:
             disable_log_stats=True,
             # The logprobs of the distribution that was sampled from: temperature and top-p applied.
             logprobs_mode="processed_logprobs",
+            # Never "ray": inside a Ray actor vLLM would choose it, and wait for GPUs that this very actor holds.
+            distributed_executor_backend="mp" if config.tp > 1 else "uni",
             worker_extension_cls="gkd.rollout.weights.WeightReceiver",
             **(
                 {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
@@ -88,11 +90,16 @@ class RolloutEngine:
             ),
         )
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int] | None = None
+    ) -> Iterator[Rollout]:
         """Yield rollouts as they finish, in any order; `sampling.n` for each prompt.
 
-        Every sequence has a seed of its own, made from (seed, prompt_id, sample index), so what it says
-        does not depend on which engine it ran on or what ran beside it.
+        Every sequence has a seed of its own, made from (seed, sample_index), so what it says does not depend on
+        which engine it ran on or, beyond rounding, on what ran beside it.
+
+        Args:
+            places: place of each prompt in its batch, which makes sample_index; by default, its place here.
 
         Raises:
             DataError: a prompt leaves no room for a response.
@@ -103,15 +110,15 @@ class RolloutEngine:
         engine = self.llm.llm_engine
         waiting: dict[str, tuple[Prompt, int]] = {}
         try:
-            for prompt in prompts:
-                for index in range(sampling.n):
+            for place, prompt in zip(places or range(len(prompts)), prompts, strict=True):
+                for index in range(place * sampling.n, (place + 1) * sampling.n):
                     self._serial += 1
                     request_id = str(self._serial)
                     params = SamplingParams(
                         temperature=sampling.temperature,
                         top_p=sampling.top_p,
                         max_tokens=sampling.max_tokens,
-                        seed=_sequence_seed(sampling.seed, prompt.prompt_id, index),
+                        seed=_sequence_seed(sampling.seed, index),
                         logprobs=0,
                         flat_logprobs=True,
                         detokenize=False,
@@ -164,5 +171,5 @@ class RolloutEngine:
         return self.llm.collective_rpc("gkd_digests")[0]
 
 
-def _sequence_seed(seed: int, prompt_id: int, index: int) -> int:
-    return int(np.random.SeedSequence([seed, prompt_id, index]).generate_state(1, np.uint32)[0])
+def _sequence_seed(seed: int, sample_index: int) -> int:
+    return int(np.random.SeedSequence([seed, sample_index]).generate_state(1, np.uint32)[0])

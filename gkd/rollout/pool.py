@@ -50,8 +50,10 @@ class RolloutPool:
         for engine, worker in enumerate(self.workers):
             mine = [i for i in range(len(prompts)) if (i // self._dp_size) % len(self.workers) == engine]
             if mine:
+                # Reference answers stay here: only an evaluation needs them.
+                asked = [dataclasses.replace(prompts[i], answer=None) for i in mine]
                 stream = worker.generate.options(num_returns="streaming").remote(
-                    [prompts[i] for i in mine], [i % self._dp_size for i in mine], sampling, CHUNK_SIZE
+                    asked, mine, self._dp_size, sampling, CHUNK_SIZE
                 )
                 streams[stream] = f"rollout engine {engine}"
         timeout_s = config.trainer.stage_timeout_s
@@ -67,18 +69,23 @@ class RolloutPool:
             except StopIteration:
                 del streams[stream]
                 continue
-            sizes: RolloutChunk = fetch(next(stream), f"generate on {streams[stream]}")
+            try:
+                second = next(stream)
+            except StopIteration:  # a failed call leaves one item, and it holds the error
+                fetch(rollouts, f"generate on {streams[stream]}")
+                raise ClusterError(f"{streams[stream]}: its rollouts ended in the middle of a chunk") from None
+            sizes: RolloutChunk = fetch(second, f"generate on {streams[stream]}")
             yield dataclasses.replace(sizes, ref=rollouts)
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         """All engines side by side."""
         refs = {
             f"rollout engine {i}": worker.greedy.remote(
-                list(prompts[i :: len(self.workers)]), self._config.eval.answer_marker
+                list(prompts[i :: len(self.workers)]), self._config.eval.answer_marker, n_samples
             )
             for i, worker in enumerate(self.workers)
         }
         answered = gather(refs, "greedy evaluation", self._config.trainer.stage_timeout_s)
-        samples = sorted((s for part in answered.values() for s in part), key=lambda s: s.prompt_id)
-        accuracy = sum(s.correct for s in samples) / len(samples)
+        samples = sorted((s for _, part in answered.values() for s in part), key=lambda s: s.prompt_id)
+        accuracy = sum(n_correct for n_correct, _ in answered.values()) / len(prompts)
         return GreedyReport(accuracy, samples[:n_samples])

@@ -51,7 +51,7 @@ class RolloutWorker:
         self._log.info("engine up")
 
     def generate(
-        self, prompts: Sequence[Prompt], dp_ranks: Sequence[int], sampling: Sampling, chunk_size: int
+        self, prompts: Sequence[Prompt], places: Sequence[int], dp_size: int, sampling: Sampling, chunk_size: int
     ) -> Iterator[list[Rollout] | RolloutChunk]:
         """Two objects whenever `chunk_size` sequences of one data-parallel group are finished, and for the rest at the
         end: the rollouts, which the driver never fetches, and then their sizes (`ref` still None), which it does.
@@ -60,12 +60,11 @@ class RolloutWorker:
         in a streamed item, stood for. The driver owns streamed items themselves.)
 
         Args:
-            dp_ranks: destination of each prompt, same order.
+            places: place of each prompt in the whole batch; modulo dp_size it is the group that trains on it.
         """
-        destination = {prompt.prompt_id: dp for prompt, dp in zip(prompts, dp_ranks, strict=True)}
         finished: dict[int, list[Rollout]] = defaultdict(list)
-        for rollout in self._engine.generate(prompts, sampling):
-            dp_rank = destination[rollout.prompt_id]
+        for rollout in self._engine.generate(prompts, sampling, places):
+            dp_rank = rollout.sample_index // sampling.n % dp_size
             finished[dp_rank].append(rollout)
             if len(finished[dp_rank]) == chunk_size:
                 full = finished.pop(dp_rank)
@@ -75,26 +74,28 @@ class RolloutWorker:
             yield rest
             yield _sizes(dp_rank, rest)
 
-    def greedy(self, prompts: Sequence[Prompt], marker: str) -> list[Sample]:
-        """Greedy answers, judged against the prompts' reference answers; in order of completion."""
+    def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[int, list[Sample]]:
+        """Answer greedily: how many end by themselves with exactly the reference answer, and the first few answers."""
         max_tokens = self._config.data.max_response_length
         sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
-        answers = {prompt.prompt_id: str(prompt.answer) for prompt in prompts}
-        samples = []
+        n_correct = 0
+        samples: dict[int, Sample] = {}
         for rollout in self._engine.generate(prompts, sampling):
+            place = rollout.sample_index
             text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
-            answer = answers[rollout.prompt_id]
-            samples.append(
-                Sample(
+            answer = str(prompts[place].answer)
+            correct = rollout.finish_reason == "stop" and is_correct(text, answer, marker)
+            n_correct += correct
+            if place < n_samples:
+                samples[place] = Sample(
                     prompt_id=rollout.prompt_id,
                     prompt_ids=rollout.prompt_ids.tolist(),
                     response_ids=rollout.response_ids.tolist(),
                     text=text,
                     answer=answer,
-                    correct=is_correct(text, answer, marker),
+                    correct=correct,
                 )
-            )
-        return samples
+        return n_correct, [samples[place] for place in sorted(samples)]
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         self._engine.join_groups(specs)

@@ -83,6 +83,8 @@ class ZmqTeacher:
         outage_budget_s: give up when nothing at all was heard for this long, or when the server lives
             but returned no scores for this long plus `request_timeout_s`.
         wire: "fp16" (5 bytes an entry) or "fp32" (8 bytes, exact).
+        expected_fingerprint: of the teacher's weights; another teacher's scores raise TeacherError. Empty: the
+            first one that answers is the expected one.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -100,6 +102,7 @@ class ZmqTeacher:
         request_timeout_s: float,
         outage_budget_s: float,
         wire: Wire = "fp16",
+        expected_fingerprint: str = "",
     ) -> None:
         _check_range("teacher.server_port", server_port, 1, 65535)
         _check_range("n_vocab", n_vocab, 0, MAX_ID + 1)
@@ -112,7 +115,7 @@ class ZmqTeacher:
         self._k, self._temperature, self._n_vocab, self._wire = k, temperature, n_vocab, wire
         self._n_in_flight, self._request_timeout_s = n_in_flight, request_timeout_s
         self._pending: dict[bytes, _Pending] = {}
-        self._fingerprint = ""
+        self._fingerprint = expected_fingerprint
         self._vocab_size = 0
         stall_budget_s = outage_budget_s + request_timeout_s
         self._link = TeacherLink(server_ip, server_port, outage_budget_s=outage_budget_s, stall_budget_s=stall_budget_s)

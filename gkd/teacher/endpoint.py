@@ -33,11 +33,12 @@ class ScoringEndpoint:
     Args:
         config: the run's settings.
         n_vocab: ids that student and teacher have in common; the teacher's other rows are cut before it normalises.
+        fingerprint: of the teacher that preflight met; no other one's scores are used.
         n_in_flight: sequences that one thread keeps at the server.
     """
 
-    def __init__(self, config: Config, n_vocab: int, n_in_flight: int) -> None:
-        self._config, self._n_vocab, self._n_in_flight = config, n_vocab, n_in_flight
+    def __init__(self, config: Config, n_vocab: int, fingerprint: str, n_in_flight: int) -> None:
+        self._config, self._n_vocab, self._fingerprint, self._n_in_flight = config, n_vocab, fingerprint, n_in_flight
         self._thread = threading.local()  # a client is used by one thread
 
     def _teacher(self) -> ZmqTeacher:
@@ -53,6 +54,7 @@ class ScoringEndpoint:
                 request_timeout_s=teacher.request_timeout_s,
                 outage_budget_s=teacher.outage_budget_s,
                 wire=cast(Wire, teacher.wire),
+                expected_fingerprint=self._fingerprint,
             )
         client: ZmqTeacher = self._thread.client
         return client

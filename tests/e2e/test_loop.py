@@ -166,7 +166,8 @@ def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab
 def test_an_interrupt_leaves_no_process(lab: Lab, teacher_port: int, number: signal.Signals) -> None:
     """If it fails, a stopped run keeps GPUs, ports or Ray daemons."""
     run_dir = lab.root / f"interrupted_{number.name}"
-    process = start(lab, run_dir, teacher_port, "trainer.total_steps=60")
+    # An engine of two workers, so that vLLM's own children have to go as well.
+    process = start(lab, run_dir, teacher_port, "trainer.total_steps=60", "rollout.n_gpus_per_node=2", "rollout.tp=2")
     try:
         if number == signal.SIGINT:
             wait_for_step(run_dir, 1, process)  # in the middle of training

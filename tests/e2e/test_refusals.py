@@ -12,8 +12,9 @@ import pytest
 from gkd.cluster.assignment import free_port
 from gkd.config import load_config
 from gkd.errors import ConfigError, GkdError, TeacherUnavailable
-from gkd.preflight import check_model_folder, preflight
+from gkd.preflight import preflight
 from tests.e2e.conftest import EOS, Lab
+from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
 
@@ -48,24 +49,28 @@ def test_a_wrong_model_folder(lab: Lab, teacher_port: int) -> None:
         (lab.root / "absent", "no such folder"),
         (truncated, "model.safetensors"),
         (no_weights, "safetensors"),
-        (no_config, "corrupt"),
+        (no_config, "config.json"),
     ):
         error = refused(lab, teacher_port, f"model.path={folder}")
         assert isinstance(error, ConfigError) and error.key == "model.path"
         assert word in str(error), str(error)
+    reshaped = copy_model(lab, "reshaped")
+    config = json.loads((reshaped / "config.json").read_text())
+    (reshaped / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    assert "gate_proj" in str(refused(lab, teacher_port, f"model.path={reshaped}"))
     other = copy_model(lab, "other_architecture")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     error = refused(lab, teacher_port, f"model.path={other}")
+    assert isinstance(error, ConfigError) and error.key == "model.path"
     assert "gpt2" in str(error) and "qwen3" in str(error)
 
 
-def test_an_index_that_names_an_absent_file(lab: Lab) -> None:
+def test_an_index_that_names_an_absent_file(lab: Lab, teacher_port: int) -> None:
     """If it fails, an incomplete download passes until the missing shard is needed."""
     folder = copy_model(lab, "half")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
-    with pytest.raises(ConfigError, match="model-2.safetensors"):
-        check_model_folder(str(folder), "model.path")
+    assert "model-2.safetensors" in str(refused(lab, teacher_port, f"model.path={folder}"))
 
 
 def test_layouts_the_model_cannot_have(lab: Lab, teacher_port: int) -> None:
@@ -130,14 +135,45 @@ def test_the_command_line_says_it_in_one_line(lab: Lab, teacher_port: int) -> No
     assert done.stderr.strip() == "config error: actor.tpp = 2: there is no such key. Fix: did you mean actor.tp?"
 
 
-def test_a_padded_teacher_vocabulary_is_cut_to_the_shared_ids(lab: Lab, teacher_port: int) -> None:
+def _resize(folder: Path, vocab_size: int) -> None:
+    """Cut or pad the embedding; the tokenizer stays."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model.save_pretrained(folder)
+
+
+def test_vocabularies_that_do_not_fit(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a sampled id that the teacher or the embedding does not have stops the run at a random step."""
+    wide = copy_model(lab, "wide")
+    _resize(wide, 32064)
+    error = refused(lab, teacher_port, f"model.path={wide}")
+    assert isinstance(error, ConfigError) and error.key == "model.path" and "32064" in str(error)
+    narrow = copy_model(lab, "narrow")
+    _resize(narrow, 31000)
+    error = refused(lab, teacher_port, f"model.path={narrow}")
+    assert isinstance(error, ConfigError) and error.key == "model.path" and "32002" in str(error)
+
+
+def test_a_padded_teacher_vocabulary_is_cut_to_the_shared_ids(lab: Lab) -> None:
     """If it fails, models of one tokenizer and differently padded embeddings (Qwen2.5 1.5B and 7B) cannot be paired."""
-    folder = copy_model(lab, "narrow")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 31999}))
-    run_dir = lab.root / "narrow_run"
-    command = lab.command(run_dir, teacher_port, f"model.path={folder}")
-    plan = preflight(load_config(None, command[command.index("--config") + 2 :]))
-    assert plan.n_vocab == 31999
-    assert plan.teacher.vocab_size == 32003
-    assert plan.eos_ids == [EOS]
+    padded = lab.root / "padded_teacher"
+    shutil.copytree(lab.teacher, padded)
+    _resize(padded, 32064)
+    with ServerProcess(padded, lab.root) as server:
+        command = lab.command(lab.root / "padded_run", server.port)
+        plan = preflight(load_config(None, command[command.index("--config") + 2 :]))
+        assert (plan.n_vocab, plan.teacher.vocab_size, plan.eos_ids) == (32003, 32064, [EOS])
+
+
+def test_a_teacher_without_tokenizer(lab: Lab) -> None:
+    """If it fails, the error blames the student's tokenizer, or nothing compares the two."""
+    bare = lab.root / "bare_teacher"
+    shutil.copytree(lab.teacher, bare)
+    for file in bare.glob("*token*"):
+        file.unlink()
+    with ServerProcess(bare, lab.root) as server:
+        error = refused(lab, server.port)
+    assert isinstance(error, ConfigError) and error.key == "teacher.server_port" and "tokenizer" in str(error)

@@ -75,7 +75,7 @@ def test_every_response_token_is_learned_once_from_its_own_teacher_row(lengths, 
 
 def test_the_batches_do_not_depend_on_the_order_of_arrival() -> None:
     """If it fails, a run cannot be repeated: rollouts arrive in another order each time."""
-    rollouts = [make_rollout(i + 1, 2, 1 + i % 3, sample) for i in range(5) for sample in range(2)]
+    rollouts = [make_rollout(1 + i // 2, 2, 1 + i % 3, sample=i) for i in range(10)]
     scores = [make_scores(r) for r in rollouts]
     for kwargs in ({"micro_batch_size": 3}, {"micro_batch_size": 1, "max_tokens": 12}):
         one = make_micro_batches(rollouts, scores, **kwargs)

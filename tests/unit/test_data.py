@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gkd.config import DataConfig
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
-from gkd.errors import ConfigError, DataError, ModelError
+from gkd.errors import ConfigError, ModelError
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_wrong_rows_are_refused_by_line(tmp_path: Path, tokenizer: Any, line: st
     """If it fails, one damaged row is trained on, skipped silently, or crashes without its line number."""
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "ab"}\n' + line + "\n")
-    with pytest.raises(DataError, match=r"p\.jsonl:2"):
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2"):
         load([str(file)], tokenizer)
 
 
@@ -107,7 +107,7 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path, tokenizer: Any) -> 
     """If it fails, a wrongly encoded file is trained on as garbage."""
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    with pytest.raises(DataError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match="UTF-8"):
         load([str(file)], tokenizer)
 
 
@@ -134,6 +134,10 @@ def test_end_of_sequence_comes_from_both_places(tmp_path: Path, tokenizer: Any) 
     assert eos_token_ids(str(tmp_path), tokenizer) == [12]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 12]}')
     assert eos_token_ids(str(tmp_path), tokenizer) == [5, 12]
+    (tmp_path / "generation_config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(ModelError, match="not a JSON object"):
+        eos_token_ids(str(tmp_path), tokenizer)
     (tmp_path / "generation_config.json").write_text("{}")
     no_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ModelError, match="end-of-sequence"):

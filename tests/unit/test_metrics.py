@@ -84,7 +84,7 @@ def test_a_resumed_run_reports_each_step_once(tmp_path: Path) -> None:
     [
         ("8+7=15,3+4+1=08;825", "825", True),
         ("8+7=15;825 ", "work ;825", True),
-        ("825", "825", True),
+        ("825", "825", False),
         ("8+7=15;826", "825", False),
         ("825;", "825", False),
         ("", "825", False),
@@ -94,3 +94,4 @@ def test_exact_match(response: str, reference: str, right: bool) -> None:
     """If it fails, the accuracy that the run reports is not the share of right answers."""
     assert is_correct(response, reference, ";") is right
     assert final_answer("a;b; c ", ";") == "c"
+    assert final_answer("abc", ";") is None

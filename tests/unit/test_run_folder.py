@@ -30,7 +30,9 @@ def write_actor(folder: Path) -> None:
 def test_a_folder_with_a_run_is_refused_or_resumed(tmp_path: Path) -> None:
     """If it fails, a second run overwrites the first, or resumes with other settings unnoticed."""
     run_dir = tmp_path / "run"
-    _open(config(run_dir))
+    _open(config(run_dir, "actor.optim.lr=0.5"))
+    _open(config(run_dir))  # nothing had come of the first one yet: its wrong config may be corrected
+    (run_dir / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="resume=auto") as caught:
         _open(config(run_dir))
     assert caught.value.key == "trainer.run_dir"
@@ -47,6 +49,7 @@ def test_the_end_of_the_run_is_free_only_where_it_changes_nothing(tmp_path: Path
     run_dir = tmp_path / "run"
     settings = ("actor.optim.schedule=cosine", "trainer.resume=auto")
     _open(config(run_dir, *settings))
+    (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
     _open(config(run_dir, *settings))
     with pytest.raises(ConfigError) as caught:
         _open(config(run_dir, *settings, "trainer.total_steps=9"))

@@ -146,6 +146,20 @@ def test_a_stale_rollout_is_never_trained_on(tmp_path: Path) -> None:
     assert "train" not in world.events
 
 
+def test_a_teacher_lost_in_an_evaluation_costs_no_line(tmp_path: Path) -> None:
+    """If it fails, the step before the evaluation is missing from metrics.jsonl, or its evaluation is never made."""
+    world = World()
+    world.teacher_dies_at = 2  # step 2 is rolled out by version 1, so what dies is the evaluation after it
+    with pytest.raises(TeacherUnavailable):
+        make(tmp_path, world, "trainer.total_steps=2", val=PROMPTS[:1]).fit()
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+    again = World()
+    make(tmp_path, again, "trainer.total_steps=2", "trainer.resume=auto", val=PROMPTS[:1]).fit()
+    assert "train" not in again.events
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], "eval/kl" in line) for line in lines] == [(0, True), (1, False), (2, False), (2, True)]
+
+
 def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
     """If it fails, the batch that could not be scored is skipped, or trained twice, after the resume."""
     whole = World()

@@ -47,6 +47,16 @@ def load_hf_weights(
             params[entry.param].copy_(entry.layout.take(sources, dims, layout.tp, layout.tp_rank))
 
 
+def check_weight_files(folder: Path, dims: HfDims) -> None:
+    """Are the files whole, and do they hold exactly the tensors of `dims`? Reads headers only.
+
+    Raises:
+        ModelError: as `load_hf_weights` would.
+    """
+    with open_tensors(folder) as tensors:
+        _check_headers(folder, tensors, dims)
+
+
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
     """Memory-maps a folder's safetensors files: tensor name -> the open file that holds it.
