@@ -1,0 +1,163 @@
+"""One optimizer step as the product makes it, from rollouts and teacher scores, equals plain HF + AdamW.
+
+The reference knows nothing of micro-batches: it runs one unpadded sequence at a time. So this also covers what
+`test_megatron_parity` takes for granted: the shift, the mask, the padding, and the share of each rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.types import Rollout, TeacherTopK, VersionSpan
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import BETAS, EPS, LR, TOP_K, VOCAB, make_hf_folder
+
+pytestmark = pytest.mark.dist
+# (world size, tp, pp, micro_batch_size, max_tokens_per_micro_batch)
+LAYOUTS = {
+    "tp1": (1, 1, 1, 3, 0),
+    "tp2-token-budget": (2, 2, 1, 1, 40),
+    "pp2": (2, 1, 2, 2, 0),
+    "dp2": (2, 1, 1, 2, 0),
+}
+
+
+def _scored_batch() -> tuple[list[Rollout], list[TeacherTopK]]:
+    """Seven sequences of different lengths, one with a single response token; top-k mass between 0.3 and 0.9."""
+    rng = np.random.default_rng(5)
+    rollouts, scores = [], []
+    for i, (n_prompt, n_response) in enumerate([(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]):
+        rollouts.append(
+            Rollout(
+                prompt_id=i,
+                sample_index=i,
+                prompt_ids=rng.integers(0, VOCAB, n_prompt).astype(np.int32),
+                response_ids=rng.integers(0, VOCAB, n_response).astype(np.int32),
+                rollout_logprobs=np.zeros(n_response, np.float32),
+                version_spans=(VersionSpan(0, n_response, 0),),
+                finish_reason="stop",
+            )
+        )
+        ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n_response)]).astype(np.int32)
+        weights = rng.random((n_response, TOP_K)) + 0.05
+        probs = rng.uniform(0.3, 0.9, (n_response, 1)) * weights / weights.sum(1, keepdims=True)
+        scores.append(TeacherTopK(ids, np.log(probs).astype(np.float32)))
+    return rollouts, scores
+
+
+def _reference(folder: Path) -> dict[str, Any]:
+    """Loss, every gradient and the weights after one AdamW step, one unpadded sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
+    total, n_tokens = torch.zeros(()), 0
+    for rollout, score in zip(*_scored_batch(), strict=True):
+        tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()[None]
+        logits = model(tokens).logits[0]
+        for j in range(len(rollout.response_ids)):
+            q = logits[len(rollout.prompt_ids) + j - 1].softmax(-1)  # the row that predicts response token j
+            q = q[torch.from_numpy(score.topk_ids[j]).long()]
+            p = torch.from_numpy(score.topk_logprobs[j]).exp()
+            total = total + (p * (p / q).log()).sum() + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+            n_tokens += 1
+    loss = total / n_tokens
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"loss": float(loss.detach()), "n_tokens": n_tokens, "grads": grads, "weights": weights}
+
+
+def _product(rank: int, world_size: int, root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Runs in a rank: what the product makes of the same batch, by layout."""
+    from megatron.core import parallel_state
+
+    measured = {}
+    for name in names:
+        measured[name] = _one_layout(rank, world_size, root, name)
+        parallel_state.destroy_model_parallel()
+    return measured
+
+
+def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, Any]:
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.batching import make_micro_batches
+    from gkd.loss.spec import LossSpec
+
+    _, tp, pp, micro_batch_size, max_tokens = LAYOUTS[name]
+    layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank)
+    optim = OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0, clip_grad=0.0)
+
+    def build(folder: Path) -> MegatronStudent:
+        return MegatronStudent(
+            folder,
+            layout,
+            optim=optim,
+            loss=LossSpec(),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            seed=1,
+        )
+
+    rollouts, scores = _scored_batch()
+    mine = [i for i in range(len(rollouts)) if i % layout.dp == layout.dp_rank]
+    batches = make_micro_batches(
+        [rollouts[i] for i in mine],
+        [scores[i] for i in mine] if layout.is_last_stage else None,
+        micro_batch_size=micro_batch_size,
+        max_tokens=max_tokens,
+    )
+    student = build(root / "hf")
+    grads = student.grads_by_hf_name(batches)
+    stats = student.train_step(batches)
+    weights = {key: tensor.clone() for key, tensor in student.export()}
+    out = root / f"out_{name}"
+    student.save_hf(out, root / "hf")
+    torch.distributed.barrier()  # rank 0 writes; the others read it next
+    again = {key: tensor.clone() for key, tensor in build(out).export()}
+    return {"stats": stats, "grads": grads, "weights": weights, "again": again}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    root = tmp_path_factory.mktemp("product")
+    torch.set_num_threads(1)
+    make_hf_folder(root / "hf", "qwen3")
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for size in (1, 2):
+        names = [name for name, layout in LAYOUTS.items() if layout[0] == size]
+        ranks = run_gloo(_product, size, root, names, timeout_s=200.0)
+        measured |= {name: [rank[name] for rank in ranks] for name in names}
+    return _reference(root / "hf"), measured
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_from_rollouts_is_the_step_of_plain_training(results: Any, layout: str) -> None:
+    """If it fails, the shift, the mask, the token mean, a rank's share or the optimizer is not what it says."""
+    reference, measured = results
+    stages = measured[layout]
+    assert max(float(grad.abs().max()) for grad in reference["grads"].values()) > 0.01  # else 1e-5 shows nothing
+    for rank in stages:
+        assert rank["stats"].loss == pytest.approx(reference["loss"], abs=1e-5)
+        assert rank["stats"].n_loss_tokens == reference["n_tokens"] == 40
+        for kind in ("grads", "weights"):
+            for name, tensor in rank[kind].items():
+                assert float((tensor - reference[kind][name]).abs().max()) <= 1e-5, (kind, name)
+    assert {name for rank in stages for name in rank["grads"]} == set(reference["grads"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_export_after_training_round_trips_to_the_bit(results: Any, layout: str) -> None:
+    """If it fails, the exported folder is not the trained student."""
+    _, measured = results
+    for rank in measured[layout]:
+        assert rank["weights"].keys() == rank["again"].keys()
+        assert all(torch.equal(tensor, rank["again"][name]) for name, tensor in rank["weights"].items())
