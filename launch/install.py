@@ -131,4 +131,8 @@ def pip(what: str, *args: str, may_fail: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("[setup] interrupted; run it again to go on", file=sys.stderr)
+        sys.exit(130)
