@@ -83,7 +83,7 @@ class TrainerConfig:
     keep_last: int = 2
     # Seconds the pools may take to start before the run gives up and names who is missing.
     init_timeout_s: float = 600.0
-    # Seconds one stage of a step (generate, score, train, sync) may take before the run gives up.
+    # Seconds the run waits for a training step, for scores, or for the next finished rollout before it gives up.
     stage_timeout_s: float = 1800.0
 
 
@@ -101,7 +101,7 @@ class OptimConfig:
     clip_grad: float = 1.0
     # constant | linear | cosine; after the warm-up, down to min_lr_ratio x lr at the last step.
     schedule: str = "constant"
-    # Steps of linear warm-up from 0.
+    # Steps of linear warm-up, the first at lr / warmup_steps.
     warmup_steps: int = 0
     # Share of lr that a linear or cosine schedule ends at.
     min_lr_ratio: float = 0.0
@@ -117,7 +117,7 @@ class ActorConfig:
     pp: int = 1
     # Sequences of one forward pass; used where max_tokens_per_micro_batch is 0.
     micro_batch_size: int = 8
-    # Padded tokens of one forward pass, 0 = use micro_batch_size. A longer sequence goes alone.
+    # Padded tokens of one forward pass, at least one longest sequence; 0 = use micro_batch_size.
     max_tokens_per_micro_batch: int = 0
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -159,7 +159,7 @@ class TeacherConfig:
     # Sequences the trainer keeps in flight at the server, over all data-parallel groups; 0 = 64 for each worker that
     # the server announces. It is not a number of GPUs.
     n_server_workers: int = 0
-    # Send a sequence to the teacher as soon as it is finished, not when the whole batch is.
+    # Send rollouts to the teacher in small groups as they are finished, not when the whole batch is.
     overlap_rollout: bool = True
     # Entries of the teacher's distribution kept at each position.
     topk: int = 64

@@ -145,6 +145,10 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
                 "it holds a run already.",
                 "name another folder, or set trainer.resume=auto to go on with that run.",
             )
+        if not known.exists():
+            raise ConfigError(
+                "trainer.run_dir", str(root), "its config.yaml is missing.", "put it back, or name another."
+            )
         _check_same_run(load_config(known), config)
         _check_same_teacher(root / "teacher.json", teacher, config)
     elif root.exists() and not known.exists() and any(root.iterdir()):

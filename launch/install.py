@@ -28,14 +28,19 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="install the project into this virtual environment")
-    parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: gpu where nvidia-smi lists two, else cpu")
+    parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: as before, else gpu with two GPUs or more")
     # Actor and rollout pool need a GPU each: with a single one, the CPU build is what runs.
-    extra = parser.parse_args().extra or ("gpu" if n_gpus() >= 2 else "cpu")
+    installed, _, installed_key = STAMP.read_text().partition("\n") if STAMP.is_file() else ("", "", "")
+    extra = parser.parse_args().extra or installed or ("gpu" if n_gpus() >= 2 else "cpu")
     if sys.prefix == sys.base_prefix:
         print("install.py: run it with a virtual environment's python (launch/setup.sh does)", file=sys.stderr)
         return 2
     key = install_key(extra)
-    if STAMP.is_file() and STAMP.read_text() == key:
+    if installed not in ("", extra):
+        # pip would keep torch 2.13.0+cpu where 2.13.0 is asked for: one environment holds one kind.
+        print(f"install.py: {sys.prefix} holds the {installed} builds; set GKD_VENV to another folder", file=sys.stderr)
+        return 2
+    if installed_key == key:
         print(f"[setup] dependencies are installed ({extra})", flush=True)
         return 0
     started = time.monotonic()
@@ -44,7 +49,7 @@ def main() -> int:
         install_cpu(project)
     else:
         pip("torch, vLLM, Ray, Megatron-core and the project", "-e", f"{ROOT}[gpu,dev]")
-    STAMP.write_text(key)
+    STAMP.write_text(f"{extra}\n{key}")
     print(f"[setup] installed in {time.monotonic() - started:.0f} s", flush=True)
     return 0
 

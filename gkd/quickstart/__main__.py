@@ -29,7 +29,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bash launch/quickstart.sh",
         description="Distil a small student on this machine, end to end, with the real parts; minutes on two cores.",
-        epilog="key=value arguments override configs/quickstart_cpu.yaml, e.g. trainer.total_steps=20",
+        epilog="key=value arguments override configs/quickstart_cpu.yaml (quickstart_gpu.yaml where torch sees two "
+        "GPUs), e.g. trainer.total_steps=20",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the summary there too")

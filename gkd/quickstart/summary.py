@@ -72,4 +72,5 @@ def as_table(summary: dict[str, Any]) -> str:
 
 
 def write_summary(summary: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=2) + "\n")

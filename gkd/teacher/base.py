@@ -19,7 +19,7 @@ MASS_SLACK = 1e-3  # what float16 logprobs may add to a row's probability mass
 
 @dataclass(frozen=True, slots=True)
 class TeacherInfo:
-    """Which model scores, and its limits; recorded with every checkpoint."""
+    """Which model scores, and its limits; name and fingerprint are recorded in the run folder."""
 
     model_name: str
     model_path: str

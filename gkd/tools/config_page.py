@@ -22,7 +22,7 @@ def config_page() -> str:
         if key.partition(".")[0] != section:
             section = key.partition(".")[0]
             lines += ["", f"## {section}", "", "| key | type | default | what it does |", "|---|---|---|---|"]
-        lines.append(f"| `{key}` | {kind} | `{default!r}` | {text.replace('|', '/')} |")
+        lines.append(f"| `{key}` | {kind} | `{default!r}` | {text.replace('|', chr(92) + '|')} |")
     return "\n".join(lines) + "\n"
 
 
