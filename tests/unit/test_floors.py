@@ -105,6 +105,13 @@ def test_nobody_imports_the_wiring(path: Path) -> None:
     assert not used, f"{name} imports {used}"
 
 
+def test_the_loop_knows_the_others_only_as_protocols() -> None:
+    """If it fails, the loop reaches into a role instead of asking it, and can no longer be read or tested alone."""
+    pure = {"config", "errors", "log", "metrics", "roles", "run_folder", "sampler", "types"}
+    used = {m.split(".")[1] for m in _imports(ROOT / "gkd" / "trainer.py") if m.startswith("gkd.")}
+    assert used <= pure, used - pure
+
+
 def test_the_named_files_exist() -> None:
     """If it fails, a rule above guards a file that was renamed, that is: nothing."""
     for name in WITHOUT_TORCH | {p for places in ALLOWED.values() for p in places}:
