@@ -11,13 +11,13 @@ run_dir/config.yaml            resolved settings
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gkd.config import Config, load_config, save_config
+from gkd.disk import fsync, fsync_tree
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import Sample
 
@@ -92,10 +92,10 @@ class RunFolder:
             save_actor(work / "actor")
             save_config(self.config, work / "config.yaml")
             (work / "trainer.json").write_text(json.dumps(asdict(state)))
-            _fsync_tree(work)
+            fsync_tree(work)
             shutil.rmtree(final, ignore_errors=True)
             work.rename(final)
-            _fsync(self.checkpoints)
+            fsync(self.checkpoints)
         except OSError as error:
             raise CheckpointError(f"checkpoint {final} could not be written: {error}") from error
         for old in self._complete()[:-keep_last]:
@@ -204,16 +204,3 @@ def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _fsync_tree(root: Path) -> None:
-    for path in [root, *root.rglob("*")]:
-        _fsync(path)

@@ -31,6 +31,7 @@ WITHOUT_TORCH = {
     "gkd/config_check.py",
     "gkd/errors.py",
     "gkd/log.py",
+    "gkd/disk.py",
     "gkd/roles.py",
     "gkd/sampler.py",
     "gkd/metrics.py",

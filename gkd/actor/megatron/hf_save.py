@@ -8,7 +8,6 @@ The folder appears under its final name only when it is complete.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from torch import Tensor
 from gkd.actor.megatron.hf_load import INDEX_NAME, SINGLE_NAME
 from gkd.actor.megatron.hf_mapping import Shape
 from gkd.actor.megatron.model import StudentModel
+from gkd.disk import fsync, fsync_tree
 from gkd.errors import ModelError
 from gkd.weight_sync.export import export_plan, iter_hf_tensors
 
@@ -119,10 +119,9 @@ def _write_folder(
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    for path in [*partial.iterdir(), partial]:
-        _fsync(path)
+    fsync_tree(partial)
     partial.rename(out_dir)
-    _fsync(out_dir.parent)
+    fsync(out_dir.parent)
 
 
 def _split_into_files(sizes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
@@ -151,11 +150,3 @@ def _set_dtype(config_path: Path, dtype: torch.dtype) -> None:
 
 def _n_bytes(shape: Shape, dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
