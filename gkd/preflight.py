@@ -10,7 +10,7 @@ from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import check_weight_files
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config import Config
-from gkd.config_check import check_config
+from gkd.config_check import check_config, data_parallel_size, n_engines
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ConfigError, ModelError, TeacherUnavailable
 from gkd.log import get_logger
@@ -53,6 +53,15 @@ def preflight(config: Config) -> Plan:
     dims = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, dims.vocab_size)
+    dp_size, engines = data_parallel_size(config), n_engines(config)
+    if config.trainer.global_batch_size < dp_size * engines:
+        log.warning(
+            "trainer.global_batch_size %d over %d data-parallel groups is fewer prompts a group than there are engines "
+            "(%d): some will be idle",
+            config.trainer.global_batch_size,
+            dp_size,
+            engines,
+        )
     train, dropped = load_prompts(config.data.train_files, config.data, tokenizer, "data.train_files")
     if dropped:
         log.warning("%d training prompts are over data.max_prompt_length and left out (truncation: drop)", dropped)
@@ -161,7 +170,9 @@ def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> Non
 def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
     if not config.data.val_files:
         return []
-    prompts, _ = load_prompts(config.data.val_files, config.data, tokenizer, "data.val_files")
+    prompts, dropped = load_prompts(config.data.val_files, config.data, tokenizer, "data.val_files")
+    if dropped:
+        log.warning("%d held-out prompts are over data.max_prompt_length and left out (truncation: drop)", dropped)
     if config.eval.metric == "exact_match" and any(p.answer is None for p in prompts):
         raise ConfigError(
             "data.answer_key",

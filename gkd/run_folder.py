@@ -10,11 +10,13 @@ run_dir/config.yaml            resolved settings
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from gkd.config import Config, load_config, save_config
 from gkd.disk import fsync, fsync_tree
@@ -66,8 +68,9 @@ class TrainerState:
 class RunFolder:
     """Paths and checkpoints of one run. Made by `open_run_folder`, which decides whether it may be used."""
 
-    def __init__(self, root: Path, config: Config) -> None:
+    def __init__(self, root: Path, config: Config, lock: TextIO) -> None:
         self.root, self.config = root, config
+        self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
         self.export = root / "export"
         self.checkpoints = root / "checkpoints"
@@ -96,10 +99,10 @@ class RunFolder:
             shutil.rmtree(final, ignore_errors=True)
             work.rename(final)
             fsync(self.checkpoints)
+            for old in self._complete()[:-keep_last]:
+                shutil.rmtree(old)
         except OSError as error:
             raise CheckpointError(f"checkpoint {final} could not be written: {error}") from error
-        for old in self._complete()[:-keep_last]:
-            shutil.rmtree(old)
         return final
 
     def clear_export(self) -> None:
@@ -124,20 +127,23 @@ class RunFolder:
 
 
 def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
-    """Take `trainer.run_dir` for this run: a new folder, or (resume: auto) the same run's.
+    """Take `trainer.run_dir` for this run, and hold it: a new folder, or (resume: auto) the same run's.
 
     Args:
         teacher: name and fingerprint of the model that scores; a resumed run must have the same fingerprint.
 
     Raises:
         ConfigError: it holds another run and trainer.resume is never, or the teacher or settings that shape the result
-            have changed.
+            have changed; another process holds it; it is a folder of something else; it cannot be written.
     """
     root = Path(config.trainer.run_dir)
-    known = root / "config.yaml"
     if root.exists() and not root.is_dir():
         raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
-    if _has_begun(root):
+    is_ours = (root / "config.yaml").exists() and (root / "teacher.json").exists()
+    if root.exists() and any(root.iterdir()) and not is_ours:
+        problem = "it is not empty and holds no whole run of ours."
+        raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
+    if is_ours and _has_begun(root):
         if config.trainer.resume != "auto":
             raise ConfigError(
                 "trainer.run_dir",
@@ -145,23 +151,36 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
                 "it holds a run already.",
                 "name another folder, or set trainer.resume=auto to go on with that run.",
             )
-        if not known.exists():
-            raise ConfigError(
-                "trainer.run_dir", str(root), "its config.yaml is missing.", "put it back, or name another."
-            )
-        _check_same_run(load_config(known), config)
+        _check_same_run(load_config(root / "config.yaml"), config)
         _check_same_teacher(root / "teacher.json", teacher, config)
-    elif root.exists() and not known.exists() and any(root.iterdir()):
-        raise ConfigError(
-            "trainer.run_dir", str(root), "it is not empty and holds no run of ours.", "name a new folder."
-        )
     try:
         root.mkdir(parents=True, exist_ok=True)
-        save_config(config, known)
-        (root / "teacher.json").write_text(json.dumps(teacher, indent=2) + "\n")
+        lock = _hold(root)
+        _replace(root / "teacher.json", lambda path: path.write_text(json.dumps(teacher, indent=2) + "\n"))
+        _replace(root / "config.yaml", lambda path: save_config(config, path))
     except OSError as error:
         raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
-    return RunFolder(root, config)
+    return RunFolder(root, config, lock)
+
+
+def _hold(root: Path) -> TextIO:
+    """Lock the folder for as long as the file stays open; the kernel lets go of it however the process ends."""
+    lock = (root / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ConfigError(
+            "trainer.run_dir", str(root), "another run is writing into it right now.", "wait for it, or name another."
+        ) from error
+    return lock
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside `path` and rename: a kill in between leaves the old file whole."""
+    fresh = path.with_name(f".{path.name}.tmp")
+    write(fresh)
+    fresh.replace(path)
 
 
 def _has_begun(root: Path) -> bool:
@@ -185,7 +204,12 @@ def _check_same_run(before: Config, now: Config) -> None:
 
 
 def _check_same_teacher(file: Path, teacher: dict[str, str], now: Config) -> None:
-    before = json.loads(file.read_text()) if file.is_file() else teacher
+    try:
+        before = json.loads(file.read_text())
+        before["fingerprint"], before["name"]
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"its teacher.json is damaged ({error!r})."
+        raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
     if before["fingerprint"] != teacher["fingerprint"]:
         raise ConfigError(
             "teacher.server_port",

@@ -75,6 +75,10 @@ class Trainer:
             self._begin(metrics)
             while self.step < self.total_steps:
                 timers = self.new_timers()
+                if self._due(self.config.trainer.save_every):
+                    # Of the step before: its line is written, so whoever resumes from this has the lines up to it.
+                    with timers("checkpoint"):
+                        self._save()
                 numbers = self._one_step(timers)
                 try:
                     if self._evaluation_is_due():
@@ -89,7 +93,9 @@ class Trainer:
             log.info("exported the student to %s", self.folder.export)
         except TeacherUnavailable:
             self._save()
-            log.error("saved step %d; trainer.resume=auto goes on from there once the teacher is back", self.step)
+            log.error(
+                "stopped after step %d; trainer.resume=auto goes on from there once the teacher is back", self.step
+            )
             raise
         finally:
             metrics.close()
@@ -109,9 +115,6 @@ class Trainer:
         self.step += 1
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
-        if self._due(self.config.trainer.save_every):
-            with timers("checkpoint"):
-                self._save()
         return step_metrics(batch, stats, report, staleness)
 
     def _rollout_and_score(
@@ -165,8 +168,8 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def _save(self) -> None:
-        if self._saved_step == self.step:
-            return
+        if self.step in (0, self._saved_step):
+            return  # before the first step there is nothing that a new start would not have
         state = TrainerState(step=self.step, sampler_position=self.sampler.position)
         self.folder.save_checkpoint(state, self.roles.actor.save, self.config.trainer.keep_last)
         self._saved_step = self.step
@@ -196,6 +199,7 @@ def step_metrics(
         "optim/grad_norm": stats.grad_norm,
         "optim/lr": stats.lr,
         "rollout/sequences": float(n_sequences),
+        "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
         "rollout/response_tokens": float(n_tokens),
         "rollout/response_length_mean": n_tokens / n_sequences,
         "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,

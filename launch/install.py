@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ def main() -> int:
     if installed_key == key:
         print(f"[setup] dependencies are installed ({extra})", flush=True)
         return 0
+    STAMP.write_text(f"{extra}\n")  # the kind is decided before the first package; the key comes when all is done
     started = time.monotonic()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if extra == "cpu":
@@ -136,6 +138,8 @@ def pip(what: str, *args: str, may_fail: bool = False) -> int:
 
 
 if __name__ == "__main__":
+    # Python dies of SIGTERM on the spot; as an interrupt it stops pip first.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

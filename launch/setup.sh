@@ -7,7 +7,7 @@ venv="${GKD_VENV:-$root/.venv}"
 
 # Asked for pip, not for python: an interrupted `python -m venv` leaves a python without pip behind.
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    if [ -e "$venv" ] && [ ! -e "$venv/made-by-gkd" ]; then
+    if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$venv/made-by-gkd" ]; then
         echo "setup: $venv was not made by this script and has no pip; run its python -m ensurepip, or set GKD_VENV" >&2
         exit 2
     fi

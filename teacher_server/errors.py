@@ -8,7 +8,3 @@ from __future__ import annotations
 
 class ServerError(Exception):
     """The server cannot start or go on; `main` prints it as one line and exits with code 2."""
-
-
-class BadRequest(Exception):
-    """A well-formed request this model cannot answer (e.g. a token id past its vocabulary)."""

@@ -81,7 +81,7 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
         "training",
     )
 
-    _say(4, "checks: teacher's accuracy, export against engine")
+    _say(4, "checks: teacher's greedy accuracy by transformers, then 50 answers of the export against the engine's")
     from gkd.quickstart.addition import read_jsonl
     from gkd.quickstart.evaluate import greedy_accuracy
 

@@ -126,15 +126,16 @@ class RolloutEngine:
                         ignore_eos=True,  # there is no tokenizer here that would know it; eos_ids decide
                         output_kind=RequestOutputKind.FINAL_ONLY,
                     )
-                    engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids.tolist()}, params)
+                    try:
+                        engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids.tolist()}, params)
+                    except ValueError as error:
+                        raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
                     waiting[request_id] = (prompt, index)
             while waiting:
                 for output in engine.step():
                     if output.finished:
                         prompt, index = waiting.pop(output.request_id)
                         yield self._rollout(prompt, index, output.outputs[0])
-        except ValueError as error:
-            raise DataError(f"the rollout engine refused a prompt: {error}") from error
         finally:
             if waiting:  # the caller stopped early, or a step failed: leave nothing running in the engine
                 engine.abort_request(list(waiting))

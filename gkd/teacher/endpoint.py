@@ -41,6 +41,10 @@ class ScoringEndpoint:
         self._config, self._n_vocab, self._fingerprint, self._n_in_flight = config, n_vocab, fingerprint, n_in_flight
         self._thread = threading.local()  # a client is used by one thread
 
+    def is_up(self) -> bool:
+        """Answers once the process runs."""
+        return True
+
     def _teacher(self) -> ZmqTeacher:
         teacher = self._config.teacher
         if not hasattr(self._thread, "client"):

@@ -97,11 +97,7 @@ def test_a_resumed_run_is_the_same_run(base_run: Path, lab: Lab, teacher_port: i
             id="pp2-token-budget",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "rollout.tp=2"),
-            id="dp2-engine-tp2",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=2", "rollout.tp=2"), id="dp2-engine-tp2"),
         pytest.param(
             ("trainer.n_gpus_per_node=4", "actor.tp=2", "actor.pp=2", "teacher.overlap_rollout=false"),
             id="tp2-pp2-no-overlap",
@@ -120,6 +116,8 @@ def test_other_layouts_train_the_same(base_run: Path, lab: Lab, teacher_port: in
         assert other[step]["rollout/response_tokens"] == one[step]["rollout/response_tokens"]
         assert other[step]["loss/total"] == pytest.approx(one[step]["loss/total"], rel=1e-3)
     assert other[1]["loss/total"] == pytest.approx(one[1]["loss/total"], rel=1e-5)
+    first = "samples/step_00000000.jsonl"
+    assert (run_dir / first).read_text() == (base_run / first).read_text(), "the same student answers alike anywhere"
     assert other[1]["optim/grad_norm"] == pytest.approx(one[1]["optim/grad_norm"], rel=1e-4)
 
 
@@ -158,6 +156,9 @@ def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab
     assert done.returncode == 0, done.stderr[-4000:]
     lines, base = steps_of(run_dir), steps_of(base_run)
     assert sorted(lines) == list(range(reached + 2))
+    # weight_sync.verify: first = the sync at the start (not in a line) and the first one after a training step
+    verified = [lines[step]["weight_sync/verified_tensors"] for step in range(1, reached + 1)]
+    assert verified == [N_TENSORS] + [0] * (reached - 1)
     for step in set(lines) & set(base) - {0}:
         assert lines[step]["loss/total"] == pytest.approx(base[step]["loss/total"], rel=1e-5)
 

@@ -56,6 +56,25 @@ def test_the_end_of_the_run_is_free_only_where_it_changes_nothing(tmp_path: Path
     assert caught.value.key == "trainer.total_steps"
 
 
+def test_two_live_runs_never_share_a_folder(tmp_path: Path) -> None:
+    """If it fails, a second start of the same command mixes its metrics and checkpoints with the first's."""
+    first = _open(config(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="right now"):
+        _open(config(tmp_path / "run"))
+    del first
+    _open(config(tmp_path / "run"))
+
+
+def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
+    """If it fails, a resume ends in a parser's traceback."""
+    folder = _open(config(tmp_path / "run"))
+    folder.metrics_file.write_text("{}\n")
+    (tmp_path / "run" / "teacher.json").write_text("{")
+    del folder
+    with pytest.raises(ConfigError, match=r"teacher\.json"):
+        _open(config(tmp_path / "run", "trainer.resume=auto"))
+
+
 def test_the_free_keys_are_real_keys() -> None:
     """If it fails, a renamed key silently became one that a resume must not change."""
     assert all_keys() >= _FREE_ON_RESUME | _FREE_IF_CONSTANT
@@ -66,6 +85,12 @@ def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
         _open(config(tmp_path))
+    other = tmp_path / "other_tool"
+    other.mkdir()
+    (other / "config.yaml").write_text("theirs")
+    with pytest.raises(ConfigError, match="not empty"):
+        _open(config(other))
+    assert (other / "config.yaml").read_text() == "theirs"
     with pytest.raises(ConfigError, match="it is a file"):
         _open(config(tmp_path / "x"))
     with pytest.raises(ConfigError, match="cannot be written"):

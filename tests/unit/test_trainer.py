@@ -160,6 +160,16 @@ def test_a_teacher_lost_in_an_evaluation_costs_no_line(tmp_path: Path) -> None:
     assert [(line["step"], "eval/kl" in line) for line in lines] == [(0, True), (1, False), (2, False), (2, True)]
 
 
+def test_a_teacher_lost_before_the_first_step_is_the_error_that_is_raised(tmp_path: Path) -> None:
+    """If it fails, an optimizer without state is saved, and that failure hides that the teacher is gone."""
+    for name, val in (("in_evaluation", PROMPTS[:1]), ("in_step", [])):
+        world = World()
+        world.teacher_dies_at = 0
+        with pytest.raises(TeacherUnavailable):
+            make(tmp_path / name, world, "trainer.total_steps=2", val=val).fit()
+        assert "save" not in world.events
+
+
 def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
     """If it fails, the batch that could not be scored is skipped, or trained twice, after the resume."""
     whole = World()

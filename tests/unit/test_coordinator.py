@@ -1,0 +1,66 @@
+"""Weight sync's proof: when it is asked for, and that a difference stops the run. Fakes for the Ray actors only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gkd.config import load_config
+from gkd.errors import WeightSyncError
+from gkd.weight_sync import coordinator
+from gkd.weight_sync.buckets import TensorSpec
+
+
+class Method:
+    """`worker.method.remote(...)` answers at once with what the fake returns."""
+
+    def __init__(self, function: Any) -> None:
+        self.remote = function
+
+
+class Exporter:
+    def __init__(self, digests: dict[str, str]) -> None:
+        self.export_plan = Method(lambda: [TensorSpec(name, (2,), "float32") for name in digests])
+        self.rendezvous = Method(lambda: ("here", 1))
+        self.join_group = Method(lambda spec: None)
+        self.send_weights = Method(lambda buckets, with_digests: digests if with_digests else {})
+
+
+class Engine:
+    def __init__(self, digests: dict[str, str]) -> None:
+        self.ranks: list[int] = []
+        self.join_groups = Method(lambda specs: self.ranks.extend(spec.rank for spec in specs))
+        self.receive = Method(lambda plans, version: 16)
+        self.digests = Method(lambda: digests)
+
+
+def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+    return dict(refs)
+
+
+STAGES = [{"a": "1", "b": "2"}, {"c": "3"}]
+
+
+def make(monkeypatch: pytest.MonkeyPatch, engines: list[Engine], verify: str) -> coordinator.WeightSync:
+    monkeypatch.setattr(coordinator, "gather", gather)
+    config = load_config(None, [f"weight_sync.verify={verify}", "rollout.tp=2"])
+    return coordinator.WeightSync([[Exporter(stage)] for stage in STAGES], engines, config, "cpu")
+
+
+@pytest.mark.parametrize(("verify", "expected"), [("always", [3, 3, 3]), ("first", [3, 3, 0]), ("never", [0, 0, 0])])
+def test_syncs_are_verified_when_asked(monkeypatch: pytest.MonkeyPatch, verify: str, expected: list[int]) -> None:
+    """If it fails, weight_sync.verify does nothing, or `first` proves only the sync that moves no weights."""
+    engines = [Engine({"a": "1", "b": "2", "c": "3"}) for _ in range(2)]
+    sync = make(monkeypatch, engines, verify)
+    assert [sync.push(version).verified_tensors for version in range(3)] == expected
+    assert [engine.ranks for engine in engines] == [[1, 1], [3, 3]], "each engine's two workers have ranks of their own"
+
+
+@pytest.mark.parametrize("held", [{"a": "1", "b": "x", "c": "3"}, {"a": "1", "c": "3"}])
+def test_a_difference_in_any_engine_stops_the_run(monkeypatch: pytest.MonkeyPatch, held: dict[str, str]) -> None:
+    """If it fails, the student that answers is not the student that is trained, and the run goes on."""
+    sync = make(monkeypatch, [Engine({"a": "1", "b": "2", "c": "3"}), Engine(held)], "first")
+    with pytest.raises(WeightSyncError, match=r"rollout engine 1.*\['b'\]"):
+        sync.push(0)

