@@ -88,6 +88,23 @@ def test_a_resumed_run_is_the_same_run(base_run: Path, lab: Lab, teacher_port: i
     assert steps == [0, 1, 2, 3, 4], "a resumed run must not report a step twice"
 
 
+@pytest.mark.slow
+def test_a_run_resumes_with_its_pools_split_anew(base_run: Path, lab: Lab, teacher_port: int) -> None:
+    """If it fails, a checkpoint can only be used on as many GPUs as it was written on."""
+    again = lab.root / "split_anew_run"
+    shutil.copytree(base_run, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000004")
+    done = lab.train_run(
+        again, teacher_port, "trainer.resume=auto", "trainer.n_gpus_per_node=2", "actor.tp=2",
+        "rollout.n_gpus_per_node=2", "weight_sync.verify=always",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    before, after = steps_of(base_run), steps_of(again)
+    for step in (3, 4):
+        assert after[step]["weight_sync/verified_tensors"] == N_TENSORS
+        assert after[step]["loss/total"] == pytest.approx(before[step]["loss/total"], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
