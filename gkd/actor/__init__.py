@@ -1,0 +1,1 @@
+"""The student in training: its Ray surface and pool; `megatron/` is the student itself."""

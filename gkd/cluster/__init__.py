@@ -1,0 +1,1 @@
+"""Ray: resource pools, calls that never wait in silence, which rank sits where."""

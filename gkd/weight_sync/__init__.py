@@ -1,0 +1,1 @@
+"""Actor weights to rollout engines: export, buckets, broadcast, and the proof that they arrived."""
