@@ -103,7 +103,7 @@ def resolve_device(config: Config) -> str:
             "trainer.device",
             "cpu",
             "this environment has the CUDA builds of torch and vLLM, and they see GPUs.",
-            "use cuda, or make an environment with: bash launch/setup.sh --extra cpu.",
+            "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu.",
         )
     pools = {"trainer": config.trainer, "rollout": config.rollout}
     n_wanted = sum(pool.n_gpus_per_node * pool.nnodes for pool in pools.values())  # type: ignore[attr-defined]

@@ -105,6 +105,7 @@ class RolloutEngine:
             DataError: a prompt leaves no room for a response.
         """
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
@@ -128,7 +129,7 @@ class RolloutEngine:
                     )
                     try:
                         engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids.tolist()}, params)
-                    except ValueError as error:
+                    except (ValueError, VLLMValidationError) as error:
                         raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
                     waiting[request_id] = (prompt, index)
             while waiting:

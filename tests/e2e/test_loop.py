@@ -198,7 +198,7 @@ def test_an_interrupt_leaves_no_process(lab: Lab, teacher_port: int, number: sig
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130, stderr[-3000:]
+    assert process.returncode in (130, -signal.SIGINT), stderr[-3000:]  # a shell shows 130 for both
     assert time.monotonic() - began < 40
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [p.cmdline()[:3] for p in alive]

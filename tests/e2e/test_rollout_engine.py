@@ -1,0 +1,130 @@
+"""One real vLLM engine: what it samples, with which logprobs, and what it says to weights that do not fit."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.cluster.assignment import free_port
+from gkd.rollout.engine import CPU_ENV
+from gkd.types import Prompt, Rollout
+from tests.e2e.conftest import EOS, VOCAB, Lab
+
+pytestmark = pytest.mark.e2e
+N_PROMPTS, N_SAMPLES = 6, 2
+
+
+def _prompts() -> list[Prompt]:
+    rng = np.random.default_rng(3)
+    return [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(N_PROMPTS)]
+
+
+def _probe(student: Path, port: int) -> dict[str, Any]:
+    """Runs in a process of its own, because an engine is one a process."""
+    import threading
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from gkd.config import RolloutConfig
+    from gkd.errors import GkdError
+    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.weight_sync.buckets import TensorSpec, plan_buckets
+    from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+
+    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
+    engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=24, device="cpu", eos_ids=[EOS])
+    prompts = _prompts()
+    sampling = Sampling(N_SAMPLES, 0.7, 1.0, 10, seed=11)
+    together = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+    alone = list(engine.generate([prompts[4]], sampling, places=[4]))
+    result: dict[str, Any] = {"together": together, "alone": alone}
+
+    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    expected = []
+    with torch.no_grad():
+        for rollout in together:
+            tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+            logprobs = (model(tokens[None]).logits[0] / sampling.temperature).log_softmax(-1)
+            first = len(rollout.prompt_ids)
+            expected.append(logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy())
+    result["expected_logprobs"] = expected
+
+    def message(call: Any) -> str:
+        try:
+            call()
+        except GkdError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    too_long = Prompt(99, np.full(30, 5, np.int32))
+    result["too_long"] = message(lambda: list(engine.generate([too_long], sampling)))
+    result["after_refusal"] = len(list(engine.generate(prompts[:1], sampling)))
+
+    # All tensors but one, over a real gloo group with a sender in a thread.
+    tensors = dict(list(model.named_parameters())[:-1])
+    specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
+    buckets = plan_buckets(specs, 1 << 20)
+
+    def spec(rank: int) -> GroupSpec:
+        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0)
+
+    def sender() -> None:
+        send(TransferGroup(spec(0), torch.device("cpu")), buckets, iter(tensors.items()), with_digests=False)
+
+    thread = threading.Thread(target=sender)
+    thread.start()
+    engine.join_groups([spec(1)])
+    result["incomplete"] = message(lambda: engine.receive([buckets], 1))
+    result["left_out"] = list(model.named_parameters())[-1][0]
+    result["version_after"] = engine.policy_version
+    thread.join()
+    return result
+
+
+@pytest.fixture(scope="module")
+def probe(lab: Lab) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
+            patch.setenv(key, value)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_probe, lab.student, free_port("127.0.0.1")).result(timeout=200)
+
+
+def test_every_sample_is_whole(probe: dict[str, Any]) -> None:
+    """If it fails, samples are missing, misnumbered, or go on after the end of the sequence."""
+    together: list[Rollout] = probe["together"]
+    assert [r.sample_index for r in together] == list(range(N_PROMPTS * N_SAMPLES))
+    for rollout in together:
+        assert rollout.prompt_id == rollout.sample_index // N_SAMPLES
+        ended = rollout.response_ids[-1] == EOS
+        assert (rollout.finish_reason == "stop") == ended and (ended or len(rollout.response_ids) == 10)
+        assert EOS not in rollout.response_ids[:-1]
+
+
+def test_logprobs_are_those_of_the_sampling_distribution(probe: dict[str, Any]) -> None:
+    """If it fails, rollout_logprobs are of another temperature, token or position, and importance ratios are wrong."""
+    for rollout, expected in zip(probe["together"], probe["expected_logprobs"], strict=True):
+        np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=1e-3)
+
+
+def test_a_sample_does_not_depend_on_its_company(probe: dict[str, Any]) -> None:
+    """If it fails, the number of engines, or what runs beside a prompt, changes what the student says."""
+    together, alone = probe["together"], sorted(probe["alone"], key=lambda r: r.sample_index)
+    same = [r for r in together if r.prompt_id == 4]
+    assert [r.sample_index for r in alone] == [8, 9]
+    assert [r.response_ids.tolist() for r in alone] == [r.response_ids.tolist() for r in same]
+    assert same[0].response_ids.tolist() != same[1].response_ids.tolist()
+
+
+def test_bad_prompts_and_incomplete_weights_are_typed_errors(probe: dict[str, Any]) -> None:
+    """If it fails, a refused prompt wedges the engine, or a sync that misses a tensor counts as done."""
+    assert probe["too_long"].startswith("DataError") and "prompt 99" in probe["too_long"]
+    assert probe["after_refusal"] == N_SAMPLES
+    assert probe["incomplete"].startswith("WeightSyncError") and probe["left_out"] in probe["incomplete"]
+    assert probe["version_after"] == 0, "an engine whose sync failed must not claim the new version"
