@@ -2,31 +2,45 @@
 
     worker -> broker   [WorkerHello]                                     at start and as heartbeat
     broker -> worker   [Assignment, client's request header, token frame]
+    worker -> broker   [Part, reply header, rows]...                     of a stream
     worker -> broker   [Done, reply header for the client, reply frames...]
+    broker -> worker   [Received | Cancel | Dismiss]
 
-The broker reads only the first frame and forwards the rest untouched, so a new signal (hidden
-states, logits) needs no change here. The heartbeat *is* the registration: a broker that lost
-track of a worker learns it again with the next one, and there is no state to get out of step.
+The broker checks a reply (`payload.check_reply`) and forwards its frames untouched. The heartbeat
+*is* the registration: a broker that lost track of a worker learns it again with the next one, and
+there is no state to get out of step.
 """
 
 from __future__ import annotations
 
-from teacher_server.protocol import Codec, Count, Header, Id, Text
+from typing import Annotated
+
+import msgspec
+
+from teacher_server.protocol import Codec, Count, Gpu, Header, Id, Name, Text, check_seconds
 
 
 class WorkerHello(Header, tag="hello"):
     """I am `name`, I hold this model, and may be given `credit_tokens` of unfinished work."""
 
-    name: Text
-    model_name: Text
+    name: Name
+    teacher: Name
+    host: Name
+    pid: Count
+    model_name: Name
     model_path: Text
-    model_fingerprint: Text
-    tokenizer_fingerprint: Text
+    model_fingerprint: Name
+    tokenizer_fingerprint: Name
     vocab_size: Count
+    hidden_size: Count
     max_tokens: Count
-    engine: Text
-    device: Text
+    engine: Name
+    device: Name
+    dtype: Name
+    gpus: Annotated[list[Gpu], msgspec.Meta(max_length=64)]
     credit_tokens: Count
+    n_streams: Count  # sequences it wants in flight
+    leaving: bool = False  # give me no more; dismiss me when I have nothing left
 
 
 class Assignment(Header, tag="job"):
@@ -36,13 +50,43 @@ class Assignment(Header, tag="job"):
     waited_s: float
     remaining_s: float
 
+    def __post_init__(self) -> None:
+        check_seconds(waited_s=self.waited_s, remaining_s=self.remaining_s)
 
-class Done(Header, tag="done"):
-    """The rest of the message is for the client who asked."""
+
+class JobReceived(Header, tag="job_received"):
+    """The client has `n_messages` of the stream `stream_id`."""
+
+    job_id: Id
+    stream_id: Id
+    n_messages: Count
+
+
+class JobCancel(Header, tag="job_cancel"):
+    """Nobody waits for this job any more; it is not answered."""
 
     job_id: Id
 
 
-WorkerMessage = WorkerHello | Done
+class Dismiss(Header, tag="dismiss"):
+    """End yourself. `why` is empty after a drain; otherwise you are not wanted here."""
+
+    why: Text = ""
+
+
+class Part(Header, tag="part"):
+    """The rest of the message is for the client who asked, and more will come."""
+
+    job_id: Id
+
+
+class Done(Header, tag="done"):
+    """The rest of the message is for the client who asked, and the job is finished."""
+
+    job_id: Id
+
+
+WorkerMessage = WorkerHello | Part | Done
+BrokerMessage = Assignment | JobReceived | JobCancel | Dismiss
 from_worker: Codec[WorkerMessage] = Codec(WorkerMessage)
-to_worker: Codec[Assignment] = Codec(Assignment)
+to_worker: Codec[BrokerMessage] = Codec(BrokerMessage)

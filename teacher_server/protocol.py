@@ -1,25 +1,33 @@
-"""Protocol v1 between a client (the trainer) and the teacher server: headers, frames, checks.
+"""Protocol v1 between a client (the trainer) and the teacher server: every header, and their codec.
 
-A message is a list of byte frames, one message per sequence:
+A message is a list of byte frames. The first is the header, `b"GKT" + version, xxh3-64 of the body,
+msgpack body`; the others are raw little-endian arrays of at most 4 MiB each (`teacher_server.payload`
+says what is in them), which need no copy to send or to forward. The header carries a checksum of
+every frame, so a damaged message is an error and never other numbers.
 
-    request   [header, token ids int32]
-    reply     [header, logprob planes..., id planes...]     each frame <= 4 MiB
-
-The header is `b"GKT" + version, xxh3-64 of the body, msgpack body`. Bulk numbers never enter
-msgpack: they travel as raw little-endian frames, which need no copy to send or to forward. The
-header carries a checksum of every frame, so a damaged message is an error and never other numbers.
+    client -> server                         server -> client
+    ScoreRequest  [header, token ids]        ScoreReply  [header, planes...]     topk, sampled: one message
+                                             RowsReply   [header, rows] ...      logits, hidden: a stream,
+    HeadRequest   [header]                                                       and the LM head
+    Received      [header]                   (lets the stream go on)
+    Cancel        [header]
+    InfoRequest   [header]                   InfoReply   [header]
+    StatusRequest [header]                   StatusReply [header, msgpack]
+    DrainRequest  [header]                   DrainReply  [header]
+    Ping          [header]                   Pong        [header]
+                                             ErrorReply  [header]                to any of them
 
 Both sides run the same checks (`Codec.encode` decodes what it wrote), and every way to fail is a
 `ProtocolError`. Floor 0: no zmq, no torch.
 
-Letters: P prompt tokens, R response tokens, K top-k entries.
+Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -32,30 +40,36 @@ MAX_HEADER_BYTES = 64 << 10
 MAX_TOKENS = MAX_FRAME_BYTES // 4  # so that the int32 token ids of a sequence fit one frame
 MAX_ID = (1 << 24) - 1  # the low uint16 and high uint8 planes of fp16 mode hold 24 bits
 MAX_K = 1 << 16
-MAX_ENTRIES = 1 << 28  # R * K of one reply, 2 GiB in fp32 mode
+MAX_ENTRIES = 1 << 25  # R * K of one reply: 160 MiB in fp16 mode, 256 MiB in fp32 mode
+MAX_FRAMES = 256  # of one message
 ID_BYTES = 16  # of request ids and token digests
 NO_REQUEST = bytes(ID_BYTES)  # request_id of an error that answers an unreadable request
+STREAM_WINDOW = 8  # messages of a stream on their way, not yet `Received`; 32 MiB
 
 _MAGIC = b"GKT"
 _PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
 _BODY_AT = len(_PREFIX) + 8
-_MIN_FP16 = -65504.0
 
-Wire = Literal["fp16", "fp32"]
+Signal = Literal["topk", "sampled", "logits", "hidden"]
+Wire = Literal["fp16", "fp32"]  # compact (2 bytes a number), or as exact as the engine computed it
+RowDtype = Literal["float16", "bfloat16", "float32"]
+ErrorCode = Literal["busy", "draining", "deadline", "damaged", "bad_request", "worker_lost", "engine"]
 Buffer = bytes | memoryview
 Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID + 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]  # uint64, the largest integer of msgpack
-K = Annotated[int, msgspec.Meta(ge=1, le=MAX_K)]
-ErrorCode = Literal["busy", "deadline", "damaged", "bad_request", "worker_lost", "engine"]
+Checksums = Annotated[list[Checksum], msgspec.Meta(max_length=MAX_FRAMES)]  # one per frame after the header
 
 
 class ProtocolError(Exception):
     """A message that is not valid protocol v1: damaged, of another version, or out of range."""
 
 
-def _check_seconds(**values: float) -> None:
+def check_seconds(**values: float) -> None:
+    """Raises ValueError, which the codec turns into ProtocolError, unless all are finite and >= 0."""
     # A NaN passes msgspec's `ge`/`le`, because it compares false with everything.
     for name, value in values.items():
         if not (math.isfinite(value) and value >= 0):
@@ -63,32 +77,46 @@ def _check_seconds(**values: float) -> None:
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of every header; the subclasses' `tag` says which message it is."""
+    """Base of every header; a subclass's `tag` says which message it is."""
 
 
 # Client -> server
 
 
-class ScoreRequest(Header, tag="score"):
-    """Score the response of one sequence; its only frame holds the P + R token ids, int32."""
+class ScoreRequest(Header, tag="score", kw_only=True):
+    """Score the response of one sequence; its only frame holds the P + R token ids, int32.
+
+    signal: what is wanted of each of the R positions that predict a response token
+        topk     the K most probable ids, their logprobs and the mass of all others; with `mass` > 0 only as many
+                 of the K as it takes to reach that mass
+        sampled  the logprob of the response token itself
+        logits   all V logits / temperature, each row shifted so that its largest is 0
+        hidden   the H final hidden states, from which `HeadRequest`'s matrix makes the logits
+    """
 
     request_id: Id  # random, the client's; a resend carries the same one
-    signal: Literal["topk"]
-    k: K
-    temperature: float  # logits are divided by it before they are normalised
-    n_vocab: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)]  # keep ids < n_vocab, then normalise; 0 = all
+    signal: Signal
+    teacher: Name = ""  # which of the server's teachers; may be empty if there is one
+    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # of topk
+    mass: float = 0.0  # of topk: 0 = all K of them
+    temperature: float = 1.0  # logits are divided by it before they are normalised
+    n_vocab: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # keep ids < n_vocab, then normalise; 0 = all
     prompt_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # P
     total_length: Annotated[int, msgspec.Meta(ge=2, le=MAX_TOKENS)]  # P + R
-    wire: Wire  # how the reply is packed: 5 bytes an entry, or 8 without loss
+    wire: Wire
     deadline_s: float  # after this long on the server nobody waits for the answer any more
     checksum: Checksum  # of the token frame
 
     def __post_init__(self) -> None:
-        _check_seconds(deadline_s=self.deadline_s, temperature=self.temperature)
+        check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, mass=self.mass)
         if not 1e-4 <= self.temperature <= 1e4:
             raise ValueError(f"temperature = {self.temperature} is not in [1e-4, 1e4]")
         if self.prompt_length >= self.total_length:
             raise ValueError(f"no response: prompt_length {self.prompt_length} >= total_length {self.total_length}")
+        if (self.k > 0) != (self.signal == "topk"):
+            raise ValueError(f"k = {self.k} with signal {self.signal}: topk wants one >= 1, the others 0")
+        if self.mass > 1 or (self.mass > 0 and self.signal != "topk"):
+            raise ValueError(f"mass = {self.mass} with signal {self.signal}: topk may have one up to 1, the others 0")
         if 0 < self.n_vocab < self.k:
             raise ValueError(f"k = {self.k} is more than n_vocab = {self.n_vocab}")
         if self.n_response * self.k > MAX_ENTRIES:
@@ -99,10 +127,50 @@ class ScoreRequest(Header, tag="score"):
         return self.total_length - self.prompt_length
 
 
+class HeadRequest(Header, tag="head_request", kw_only=True):
+    """Send the LM head, [V, H], as a stream: with the `hidden` signal it is the exact distribution."""
+
+    request_id: Id
+    teacher: Name = ""
+    wire: Wire
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(deadline_s=self.deadline_s)
+
+
+class Received(Header, tag="received"):
+    """`n_messages` of the stream `stream_id` have arrived; up to `STREAM_WINDOW` more may be sent."""
+
+    request_id: Id
+    stream_id: Id
+    n_messages: Count
+
+
+class Cancel(Header, tag="cancel"):
+    """Nobody waits for this request any more. Not answered."""
+
+    request_id: Id
+
+
 class InfoRequest(Header, tag="info_request"):
     """Which model answers here, and with what limits?"""
 
     request_id: Id
+    teacher: Name = ""
+
+
+class StatusRequest(Header, tag="status_request"):
+    """Who works here, on which GPUs, and how busy is everyone?"""
+
+    request_id: Id
+
+
+class DrainRequest(Header, tag="drain_request"):
+    """Finish what you have and leave: one worker by its name, or the whole server (empty)."""
+
+    request_id: Id
+    worker: Name = ""
 
 
 class Ping(Header, tag="ping"):
@@ -112,27 +180,59 @@ class Ping(Header, tag="ping"):
 # Server -> client
 
 
-class TopKReply(Header, tag="topk"):
-    """Scores of one sequence; the frames hold [R, K] logprobs and ids, see `pack_topk`."""
+class ScoreReply(Header, tag="scores", kw_only=True):
+    """A whole answer to `topk` or `sampled`; `payload.score_planes` says what the frames hold."""
 
     request_id: Id
     token_digest: Id  # xxh3-128 of the token ids, computed by the worker from what it scored
-    model_fingerprint: Text
+    model_fingerprint: Name
+    worker: Name
+    signal: Literal["topk", "sampled"]
     n_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # R; row j predicts response token j
-    k: K
+    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0
+    n_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_ENTRIES)] = 0  # R * K, or fewer with a mass target
+    adaptive: bool = False  # rows have counts of their own
     wire: Wire
-    checksums: Annotated[list[Checksum], msgspec.Meta(max_length=4096)]  # one per frame
+    checksums: Checksums
     queue_s: float  # from arrival at the broker to the start of the forward pass
     compute_s: float  # of the whole batch this sequence was scored in
 
     def __post_init__(self) -> None:
-        _check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
-        if self.n_rows * self.k > MAX_ENTRIES:
-            raise ValueError(f"{self.n_rows} rows x k = {self.k} is more than {MAX_ENTRIES} entries")
+        check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
+        most = self.n_rows * self.k
+        if (self.k > 0) != (self.signal == "topk") or (self.adaptive and self.k == 0):
+            raise ValueError(f"k = {self.k}, adaptive = {self.adaptive} with signal {self.signal}")
+        if not (min(self.n_rows, most) if self.adaptive else most) <= self.n_entries <= min(most, MAX_ENTRIES):
+            raise ValueError(f"{self.n_entries} entries in {self.n_rows} rows of k = {self.k}")
+
+
+class RowsReply(Header, tag="rows"):
+    """Rows [start, stop) of a matrix, in one frame; the message with stop == n_rows is the last."""
+
+    request_id: Id
+    token_digest: Id  # as in ScoreReply; zeros for the LM head
+    model_fingerprint: Name
+    worker: Name
+    stream_id: Id  # another one after a retry, whose first message starts at row 0 again
+    signal: Literal["logits", "hidden", "head"]
+    index: Count  # of this message in its stream
+    start: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+    stop: Rows
+    n_rows: Rows
+    n_cols: Rows
+    dtype: RowDtype
+    checksums: Checksums
+    queue_s: float
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
+        if not self.start < self.stop <= self.n_rows:
+            raise ValueError(f"rows {self.start} to {self.stop} of {self.n_rows}")
 
 
 class ErrorReply(Header, tag="error"):
-    """No scores. After `busy`, `deadline` and `damaged` ask again; the others are final."""
+    """No answer. After busy, draining, deadline and damaged ask again; the others are final."""
 
     request_id: Id
     code: ErrorCode
@@ -140,7 +240,7 @@ class ErrorReply(Header, tag="error"):
     retry_after_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_seconds(retry_after_s=self.retry_after_s)
+        check_seconds(retry_after_s=self.retry_after_s)
 
 
 class InfoReply(Header, tag="info"):
@@ -148,15 +248,33 @@ class InfoReply(Header, tag="info"):
 
     request_id: Id
     protocol_version: Count
-    model_name: Text
+    teacher: Name
+    model_name: Name
     model_path: Text
-    model_fingerprint: Text
-    tokenizer_fingerprint: Text
+    model_fingerprint: Name
+    tokenizer_fingerprint: Name
     vocab_size: Count  # rows of the LM head, which may be more than the tokenizer has tokens
+    hidden_size: Count
     max_tokens: Count  # longest P + R
     n_workers: Count
-    engine: Text
-    device: Text
+    n_streams: Count  # sequences that its workers want in flight, all together
+    engine: Name
+    device: Name
+    dtype: Name
+
+
+class StatusReply(Header, tag="status"):
+    """Its frame is a `ServerStatus`, see `encode_status`."""
+
+    request_id: Id
+    checksums: Checksums
+
+
+class DrainReply(Header, tag="drain"):
+    """No new work is taken; `n_left` requests are still being finished."""
+
+    request_id: Id
+    n_left: Count
 
 
 class Pong(Header, tag="pong"):
@@ -165,11 +283,73 @@ class Pong(Header, tag="pong"):
     epoch: Id
     n_workers: Count
     n_queued: Count
+    draining: bool = False
 
 
-ClientMessage = ScoreRequest | InfoRequest | Ping
-ServerMessage = TopKReply | ErrorReply | InfoReply | Pong
+class Gpu(msgspec.Struct, forbid_unknown_fields=True):
+    """One device of a worker; `uuid` and `name` are empty where no driver says them."""
+
+    id: str  # as in CUDA_VISIBLE_DEVICES
+    uuid: str = ""
+    name: str = ""
+
+
+class WorkerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    teacher: str
+    state: Literal["ready", "draining"]
+    host: str
+    pid: int
+    engine: str
+    device: str
+    dtype: str
+    gpus: list[Gpu]
+    n_in_flight: int
+    tokens_in_flight: int
+    n_done: int
+    n_tokens: int  # scored since it joined
+    tokens_per_s: float  # over the last ten seconds or so
+    queue_s: float  # mean of the last hundred answers or so
+    compute_s: float
+    last_heard_s: float  # ago
+
+
+class TeacherStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    model_name: str
+    model_path: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    n_queued: int
+    n_workers: int
+
+
+class ServerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What `python -m teacher_server status` shows. Counters run from the server's start."""
+
+    epoch: str
+    uptime_s: float
+    draining: bool
+    n_queued: int
+    queued_bytes: int
+    n_answered: int
+    n_errors: dict[str, int]  # by ErrorCode
+    n_retried: int  # requests given to another worker
+    n_lost_workers: int
+    excluded: dict[str, str]  # workers that sent bad data, and what it was
+    teachers: list[TeacherStatus]
+    workers: list[WorkerStatus]
+
+
+Work = ScoreRequest | HeadRequest
+ClientMessage = (
+    ScoreRequest | HeadRequest | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
+)  # fmt: skip
+ServerMessage = ScoreReply | RowsReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
 M = TypeVar("M")
+
+# Everything msgspec may raise on hostile bytes; it lets a bare UnicodeDecodeError through on bad UTF-8.
+_REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError, RecursionError)
 
 
 class Codec(Generic[M]):
@@ -203,13 +383,29 @@ class Codec(Generic[M]):
             raise ProtocolError("header checksum does not match")
         try:
             return self._decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError, RecursionError) as error:
-            # msgspec lets a bare UnicodeDecodeError through on bad UTF-8.
+        except _REFUSALS as error:
             raise ProtocolError(f"header refused: {error}") from error
 
 
 requests: Codec[ClientMessage] = Codec(ClientMessage)
 replies: Codec[ServerMessage] = Codec(ServerMessage)
+_status = msgspec.msgpack.Decoder(ServerStatus)
+
+
+def encode_status(request_id: bytes, status: ServerStatus) -> list[bytes]:
+    """[header, frame] of a StatusReply."""
+    frame = msgspec.msgpack.encode(status)
+    return [replies.encode(StatusReply(request_id=request_id, checksums=[checksum(frame)])), frame]
+
+
+def decode_status(reply: StatusReply, frames: list[Buffer]) -> ServerStatus:
+    """Raises ProtocolError if the frame is damaged or not a ServerStatus."""
+    if [checksum(frame) for frame in frames] != reply.checksums or len(frames) != 1:
+        raise ProtocolError("the status frame is missing or damaged")
+    try:
+        return _status.decode(frames[0])
+    except _REFUSALS as error:
+        raise ProtocolError(f"status refused: {error}") from error
 
 
 def as_frame(array: np.ndarray) -> memoryview:
@@ -222,9 +418,11 @@ def checksum(data: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def token_digest(token_ids: np.ndarray) -> bytes:
-    """xxh3-128 of the int32 token ids, 16 bytes: proves which sequence a reply is about."""
-    return xxhash.xxh3_128_digest(as_frame(np.ascontiguousarray(token_ids, dtype="<i4")))
+def token_digest(token_ids: Buffer | np.ndarray) -> bytes:
+    """xxh3-128 of the int32 token ids (or of their frame), 16 bytes: proves which sequence a reply is about."""
+    if isinstance(token_ids, np.ndarray):
+        token_ids = as_frame(np.ascontiguousarray(token_ids, dtype="<i4"))
+    return xxhash.xxh3_128_digest(token_ids)
 
 
 def tokenizer_fingerprint(vocab: Mapping[str, int]) -> str:
@@ -234,80 +432,3 @@ def tokenizer_fingerprint(vocab: Mapping[str, int]) -> str:
         raw = token.encode("utf-8", "surrogatepass")
         digest.update(f"{token_id}:{len(raw)}:".encode() + raw)
     return digest.hexdigest()
-
-
-def check_tokens(token_ids: np.ndarray) -> np.ndarray:
-    """[P + R] contiguous little-endian int32. Raises ProtocolError on ids outside [0, 2^24)."""
-    if token_ids.ndim != 1 or not 2 <= token_ids.size <= MAX_TOKENS:
-        raise ProtocolError(f"token ids of shape {token_ids.shape}, expected one row of 2 to {MAX_TOKENS}")
-    if token_ids.min() < 0 or token_ids.max() > MAX_ID:
-        raise ProtocolError(f"token ids {token_ids.min()} to {token_ids.max()} leave [0, {MAX_ID}]")
-    return np.ascontiguousarray(token_ids, dtype="<i4")
-
-
-def unpack_tokens(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray:
-    """[P + R] int32, a read-only view of the frame. Raises ProtocolError if it is not what the header says."""
-    if len(frames) != 1 or memoryview(frames[0]).nbytes != 4 * request.total_length:
-        raise ProtocolError(f"expected one frame of {request.total_length} token ids")
-    if checksum(frames[0]) != request.checksum:
-        raise ProtocolError("token frame checksum does not match")
-    return check_tokens(np.frombuffer(frames[0], dtype="<i4"))
-
-
-_PLANES: dict[Wire, tuple[tuple[str, str], ...]] = {
-    "fp16": (("logprobs", "<f2"), ("low", "<u2"), ("high", "u1")),
-    "fp32": (("logprobs", "<f4"), ("ids", "<i4")),
-}
-
-
-def _frame_plan(n_rows: int, k: int, wire: Wire) -> Iterator[tuple[str, str, int, int]]:
-    """(plane, dtype, first row, end row) of each frame, in order; the same on both sides."""
-    for plane, dtype in _PLANES[wire]:
-        rows = MAX_FRAME_BYTES // (k * np.dtype(dtype).itemsize)
-        for start in range(0, n_rows, rows):
-            yield plane, dtype, start, min(start + rows, n_rows)
-
-
-def pack_topk(topk_ids: np.ndarray, topk_logprobs: np.ndarray, wire: Wire) -> list[memoryview]:
-    """[R, K] ids and logprobs (nats) -> frames; what to list in `TopKReply.checksums`, in order.
-
-    fp16: logprobs as float16 (KL error 8e-5 on average), ids as a uint16 and a uint8 plane, 5 bytes
-    an entry. fp32: float32 and int32, 8 bytes, exact. Raises ProtocolError on bad shapes or ids.
-    """
-    if topk_ids.ndim != 2 or topk_ids.shape != topk_logprobs.shape or topk_ids.size == 0:
-        raise ProtocolError(f"ids {topk_ids.shape} and logprobs {topk_logprobs.shape} must be the same [R, K]")
-    if topk_ids.min() < 0 or topk_ids.max() > MAX_ID:
-        raise ProtocolError(f"top-k ids {topk_ids.min()} to {topk_ids.max()} leave [0, {MAX_ID}]")
-    if wire == "fp16":
-        # Below float16's range exp() is zero anyway; without the clip the cast would give -inf.
-        logprobs = np.maximum(topk_logprobs, _MIN_FP16)
-        planes = {"logprobs": logprobs, "low": topk_ids & 0xFFFF, "high": topk_ids >> 16}
-    else:
-        planes = {"logprobs": topk_logprobs, "ids": topk_ids}
-    return [
-        as_frame(np.ascontiguousarray(planes[plane][start:stop], dtype=dtype))
-        for plane, dtype, start, stop in _frame_plan(topk_ids.shape[0], topk_ids.shape[1], wire)
-    ]
-
-
-def unpack_topk(reply: TopKReply, frames: Sequence[Buffer]) -> tuple[np.ndarray, np.ndarray]:
-    """([R, K] int32 ids, [R, K] float32 logprobs), own memory. Raises ProtocolError on any damage."""
-    plan = list(_frame_plan(reply.n_rows, reply.k, reply.wire))
-    if not len(frames) == len(reply.checksums) == len(plan):
-        raise ProtocolError(f"{len(frames)} frames, {len(reply.checksums)} checksums, expected {len(plan)}")
-    sizes = [(stop - start) * reply.k * np.dtype(dtype).itemsize for _, dtype, start, stop in plan]
-    if [memoryview(frame).nbytes for frame in frames] != sizes:  # before anything is allocated
-        raise ProtocolError(f"a frame is not of its size; expected {sizes}")
-    ids = np.zeros((reply.n_rows, reply.k), np.int32)
-    logprobs = np.empty((reply.n_rows, reply.k), np.float32)
-    for (plane, dtype, start, stop), frame, expected in zip(plan, frames, reply.checksums, strict=True):
-        if checksum(frame) != expected:
-            raise ProtocolError(f"checksum of the {plane} frame of rows {start}:{stop} does not match")
-        part = np.frombuffer(frame, dtype).reshape(stop - start, reply.k)
-        if plane == "logprobs":
-            logprobs[start:stop] = part
-        elif plane == "high":
-            ids[start:stop] |= part.astype(np.int32) << 16
-        else:
-            ids[start:stop] |= part
-    return ids, logprobs

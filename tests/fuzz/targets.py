@@ -1,0 +1,233 @@
+"""What a fuzzer throws bytes at, and the one rule: a ProtocolError, or a valid message.
+
+A message here is one byte string, `n frames | (length, bytes)...`, so that a coverage-guided fuzzer
+can grow it. Seals and checksums are made right after a mutation (unless it asks for them to stay
+wrong), or no mutation would ever get past the first comparison.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from teacher_server import protocol
+from teacher_server.backplane import Assignment, Dismiss, Done, JobCancel, JobReceived, Part, from_worker, to_worker
+from teacher_server.payload import (
+    TopKScores,
+    check_reply,
+    pack_sampled,
+    pack_topk,
+    unpack_rows,
+    unpack_sampled,
+    unpack_tokens,
+    unpack_topk,
+)
+from teacher_server.protocol import (
+    Cancel,
+    DrainReply,
+    DrainRequest,
+    ErrorReply,
+    Gpu,
+    HeadRequest,
+    InfoRequest,
+    Ping,
+    Pong,
+    ProtocolError,
+    Received,
+    RowsReply,
+    ScoreReply,
+    ScoreRequest,
+    ServerStatus,
+    StatusReply,
+    StatusRequest,
+    TeacherStatus,
+    WorkerStatus,
+    as_frame,
+    checksum,
+    decode_status,
+    encode_status,
+    replies,
+    requests,
+)
+from tests.service.messages import make_hello, make_reply, make_request, make_tokens
+
+_CODECS = (requests, replies, from_worker, to_worker)
+Message = list[bytes]
+
+
+def corpus() -> list[Message]:
+    """A valid message of every kind, headers without their seal."""
+    tokens = make_tokens(12)
+    some_id = bytes(range(16))
+    messages: list[tuple[Any, list[Any]]] = [
+        (make_request(tokens, request_id=some_id), [as_frame(tokens)]),
+        (make_request(tokens, request_id=some_id, signal="logits"), [as_frame(tokens)]),
+        (HeadRequest(request_id=some_id, wire="fp16", deadline_s=1.0), []),
+        (Received(request_id=some_id, stream_id=some_id, n_messages=3), []),
+        (Cancel(request_id=some_id), []),
+        (InfoRequest(request_id=some_id, teacher="math"), []),
+        (StatusRequest(request_id=some_id), []),
+        (DrainRequest(request_id=some_id, worker="w"), []),
+        (Ping(), []),
+        (Pong(epoch=some_id, n_workers=1, n_queued=2), []),
+        (DrainReply(request_id=some_id, n_left=1), []),
+        (ErrorReply(request_id=some_id, code="busy", text="full", retry_after_s=0.2), []),
+        (make_hello(gpus=[Gpu("0", "GPU-1", "x")]), []),
+        (Assignment(job_id=some_id, waited_s=1.0, remaining_s=2.0), []),
+        (Done(job_id=some_id), []),
+        (Part(job_id=some_id), []),
+        (JobReceived(job_id=some_id, stream_id=some_id, n_messages=1), []),
+        (JobCancel(job_id=some_id), []),
+        (Dismiss(why="NaN"), []),
+    ]
+    for wire in ("fp16", "fp32"):
+        for mass in (0.0, 0.9):
+            messages.append(make_reply(make_request(tokens, request_id=some_id, k=3, wire=wire, mass=mass), tokens))
+    sampled, _ = make_reply(make_request(tokens), tokens)
+    sampled.signal, sampled.k, sampled.n_entries = "sampled", 0, 0
+    messages.append((sampled, pack_sampled(np.zeros(sampled.n_rows, np.float32), sampled)))
+    for dtype, numpy_dtype in (("float16", "<f2"), ("bfloat16", "<u2"), ("float32", "<f4")):
+        rows = np.ones((3, 4), numpy_dtype)
+        reply = _rows_reply(some_id, rows, dtype)
+        messages.append((reply, [as_frame(rows)]))
+    made = [[msgspec.msgpack.encode(header), *(bytes(frame) for frame in frames)] for header, frames in messages]
+    header, frame = encode_status(some_id, _status())
+    return [*made, [header[protocol._BODY_AT :], frame]]
+
+
+def _rows_reply(some_id: bytes, rows: np.ndarray, dtype: Any) -> RowsReply:
+    return RowsReply(
+        request_id=some_id,
+        token_digest=some_id,
+        model_fingerprint="f",
+        worker="w",
+        stream_id=some_id,
+        signal="hidden",
+        index=0,
+        start=0,
+        stop=len(rows),
+        n_rows=len(rows),
+        n_cols=rows.shape[1],
+        dtype=dtype,
+        checksums=[],
+        queue_s=0.0,
+        compute_s=0.0,
+    )
+
+
+def _status() -> ServerStatus:
+    worker = WorkerStatus(
+        name="w",
+        teacher="",
+        state="ready",
+        host="h",
+        pid=1,
+        engine="hf",
+        device="cpu",
+        dtype="float32",
+        gpus=[Gpu("0")],
+        n_in_flight=0,
+        tokens_in_flight=0,
+        n_done=0,
+        n_tokens=0,
+        tokens_per_s=0.0,
+        queue_s=0.0,
+        compute_s=0.0,
+        last_heard_s=0.0,
+    )
+    teacher = TeacherStatus(
+        name="",
+        model_name="m",
+        model_path="/m",
+        model_fingerprint="f",
+        tokenizer_fingerprint="t",
+        n_queued=0,
+        n_workers=1,
+    )
+    return ServerStatus(
+        epoch="e",
+        uptime_s=1.0,
+        draining=False,
+        n_queued=0,
+        queued_bytes=0,
+        n_answered=0,
+        n_errors={"busy": 1},
+        n_retried=0,
+        n_lost_workers=0,
+        excluded={},
+        teachers=[teacher],
+        workers=[worker],
+    )
+
+
+def join(message: Message) -> bytes:
+    """One byte string of a message; `split` undoes it."""
+    return b"".join(struct.pack("<H", len(part) & 0xFFFF) + part for part in message)
+
+
+def split(data: bytes) -> Message:
+    """Any byte string is a message."""
+    message, at = [], 0
+    while at + 2 <= len(data) and len(message) < 8:
+        (length,) = struct.unpack_from("<H", data, at)
+        message.append(data[at + 2 : at + 2 + length])
+        at += 2 + length
+    return message
+
+
+def check(message: Message, *, honest_checksums: bool = True) -> bool:
+    """Decode a message every way it could be taken. True if one of them found it valid.
+
+    Raises:
+        AssertionError or anything but ProtocolError: a bug in the decoder.
+    """
+    if not message:
+        return False
+    body, frames = message[0], message[1:]
+    sealed = protocol._PREFIX + checksum(body).to_bytes(8, "little") + body
+    valid = False
+    for codec in _CODECS:
+        try:
+            header: Any = codec.decode(sealed)
+        except ProtocolError:
+            continue
+        assert codec.decode(codec.encode(header)) == header, "not the same after a second trip"
+        if honest_checksums and hasattr(header, "checksums"):
+            header.checksums = [checksum(frame) for frame in frames]
+        if honest_checksums and isinstance(header, ScoreRequest) and frames:
+            header.checksum = checksum(frames[0])
+        try:
+            _take(header, frames)
+        except ProtocolError:
+            continue
+        valid = True
+    return valid
+
+
+def _take(header: Any, frames: Message) -> None:
+    if isinstance(header, ScoreRequest):
+        tokens = unpack_tokens(header, frames)
+        assert tokens.shape == (header.total_length,) and tokens.min() >= 0
+    elif isinstance(header, StatusReply):
+        assert isinstance(decode_status(header, list(frames)), ServerStatus)
+    elif isinstance(header, RowsReply):
+        rows = unpack_rows(header, frames)
+        assert rows.shape == (header.stop - header.start, header.n_cols) and np.isfinite(rows).all()
+    elif isinstance(header, ScoreReply):
+        check_reply(header, frames)
+        if header.signal == "sampled":
+            assert np.isfinite(unpack_sampled(header, frames)).all()
+        else:
+            _check_topk(header, unpack_topk(header, frames))
+
+
+def _check_topk(header: ScoreReply, scores: TopKScores) -> None:
+    assert scores.ids.shape == scores.logprobs.shape == (header.n_rows, header.k)
+    listed = scores.ids >= 0
+    assert np.isfinite(scores.logprobs[listed]).all() and np.isneginf(scores.logprobs[~listed]).all()
+    assert np.isfinite(scores.tail).all() and scores.tail.shape == (header.n_rows,)
+    assert int(listed.sum()) == header.n_entries
+    assert pack_topk(scores, header) is not None

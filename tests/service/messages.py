@@ -1,0 +1,106 @@
+"""Valid messages for tests, any field of which may be overridden."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from teacher_server.backplane import WorkerHello
+from teacher_server.payload import TopKScores, pack_topk
+from teacher_server.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, checksum, token_digest
+
+V, H = 50, 8  # of the model that `make_hello` announces
+
+
+def make_hello(**changes: Any) -> WorkerHello:
+    fields: dict[str, Any] = {
+        "name": "w",
+        "teacher": "",
+        "host": "here",
+        "pid": 1,
+        "model_name": "m",
+        "model_path": "/m",
+        "model_fingerprint": "f",
+        "tokenizer_fingerprint": "t",
+        "vocab_size": V,
+        "hidden_size": H,
+        "max_tokens": 1000,
+        "engine": "trivial",
+        "device": "cpu",
+        "dtype": "float32",
+        "gpus": [],
+        "credit_tokens": 100,
+        "n_streams": 4,
+    }
+    return WorkerHello(**(fields | changes))
+
+
+def make_tokens(n: int = 40, seed: int = 0) -> np.ndarray:
+    """[n] int32"""
+    return np.random.default_rng(seed).integers(0, V, n).astype(np.int32)
+
+
+def make_request(tokens: np.ndarray | None = None, **changes: Any) -> ScoreRequest:
+    tokens = make_tokens() if tokens is None else tokens
+    fields: dict[str, Any] = {
+        "request_id": os.urandom(ID_BYTES),
+        "signal": "topk",
+        "k": 4,
+        "prompt_length": 10 if len(tokens) > 10 else 1,
+        "total_length": len(tokens),
+        "wire": "fp16",
+        "deadline_s": 10.0,
+        "checksum": checksum(as_frame(tokens)),
+    }
+    fields |= changes
+    if fields["signal"] != "topk" and "k" not in changes:
+        fields["k"] = 0
+    return ScoreRequest(**fields)
+
+
+def make_scores(n_rows: int, k: int, *, max_id: int = V - 1, mass: bool = False, seed: int = 0) -> TopKScores:
+    """Random scores whose rows are distributions: distinct ids, descending, listed mass + tail = 1."""
+    rng = np.random.default_rng(seed)
+    # Distinct in a row: a random start, then steps that stay below the largest id.
+    step = max(1, (max_id + 1) // k)
+    ids = (rng.integers(0, step, (n_rows, 1)) + np.arange(k) * step).astype(np.int32)
+    logits = -np.sort(rng.exponential(4.0, (n_rows, k + 1)), axis=1)
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    counts = rng.integers(1, k + 1, n_rows).astype(np.int32) if mass else None
+    listed, kept = logprobs[:, :k].astype(np.float32), np.ones((n_rows, k), bool)
+    if counts is not None:
+        kept = np.arange(k) < counts[:, None]
+        ids[~kept], listed[~kept] = -1, -np.inf
+    tail = 1 - np.exp(listed.astype(np.float64)).sum(1)
+    return TopKScores(ids, listed, np.maximum(tail, 0).astype(np.float32), counts)
+
+
+def make_reply(
+    request: ScoreRequest, tokens: np.ndarray, scores: TopKScores | None = None, **changes: Any
+) -> tuple[ScoreReply, list[memoryview]]:
+    """(header, frames) of a good answer to a `topk` request by the worker of `make_hello`."""
+    if scores is None:
+        scores = make_scores(request.n_response, request.k, mass=request.mass > 0)
+    fields: dict[str, Any] = {
+        "request_id": request.request_id,
+        "token_digest": token_digest(tokens),
+        "model_fingerprint": "f",
+        "worker": "w",
+        "signal": "topk",
+        "n_rows": request.n_response,
+        "k": request.k,
+        "n_entries": scores.ids.size if scores.counts is None else int(scores.counts.sum()),
+        "adaptive": scores.counts is not None,
+        "wire": request.wire,
+        "checksums": [],
+        "queue_s": 0.25,
+        "compute_s": 1.5,
+    }
+    reply = ScoreReply(**fields)
+    frames = pack_topk(scores, reply)
+    reply.checksums = [checksum(frame) for frame in frames]
+    for name, value in changes.items():
+        setattr(reply, name, value)
+    return reply, frames

@@ -1,0 +1,236 @@
+"""What is packed is what is unpacked, bit for bit where promised, or it is a ProtocolError and nothing else."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teacher_server.payload import (
+    NO_ID,
+    TopKScores,
+    check_reply,
+    pack_rows,
+    pack_sampled,
+    pack_topk,
+    rows_per_message,
+    unpack_rows,
+    unpack_sampled,
+    unpack_tokens,
+    unpack_topk,
+)
+from teacher_server.protocol import (
+    MAX_FRAME_BYTES,
+    MAX_ID,
+    ProtocolError,
+    RowDtype,
+    RowsReply,
+    ScoreReply,
+    Wire,
+    checksum,
+    replies,
+)
+from tests.service.messages import make_reply, make_request, make_scores, make_tokens
+
+WIRES: list[Wire] = ["fp16", "fp32"]
+
+
+def exchange(n_rows: int, k: int, wire: Wire, **scores: Any) -> tuple[TopKScores, ScoreReply, list[memoryview]]:
+    tokens = np.zeros(n_rows + 1, np.int32)
+    request = make_request(tokens, prompt_length=1, k=k, wire=wire, mass=0.9 if scores.get("mass") else 0.0)
+    made = make_scores(n_rows, k, **scores)
+    return made, *make_reply(request, tokens, made)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("mass", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (1000, 64), (40_000, 64)], ids=str)
+def test_topk_survives_the_wire(wire: Wire, mass: bool, shape: tuple[int, int]) -> None:
+    """Would break if planes, frame borders or dtypes of the two sides disagreed; the last shape needs many frames."""
+    scores, reply, frames = exchange(*shape, wire, mass=mass, max_id=MAX_ID)
+    assert all(frame.nbytes <= MAX_FRAME_BYTES for frame in frames)
+    header = replies.decode(replies.encode(reply))
+    assert header == reply and isinstance(header, ScoreReply)
+    got = unpack_topk(header, [bytes(frame) for frame in frames])
+    np.testing.assert_array_equal(got.ids, scores.ids)
+    small = wire == "fp16"
+    logprobs = scores.logprobs.astype(np.float16).astype(np.float32) if small else scores.logprobs
+    tail = scores.tail.astype(np.float16).astype(np.float32) if small and mass else scores.tail
+    np.testing.assert_array_equal(got.logprobs, logprobs)
+    np.testing.assert_array_equal(got.tail, tail)
+    assert (got.ids.dtype, got.logprobs.dtype, got.tail.dtype) == (np.int32, np.float32, np.float32)
+    if mass:
+        assert got.counts is not None and scores.counts is not None
+        np.testing.assert_array_equal(got.counts, scores.counts)
+        assert ((got.ids == NO_ID) == (np.arange(shape[1]) >= scores.counts[:, None])).all()
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["fixed", "adaptive"])
+def test_an_entry_is_five_bytes_and_a_position_four_more(mass: bool) -> None:
+    """Would break if the compact mode grew: the promise is 5 bytes an entry and at most 4 a position."""
+    scores, reply, frames = exchange(1000, 64, "fp16", mass=mass, max_id=MAX_ID)
+    assert sum(frame.nbytes for frame in frames) == 5 * reply.n_entries + 4 * 1000
+    assert len(replies.encode(reply)) < 400
+
+
+def test_fp16_never_makes_an_infinity() -> None:
+    """Would break if a very improbable token became -inf, which is NaN once multiplied by a zero probability."""
+    tokens = np.zeros(2, np.int32)
+    scores = TopKScores(np.array([[1, 2]], np.int32), np.array([[0.0, -1e6]], np.float32), np.zeros(1, np.float32))
+    reply, frames = make_reply(make_request(tokens, prompt_length=1, k=2), tokens, scores)
+    assert unpack_topk(reply, frames).logprobs.tolist() == [[0.0, -65504.0]]
+
+
+def test_nan_and_infinity_do_not_pass() -> None:
+    """Would break if a sick worker's NaN, correctly summed and sealed, reached the loss."""
+    tokens = make_tokens()
+    for wire in WIRES:
+        request = make_request(tokens, wire=wire)
+        for bad in (np.nan, np.inf, -np.inf):
+            for field in ("logprobs", "tail"):
+                scores = make_scores(request.n_response, request.k)
+                getattr(scores, field)[3] = bad
+                if wire == "fp16" and field == "logprobs" and bad == -np.inf:
+                    continue  # clipped on the way out
+                reply, frames = make_reply(request, tokens, scores)
+                with pytest.raises(ProtocolError, match="NaN or an infinity in " + field):
+                    check_reply(reply, frames)
+
+
+def test_counts_must_add_up() -> None:
+    """Would break if a reply whose counts and entries disagree could shift one position's scores to the next."""
+    _, reply, frames = exchange(6, 8, "fp32", mass=True)
+    lied = np.frombuffer(frames[-1], "<u2").copy()
+    lied[0], lied[1] = lied[0] + 1, lied[1]
+    frames[-1] = memoryview(lied.tobytes())
+    reply.checksums[-1] = checksum(frames[-1])
+    with pytest.raises(ProtocolError, match="counts"):
+        unpack_topk(reply, frames)
+
+
+@pytest.mark.parametrize("field", ["ids", "logprobs", "tail", "counts"])
+def test_misshapen_scores_are_not_packed(field: str) -> None:
+    """Would break if an engine's mistake left as a valid message."""
+    scores, reply, _ = exchange(6, 8, "fp16", mass=True)
+    parts = {name: getattr(scores, name) for name in ("ids", "logprobs", "tail", "counts")}
+    for wrong in (parts[field][:-1], np.zeros((0,), np.int32), None):
+        if wrong is None and field != "counts":
+            continue
+        with pytest.raises(ProtocolError):
+            pack_topk(TopKScores(**(parts | {field: wrong})), reply)
+    with pytest.raises(ProtocolError, match="leave"):
+        pack_topk(TopKScores(**(parts | {"ids": scores.ids + MAX_ID + 1})), reply)
+
+
+def rows_reply(rows: np.ndarray, dtype: RowDtype) -> tuple[RowsReply, list[memoryview]]:
+    frames = pack_rows(rows)
+    reply = RowsReply(
+        request_id=bytes(16),
+        token_digest=bytes(16),
+        model_fingerprint="f",
+        worker="w",
+        stream_id=os.urandom(16),
+        signal="hidden",
+        index=0,
+        start=0,
+        stop=len(rows),
+        n_rows=len(rows),
+        n_cols=rows.shape[1],
+        dtype=dtype,
+        checksums=[checksum(frame) for frame in frames],
+        queue_s=0.0,
+        compute_s=0.0,
+    )
+    return reply, frames
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_survive_the_wire(dtype: RowDtype) -> None:
+    """Would break if bfloat16 bits were read as float16, or a row came out shifted."""
+    rng = np.random.default_rng(0)
+    exact = rng.normal(size=(7, 33)).astype(np.float32)
+    if dtype == "bfloat16":
+        bits = (exact.view(np.uint32) >> 16).astype(np.uint16)
+        rows, expected = bits, (bits.astype(np.uint32) << 16).view(np.float32)
+    else:
+        rows = exact.astype(dtype)
+        expected = rows.astype(np.float32)
+    reply, frames = rows_reply(rows, dtype)
+    np.testing.assert_array_equal(unpack_rows(reply, frames), expected)
+    rows = rows.copy()
+    rows[2, 3] = 0x7FC0 if dtype == "bfloat16" else np.nan
+    with pytest.raises(ProtocolError, match="NaN"):
+        unpack_rows(*rows_reply(rows, dtype))
+
+
+def test_a_row_that_fits_no_frame_is_refused() -> None:
+    """Would break if a huge vocabulary led to a division by zero or to frames the other side refuses."""
+    assert rows_per_message(152_000, "float32") == 6
+    with pytest.raises(ProtocolError, match="does not fit"):
+        rows_per_message(MAX_ID, "float32")
+
+
+def test_sampled_survives_the_wire() -> None:
+    """Would break if the sampled logprobs were rounded: they are exact in either mode."""
+    logprobs = -np.random.default_rng(0).exponential(size=30).astype(np.float32)
+    tokens = make_tokens()
+    reply, _ = make_reply(make_request(tokens), tokens)
+    reply = ScoreReply(
+        **{f: getattr(reply, f) for f in reply.__struct_fields__} | {"signal": "sampled", "k": 0, "n_entries": 0}
+    )
+    frames = pack_sampled(logprobs, reply)
+    reply.checksums = [checksum(frame) for frame in frames]
+    np.testing.assert_array_equal(unpack_sampled(reply, frames), logprobs)
+    with pytest.raises(ProtocolError):
+        pack_sampled(logprobs[:-1], reply)
+
+
+def test_tokens_must_be_what_the_header_says() -> None:
+    """Would break if a cut, damaged or negative token row could be scored."""
+    tokens = make_tokens()
+    request = make_request(tokens)
+    np.testing.assert_array_equal(unpack_tokens(request, [tokens.tobytes()]), tokens)
+    negative = tokens - 100
+    for frames in ([], [b""], [tokens.tobytes()[:-4]], [tokens[::-1].tobytes()], [tokens.tobytes()] * 2):
+        with pytest.raises(ProtocolError):
+            unpack_tokens(request, frames)
+    with pytest.raises(ProtocolError, match="leave"):
+        unpack_tokens(make_request(tokens, checksum=checksum(negative.tobytes())), [negative.tobytes()])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), wire=st.sampled_from(WIRES), mass=st.booleans())
+def test_mutated_messages_are_errors_or_equal(data: st.DataObject, wire: Wire, mass: bool) -> None:
+    """Would break if damage anywhere in a message could yield other numbers, or another kind of exception."""
+    _, reply, frames = exchange(3, 5, wire, mass=mass, seed=1)
+    message = [replies.encode(reply), *(bytes(frame) for frame in frames)]
+    reference = unpack_topk(reply, frames)
+    for _ in range(data.draw(st.integers(1, 3))):
+        part = data.draw(st.integers(0, len(message) - 1))
+        raw = bytearray(message[part])
+        match data.draw(st.sampled_from(["flip", "cut", "grow", "swap", "drop"])):
+            case "flip" if raw:
+                raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+                message[part] = bytes(raw)
+            case "cut":
+                message[part] = bytes(raw[: data.draw(st.integers(0, len(raw)))])
+            case "grow":
+                message[part] = bytes(raw) + data.draw(st.binary(max_size=8))
+            case "swap":
+                other = data.draw(st.integers(0, len(message) - 1))
+                message[part], message[other] = message[other], message[part]
+            case "drop" if len(message) > 1:
+                del message[part]
+    try:
+        header = replies.decode(message[0])
+        assert isinstance(header, ScoreReply)
+        got = unpack_topk(header, message[1:])
+    except ProtocolError:
+        return
+    assert header == reply
+    for name in ("ids", "logprobs", "tail", "counts"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(reference, name))
