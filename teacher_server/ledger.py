@@ -4,10 +4,11 @@ Pure bookkeeping: no sockets, and the time is an argument, so each rule is teste
 
     submit -> queue -> assign -> worker -> complete
                 ^                  |
-                +------ lose ------+        a lost worker's jobs go back to the head of the queue
+                +-- lose, retry ---+        a lost worker's jobs go back to the head of the queue
 
 Dispatch is by credit: a worker announces how many tokens of unfinished work it takes, and what is
 outstanding is counted here from assigned jobs, so there is no counter on the wire that could drift.
+Clients of one teacher take turns, so a long queue of one of them does not hold up the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from teacher_server.backplane import WorkerHello
-from teacher_server.protocol import ScoreRequest
+from teacher_server.protocol import Id, ScoreRequest, Work
 
 Admission = Literal["queued", "known", "full"]
 _JOB_OVERHEAD_BYTES = 1024  # Python objects and headers of a queued job, so that tiny jobs count too
@@ -30,29 +31,54 @@ class Job:
 
     job_id: bytes
     client: bytes
-    request: ScoreRequest
+    teacher: str
+    request: Work
     payload: list[Any]  # the client's frames as they came, kept to be forwarded (again)
+    digest: Id  # of its tokens; zeros for the LM head
     arrived_s: float
     deadline_s: float  # absolute, on the caller's clock
     n_bytes: int
     attempts: int = 0
     worker: bytes | None = None  # None: in the queue
+    failed_on: set[str] = field(default_factory=set)  # names of workers whose engine could not do it
+    # What has been forwarded of a stream by the worker that holds it now.
+    stream_id: bytes = b""
+    n_parts: int = 0
+    n_rows: int = 0
 
     @property
     def key(self) -> tuple[bytes, bytes]:
         return self.client, self.request.request_id
+
+    @property
+    def n_tokens(self) -> int:
+        return self.request.total_length if isinstance(self.request, ScoreRequest) else 1
+
+    @property
+    def is_stream(self) -> bool:
+        return not isinstance(self.request, ScoreRequest) or self.request.signal in ("logits", "hidden")
 
 
 @dataclass(slots=True)
 class Worker:
     hello: WorkerHello
     last_heard_s: float
+    leaving: bool = False
     outstanding: dict[bytes, int] = field(default_factory=dict)  # job_id -> tokens
     n_tokens: int = 0
+    # For the status table.
+    n_done: int = 0
+    n_tokens_done: int = 0
+    tokens_per_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
 
     def has_credit(self, n_tokens: int) -> bool:
         # An idle worker takes a sequence longer than its whole credit; else nobody ever would.
         return not self.outstanding or self.n_tokens + n_tokens <= self.hello.credit_tokens
+
+    def release(self, job_id: bytes) -> None:
+        self.n_tokens -= self.outstanding.pop(job_id, 0)
 
 
 class Ledger:
@@ -66,101 +92,190 @@ class Ledger:
 
     def __init__(self, epoch: bytes, max_queue_bytes: int, max_attempts: int = 5) -> None:
         self.workers: dict[bytes, Worker] = {}
+        self.n_queued = 0
         self.queued_bytes = 0
+        self.n_retried = 0
         self._epoch = epoch
         self._max_queue_bytes = max_queue_bytes
         self._max_attempts = max_attempts
-        self._queue: deque[Job] = deque()
+        self._queues: dict[str, dict[bytes, deque[Job]]] = {}  # teacher -> client -> its jobs; first client is next
         self._jobs: dict[bytes, Job] = {}
         self._by_key: dict[tuple[bytes, bytes], Job] = {}
         self._n_made = 0
 
     @property
-    def n_queued(self) -> int:
-        return len(self._queue)
+    def n_jobs(self) -> int:
+        """Queued and assigned."""
+        return len(self._jobs)
 
-    def submit(self, client: bytes, request: ScoreRequest, payload: list[Any], n_bytes: int, now_s: float) -> Admission:
+    def n_queued_for(self, teacher: str) -> int:
+        return sum(len(jobs) for jobs in self._queues.get(teacher, {}).values())
+
+    # Jobs
+
+    def submit(
+        self, client: bytes, teacher: str, request: Work, payload: list[Any], digest: bytes, n_bytes: int, now_s: float
+    ) -> Admission:
         """Queue a request. A resend of one still here only renews its deadline (`known`)."""
         known = self._by_key.get((client, request.request_id))
         if known is not None:
             known.deadline_s = now_s + request.deadline_s
             return "known"
         n_bytes += _JOB_OVERHEAD_BYTES
-        if self._queue and self.queued_bytes + n_bytes > self._max_queue_bytes:
+        if self.n_queued and self.queued_bytes + n_bytes > self._max_queue_bytes:
             return "full"
         self._n_made += 1
         job_id = self._epoch + self._n_made.to_bytes(8, "little")
-        job = Job(job_id, client, request, payload, now_s, now_s + request.deadline_s, n_bytes)
+        job = Job(job_id, client, teacher, request, payload, digest, now_s, now_s + request.deadline_s, n_bytes)
         self._jobs[job_id] = self._by_key[job.key] = job
-        self._queue.append(job)
-        self.queued_bytes += n_bytes
+        self._enqueue(job, first=False)
         return "queued"
 
+    def find(self, job_id: bytes) -> Job | None:
+        return self._jobs.get(job_id)
+
+    def find_request(self, client: bytes, request_id: bytes) -> Job | None:
+        return self._by_key.get((client, request_id))
+
     def assign(self) -> Iterator[tuple[bytes, Job]]:
-        """(worker, job) pairs to send now, oldest job first, to the worker with least to do."""
-        while self._queue and self.workers:
-            job = self._queue[0]
-            identity, worker = min(self.workers.items(), key=lambda item: item[1].n_tokens)
-            n_tokens = job.request.total_length
-            if not worker.has_credit(n_tokens):
-                return
-            self._queue.popleft()
-            self.queued_bytes -= job.n_bytes
-            job.worker = identity
-            job.attempts += 1
-            worker.outstanding[job.job_id] = n_tokens
-            worker.n_tokens += n_tokens
-            yield identity, job
+        """(worker, job) pairs to send now: clients in turn, each one's oldest job, to the worker with least to do."""
+        for teacher, clients in self._queues.items():
+            while clients:
+                client, jobs = next(iter(clients.items()))
+                identity = self._choose(teacher, jobs[0])
+                if identity is None:
+                    break
+                job = jobs.popleft()
+                del clients[client]
+                if jobs:
+                    clients[client] = jobs  # at the end: its next turn comes after everyone else's
+                self.n_queued -= 1
+                self.queued_bytes -= job.n_bytes
+                job.worker, job.attempts = identity, job.attempts + 1
+                job.stream_id, job.n_parts, job.n_rows = b"", 0, 0
+                worker = self.workers[identity]
+                worker.outstanding[job.job_id] = job.n_tokens
+                worker.n_tokens += job.n_tokens
+                yield identity, job
+
+    def _choose(self, teacher: str, job: Job) -> bytes | None:
+        able = {k: w for k, w in self.workers.items() if w.hello.teacher == teacher and not w.leaving}
+        # Those whose engine failed on this job come last: with nobody else there, their error is the answer.
+        able = {k: w for k, w in able.items() if w.hello.name not in job.failed_on} or able
+        free = [(w.n_tokens, k) for k, w in able.items() if w.has_credit(job.n_tokens)]
+        return min(free)[1] if free else None
 
     def complete(self, worker: bytes, job_id: bytes) -> Job | None:
         """The job this answers, or None if someone answered before or nobody waits any more."""
-        sender = self.workers.get(worker)
-        if sender is not None:
-            sender.n_tokens -= sender.outstanding.pop(job_id, 0)
+        if worker in self.workers:
+            self.workers[worker].release(job_id)
         job = self._jobs.get(job_id)
-        if job is not None:
-            self._forget(job)
+        # The end of a stream counts only with its beginning.
+        if job is None or (job.is_stream and job.worker != worker):
+            return None
+        self._forget(job)
         return job
+
+    def cancel(self, job: Job) -> bytes | None:
+        """Drop a job; returns the worker that has it, who should be told."""
+        worker = job.worker
+        self._forget(job)
+        return worker
+
+    def expire(self, now_s: float) -> list[Job]:
+        """Drop and return the jobs whose deadline has passed, wherever they are; `Job.worker` should be told."""
+        late = [job for job in self._jobs.values() if job.deadline_s < now_s]
+        for job in late:
+            self._forget(job)
+        return late
+
+    def retry(self, job: Job, failed_on: str) -> bool:
+        """Put back an assigned job that the engine of `failed_on` could not do; False if there is no other to try."""
+        others = {w.hello.name for w in self.workers.values() if w.hello.teacher == job.teacher and not w.leaving}
+        if job.attempts >= self._max_attempts or not others - job.failed_on - {failed_on}:
+            return False
+        job.failed_on.add(failed_on)
+        return self._requeue(job)
+
+    def _requeue(self, job: Job) -> bool:
+        self._release(job)
+        if job.attempts >= self._max_attempts:
+            self._forget(job)
+            return False
+        job.worker = None
+        self.n_retried += 1
+        self._enqueue(job, first=True)
+        return True
+
+    def _enqueue(self, job: Job, *, first: bool) -> None:
+        clients = self._queues.setdefault(job.teacher, {})
+        jobs = clients.setdefault(job.client, deque())
+        if first:
+            jobs.appendleft(job)
+        else:
+            jobs.append(job)
+        self.n_queued += 1
+        self.queued_bytes += job.n_bytes
+
+    def _release(self, job: Job) -> None:
+        if job.worker in self.workers:
+            self.workers[job.worker].release(job.job_id)
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[job.job_id], self._by_key[job.key]
+        if job.worker is not None:
+            self._release(job)
+            return
+        clients = self._queues[job.teacher]
+        clients[job.client].remove(job)
+        if not clients[job.client]:
+            del clients[job.client]
+        self.n_queued -= 1
+        self.queued_bytes -= job.n_bytes
+
+    # Workers
 
     def hello(self, worker: bytes, hello: WorkerHello, now_s: float) -> bool:
         """Note a sign of life; True if this worker is new (or was thought lost)."""
         known = self.workers.get(worker)
         if known is None:
-            self.workers[worker] = Worker(hello, now_s)
+            self.workers[worker] = Worker(hello, now_s, leaving=hello.leaving)
             return True
         known.hello, known.last_heard_s = hello, now_s
+        known.leaving = known.leaving or hello.leaving
         return False
 
-    def lose(self, worker: bytes) -> list[Job]:
-        """Forget a worker and requeue what it had; returns the jobs that are given up instead."""
+    def lose(self, worker: bytes, *, blame: bool = True) -> list[Job]:
+        """Forget a worker and requeue what it had; returns the jobs that are given up instead.
+
+        Args:
+            blame: count it as an attempt of its jobs; not when it only came back under another identity.
+        """
         gone = self.workers.pop(worker, None)
         given_up: list[Job] = []
         for job_id in reversed(gone.outstanding if gone else {}):
             job = self._jobs.get(job_id)
             if job is None or job.worker != worker:
                 continue  # answered, expired, or already with someone else
-            if job.attempts >= self._max_attempts:
-                self._forget(job)
+            job.attempts -= not blame
+            if not self._requeue(job):
                 given_up.append(job)
-                continue
-            job.worker = None
-            self._queue.appendleft(job)
-            self.queued_bytes += job.n_bytes
         return given_up
 
     def silent(self, now_s: float, timeout_s: float) -> list[bytes]:
         """Workers not heard of for longer than `timeout_s`."""
         return [identity for identity, worker in self.workers.items() if now_s - worker.last_heard_s > timeout_s]
 
-    def expire(self, now_s: float) -> list[Job]:
-        """Drop and return the jobs whose deadline has passed, wherever they are."""
-        late = [job for job in self._jobs.values() if job.deadline_s < now_s]
-        for job in late:
-            self._forget(job)
-        return late
+    def leavers(self) -> list[bytes]:
+        """Workers that leave and have nothing left to do."""
+        return [identity for identity, worker in self.workers.items() if worker.leaving and not worker.outstanding]
 
-    def _forget(self, job: Job) -> None:
-        del self._jobs[job.job_id], self._by_key[job.key]
-        if job.worker is None:
-            self._queue.remove(job)
-            self.queued_bytes -= job.n_bytes
+    def answered(self, worker: bytes, job: Job, queue_s: float, compute_s: float) -> None:
+        """Note a good answer of `worker` for the status table."""
+        by = self.workers.get(worker)
+        if by is not None:
+            by.n_done += 1
+            by.n_tokens_done += job.n_tokens
+            share = max(0.01, 1 / by.n_done)  # a mean of about a hundred answers, from the first one on
+            by.queue_s += share * (queue_s - by.queue_s)
+            by.compute_s += share * (compute_s - by.compute_s)

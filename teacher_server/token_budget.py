@@ -16,13 +16,17 @@ class WorkItem:
     job_id: bytes
     request: ScoreRequest
     sequence: TokenSequence
+    digest: bytes  # of its tokens
     received_s: float
     waited_s: float  # in the broker, before it came here
     deadline_s: float
 
     @property
     def params(self) -> ScoreParams:
-        return ScoreParams(self.request.k, self.request.temperature, self.request.n_vocab)
+        r = self.request
+        # Only rows of a stream depend on the wire before they are packed; scores of both kinds go together.
+        wire = r.wire if r.signal in ("logits", "hidden") else "fp32"
+        return ScoreParams(r.signal, k=r.k, mass=r.mass, temperature=r.temperature, n_vocab=r.n_vocab, wire=wire)
 
 
 def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]:
@@ -33,11 +37,11 @@ def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]
     `max_batch_tokens`. A sequence longer than the budget goes alone.
     """
     oldest = waiting[0]
-    length = oldest.request.total_length
+    length, params = oldest.request.total_length, oldest.params
     batch, longest = [oldest], length
     for item in _nearest_first(waiting[1:], length):
         longest_with = max(longest, item.request.total_length)
-        if item.params == oldest.params and (len(batch) + 1) * longest_with <= max_batch_tokens:
+        if (len(batch) + 1) * longest_with <= max_batch_tokens and item.params == params:
             batch.append(item)
             longest = longest_with
     taken = {id(item) for item in batch}

@@ -1,97 +1,119 @@
-"""One engine worker process: waiting requests -> token-budget batches -> engine -> replies.
+"""The compute loop of a worker: waiting requests -> token-budget batches -> engine -> replies and streams.
 
-The server starts it; by hand it is `python -m teacher_server.worker --connect ENDPOINT --model PATH ...`.
 It keeps no state that a client depends on, so killing it at any moment loses nothing but time.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import logging
 import os
-import signal
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import zmq
 
-from teacher_server.backplane import Assignment, WorkerHello
-from teacher_server.engines.base import Engine, TokenSequence, TopK, request_problem
-from teacher_server.errors import ServerError
-from teacher_server.model_folder import ModelFolder, inspect_model_folder, read_tokenizer_fingerprint
+from teacher_server.backplane import Assignment, JobCancel, JobReceived
+from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, request_problem
+from teacher_server.open_stream import OpenStream, open_stream
+from teacher_server.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
 from teacher_server.protocol import (
+    ID_BYTES,
+    Buffer,
     ErrorCode,
     ErrorReply,
+    HeadRequest,
     ProtocolError,
+    ScoreReply,
     ScoreRequest,
-    TopKReply,
     checksum,
-    pack_topk,
     replies,
     requests,
     token_digest,
-    unpack_tokens,
 )
-from teacher_server.server_log import log_to_stderr
 from teacher_server.token_budget import WorkItem, take_batch
-from teacher_server.worker_link import WorkerLink
+from teacher_server.worker_link import Arrival, End, NewConnection, Work, WorkerLink
 
 log = logging.getLogger(__name__)
 
 CREDIT_BATCHES = 2  # one being computed, one waiting here, so that the engine never waits for the broker
+# Out of memory, or a sequence that the model chokes on: alone, each fails or passes by itself.
+_ENGINE_ERRORS = (ArithmeticError, RuntimeError, ValueError, IndexError, MemoryError)
+_MAX_BREAKDOWNS = 3  # RuntimeErrors in a row: the device is gone, and another process may get it back
 
 
 class Worker:
-    """The compute loop; the link is its only way in and out."""
+    """The link is its only way in and out."""
 
-    def __init__(self, engine: Engine, link: WorkerLink, model_fingerprint: str, max_batch_tokens: int) -> None:
-        self._engine = engine
-        self._link = link
-        self._model_fingerprint = model_fingerprint
+    def __init__(
+        self, engine: Engine, link: WorkerLink, model_fingerprint: str, worker_name: str, max_batch_tokens: int
+    ) -> None:
+        self._engine, self._link = engine, link
+        self._model_fingerprint, self._name = model_fingerprint, worker_name
         self._max_batch_tokens = max_batch_tokens
         self._waiting: list[WorkItem] = []
+        self._streams: dict[bytes, OpenStream] = {}  # by job_id
+        self._n_breakdowns = 0
 
-    def run(self) -> None:
-        """Serve until the link ends."""
-        while self._fill():
+    def run(self) -> str:
+        """Serve until the link ends; returns why it did, empty after a drain."""
+        while True:
+            busy = bool(self._waiting) or any(stream.may_send for stream in self._streams.values())
+            while not busy or not self._link.inbox.empty():
+                arrival = self._link.inbox.get()
+                if isinstance(arrival, End):
+                    return arrival.why
+                self._take(arrival)
+                busy = True
+            for stream in [stream for stream in self._streams.values() if stream.may_send]:
+                self._send_rows(stream)
             if self._waiting:
                 self._score(take_batch(self._waiting, self._max_batch_tokens))
 
-    def _fill(self) -> bool:
-        """Move what has arrived to `waiting`; blocks only if there is nothing to do. False: the link ended."""
-        while not self._waiting or not self._link.inbox.empty():
-            arrival = self._link.inbox.get()
-            if arrival is None:
-                return False
-            self._accept(*arrival)
-        return True
+    # Arrivals
+
+    def _take(self, arrival: Arrival) -> None:
+        if isinstance(arrival, Work):
+            self._accept(arrival.job, arrival.frames)
+        elif isinstance(arrival, JobReceived):
+            stream = self._streams.get(arrival.job_id)
+            if stream is not None and stream.stream_id == arrival.stream_id:
+                stream.received = max(stream.received, arrival.n_messages)
+        elif isinstance(arrival, JobCancel):
+            self._waiting = [item for item in self._waiting if item.job_id != arrival.job_id]
+            self._close(arrival.job_id)
+        elif isinstance(arrival, NewConnection):
+            self._waiting.clear()
+            for job_id in list(self._streams):
+                self._close(job_id)
 
     def _accept(self, job: Assignment, frames: list[zmq.Frame]) -> None:
         request_id = b""
+        now_s = time.monotonic()
         try:
             request = requests.decode(frames[0].buffer)
-            if not isinstance(request, ScoreRequest):
+            if not isinstance(request, ScoreRequest | HeadRequest):
                 raise ProtocolError(f"{type(request).__name__} is not work")
             request_id = request.request_id
-            sequence = TokenSequence(
-                unpack_tokens(request, [frame.buffer for frame in frames[1:]]), request.prompt_length
-            )
+            if isinstance(request, HeadRequest):
+                self._open_head(job, request)
+                return
+            tokens = unpack_tokens(request, [frame.buffer for frame in frames[1:]])
         except ProtocolError as error:
             # The broker has read this header, so without a request id there is nobody to tell.
             log.error("refused job %s: %s", job.job_id.hex(), error)
             if request_id:
                 self._refuse(job.job_id, request_id, "damaged", str(error))
             return
-        now_s = time.monotonic()
-        item = WorkItem(job.job_id, request, sequence, now_s, job.waited_s, now_s + job.remaining_s)
+        sequence = TokenSequence(tokens, request.prompt_length)
+        deadline_s = now_s + job.remaining_s
+        item = WorkItem(job.job_id, request, sequence, token_digest(tokens), now_s, job.waited_s, deadline_s)
         problem = request_problem(self._engine, sequence, item.params)
         if problem is None:
             self._waiting.append(item)
         else:
             self._refuse(job.job_id, request_id, "bad_request", problem)
+
+    # Batches
 
     def _score(self, batch: list[WorkItem]) -> None:
         start_s = time.monotonic()
@@ -100,129 +122,115 @@ class Worker:
             self._refuse(item.job_id, item.request.request_id, "deadline", "expired before its forward pass")
         if not batch:
             return
+        scores: list[Scores] | None
         try:
-            scores = self._engine.score_topk([item.sequence for item in batch], batch[0].params)
-        except (ArithmeticError, RuntimeError, ValueError, IndexError, MemoryError) as error:
-            # Out of memory or a sequence the model chokes on: alone, each fails or passes by itself.
-            log.exception("engine failed on a batch of %d", len(batch))
+            with self._link.computing():
+                scores = self._engine.score([item.sequence for item in batch], batch[0].params)
+        except _ENGINE_ERRORS as error:
             if len(batch) == 1:
-                self._refuse(batch[0].job_id, batch[0].request.request_id, "engine", f"{type(error).__name__}: {error}")
+                log.exception("engine failed on a sequence")
+                self._failed(batch[0].job_id, batch[0].request.request_id, error)
                 return
+            log.warning("engine failed on a batch of %d (%s); each goes alone now", len(batch), error)
+            scores = None
+        if scores is None:
             for item in batch:
                 self._score([item])
             return
+        self._n_breakdowns = 0
         compute_s = time.monotonic() - start_s
         for item, scored in zip(batch, scores, strict=True):
             self._answer(item, scored, item.waited_s + start_s - item.received_s, compute_s)
 
-    def _answer(self, item: WorkItem, scored: TopK, queue_s: float, compute_s: float) -> None:
-        frames = pack_topk(scored.ids, scored.logprobs, item.request.wire)
-        header = TopKReply(
-            request_id=item.request.request_id,
-            token_digest=token_digest(item.sequence.token_ids),
-            model_fingerprint=self._model_fingerprint,
-            n_rows=scored.ids.shape[0],
-            k=scored.ids.shape[1],
-            wire=item.request.wire,
-            checksums=[checksum(frame) for frame in frames],
-            queue_s=queue_s,
-            compute_s=compute_s,
-        )
-        self._link.answer(item.job_id, [replies.encode(header), *frames])
+    def _answer(self, item: WorkItem, scored: Scores, queue_s: float, compute_s: float) -> None:
+        request = item.request
+        if isinstance(scored, TopKScores | np.ndarray):
+            counts = scored.counts if isinstance(scored, TopKScores) else None
+            header = ScoreReply(
+                request_id=request.request_id,
+                token_digest=item.digest,
+                model_fingerprint=self._model_fingerprint,
+                worker=self._name,
+                signal="topk" if isinstance(scored, TopKScores) else "sampled",
+                n_rows=request.n_response,
+                k=request.k,
+                n_entries=request.n_response * request.k if counts is None else int(counts.sum()),
+                adaptive=counts is not None,
+                wire=request.wire,
+                checksums=[],
+                queue_s=queue_s,
+                compute_s=compute_s,
+            )
+            frames = pack_topk(scored, header) if isinstance(scored, TopKScores) else pack_sampled(scored, header)
+            header.checksums = [checksum(frame) for frame in frames]
+            self._link.answer(item.job_id, [replies.encode(header), *frames])
+            return
+        self._open(item.job_id, request.request_id, item.digest, scored, request.signal, queue_s, compute_s)
+
+    # Streams
+
+    def _open_head(self, job: Assignment, request: HeadRequest) -> None:
+        problem = None if self._engine.has_plain_head else "its LM head is more than a matrix, so `hidden` is no use"
+        if problem is not None:
+            self._refuse(job.job_id, request.request_id, "bad_request", problem)
+            return
+        rows = self._engine.lm_head(request.wire)
+        self._open(job.job_id, request.request_id, bytes(ID_BYTES), rows, "head", job.waited_s, 0.0)
+
+    def _open(
+        self,
+        job_id: bytes,
+        request_id: bytes,
+        digest: bytes,
+        rows: RowStream,
+        signal: str,
+        queue_s: float,
+        compute_s: float,
+    ) -> None:
+        try:
+            self._streams[job_id] = open_stream(
+                job_id,
+                request_id,
+                digest,
+                rows,
+                signal,
+                stream_id=os.urandom(ID_BYTES),
+                model_fingerprint=self._model_fingerprint,
+                worker=self._name,
+                queue_s=queue_s,
+                compute_s=compute_s,
+            )
+        except ProtocolError as error:
+            rows.close()
+            self._refuse(job_id, request_id, "bad_request", str(error))
+
+    def _send_rows(self, stream: OpenStream) -> None:
+        try:
+            with self._link.computing():
+                messages = stream.next_messages()
+        except _ENGINE_ERRORS as error:
+            log.exception("engine failed in a stream")
+            self._close(stream.job_id)
+            self._failed(stream.job_id, stream.head.request_id, error)
+            return
+        for frames, last in messages:
+            self._link.answer(stream.job_id, frames, final=last)
+        if stream.finished:
+            self._close(stream.job_id)
+
+    def _close(self, job_id: bytes) -> None:
+        stream = self._streams.pop(job_id, None)
+        if stream is not None:
+            stream.rows.close()
+
+    # Refusals
+
+    def _failed(self, job_id: bytes, request_id: bytes, error: BaseException) -> None:
+        self._refuse(job_id, request_id, "engine", f"{type(error).__name__}: {error}")
+        self._n_breakdowns = self._n_breakdowns + 1 if isinstance(error, RuntimeError) else 0
+        if self._n_breakdowns >= _MAX_BREAKDOWNS:
+            raise error
 
     def _refuse(self, job_id: bytes, request_id: bytes, code: ErrorCode, text: str) -> None:
-        error = ErrorReply(request_id=request_id, code=code, text=text[:1000])
-        self._link.answer(job_id, [replies.encode(error)])
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """How the server wants its workers; `argv` is the command line of one of them."""
-
-    connect: str
-    model: str
-    engine: str
-    device: str
-    dtype: str
-    threads: int
-    max_batch_tokens: int
-
-    def argv(self, name: str, index: int) -> list[str]:
-        options = {
-            "connect": self.connect,
-            "model": self.model,
-            "engine": self.engine,
-            "device": self.device,
-            "dtype": self.dtype,
-            "threads": self.threads,
-            "max-batch-tokens": self.max_batch_tokens,
-            "name": name,
-            "index": index,
-            "parent-pid": os.getpid(),
-        }
-        flags = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-        return [sys.executable, "-m", "teacher_server.worker", *flags]
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends (Linux)."""
-    pr_set_pdeathsig = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
-        raise ServerError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent_pid:  # it died before the call
-        raise ServerError(f"the server (pid {parent_pid}) is gone")
-
-
-def load_engine(args: argparse.Namespace, folder: ModelFolder) -> Engine:
-    """The one place where engine names become engines; imports only the library of the one asked for."""
-    import torch
-
-    from teacher_server.engines.hf import HfEngine, resolve_device
-
-    torch.set_num_threads(args.threads)
-    device = resolve_device(args.device, args.index)
-    return HfEngine(args.model, dtype=args.dtype, device=device, max_tokens=folder.max_tokens)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m teacher_server.worker", description=__doc__)
-    for option in ("connect", "model", "name"):
-        parser.add_argument(f"--{option}", required=True)
-    parser.add_argument("--engine", default="hf", choices=["hf"])
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--max-batch-tokens", type=int, default=8192)
-    parser.add_argument("--index", type=int, default=0)
-    parser.add_argument("--parent-pid", type=int, default=0, help="die with this process; 0: do not")
-    args = parser.parse_args(argv)
-    log_to_stderr(args.name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its workers
-    try:
-        if args.parent_pid:
-            die_with_parent(args.parent_pid)
-        folder = inspect_model_folder(args.model)
-        engine = load_engine(args, folder)
-        tokenizer = read_tokenizer_fingerprint(folder)
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    hello = WorkerHello(
-        name=args.name,
-        model_name=folder.name,
-        model_path=folder.path,
-        model_fingerprint=folder.fingerprint,
-        tokenizer_fingerprint=tokenizer,
-        vocab_size=engine.vocab_size,
-        max_tokens=engine.max_tokens,
-        engine=engine.name,
-        device=engine.device,
-        credit_tokens=CREDIT_BATCHES * args.max_batch_tokens,
-    )
-    log.info("loaded %s on %s", folder.name, engine.device)
-    Worker(engine, WorkerLink(args.connect, hello), folder.fingerprint, args.max_batch_tokens).run()
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        error: list[Buffer] = [replies.encode(ErrorReply(request_id=request_id, code=code, text=text[:1000]))]
+        self._link.answer(job_id, error)

@@ -1,83 +1,206 @@
 """A worker's line to the broker: a thread that owns the DEALER, so that heartbeats go on during a forward pass.
 
-broker <--DEALER--> link thread --inbox (queue)--> compute thread
-                                <--outbox (inproc)--
+    broker <--DEALER--> link thread --inbox (queue)--> compute thread
+                                    <--outbox (inproc)--
+
+A connection is an identity: when one breaks, nobody knows what was on its way, so the worker starts
+anew under another identity, and the broker gives its old work out again. Without that a lost
+assignment or a lost reply would wait for its deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from teacher_server.backplane import Assignment, Done, WorkerHello, from_worker, to_worker
-from teacher_server.broker import HEARTBEAT_S
+from teacher_server.backplane import (
+    Assignment,
+    Dismiss,
+    Done,
+    JobCancel,
+    JobReceived,
+    Part,
+    WorkerHello,
+    from_worker,
+    to_worker,
+)
+from teacher_server.keys import PeerKeys, secure_peer
 from teacher_server.protocol import ID_BYTES, ProtocolError
+from teacher_server.sockets import set_common_options
 
 log = logging.getLogger(__name__)
 
-Arrival = tuple[Assignment, list[zmq.Frame]]
+HEARTBEAT_S = 0.5
+_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 1000
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Work(NamedTuple):
+    job: Assignment
+    frames: list[zmq.Frame]  # [request header, token frame], or only the header
+
+
+class NewConnection(NamedTuple):
+    """What was assigned before is with others now."""
+
+
+class End(NamedTuple):
+    """The line has ended, and with it the worker's purpose. `why` is empty after a drain."""
+
+    why: str
+
+
+Arrival = Work | JobReceived | JobCancel | NewConnection | End
 
 
 class WorkerLink:
-    """Connects and says hello at once; `inbox` yields (assignment, [request header, token frame]).
+    """Connects and says hello at once, and goes on trying while the broker is away.
 
-    A None in the inbox means that the link has ended, and with it the worker's purpose.
+    `inbox` yields what the compute thread has to know.
+
+    Args:
+        compute_timeout_s: a batch that takes longer hangs; the process ends itself, and who watches it starts another.
     """
 
-    def __init__(self, endpoint: str, hello: WorkerHello) -> None:
-        self.inbox: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
-        self._hello = from_worker.encode(hello)
+    def __init__(
+        self, endpoint: str, hello: WorkerHello, *, keys: PeerKeys | None = None, compute_timeout_s: float = 600.0
+    ) -> None:
+        self.inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._endpoint, self._hello, self._keys = endpoint, hello, keys
+        self._compute_timeout_s = compute_timeout_s
+        self._busy_since_s: float | None = None
+        self._leaving = False
+        self._next_hello_s = 0.0
         self._context = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.setsockopt(zmq.IDENTITY, b"w" + os.urandom(ID_BYTES - 1))
-        self._dealer.setsockopt(zmq.LINGER, 0)
-        # The credit bounds what is under way; a mark in messages could only lose some of it.
-        self._dealer.setsockopt(zmq.SNDHWM, 0)
-        self._dealer.setsockopt(zmq.RCVHWM, 0)
-        self._dealer.connect(endpoint)
         outbox = f"inproc://outbox-{os.urandom(8).hex()}"
         self._outbox_out = self._context.socket(zmq.PULL)
+        self._outbox_out.setsockopt(zmq.RCVHWM, 0)
         self._outbox_out.bind(outbox)
         self._outbox_in = self._context.socket(zmq.PUSH)
+        self._outbox_in.setsockopt(zmq.SNDHWM, 0)
         self._outbox_in.connect(outbox)
-        threading.Thread(target=self._run, name="link", daemon=True).start()
+        self._connect()
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self._thread.start()
 
-    def answer(self, job_id: bytes, frames: Sequence[Any]) -> None:
+    # The compute thread's side
+
+    def answer(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
         """Send a reply [header, frames...] to whoever asked; only the compute thread calls it.
 
         The buffers are not copied: do not write to them afterwards.
         """
-        self._outbox_in.send_multipart([from_worker.encode(Done(job_id=job_id)), *frames], copy=False)
+        message = Done(job_id=job_id) if final else Part(job_id=job_id)
+        self._outbox_in.send_multipart([from_worker.encode(message), *frames], copy=False)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Watch over what happens inside: see `compute_timeout_s`."""
+        self._busy_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since_s = None
+
+    def leave(self) -> None:
+        """Ask for no more work and be dismissed when none is left; may be called from a signal handler."""
+        self._leaving = True
+
+    def close(self) -> None:
+        """After `End`: release the sockets, letting what was answered leave for a moment."""
+        self._thread.join(timeout=5.0)
+        self._outbox_in.close(linger=0)
+        self._context.destroy(linger=0)
+
+    # The link thread's side
+
+    def _connect(self) -> None:
+        self._dealer = self._context.socket(zmq.DEALER)
+        set_common_options(self._dealer)
+        self._dealer.setsockopt(zmq.IDENTITY, b"w" + os.urandom(ID_BYTES - 1))
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        # The credit bounds what is under way; a mark in messages could only lose some of it.
+        self._dealer.setsockopt(zmq.SNDHWM, 0)
+        self._dealer.setsockopt(zmq.RCVHWM, 0)
+        if self._keys is not None:
+            secure_peer(self._dealer, self._keys)
+        self._monitor = self._dealer.get_monitor_socket(_WATCHED)
+        self._dealer.connect(self._endpoint)
+        self._next_hello_s = 0.0
 
     def _run(self) -> None:
+        end = End("its link stopped by a bug, see the log")
         try:
-            poller = zmq.Poller()
-            poller.register(self._dealer, zmq.POLLIN)
-            poller.register(self._outbox_out, zmq.POLLIN)
-            next_hello_s = time.monotonic()
-            while True:
-                wait_s = next_hello_s - time.monotonic()
-                if wait_s <= 0:
-                    self._dealer.send(self._hello)
-                    next_hello_s = time.monotonic() + HEARTBEAT_S
-                    continue
-                ready = dict(poller.poll(int(wait_s * 1000) + 1))
-                if self._outbox_out in ready:
-                    self._dealer.send_multipart(self._outbox_out.recv_multipart(copy=False), copy=False)
-                if self._dealer in ready:
-                    self._receive(self._dealer.recv_multipart(copy=False))
+            end = self._serve()
+            self._dealer.close(linger=1000)
+        except Exception:
+            log.exception("link stopped by a bug")
         finally:
-            self.inbox.put(None)
+            self.inbox.put(end)
 
-    def _receive(self, frames: list[zmq.Frame]) -> None:
+    def _serve(self) -> End:
+        while True:
+            self._check_computing()
+            now_s = time.monotonic()
+            if now_s >= self._next_hello_s:
+                self._dealer.send(from_worker.encode(msgspec.structs.replace(self._hello, leaving=self._leaving)))
+                self._next_hello_s = now_s + HEARTBEAT_S
+            ready = dict(self._poller().poll(max(1, int((self._next_hello_s - now_s) * 1000))))
+            if self._outbox_out in ready:
+                self._dealer.send_multipart(self._outbox_out.recv_multipart(copy=False), copy=False)
+            if self._dealer in ready:
+                end = self._receive(self._dealer.recv_multipart(copy=False))
+                if end is not None:
+                    return end
+            if self._monitor in ready:
+                end = self._on_connection(recv_monitor_message(self._monitor)["event"])
+                if end is not None:
+                    return end
+
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        for socket in (self._dealer, self._outbox_out, self._monitor):
+            poller.register(socket, zmq.POLLIN)
+        return poller
+
+    def _receive(self, frames: list[zmq.Frame]) -> End | None:
         try:
-            self.inbox.put((to_worker.decode(frames[0].buffer), frames[1:]))
+            message = to_worker.decode(frames[0].buffer)
         except ProtocolError as error:
             log.error("dropped a message of the broker: %s", error)
+            return None
+        if isinstance(message, Dismiss):
+            return End(message.why)
+        self.inbox.put(Work(message, frames[1:]) if isinstance(message, Assignment) else message)
+        return None
+
+    def _on_connection(self, event: int) -> End | None:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return End(f"the broker at {self._endpoint} does not allow this worker's key")
+        if event == zmq.EVENT_CONNECTED:
+            log.info("connected to %s", self._endpoint)
+            return None
+        log.warning("lost the connection to %s, trying again", self._endpoint)
+        self._dealer.disable_monitor()
+        self._monitor.close(linger=0)
+        self._dealer.close(linger=0)
+        self._connect()
+        self.inbox.put(NewConnection())
+        return None
+
+    def _check_computing(self) -> None:
+        since_s = self._busy_since_s
+        if since_s is not None and time.monotonic() - since_s > self._compute_timeout_s:
+            log.critical("a batch has taken more than %g s: ending this worker", self._compute_timeout_s)
+            os._exit(3)  # the compute thread hangs, so nothing gentler would end

@@ -12,7 +12,7 @@ from tests.service.test_ledger import request
 def item(n_tokens: int, temperature: float = 1.0) -> WorkItem:
     asked = request(n_tokens)
     asked.temperature = temperature
-    return WorkItem(b"", asked, TokenSequence(np.zeros(n_tokens, np.int32), 1), 0.0, 0.0, 10.0)
+    return WorkItem(b"", asked, TokenSequence(np.zeros(n_tokens, np.int32), 1), b"", 0.0, 0.0, 10.0)
 
 
 def test_padding_counts_and_nothing_is_lost() -> None:

@@ -1,0 +1,175 @@
+"""What the broker does with a worker's message: who may join, whose answers count, who has to go."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from typing import Literal, NamedTuple
+
+import zmq
+
+from teacher_server.backplane import Dismiss, Done, Part, WorkerHello, from_worker
+from teacher_server.checks import check_answer
+from teacher_server.ledger import Job, Ledger
+from teacher_server.metrics import BrokerMetrics
+from teacher_server.post import Post
+from teacher_server.protocol import ErrorReply, ProtocolError, ScoreRequest, replies
+from teacher_server.status_board import StatusBoard
+from teacher_server.teachers import Teachers
+
+log = logging.getLogger(__name__)
+
+
+class WorkerEvent(NamedTuple):
+    """What the supervisor learns. `text` says why, for refused and excluded."""
+
+    kind: Literal["ready", "refused", "excluded", "dismissed", "drained"]
+    name: str
+    text: str
+
+
+class Crew:
+    """All workers of one broker."""
+
+    def __init__(
+        self, ledger: Ledger, teachers: Teachers, board: StatusBoard, post: Post, metrics: BrokerMetrics | None
+    ) -> None:
+        self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
+        self._ledger, self._teachers, self._board, self._post, self._metrics = ledger, teachers, board, post, metrics
+        self._banned: dict[tuple[str, str, int], str] = {}  # process -> what it did
+
+    def on_message(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[zmq.Frame]) -> None:
+        try:
+            if not frames:
+                raise ProtocolError("empty message")
+            message = from_worker.decode(frames[0].buffer)
+        except ProtocolError as error:
+            if identity in self._ledger.workers:
+                self._exclude(identity, f"it sent an unreadable message: {error}")
+            else:
+                log.error("dropped a message from the stranger %s: %s", identity.hex(), error)
+            return
+        if isinstance(message, WorkerHello):
+            self._welcome(socket, identity, message)
+        else:
+            self._on_result(identity, message, frames[1:])
+
+    # Who is there
+
+    def _welcome(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello) -> None:
+        if identity not in self._ledger.workers:
+            self._post.learn(identity, socket)
+            why = self._reason_against(identity, hello)
+            if why:
+                log.error("worker %s of %s may not join: %s", hello.name, hello.host, why)
+                self._post.to_worker(identity, Dismiss(why=why))
+                self._post.unlearn(identity)
+                self.events.put(WorkerEvent("refused", hello.name, why))
+                return
+        if self._ledger.hello(identity, hello, time.monotonic()):
+            log.info("worker %s joined: %s on %s, %s", hello.name, hello.engine, hello.host, hello.device)
+            self.events.put(WorkerEvent("ready", hello.name, ""))
+
+    def _reason_against(self, identity: bytes, hello: WorkerHello) -> str:
+        process = _process(hello)
+        if process in self._banned:
+            return self._banned[process]
+        for other, worker in list(self._ledger.workers.items()):
+            if _process(worker.hello) == process:
+                # A broken connection: it starts anew under another identity, and does not have its old work any more.
+                self.lose(other, "it connected again", blame=False)
+            elif worker.hello.name == hello.name:
+                return f"another worker is called {hello.name}, on {worker.hello.host}"
+        return self._teachers.refusal(hello)
+
+    def lose_named(self, name: str, why: str) -> None:
+        for identity in [key for key, worker in self._ledger.workers.items() if worker.hello.name == name]:
+            self.lose(identity, why)
+
+    def lose(self, identity: bytes, why: str, *, blame: bool = True) -> None:
+        """What it had goes elsewhere; a request that too many workers were lost with is given up."""
+        worker = self._ledger.workers[identity]
+        log.warning("lost %s (%s); %d requests go elsewhere", worker.hello.name, why, len(worker.outstanding))
+        self._board.n_lost_workers += 1
+        if self._metrics is not None:
+            self._metrics.lost_worker()
+        self._post.unlearn(identity)
+        for job in self._ledger.lose(identity, blame=blame):
+            text = f"{job.attempts} workers were lost while they held this request; the last one: {why}"
+            self._post.refuse_job(job, "worker_lost", text)
+
+    def dismiss_leavers(self) -> list[str]:
+        """Send home who wants to leave and has nothing left; returns their names."""
+        names = []
+        for identity in self._ledger.leavers():
+            name = self._ledger.workers[identity].hello.name
+            log.info("worker %s leaves", name)
+            self._post.to_worker(identity, Dismiss())
+            self._post.unlearn(identity)
+            self._ledger.lose(identity)
+            self.events.put(WorkerEvent("dismissed", name, ""))
+            names.append(name)
+        return names
+
+    def _exclude(self, identity: bytes, why: str) -> None:
+        hello = self._ledger.workers[identity].hello
+        log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, why)
+        self._banned[_process(hello)] = self._board.excluded[hello.name] = why
+        if self._metrics is not None:
+            self._metrics.excluded()
+        self._post.to_worker(identity, Dismiss(why=why[:4096]))
+        self.events.put(WorkerEvent("excluded", hello.name, why))
+        self.lose(identity, f"excluded: {why}")
+
+    # What it did
+
+    def _on_result(self, identity: bytes, message: Part | Done, frames: list[zmq.Frame]) -> None:
+        worker, job = self._ledger.workers.get(identity), self._ledger.find(message.job_id)
+        if worker is None:
+            return  # thought lost, and its work is with others; it joins again with its next hello
+        final = isinstance(message, Done)
+        # Nobody waits, or someone else is at it: only a whole answer is of use then.
+        if job is None or (job.worker != identity and job.is_stream):
+            worker.release(message.job_id)
+            return
+        try:
+            if not frames:
+                raise ProtocolError("a result without a reply")
+            reply = replies.decode(frames[0].buffer)
+            answer = check_answer(job, worker.hello, reply, [frame.buffer for frame in frames[1:]], final=final)
+        except ProtocolError as error:
+            self._exclude(identity, str(error))
+            return
+        if isinstance(answer, ErrorReply):
+            self._on_error(identity, job, answer, frames)
+            return
+        if final:
+            self._ledger.complete(identity, job.job_id)
+            self._ledger.answered(identity, job, answer.queue_s, answer.compute_s)
+            self._board.n_answered += 1
+            if self._metrics is not None:
+                self._metrics.answered(job.teacher, answer.signal, _n_scored(job), answer.queue_s, answer.compute_s)
+        self._post.to_client(job.client, frames)
+
+    def _on_error(self, identity: bytes, job: Job, error: ErrorReply, frames: list[zmq.Frame]) -> None:
+        worker = self._ledger.workers[identity]
+        if job.worker != identity:
+            worker.release(job.job_id)
+            return
+        if error.code == "engine" and self._ledger.retry(job, failed_on=worker.hello.name):
+            log.warning("%s could not score a request (%s); another one tries", worker.hello.name, error.text)
+            return
+        self._ledger.complete(identity, job.job_id)
+        self._board.n_errors[error.code] += 1
+        if self._metrics is not None:
+            self._metrics.refused(error.code)
+        self._post.to_client(job.client, frames)
+
+
+def _process(hello: WorkerHello) -> tuple[str, str, int]:
+    return hello.name, hello.host, hello.pid
+
+
+def _n_scored(job: Job) -> int:
+    return job.request.total_length if isinstance(job.request, ScoreRequest) else 0

@@ -1,0 +1,332 @@
+"""The real compute loop and link of a worker; the test plays the broker on a bare ROUTER.
+
+The engine here computes nothing, so that each test can make it fail, hang or count.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from teacher_server.backplane import (
+    Assignment,
+    Dismiss,
+    JobCancel,
+    JobReceived,
+    Part,
+    WorkerHello,
+    from_worker,
+    to_worker,
+)
+from teacher_server.engines.base import ScoreParams, Scores, TokenSequence
+from teacher_server.payload import unpack_rows
+from teacher_server.protocol import (
+    STREAM_WINDOW,
+    ErrorReply,
+    HeadRequest,
+    RowsReply,
+    ScoreReply,
+    as_frame,
+    replies,
+    requests,
+    token_digest,
+)
+from teacher_server.worker import Worker
+from teacher_server.worker_link import WorkerLink
+from tests.service.messages import make_hello, make_request, make_scores, make_tokens
+
+pytestmark = pytest.mark.service
+TIMEOUT_MS = 5000
+WIDE = 300_000  # columns: three float32 rows a message, so that 30 rows are more than a window
+
+
+class CountedRows:
+    """A matrix of row numbers that notes what was made of it."""
+
+    dtype = "float32"
+
+    def __init__(self, n_rows: int, n_cols: int) -> None:
+        self.n_rows, self.n_cols = n_rows, n_cols
+        self.made = 0
+        self.closed = False
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        assert start == self.made, "in order, each once"
+        self.made = stop
+        return np.repeat(np.arange(start, stop, dtype=np.float32)[:, None], self.n_cols, axis=1)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StubEngine:
+    """`topk` of random scores, `logits` of row numbers. Fails on token 13, raises ZeroDivisionError on 14."""
+
+    name, device, dtype, vocab_size, hidden_size, max_tokens = "stub", "cpu", "float32", 50, 8, 100
+    has_plain_head = True
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.delay_s = 0.0
+        self.opened: list[CountedRows] = []
+
+    def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
+        self.batches.append(len(batch))
+        time.sleep(self.delay_s)
+        for sequence in batch:
+            if 13 in sequence.token_ids:
+                raise RuntimeError("out of memory")
+            if 14 in sequence.token_ids:
+                raise ZeroDivisionError("NaN")
+        if params.signal == "topk":
+            return [make_scores(sequence.n_response, params.k) for sequence in batch]
+        self.opened += [CountedRows(sequence.n_response, WIDE) for sequence in batch]
+        return list(self.opened[-len(batch) :])
+
+    def lm_head(self, wire: str) -> CountedRows:
+        self.opened.append(CountedRows(self.vocab_size, self.hidden_size))
+        return self.opened[-1]
+
+
+class PlayedBroker:
+    """A ROUTER with one worker behind it, whose loop runs in a thread."""
+
+    def __init__(self, engine: StubEngine) -> None:
+        self._context = zmq.Context()
+        self.router = self._context.socket(zmq.ROUTER)
+        self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.link = WorkerLink(f"tcp://127.0.0.1:{self.port}", make_hello())
+        self.why: list[str] = []
+        worker = Worker(engine, self.link, "f", "w", max_batch_tokens=200)  # type: ignore[arg-type]
+        self._thread = threading.Thread(target=lambda: self.why.append(worker.run()))
+        self._thread.start()
+        self.identity = self.next_hello()[0]
+
+    def hear(self) -> tuple[bytes, Any, list[bytes]]:
+        assert self.router.poll(TIMEOUT_MS), "no message"
+        identity, header, *frames = self.router.recv_multipart()
+        return identity, from_worker.decode(header), frames
+
+    def next_hello(self) -> tuple[bytes, WorkerHello]:
+        while True:
+            identity, message, _ = self.hear()
+            if isinstance(message, WorkerHello):
+                return identity, message
+
+    def reply(self) -> tuple[bool, Any, list[bytes]]:
+        """(is it final, header for the client, frames) of the next result."""
+        while True:
+            _, message, frames = self.hear()
+            if not isinstance(message, WorkerHello):
+                return not isinstance(message, Part), replies.decode(frames[0]), frames[1:]
+
+    def hears_only_hellos(self, for_s: float) -> bool:
+        end_s = time.monotonic() + for_s
+        while self.router.poll(max(0, int((end_s - time.monotonic()) * 1000))):
+            if not isinstance(self.hear()[1], WorkerHello):
+                return False
+        return True
+
+    def tell(self, message: Any, *frames: Any) -> None:
+        self.router.send_multipart([self.identity, to_worker.encode(message), *frames])
+
+    def assign(self, job: int, tokens: np.ndarray, remaining_s: float = 9.0, **changes: Any) -> Any:
+        request = make_request(tokens, **changes)
+        assignment = Assignment(job_id=bytes([job] * 16), waited_s=1.0, remaining_s=remaining_s)
+        self.tell(assignment, requests.encode(request), as_frame(tokens))
+        return request
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.tell(Dismiss())
+        self._thread.join(timeout=5)
+        assert not self._thread.is_alive()
+        self.link.close()
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def engine() -> StubEngine:
+    return StubEngine()
+
+
+@pytest.fixture
+def broker(engine: StubEngine) -> Iterator[PlayedBroker]:
+    broker = PlayedBroker(engine)
+    yield broker
+    broker.close()
+
+
+def calm(n: int) -> np.ndarray:
+    return make_tokens(n) % 10
+
+
+def tokens_with(token: int) -> np.ndarray:
+    return np.array([0, token, 5], np.int32)
+
+
+def test_a_poisonous_sequence_fails_alone(broker: PlayedBroker) -> None:
+    """Would break if one bad sequence failed its batch, an expired one was computed, or the loop ended."""
+    plan = {0: (1, 9.0), 1: (13, 9.0), 2: (2, 9.0), 3: (3, -0.0), 4: (60, 9.0), 5: (14, 9.0)}
+    asked = {
+        broker.assign(job, tokens_with(token), remaining_s).request_id: job
+        for job, (token, remaining_s) in plan.items()
+    }
+    answers = {}
+    for _ in plan:
+        final, header, _ = broker.reply()
+        assert final
+        answers[asked[header.request_id]] = header
+    codes = {job: answer.code for job, answer in answers.items() if isinstance(answer, ErrorReply)}
+    assert codes == {1: "engine", 3: "deadline", 4: "bad_request", 5: "engine"}
+    assert sorted(job for job, answer in answers.items() if isinstance(answer, ScoreReply)) == [0, 2]
+    assert answers[0].queue_s >= 1.0, "the time in the broker counts"
+
+
+def test_waiting_requests_share_a_batch(broker: PlayedBroker, engine: StubEngine) -> None:
+    """Would break if requests were computed one by one though they fit together."""
+    tokens = calm(20)
+    engine.delay_s = 0.2  # so that the others arrive during the first
+    for job in range(21):
+        broker.assign(job, tokens)
+    for _ in range(21):
+        _, header, _ = broker.reply()
+        assert header.token_digest == token_digest(tokens)
+    assert sum(engine.batches) == 21 and len(engine.batches) <= 5, engine.batches
+
+
+def test_a_stream_goes_no_faster_than_it_is_taken(broker: PlayedBroker, engine: StubEngine) -> None:
+    """Would break if logits piled up: 30 rows here, 2.4 GB for one long sequence of a real model."""
+    request = broker.assign(1, calm(31), signal="logits", prompt_length=1)
+    seen: list[tuple[int, int]] = []
+    rows = 0
+    while rows < 30:
+        for _ in range(min(STREAM_WINDOW, 10 - len(seen)) if not seen else min(4, 10 - len(seen))):
+            final, header, frames = broker.reply()
+            assert isinstance(header, RowsReply) and header.request_id == request.request_id
+            assert (unpack_rows(header, list(frames))[:, 0] == np.arange(header.start, header.stop)).all()
+            seen.append((header.start, header.stop))
+            rows = header.stop
+            assert final == (rows == 30)
+        if rows < 30:
+            assert broker.hears_only_hellos(0.2), "the window is full"
+            assert engine.opened[0].made == rows
+            broker.tell(JobReceived(job_id=bytes([1] * 16), stream_id=bytes(16), n_messages=99))
+            assert broker.hears_only_hellos(0.1), "a receipt for another stream counts nothing"
+            receipt = JobReceived(job_id=bytes([1] * 16), stream_id=header.stream_id, n_messages=len(seen))
+            broker.tell(receipt)
+    assert seen == [(start, start + 3) for start in range(0, 30, 3)]
+    assert engine.opened[0].closed
+
+
+def test_others_are_served_while_a_stream_waits(broker: PlayedBroker) -> None:
+    """Would break if a client that stops reading held up everybody else."""
+    broker.assign(1, calm(31), signal="logits", prompt_length=1)
+    for _ in range(STREAM_WINDOW):
+        broker.reply()
+    broker.assign(2, calm(20))
+    final, header, _ = broker.reply()
+    assert final and isinstance(header, ScoreReply)
+
+
+def test_a_cancelled_stream_lets_go(broker: PlayedBroker, engine: StubEngine) -> None:
+    """Would break if every abandoned stream kept its hidden states for ever."""
+    broker.assign(1, calm(31), signal="logits", prompt_length=1)
+    for _ in range(STREAM_WINDOW):
+        broker.reply()
+    broker.tell(JobCancel(job_id=bytes([1] * 16)))
+    assert broker.hears_only_hellos(0.2) and engine.opened[0].closed
+
+
+def test_the_head_is_a_stream(broker: PlayedBroker) -> None:
+    """Would break if the LM head could not be had, or came under the digest of some tokens."""
+    request = HeadRequest(request_id=os.urandom(16), wire="fp32", deadline_s=5.0)
+    broker.tell(Assignment(job_id=bytes(16), waited_s=0.0, remaining_s=5.0), requests.encode(request))
+    final, header, _ = broker.reply()
+    assert final and (header.signal, header.n_rows, header.n_cols) == ("head", 50, 8)
+    assert header.token_digest == bytes(16)
+
+
+def test_a_broken_connection_is_a_new_worker(broker: PlayedBroker, engine: StubEngine) -> None:
+    """Would break if work of the old connection were done twice, or the worker stayed away after a broker restart."""
+    broker.assign(1, calm(31), signal="logits", prompt_length=1)
+    for _ in range(STREAM_WINDOW):
+        broker.reply()
+    broker.router.close(linger=0)
+    broker.router = broker._context.socket(zmq.ROUTER)
+    broker.router.bind(f"tcp://127.0.0.1:{broker.port}")
+    identity, _ = broker.next_hello()
+    assert identity != broker.identity
+    broker.identity = identity
+    broker.assign(2, calm(20))
+    assert isinstance(broker.reply()[1], ScoreReply)
+    assert engine.opened[0].closed
+
+
+def test_leaving_is_said_and_dismissal_ends_the_loop(broker: PlayedBroker) -> None:
+    """Would break if SIGTERM on a worker's host killed work in progress, or the worker never ended."""
+    broker.link.leave()
+    while not broker.next_hello()[1].leaving:
+        pass
+    broker.assign(1, calm(20))
+    assert isinstance(broker.reply()[1], ScoreReply), "what is on its way is still done"
+    broker.tell(Dismiss())
+    broker._thread.join(timeout=5)
+    assert broker.why == [""]
+
+
+def test_being_sent_away_says_why(broker: PlayedBroker) -> None:
+    """Would break if an excluded worker ended without a word in its log."""
+    broker.tell(Dismiss(why="NaN in logprobs"))
+    broker._thread.join(timeout=5)
+    assert broker.why == ["NaN in logprobs"]
+
+
+def test_a_device_that_is_gone_ends_the_worker() -> None:
+    """Would break if a worker with a dead device refused every request instead of making room for a new process."""
+
+    class Link:
+        """Takes what it is told; the loop below is called by hand."""
+
+        def __init__(self) -> None:
+            self.codes: list[str] = []
+
+        def answer(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+            header = replies.decode(frames[0])
+            assert isinstance(header, ErrorReply)
+            self.codes.append(header.code)
+
+    link = Link()
+    worker = Worker(StubEngine(), link, "f", "w", 100)  # type: ignore[arg-type]
+    worker._failed(bytes(16), bytes(16), RuntimeError("CUDA error"))
+    worker._failed(bytes(16), bytes(16), ArithmeticError("NaN"))  # the model's doing, not the device's
+    worker._failed(bytes(16), bytes(16), RuntimeError("CUDA error"))
+    worker._failed(bytes(16), bytes(16), RuntimeError("CUDA error"))
+    with pytest.raises(RuntimeError, match="CUDA"):
+        worker._failed(bytes(16), bytes(16), RuntimeError("CUDA error"))
+    assert link.codes == ["engine"] * 5
+
+
+_HANGS = """
+import sys, time
+from teacher_server.worker_link import WorkerLink
+from tests.service.messages import make_hello
+link = WorkerLink("tcp://127.0.0.1:9", make_hello(), compute_timeout_s=0.3)
+with link.computing():
+    time.sleep(60)
+"""
+
+
+def test_a_batch_that_hangs_ends_the_process() -> None:
+    """Would break if a hung engine kept its requests for ever, since its heartbeat goes on."""
+    ended = subprocess.run([sys.executable, "-c", _HANGS], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 3 and "a batch has taken more than 0.3 s" in ended.stderr
