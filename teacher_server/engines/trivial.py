@@ -1,0 +1,147 @@
+"""No model: for load and chaos tests only. Scores that are a function of the tokens, at the speed of numpy.
+
+A test recomputes what it should have got, so a reply about other tokens, a row too many or a
+swapped frame shows. Each row depends on every token before it, through a running sum of hashes.
+
+Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.payload import NO_ID, TopKScores
+from teacher_server.protocol import RowDtype, Wire
+
+HIDDEN_SIZE = 8
+_RATIO = 0.75  # probability of an entry by that of the one before it
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_PLACES = np.arange(1 << 20, dtype=np.uint64) * _MIX  # of the longest sequence
+
+
+def _row_hashes(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
+    """[R] uint64; row j depends on tokens 0 .. P - 1 + j and on their order."""
+    mixed = (token_ids.astype(np.uint64) + _PLACES[: len(token_ids)]) * _MIX
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _MIX
+    running = np.cumsum(mixed, dtype=np.uint64)[prompt_length - 1 : -1]  # wraps around
+    return running ^ (running >> np.uint64(32))
+
+
+def _tail(hashes: np.ndarray) -> np.ndarray:
+    """[R] float32 in [1/16, 1/2): the mass that the top-k leaves."""
+    return (0.0625 + (hashes & np.uint64(0xFFFF)).astype(np.float32) * (0.4375 / 65536)).astype(np.float32)
+
+
+def trivial_topk(
+    token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: int, mass: float = 0.0
+) -> TopKScores:
+    """No model: what `TrivialEngine` answers, for load and chaos tests.
+
+    Args:
+        token_ids: [P + R] int32.
+        k: entries, at most `vocab_size`; their ids follow one another, modulo `vocab_size`.
+        mass: as in ScoreRequest.
+    """
+    hashes = _row_hashes(token_ids, prompt_length)
+    base = ((hashes >> np.uint64(16)) % np.uint64(vocab_size)).astype(np.int32)  # [R]
+    ids = base[:, None] + np.arange(k, dtype=np.int32)
+    ids -= np.where(ids >= vocab_size, np.int32(vocab_size), np.int32(0))
+    tail = _tail(hashes)
+    falling = np.arange(k) * np.log(_RATIO)
+    shares = (falling - np.log(np.exp(falling).sum())).astype(np.float32)  # [K], logs that add up to 1
+    logprobs = np.log1p(-tail)[:, None] + shares
+    if mass == 0:
+        return TopKScores(ids, logprobs, tail)
+    cumulative = np.exp(logprobs).cumsum(-1)  # [R, K]
+    counts = np.minimum((cumulative < mass).sum(-1) + 1, k).astype(np.int32)
+    dropped = np.arange(k) >= counts[:, None]
+    tail = (1 - np.take_along_axis(cumulative, counts[:, None] - 1, 1)[:, 0]).astype(np.float32)
+    ids[dropped], logprobs[dropped] = NO_ID, -np.inf
+    return TopKScores(ids, logprobs, tail, counts)
+
+
+def trivial_sampled(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
+    """No model: [R] float32 in (-8, 0], for load and chaos tests."""
+    hashes = _row_hashes(token_ids, prompt_length)
+    own = token_ids[prompt_length:].astype(np.uint64) * _MIX
+    return ((hashes ^ own) >> np.uint64(40)).astype(np.float32) * np.float32(-8 / (1 << 24))
+
+
+def trivial_logits(token_ids: np.ndarray, prompt_length: int, n_vocab: int) -> np.ndarray:
+    """No model: [R, n_vocab] float32 of whole numbers in [-255, 0], for load and chaos tests."""
+    base = (_row_hashes(token_ids, prompt_length) >> np.uint64(16)) % np.uint64(n_vocab)
+    columns = np.arange(n_vocab, dtype=np.int64)
+    return -(((columns - base[:, None].astype(np.int64)) % n_vocab) % 256).astype(np.float32)
+
+
+def trivial_hidden(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
+    """No model: [R, HIDDEN_SIZE] float32 of whole numbers in [0, 255], for load and chaos tests."""
+    hashes = _row_hashes(token_ids, prompt_length)
+    return np.ascontiguousarray(hashes).view(np.uint8).reshape(-1, HIDDEN_SIZE).astype(np.float32)
+
+
+def trivial_head(vocab_size: int) -> np.ndarray:
+    """No model: [V, HIDDEN_SIZE] float32 of whole numbers in [0, 255], for load and chaos tests."""
+    return (np.arange(vocab_size * HIDDEN_SIZE) % 256).astype(np.float32).reshape(vocab_size, HIDDEN_SIZE)
+
+
+class _ArrayStream:
+    """A `RowStream` of rows that a function makes; whole numbers up to 255, so float16 loses nothing."""
+
+    def __init__(self, make: Callable[[int, int], np.ndarray], n_rows: int, n_cols: int, wire: Wire) -> None:
+        self.n_rows, self.n_cols = n_rows, n_cols
+        self.dtype: RowDtype = "float16" if wire == "fp16" else "float32"
+        self._make = make
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(self._make(start, stop), dtype=np.dtype(self.dtype))
+
+    def close(self) -> None:
+        """Holds nothing but its function."""
+
+
+class TrivialEngine:
+    """No model: for load and chaos tests only. See `Engine`; the temperature changes nothing.
+
+    Args:
+        vocab_size: what it says that its vocabulary is.
+        max_tokens: longest P + R that it accepts.
+    """
+
+    name = "trivial"
+    device = "cpu"
+    dtype = "float32"
+    has_plain_head = True
+    hidden_size = HIDDEN_SIZE
+
+    def __init__(self, *, vocab_size: int, max_tokens: int) -> None:
+        self.vocab_size = vocab_size
+        self.max_tokens = max_tokens
+
+    def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
+        """See `Engine.score`."""
+        return [self._score(sequence.token_ids, sequence.prompt_length, params) for sequence in batch]
+
+    def _score(self, token_ids: np.ndarray, prompt_length: int, params: ScoreParams) -> Scores:
+        n_vocab, n_rows = params.n_vocab or self.vocab_size, len(token_ids) - prompt_length
+        if params.signal == "topk":
+            return trivial_topk(token_ids, prompt_length, params.k, n_vocab, params.mass)
+        if params.signal == "sampled":
+            return trivial_sampled(token_ids, prompt_length)
+        if params.signal == "hidden":
+            hidden = trivial_hidden(token_ids, prompt_length)
+            return _ArrayStream(lambda start, stop: hidden[start:stop], n_rows, HIDDEN_SIZE, params.wire)
+
+        def logits(start: int, stop: int) -> np.ndarray:
+            return trivial_logits(token_ids[: prompt_length + stop], prompt_length + start, n_vocab)
+
+        return _ArrayStream(logits, n_rows, n_vocab, params.wire)
+
+    def lm_head(self, wire: Wire) -> RowStream:
+        """See `Engine.lm_head`."""
+        head = trivial_head(self.vocab_size)
+        return _ArrayStream(lambda start, stop: head[start:stop], self.vocab_size, HIDDEN_SIZE, wire)

