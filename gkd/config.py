@@ -156,8 +156,12 @@ class TeacherConfig:
     server_ip: str = "127.0.0.1"
     # The port it listens on.
     server_port: int = 15555
-    # Sequences the trainer keeps in flight at the server, over all data-parallel groups; 0 = 64 for each worker that
-    # the server announces. It is not a number of GPUs.
+    # Which of the server's teachers; empty = the only one there.
+    name: str = ""
+    # Folder with server.key and client.key_secret, made by `python -m teacher_server keygen`; empty = no encryption.
+    keys: str = ""
+    # Scoring streams, that is, sequences in flight at the server, over all data-parallel groups; 0 = as many as the
+    # server's workers announce. It is not a number of GPUs.
     n_server_workers: int = 0
     # Send rollouts to the teacher in small groups as they are finished, not when the whole batch is.
     overlap_rollout: bool = True

@@ -12,7 +12,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config import Config
 from gkd.config_check import check_config, data_parallel_size, n_engines
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
-from gkd.errors import ConfigError, ModelError, TeacherUnavailable
+from gkd.errors import ConfigError, ModelError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.run_folder import RunFolder, open_run_folder
 from gkd.teacher.base import TeacherInfo
@@ -184,7 +184,12 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
 
 
 def ask_teacher(config: Config) -> TeacherInfo:
-    """Who answers at the teacher's address. Raises TeacherUnavailable."""
+    """Who answers at the teacher's address.
+
+    Raises:
+        TeacherUnavailable: nobody does.
+        ConfigError: it has no such teacher, or teacher.keys cannot be used.
+    """
     teacher = ZmqTeacher(
         config.teacher.server_ip,
         config.teacher.server_port,
@@ -194,12 +199,16 @@ def ask_teacher(config: Config) -> TeacherInfo:
         n_in_flight=1,
         request_timeout_s=config.teacher.request_timeout_s,
         outage_budget_s=min(TEACHER_HELLO_S, config.teacher.outage_budget_s),
+        name=config.teacher.name,
+        keys=config.teacher.keys,
     )
     try:
         return teacher.info()
     except TeacherUnavailable as error:
         where = f"teacher.server_ip = {config.teacher.server_ip}, teacher.server_port = {config.teacher.server_port}"
         raise TeacherUnavailable(f"{where}: {error}") from error
+    except TeacherError as error:
+        raise ConfigError("teacher.name", config.teacher.name, f"{error}.", "use one of the server's names.") from error
     finally:
         teacher.close()
 

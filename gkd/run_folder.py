@@ -47,6 +47,8 @@ _FREE_ON_RESUME = {
     "rollout.enforce_eager",
     "teacher.server_ip",
     "teacher.server_port",
+    "teacher.name",
+    "teacher.keys",
     "teacher.n_server_workers",
     "teacher.overlap_rollout",
     "teacher.request_timeout_s",

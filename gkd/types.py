@@ -66,10 +66,14 @@ class TeacherTopK:
 
     Normalised over the full (common) vocabulary at the request's temperature *before* the
     truncation to K, so `exp(topk_logprobs).sum(-1)` is the teacher's true mass on those ids (<= 1).
+    With a mass target a row lists only as many ids as it takes to reach that mass: `counts` says how
+    many, and its other entries are -1 and -inf.
     """
 
     topk_ids: np.ndarray  # [R, K] int32
     topk_logprobs: np.ndarray  # [R, K] float32, nats, descending
+    tail_mass: np.ndarray  # [R] float32, the teacher's probability outside the listed ids
+    counts: np.ndarray | None = None  # [R] int32, 1..K listed ids of each row; None: all K
 
 
 @dataclass(slots=True)

@@ -27,9 +27,6 @@ from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("wiring")
 
-# Sequences in flight for each worker that the teacher server announces (teacher.n_server_workers: 0).
-IN_FLIGHT_PER_TEACHER_WORKER = 64
-
 
 @contextmanager
 def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
@@ -75,9 +72,10 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
     """One scoring endpoint for each data-parallel group, on the node of that group's last pipeline stage."""
-    total = config.teacher.n_server_workers or IN_FLIGHT_PER_TEACHER_WORKER * plan.teacher.n_workers
-    each = max(1, total // actor.dp_size)
-    n_threads = max(1, each // CHUNK_SIZE)  # a thread scores one chunk of rollouts at a time
+    each = max(1, (config.teacher.n_server_workers or plan.teacher.n_streams) // actor.dp_size)
+    # A thread scores one chunk of rollouts at a time; one more than fill the window, so that the end of a chunk does
+    # not leave it half empty.
+    n_threads = -(-each // CHUNK_SIZE) + 1
     return [
         ray.remote(ScoringEndpoint)
         .options(
@@ -85,6 +83,6 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
             max_concurrency=n_threads,
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(config, plan.n_vocab, plan.teacher.fingerprint, each // n_threads)
+        .remote(config, plan.n_vocab, plan.teacher.fingerprint, each)
         for node_id in actor.last_stage_nodes()
     ]

@@ -14,27 +14,32 @@ import numpy as np
 from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherTopK
 
-MASS_SLACK = 1e-3  # what float16 logprobs may add to a row's probability mass
+MASS_SLACK = 1e-3  # what float32 sums and a float16 tail may add to or take from a row's probability
+_FP16_ROUNDING = 2.0**-11  # of a float16 number, as a part of it
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherInfo:
     """Which model scores, and its limits; name and fingerprint are recorded in the run folder."""
 
+    teacher: str  # its name among the server's teachers
     model_name: str
     model_path: str
     fingerprint: str  # of the weights' folder; differs between two checkpoints of one model
     vocab_size: int  # rows of the LM head, which may be more than the tokenizer has tokens
+    hidden_size: int
     tokenizer_fingerprint: str  # see teacher_server.protocol.tokenizer_fingerprint; empty: no tokenizer there
     max_tokens: int  # longest prompt + response
     n_workers: int
+    n_streams: int  # sequences that its workers want in flight, all together
     engine: str
     device: str
+    dtype: str
     protocol_version: int
 
 
 class Teacher(Protocol):
-    """Scores rollouts. One thread uses it."""
+    """Scores rollouts. Several threads may use it at once."""
 
     def info(self) -> TeacherInfo:
         """Raises TeacherUnavailable if the teacher cannot be asked."""
@@ -57,31 +62,72 @@ class Teacher(Protocol):
 def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int | None = None) -> None:
     """Refuse scores that no distribution over `n_vocab` tokens can have.
 
+    The mass of a row may be off by 1e-3 and by what rounding its logprobs to float16 can do: a logprob
+    of size |l| moves by up to |l| / 2^11, so the mass by up to sum(p |l|) / 2^11.
+
     Args:
-        scores: [R, K] ids and logprobs.
+        scores: [R, K] ids and logprobs, [R] tail_mass, with a mass target [R] counts.
         n_vocab: ids must be below it.
         where: names the sequence in the error, e.g. ``prompt 17, sample 2``.
         n_rows: the R expected, if known.
 
     Raises:
-        TeacherError: wrong shape or dtype, NaN or infinity, an id out of range or twice in a row,
-            logprobs not descending, or a row's mass above 1 + 1e-3.
+        TeacherError: wrong shape or dtype, NaN or infinity, an id out of range or twice in a row, logprobs not
+            descending, a tail outside [0, 1], a mass above 1, mass and tail that are not 1 together, a count outside
+            1..K, or past a count something else than -1 and -inf.
     """
-    ids, logprobs = scores.topk_ids, scores.topk_logprobs
+    ids, logprobs, tail, counts = scores.topk_ids, scores.topk_logprobs, scores.tail_mass, scores.counts
     if ids.ndim != 2 or ids.shape != logprobs.shape or ids.size == 0 or (n_rows is not None and len(ids) != n_rows):
         expected = "[R, K]" if n_rows is None else f"[{n_rows}, K]"
         raise TeacherError(f"{where}: ids {ids.shape} and logprobs {logprobs.shape}, expected {expected} twice")
-    if not np.issubdtype(ids.dtype, np.integer) or logprobs.dtype != np.float32:
-        raise TeacherError(f"{where}: ids {ids.dtype} and logprobs {logprobs.dtype}, expected integers and float32")
+    if tail.shape != ids.shape[:1] or (counts is not None and counts.shape != tail.shape):
+        shape = "none" if counts is None else counts.shape
+        raise TeacherError(f"{where}: tail {tail.shape} and counts {shape}, expected [{len(ids)}]")
+    if not np.issubdtype(ids.dtype, np.integer) or logprobs.dtype != np.float32 or tail.dtype != np.float32:
+        raise TeacherError(
+            f"{where}: ids {ids.dtype}, logprobs {logprobs.dtype} and tail {tail.dtype}, expected integers and float32"
+        )
+    if counts is None:
+        _check_entries(where, ids, logprobs, n_vocab)
+    else:
+        _check_counted_entries(where, scores, counts, n_vocab)
+    # A logprob far above 0 overflows to an infinite mass, which is refused like any other above 1.
+    with np.errstate(over="ignore", invalid="ignore"):
+        p = np.exp(logprobs)
+        mass = p.sum(1)
+        slack = MASS_SLACK - _FP16_ROUNDING * np.where(p > 0, p * logprobs, 0).sum(1)
+    # Written so that a NaN fails.
+    _refuse_rows(where, ~(mass <= 1 + slack), f"probability mass is up to {mass.max():.6g}, more than 1")
+    _refuse_rows(where, ~((tail >= 0) & (tail <= 1)), "the tail's probability is outside [0, 1]")
+    total = mass + tail
+    worst = float(total[np.abs(total - 1).argmax()])
+    _refuse_rows(where, ~(np.abs(total - 1) <= slack), f"listed mass and tail are together {worst:.6g}, not 1")
+
+
+def _check_entries(where: str, ids: np.ndarray, logprobs: np.ndarray, n_vocab: int) -> None:
+    """Rows that are full: [R, K] both."""
     _refuse_rows(where, ~np.isfinite(logprobs).all(1), "a logprob is NaN or infinite")
     _refuse_rows(where, ((ids < 0) | (ids >= n_vocab)).any(1), f"a token id is outside [0, {n_vocab})")
     ordered = np.sort(ids, axis=1)
     _refuse_rows(where, (ordered[:, 1:] == ordered[:, :-1]).any(1), "a token id comes twice")
     _refuse_rows(where, (logprobs[:, 1:] > logprobs[:, :-1]).any(1), "logprobs do not descend")
-    # A logprob far above 0 overflows to an infinite mass, which is refused like any other above 1.
-    with np.errstate(over="ignore"):
-        mass = np.exp(logprobs).sum(1)
-    _refuse_rows(where, mass > 1 + MASS_SLACK, f"probability mass is up to {mass.max():.6g}, more than 1")
+
+
+def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, n_vocab: int) -> None:
+    """Rows of a mass target: the first `counts` entries are real, the rest is filling."""
+    ids, logprobs = scores.topk_ids, scores.topk_logprobs
+    k = ids.shape[1]
+    if not np.issubdtype(counts.dtype, np.integer):
+        raise TeacherError(f"{where}: counts {counts.dtype}, expected integers")
+    _refuse_rows(where, (counts < 1) | (counts > k), f"a count is outside 1 to {k}")
+    listed = np.arange(k) < counts[:, None]  # [R, K]
+    filling = (ids == -1) & (logprobs == -np.inf)
+    _refuse_rows(where, ~(listed | filling).all(1), "an entry past its row's count is not -1 and -inf")
+    # What fills a row gets ids of its own and the last logprob, so that the checks of full rows apply.
+    last = np.take_along_axis(logprobs, counts[:, None].astype(np.int64) - 1, axis=1)
+    full_ids = np.where(listed, ids, n_vocab + np.arange(k))
+    _refuse_rows(where, (listed & (ids >= n_vocab)).any(1), f"a token id is outside [0, {n_vocab})")
+    _check_entries(where, full_ids, np.where(listed, logprobs, last), n_vocab + k)
 
 
 def _refuse_rows(where: str, bad: Any, problem: str) -> None:

@@ -1,93 +1,62 @@
-"""The teacher behind a network address: keeps a window of sequences in flight until each is scored.
+"""The teacher behind a network address: every request is a future that is done when its sequence is scored.
 
-On the road of one batch: rollout -> *teacher score* -> micro-batches. Each sequence is one request
-under a random id. It is sent again, under the same id, when its time is up, when the server is
-busy, and when the server has restarted and so forgotten it; only the first valid reply is used.
-Needs numpy and zmq, no torch.
+On the road of one batch: rollout -> *teacher score* -> micro-batches. Any number of threads may use
+one client. Behind it: `queries` (what is asked), `pending` and `streams` (which answer is one to it),
+`exchange` (the thread and its window), `link` (the connection), `outage` (when to give up). Needs
+numpy and zmq, no torch.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import time
+import functools
+import queue
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gkd.errors import ConfigError, TeacherError
-from gkd.teacher.base import TeacherInfo, validate_topk
+from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.teacher.base import TeacherInfo
+from gkd.teacher.exchange import ClientStats, Exchange
 from gkd.teacher.link import TeacherLink
+from gkd.teacher.outage import OutageClock
+from gkd.teacher.pending import Info, Pending, T
+from gkd.teacher.queries import Queries
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.protocol import (
-    ID_BYTES,
-    MAX_ID,
-    MAX_K,
-    Buffer,
-    ErrorReply,
-    InfoReply,
-    InfoRequest,
-    ProtocolError,
-    ScoreRequest,
-    ServerMessage,
-    TopKReply,
-    Wire,
-    as_frame,
-    check_tokens,
-    checksum,
-    requests,
-    token_digest,
-    unpack_topk,
-)
+from teacher_server.protocol import MAX_ID, MAX_K, Wire
 
-_MAX_DAMAGED = 5  # damaged exchanges of one request before it is an error instead of bad luck
+if TYPE_CHECKING:
+    from teacher_server.keys import PeerKeys
 
-
-@dataclass(slots=True)
-class ClientStats:
-    """Counts since the client was made; for metrics and tests."""
-
-    n_sent: int = 0  # requests put on the wire, resends included
-    n_resent: int = 0
-    n_busy: int = 0  # the server's queue was full
-    n_damaged: int = 0  # exchanges either side could not read, or about other tokens
-    n_unwanted: int = 0  # late and duplicate replies
-    n_server_restarts: int = 0
-
-
-@dataclass(slots=True)
-class _Pending:
-    """One sequence until its scores are in."""
-
-    index: int
-    where: str  # names it in errors
-    request: ScoreRequest
-    frames: list[Buffer]
-    digest: bytes
-    due_s: float = 0.0  # send (again) at this time of the link's clock
-    n_sent: int = 0
-    n_damaged: int = 0
+MAX_WAITING = 4096
 
 
 class ZmqTeacher:
-    """A `Teacher` at `server_ip:server_port`. One thread at a time may use it.
+    """A `Teacher` at `server_ip:server_port`.
+
+    Every method may raise, and every future may end with, TeacherUnavailable (nothing was heard, or
+    nothing answered, for longer than the budgets; the client can be used again) or another TeacherError
+    (the request was refused, the answer cannot be right, or the client is closed).
 
     Args:
         k: top-k entries a response position.
         temperature: the teacher's logits are divided by it.
         n_vocab: size of the common vocabulary; the teacher's rows are cut to it, then normalised. 0 = all.
-        n_in_flight: window of unanswered requests.
+        n_in_flight: window of unanswered requests at the server; more are kept here.
         request_timeout_s: a request without an answer for this long is sent again.
         outage_budget_s: give up when nothing at all was heard for this long, or when the server lives
             but returned no scores for this long plus `request_timeout_s`.
         wire: "fp16" (5 bytes an entry) or "fp32" (8 bytes, exact).
         expected_fingerprint: of the teacher's weights; another teacher's scores raise TeacherError. Empty: the
             first one that answers is the expected one.
+        name: which of the server's teachers; may be empty if there is one.
+        keys: folder with server.key and client.key_secret; empty: no encryption.
+        max_waiting: requests kept here before `submit` blocks.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range, or the keys cannot be used.
     """
 
     def __init__(
@@ -103,178 +72,140 @@ class ZmqTeacher:
         outage_budget_s: float,
         wire: Wire = "fp16",
         expected_fingerprint: str = "",
+        name: str = "",
+        keys: str = "",
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         _check_range("teacher.server_port", server_port, 1, 65535)
         _check_range("n_vocab", n_vocab, 0, MAX_ID + 1)
         _check_range("teacher.topk", k, 1, min(MAX_K, n_vocab or MAX_K))
         _check_range("teacher.temperature", temperature, 1e-4, 1e4)
         _check_range("n_in_flight", n_in_flight, 1, 1 << 20)
+        _check_range("max_waiting", max_waiting, 1, 1 << 20)
         _check_range("teacher.request_timeout_s", request_timeout_s, 1e-3, 4e4)
         _check_range("teacher.outage_budget_s", outage_budget_s, 1e-3, 1e6)
-        self.stats = ClientStats()
-        self._k, self._temperature, self._n_vocab, self._wire = k, temperature, n_vocab, wire
-        self._n_in_flight, self._request_timeout_s = n_in_flight, request_timeout_s
-        self._pending: dict[bytes, _Pending] = {}
-        self._fingerprint = expected_fingerprint
-        self._vocab_size = 0
-        stall_budget_s = outage_budget_s + request_timeout_s
-        self._link = TeacherLink(server_ip, server_port, outage_budget_s=outage_budget_s, stall_budget_s=stall_budget_s)
+        if len(name) > 128:
+            raise ConfigError("teacher.name", name, "it is longer than 128 characters.", "use a name of the server's.")
+        self._queries = Queries(name, k, temperature, n_vocab, wire, request_timeout_s)
+        self._n_in_flight = n_in_flight
+        self._described: TeacherInfo | None = None
+        clock = OutageClock(outage_budget_s=outage_budget_s, stall_budget_s=outage_budget_s + request_timeout_s)
+        link = TeacherLink(server_ip, server_port, clock, _load_keys(keys))
+        self._exchange = Exchange(
+            link, n_in_flight=n_in_flight, max_waiting=max_waiting, fingerprint=expected_fingerprint
+        )
+
+    def __enter__(self) -> ZmqTeacher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
-        """Drop what is in flight and close, without waiting for the server; may be called twice."""
-        self._pending.clear()
-        self._link.close()
+        """Fail what is not answered and close, without waiting for the server; may be called twice."""
+        self._exchange.close()
+
+    @property
+    def stats(self) -> ClientStats:
+        """Counts since the client was made; its own thread goes on counting."""
+        return self._exchange.stats
 
     def info(self) -> TeacherInfo:
         """See `Teacher.info`. Blocks until a model has loaded there or the outage budget is spent."""
-        self._link.begin()
-        try:
-            request = InfoRequest(request_id=os.urandom(ID_BYTES))
-            frame, due_s = requests.encode(request), 0.0
-            while True:
-                if self._link.now_s() >= due_s and self._link.send([frame]):
-                    due_s = self._link.now_s() + 1.0
-                for header, _ in self._link.receive("its description is"):
-                    if isinstance(header, InfoReply) and header.request_id == request.request_id:
-                        self._check_model(header.model_fingerprint)
-                        self._vocab_size = header.vocab_size
-                        return _teacher_info(header)
-                    if isinstance(header, ErrorReply):
-                        self._link.trouble = f"{header.code}: {header.text}"
-        finally:
-            self._link.end()
+        self._described = self._send(Info(self._queries.teacher)).result()
+        return self._described
 
     def score(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TeacherTopK]]:
-        """See `Teacher.score`. Leaving the iterator early drops what is in flight."""
-        if self._n_vocab == 0 and self._vocab_size == 0:
-            self.info()
-        self._link.begin()
+        """See `Teacher.score`. Leaving the iterator early cancels what is not answered.
+
+        No more than `n_in_flight` sequences of one call are under way or wait for their consumer.
+        """
+        vocab_size = self._vocab_size()
+        done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        todo = deque(enumerate(rollouts))
+        mine: dict[int, Future[TeacherTopK]] = {}
         try:
-            todo = deque(enumerate(rollouts))
-            while todo or self._pending:
-                while todo and len(self._pending) < self._n_in_flight:
-                    pending = self._make(*todo.popleft())
-                    self._pending[pending.request.request_id] = pending
-                self._send_due()
-                arrivals = self._link.receive(f"{len(self._pending) + len(todo)} sequences are")
-                self._note_restart()
-                for header, frames in arrivals:
-                    scored = self._take(header, frames)
-                    if scored is not None:
-                        given_s = time.monotonic()
-                        yield scored
-                        self._link.pause_since(given_s)
+            while todo or mine:
+                batch = []
+                while todo and len(mine) < self._n_in_flight:
+                    index, rollout = todo.popleft()
+                    pending = self._queries.topk(rollout, vocab_size)
+                    pending.future.add_done_callback(functools.partial(_note_done, done, index))
+                    mine[index] = pending.future
+                    batch.append(pending)
+                self._exchange.submit(batch)
+                index = done.get()
+                try:
+                    scores = mine.pop(index).result()
+                except TeacherUnavailable as error:
+                    unsent = f" {len(todo)} more sequences had not been sent yet." if todo else ""
+                    raise TeacherUnavailable(f"{error}{unsent}") from error
+                yield index, scores
         finally:
-            self._pending.clear()
-            self._link.end()
+            for future in mine.values():
+                future.cancel()
 
-    # Requests
+    def submit(self, rollout: Rollout, *, k: int = 0, mass: float = 0.0) -> Future[TeacherTopK]:
+        """Score one sequence; any number at a time, done in the order in which they are scored.
 
-    def _make(self, index: int, rollout: Rollout) -> _Pending:
-        where = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
-        try:
-            tokens = check_tokens(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
-            request = ScoreRequest(
-                request_id=os.urandom(ID_BYTES),
-                signal="topk",
-                k=self._k,
-                temperature=self._temperature,
-                n_vocab=self._n_vocab,
-                prompt_length=len(rollout.prompt_ids),
-                total_length=len(tokens),
-                wire=self._wire,
-                deadline_s=2 * self._request_timeout_s,  # longer than until the resend, which renews it
-                checksum=checksum(as_frame(tokens)),
-            )
-            frames: list[Buffer] = [requests.encode(request), as_frame(tokens)]
-        except (ProtocolError, ValueError) as error:
-            raise TeacherError(f"{where}: cannot be scored: {error}") from error
-        return _Pending(index, where, request, frames, token_digest(tokens))
+        Blocks only while `max_waiting` requests wait here. Cancelling the future drops the request, here and at the
+        server.
 
-    def _send_due(self) -> None:
-        now_s = self._link.now_s()
-        for pending in self._pending.values():
-            if pending.due_s <= now_s:
-                if not self._link.send(pending.frames):
-                    return
-                self.stats.n_sent += 1
-                self.stats.n_resent += pending.n_sent > 0
-                pending.n_sent += 1
-                pending.due_s = now_s + self._request_timeout_s
+        Args:
+            k: another one than the client's; 0 = the client's.
+            mass: list only as many of the k as it takes to reach this probability; 0 = all k.
+        """
+        return self._send(self._queries.topk(rollout, self._vocab_size(), k, mass))
 
-    def _note_restart(self) -> None:
-        if self._link.n_server_restarts != self.stats.n_server_restarts:
-            self.stats.n_server_restarts = self._link.n_server_restarts
-            for pending in self._pending.values():
-                pending.due_s = 0.0  # the new server knows none of them
+    def submit_sampled(self, rollout: Rollout) -> Future[np.ndarray]:
+        """[R] float32, nats: the teacher's logprob of each response token. See `submit`."""
+        return self._send(self._queries.sampled(rollout))
 
-    # Replies
+    def submit_hidden(self, rollout: Rollout) -> Future[np.ndarray]:
+        """[R, H] float32: the final hidden states, from which `lm_head` makes the logits. See `submit`."""
+        hidden_size = (self._described or self.info()).hidden_size
+        return self._send(self._queries.hidden(rollout, hidden_size, self._exchange.acknowledge))
 
-    def _take(self, header: ServerMessage, frames: list[Buffer]) -> tuple[int, TeacherTopK] | None:
-        """A finished sequence, or None: not wanted (any more), or to be asked for again."""
-        if isinstance(header, ErrorReply):
-            self._link.trouble = f"{header.code}: {header.text}"
-        if not isinstance(header, TopKReply | ErrorReply) or header.request_id not in self._pending:
-            self.stats.n_unwanted += 1
-            return None
-        pending = self._pending[header.request_id]
-        if isinstance(header, ErrorReply):
-            self._retry_or_raise(pending, header)
-            return None
-        self._check_model(header.model_fingerprint)
-        try:
-            if header.token_digest != pending.digest or header.k != self._k:
-                raise ProtocolError("the reply is about other tokens or another k")
-            scores = TeacherTopK(*unpack_topk(header, frames))
-        except ProtocolError as error:
-            self._damaged(pending, str(error))
-            return None
-        validate_topk(scores, self._n_vocab or self._vocab_size, pending.where, n_rows=pending.request.n_response)
-        del self._pending[header.request_id]
-        self._link.progressed()
-        return pending.index, scores
+    def logits(self, rollout: Rollout) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, [rows, V] float32) pieces of the logits / temperature, in order; each row's largest is 0.
 
-    def _retry_or_raise(self, pending: _Pending, error: ErrorReply) -> None:
-        if error.code == "busy":
-            self.stats.n_busy += 1
-            # Spread out, or the clients it turned away come back together.
-            pending.due_s = self._link.now_s() + error.retry_after_s * random.uniform(0.5, 1.5)
-        elif error.code == "deadline":
-            pending.due_s = self._link.now_s()
-        elif error.code == "damaged":
-            self._damaged(pending, error.text)
-        else:
-            raise TeacherError(f"{pending.where}: teacher {self._link.address} refused it: {error.code}: {error.text}")
+        The server runs at most 8 messages of up to 4 MiB ahead of the consumer. It is asked with the first `next`;
+        leaving the iterator early cancels the request. One thread.
+        """
+        pending = self._queries.logits(rollout, self._vocab_size(), self._exchange.acknowledge)
+        self._send(pending)
+        yield from pending.pieces()
 
-    def _damaged(self, pending: _Pending, problem: str) -> None:
-        self.stats.n_damaged += 1
-        pending.n_damaged += 1
-        pending.due_s = self._link.now_s()
-        if pending.n_damaged > _MAX_DAMAGED:
-            raise TeacherError(f"{pending.where}: damaged {pending.n_damaged} times on the way: {problem}")
+    def lm_head(self) -> np.ndarray:
+        """[V, H] float32: final hidden states @ lm_head.T are the logits. Blocks until it is here."""
+        info = self._described or self.info()
+        return self._send(self._queries.head(info, self._exchange.acknowledge)).result()
 
-    def _check_model(self, fingerprint: str) -> None:
-        if self._fingerprint and fingerprint != self._fingerprint:
-            was, now = self._fingerprint, fingerprint
-            raise TeacherError(f"teacher {self._link.address} now serves {now}, before it was {was}")
-        self._fingerprint = fingerprint
+    def _vocab_size(self) -> int:
+        """What ids are checked against; the server is asked once, and only if nobody said it."""
+        return self._queries.n_vocab or (self._described or self.info()).vocab_size
+
+    def _send(self, pending: Pending[T]) -> Future[T]:
+        self._exchange.submit([pending])
+        return pending.future
+
+
+def _note_done(done: queue.SimpleQueue[int], index: int, _: Future[TeacherTopK]) -> None:
+    done.put(index)
+
+
+def _load_keys(folder: str) -> PeerKeys | None:
+    if not folder:
+        return None
+    from teacher_server.keys import KeysError, load_peer_keys
+
+    try:
+        return load_peer_keys(folder, "client")
+    except KeysError as error:
+        fix = "give a client's bundle, made by `python -m teacher_server keygen`."
+        raise ConfigError("teacher.keys", folder, str(error), fix) from error
 
 
 def _check_range(key: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also true for NaN
         raise ConfigError(key, value, f"it is not within {low:g} to {high:g}.", "choose a value in this range.")
-
-
-def _teacher_info(reply: InfoReply) -> TeacherInfo:
-    return TeacherInfo(
-        model_name=reply.model_name,
-        model_path=reply.model_path,
-        fingerprint=reply.model_fingerprint,
-        vocab_size=reply.vocab_size,
-        tokenizer_fingerprint=reply.tokenizer_fingerprint,
-        max_tokens=reply.max_tokens,
-        n_workers=reply.n_workers,
-        engine=reply.engine,
-        device=reply.device,
-        protocol_version=reply.protocol_version,
-    )

@@ -28,40 +28,44 @@ class ScoreSummary:
 
 
 class ScoringEndpoint:
-    """One data-parallel group's way to the teacher. Several chunks are scored at a time, one a thread.
+    """One data-parallel group's way to the teacher: one client, which scores several chunks at a time, one a thread.
 
     Args:
         config: the run's settings.
         n_vocab: ids that student and teacher have in common; the teacher's other rows are cut before it normalises.
         fingerprint: of the teacher that preflight met; no other one's scores are used.
-        n_in_flight: sequences that one thread keeps at the server.
+        n_in_flight: sequences that it keeps at the server, over all threads.
     """
 
     def __init__(self, config: Config, n_vocab: int, fingerprint: str, n_in_flight: int) -> None:
         self._config, self._n_vocab, self._fingerprint, self._n_in_flight = config, n_vocab, fingerprint, n_in_flight
-        self._thread = threading.local()  # a client is used by one thread
+        self._lock = threading.Lock()
+        self._teacher: ZmqTeacher | None = None
 
     def is_up(self) -> bool:
-        """Answers once the process runs."""
+        """Answers once the process runs. Raises ConfigError if teacher.keys cannot be read on this host."""
+        self._client()
         return True
 
-    def _teacher(self) -> ZmqTeacher:
+    def _client(self) -> ZmqTeacher:
         teacher = self._config.teacher
-        if not hasattr(self._thread, "client"):
-            self._thread.client = ZmqTeacher(
-                teacher.server_ip,
-                teacher.server_port,
-                k=teacher.topk,
-                temperature=teacher.temperature,
-                n_vocab=self._n_vocab,
-                n_in_flight=self._n_in_flight,
-                request_timeout_s=teacher.request_timeout_s,
-                outage_budget_s=teacher.outage_budget_s,
-                wire=cast(Wire, teacher.wire),
-                expected_fingerprint=self._fingerprint,
-            )
-        client: ZmqTeacher = self._thread.client
-        return client
+        with self._lock:
+            if self._teacher is None:
+                self._teacher = ZmqTeacher(
+                    teacher.server_ip,
+                    teacher.server_port,
+                    k=teacher.topk,
+                    temperature=teacher.temperature,
+                    n_vocab=self._n_vocab,
+                    n_in_flight=self._n_in_flight,
+                    request_timeout_s=teacher.request_timeout_s,
+                    outage_budget_s=teacher.outage_budget_s,
+                    wire=cast(Wire, teacher.wire),
+                    expected_fingerprint=self._fingerprint,
+                    name=teacher.name,
+                    keys=teacher.keys,
+                )
+            return self._teacher
 
     def score(self, rollouts: list[Rollout]) -> tuple[list[TeacherTopK], ScoreSummary]:
         """Blocks until every sequence is scored; the client checks the scores.
@@ -72,11 +76,11 @@ class ScoringEndpoint:
             TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
         """
         scores: list[TeacherTopK | None] = [None] * len(rollouts)
-        for index, score in self._teacher().score(rollouts):
+        for index, score in self._client().score(rollouts):
             scores[index] = score
         complete = [score for score in scores if score is not None]
         if len(complete) != len(rollouts):
             raise TeacherError(f"the teacher's client answered {len(complete)} of {len(rollouts)} sequences")
         mass = sum(float(np.exp(s.topk_logprobs, dtype=np.float64).sum()) for s in complete)
-        n_bytes = sum(s.topk_ids.nbytes + s.topk_logprobs.nbytes for s in complete)
+        n_bytes = sum(s.topk_ids.nbytes + s.topk_logprobs.nbytes + s.tail_mass.nbytes for s in complete)
         return complete, ScoreSummary(mass, n_bytes)

@@ -1,23 +1,27 @@
-"""The client's line to the server: one DEALER, a heartbeat, and the decision when to give up.
+"""The client's line to the server: one DEALER, a heartbeat, and the news of what may have been lost on it.
 
-Knows nothing of sequences: `client` decides what to send again, this says who is there. It keeps
-its own time, which stands still while nobody listens, so that a trainer busy with a step for a
-minute does not take the silence for an outage.
+Knows nothing of sequences: `exchange` decides what to send again, this says who is there. One thread
+uses it; only `wake` is for the others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-import time
+import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
+from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.teacher.outage import OutageClock
 from teacher_server.protocol import (
     ID_BYTES,
+    MAX_FRAME_BYTES,
     Buffer,
-    ErrorReply,
     Ping,
     Pong,
     ProtocolError,
@@ -26,72 +30,115 @@ from teacher_server.protocol import (
     requests,
 )
 
-_PING_S = 0.5
-_POLL_S = 0.05  # how late a resend or the end of a budget may be noticed
+if TYPE_CHECKING:
+    from teacher_server.keys import PeerKeys
+
+POLL_S = 0.1  # how late a resend or the end of a budget may be noticed
+PING_S = 0.5
+_SUSPICIOUS_S = 2.5 * PING_S  # a silence that ends after this long may have swallowed something
+_REOPEN_S = 0.5  # after a break that ZMQ does not repair by itself
 _BURST = 64  # messages read before the caller gets its turn to send
+_GOODBYE_MS = 200  # for the last cancellations to leave
+
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_DELAYED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 Arrival = tuple[ServerMessage, list[Buffer]]
 
 
+class News(NamedTuple):
+    """What one turn brought."""
+
+    messages: list[Arrival]  # heartbeats are kept back
+    lost: bool  # the connection or the server is a new one: what is under way on the old one never arrives
+    doubtful: bool  # something may have been lost: a silence ended, or a message could not be read
+
+
 class TeacherLink:
-    """One connection, which ZMQ makes again by itself whenever it breaks. One thread at a time may use it.
+    """One connection, made again whenever it breaks.
 
     Args:
-        outage_budget_s: longest silence, heartbeats included.
-        stall_budget_s: longest time without `progressed`, heartbeats or not.
+        keys: encrypt, and talk to this server only; None: no encryption.
 
     Raises:
         ConfigError: the address cannot be one.
     """
 
-    def __init__(self, server_ip: str, server_port: int, *, outage_budget_s: float, stall_budget_s: float) -> None:
+    def __init__(self, server_ip: str, server_port: int, clock: OutageClock, keys: PeerKeys | None) -> None:
         self.address = f"tcp://{server_ip}:{server_port}"
+        self.clock = clock
+        self.connected = False
         self.trouble = ""  # the last message of no use, for the error text
         self.n_unreadable = 0
         self.n_server_restarts = 0
-        self._server_ip, self._server_port = server_ip, server_port
-        self._outage_budget_s, self._stall_budget_s = outage_budget_s, stall_budget_s
-        self._in_use = False
-        self._paused_s = 0.0
+        self._server_ip, self._server_port, self._keys = server_ip, server_port, keys
+        self._refused = ""  # why the last handshake failed
+        self._was_connected = False
+        self._gone_s: float | None = None  # since when there is no connection and nobody makes one
         self._epoch = b""
-        self._ever_heard = False
-        self._heard_s = self._progress_s = self._next_ping_s = self.now_s()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._pong_on_this_connection = False
+        self._next_ping_s = 0.0
         # An automatic identity may be given to another client after a server restart, and our replies with it.
-        self._socket.setsockopt(zmq.IDENTITY, b"c" + os.urandom(ID_BYTES - 1))
-        # Send only to a live connection: while there is none, resends would pile up in the socket.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the caller's window
+        self._identity = b"c" + os.urandom(ID_BYTES - 1)
+        self._context = zmq.Context()
+        self._waker, self._wakened = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wakened.setblocking(False)
         try:
-            self._socket.connect(self.address)
+            self._open()
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError("teacher.server_ip", server_ip, str(error), "name a host or an IPv4 address.") from error
 
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self._identity)
+        # Send only to a live connection: while there is none, resends would pile up in the socket.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # A peer that vanished behind a dead route says nothing: these notice it in seconds, TCP alone in minutes.
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the caller's window, so is the other
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        if self._keys is not None:
+            from teacher_server.keys import secure_peer
+
+            secure_peer(self._socket, self._keys)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._poller = zmq.Poller()
+        for source in (self._socket, self._monitor, self._wakened):
+            self._poller.register(source, zmq.POLLIN)
+        self._socket.connect(self.address)
+
     def close(self) -> None:
-        """Close without waiting for the server; may be called twice."""
-        self._context.destroy(linger=0)
+        """Close; waits at most 0.2 s, and only for what a live connection still takes. May be called twice."""
+        self._context.destroy(linger=_GOODBYE_MS if self.connected else 0)
+        self.connected = False
+        self._waker.close()
+        self._wakened.close()
 
-    def now_s(self) -> float:
-        """Monotonic time, less the pauses."""
-        return time.monotonic() - self._paused_s
-
-    def pause_since(self, monotonic_s: float) -> None:
-        """Nobody listened since `monotonic_s`: let that time not count."""
-        self._paused_s += time.monotonic() - monotonic_s
+    def wake(self) -> None:
+        """End the current `listen`. From any thread; after `close` it does nothing."""
+        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody is there to be woken
+            self._waker.send(b"\0")
 
     def begin(self) -> None:
-        """Open a conversation; its budgets start now. Raises TeacherError if another one is open."""
-        if self._in_use:
-            raise TeacherError(f"teacher {self.address}: finish or close the running score() before the next call")
-        self._in_use = True
-        self._heard_s = self._progress_s = self._next_ping_s = self.now_s()
-
-    def end(self) -> None:
-        self._in_use = False
+        """Somebody begins to wait for something: the budgets start now."""
+        self.clock.restart()
+        self._next_ping_s = self.clock.now_s
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """False if there is no connection at the moment. The buffers are not copied."""
@@ -101,55 +148,110 @@ class TeacherLink:
             return False
         return True
 
-    def receive(self, what: str) -> list[Arrival]:
-        """What has arrived, after at most one poll interval; heartbeats are kept back.
+    def listen(self, timeout_s: float | None) -> News:
+        """What has arrived, after at most `timeout_s`; None: sleep until something happens, without heartbeats."""
+        if timeout_s is not None and self.clock.now_s >= self._next_ping_s:
+            self._ping()
+        ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+        self.clock.tick()
+        if self._wakened.fileno() in ready:
+            self._wakened.recv(4096)
+        lost = self._watch_connection() if self._monitor in ready else False
+        if self._gone_s is not None and self.clock.now_s - self._gone_s > _REOPEN_S:
+            self._reopen()
+            return News([], lost, False)
+        if self._socket not in ready:
+            return News([], lost, False)
+        messages, restarted, doubtful = self._read()
+        return News(messages, lost or restarted, doubtful)
 
-        Args:
-            what: what the caller waits for, for the error text, e.g. ``12 sequences are``.
+    def _ping(self) -> None:
+        self.send([requests.encode(Ping())])
+        self._next_ping_s = self.clock.now_s + PING_S
 
-        Raises:
-            TeacherUnavailable: a budget is spent.
-        """
-        if self.now_s() >= self._next_ping_s:
-            self.send([requests.encode(Ping())])
-            self._next_ping_s = self.now_s() + _PING_S
+    def _read(self) -> tuple[list[Arrival], bool, bool]:
+        """(messages, the server is a new one, something may be lost)"""
         arrived: list[Arrival] = []
-        timeout_ms = int(_POLL_S * 1000)
-        while len(arrived) < _BURST and self._socket.poll(timeout_ms):
-            timeout_ms = 0
-            head, *frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+        restarted, unreadable = False, self.n_unreadable
+        silence_ended = False
+        for _ in range(_BURST):
             try:
-                header = replies.decode(head)
+                head, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                header = replies.decode(head.buffer)
             except ProtocolError as error:
                 self.n_unreadable += 1
                 self.trouble = str(error)
                 continue
-            self._heard_s, self._ever_heard = self.now_s(), True
+            silence_ended = silence_ended or self.clock.silent_s > _SUSPICIOUS_S
+            self.clock.heard()
             if isinstance(header, Pong):
-                self.n_server_restarts += self._epoch not in (b"", header.epoch)
-                self._epoch = header.epoch
+                restarted = self._note_epoch(header) or restarted
             else:
-                arrived.append((header, list(frames)))
-        if all(isinstance(header, ErrorReply) for header, _ in arrived):  # a server may say `busy` for ever
-            self._check_budgets(what)
-        return arrived
+                arrived.append((header, [frame.buffer for frame in frames]))
+        return arrived, restarted, silence_ended or self.n_unreadable > unreadable
 
-    def progressed(self) -> None:
-        """The caller got what it asked for."""
-        self._progress_s = self.now_s()
+    def _note_epoch(self, pong: Pong) -> bool:
+        """True if the server is a new one behind an old connection; a new connection is news of its own."""
+        first, self._pong_on_this_connection = not self._pong_on_this_connection, True
+        changed = self._epoch not in (b"", pong.epoch)
+        self.n_server_restarts += changed
+        self._epoch = pong.epoch
+        return changed and not first
 
-    def _check_budgets(self, what: str) -> None:
-        silent_s, stalled_s = self.now_s() - self._heard_s, self.now_s() - self._progress_s
-        if silent_s > self._outage_budget_s:
-            problem = f"nothing heard for {silent_s:.1f} s"
-        elif stalled_s > self._stall_budget_s:
-            problem = f"the server is alive but has answered nothing for {stalled_s:.1f} s"
-        else:
-            return
-        last = f"{silent_s:.1f} s ago" if self._ever_heard else "never"
+    # The connection
+
+    def _watch_connection(self) -> bool:
+        """Read what ZMQ says of the connection; True if a new one took the place of an old one."""
+        replaced = False
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                replaced = replaced or self._was_connected
+                self.connected = self._was_connected = True
+                self._pong_on_this_connection = False
+                self._refused, self._gone_s = "", None
+                self._ping()  # first of all, so that a new epoch is known before a new server's answers
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.connected, self._gone_s = False, self.clock.now_s
+            elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED):
+                self._gone_s = None
+            else:
+                self._refused = self._explain_refusal(event)
+        return replaced
+
+    def _reopen(self) -> None:
+        """ZMQ never connects again after a refused key, an oversize frame or a byte that is not ZMTP."""
+        self._gone_s, self.connected = None, False
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._open()
+
+    def _explain_refusal(self, event: int) -> str:
+        if self._keys is not None:
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return "the server refuses the key in teacher.keys: is it in the server's allow-list?"
+            return "the server is not the one of server.key in teacher.keys, or uses no keys"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return "the server wants a key: set teacher.keys"
+        return "it closes the connection at once: is another service on this port?"
+
+    def unavailable(self, what: str) -> TeacherUnavailable | None:
+        """The error to give up with, or None while the budgets last.
+
+        Args:
+            what: what is waited for, e.g. ``12 requests are``.
+        """
+        problem = self.clock.problem()
+        if not problem:
+            return None
+        last = f"{self.clock.silent_s:.1f} s ago" if self.clock.ever_heard else "never"
+        refused = f" Its handshake fails: {self._refused}." if self._refused else ""
         trouble = f" Last trouble: {self.trouble}." if self.trouble else ""
-        remote = "" if self._server_ip.startswith("127.") or self._server_ip == "localhost" else " --allow-remote"
-        raise TeacherUnavailable(
-            f"teacher {self.address}: {problem} (last heard: {last}), {what} waited for.{trouble} Start one with: "
-            f"python -m teacher_server --model PATH --host {self._server_ip} --port {self._server_port}{remote}"
+        return TeacherUnavailable(
+            f"teacher {self.address}: {problem} (last heard: {last}), {what} waited for.{refused}{trouble} Start one "
+            f"with: python -m teacher_server --model PATH --host {self._server_ip} --port {self._server_port}"
         )
