@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Start the teacher server on this machine; arguments go to `python -m teacher_server` (see --help).
+# The teacher server's commands on this machine; arguments go to `python -m teacher_server` (see --help).
 #   bash launch/teacher.sh --model path/to/teacher --port 15555
+#   bash launch/teacher.sh worker --broker 10.0.0.5:15556 --model path/to/teacher --keys bundles/host7
+#   bash launch/teacher.sh status | drain --wait | keygen keys --client trainer
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bash "$root/launch/setup.sh"

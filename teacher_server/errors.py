@@ -8,3 +8,7 @@ from __future__ import annotations
 
 class ServerError(Exception):
     """The server cannot start or go on; `main` prints it as one line and exits with code 2."""
+
+
+class SettingsError(ServerError):
+    """A flag or a key of the YAML file is wrong; the text names it, its value and the fix."""

@@ -27,19 +27,23 @@ class ModelFolder:
     fingerprint: str  # 32 hex digits, see `_fingerprint`
 
 
-def inspect_model_folder(path: str) -> ModelFolder:
-    """Raises ServerError if the folder is missing, has no readable config or no whole safetensors weights."""
+def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolder:
+    """Raises ServerError if the folder is missing, has no readable config or no whole safetensors weights.
+
+    Args:
+        needs_weights: False for the trivial engine, which reads config.json only.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise ServerError(
-            f"--model {path}: no such folder. Fix: give a local folder with config.json and *.safetensors."
+            f"model folder {path}: no such folder. Fix: give a local folder with config.json and *.safetensors."
         )
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config", config)
     max_tokens = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
     if not isinstance(max_tokens, int) or max_tokens < 2:
-        raise ServerError(f"--model {path}: config.json has no max_position_embeddings, so it is no causal LM.")
-    weights = _weight_files(folder)
+        raise ServerError(f"model folder {path}: config.json has no max_position_embeddings, so it is no causal LM.")
+    weights = _weight_files(folder) if needs_weights else []
     for file in weights:
         _check_safetensors(file)
     resolved = folder.resolve()
@@ -55,18 +59,18 @@ def read_tokenizer_fingerprint(folder: ModelFolder) -> str:
     try:
         return tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder.path).get_vocab())
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ServerError(f"--model {folder.path}: its tokenizer does not load: {error}") from error
+        raise ServerError(f"model folder {folder.path}: its tokenizer does not load: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError as error:
-        raise ServerError(f"--model {file.parent}: {file.name} is missing. Fix: copy the whole folder.") from error
+        raise ServerError(f"model folder {file.parent}: {file.name} is missing. Fix: copy the whole folder.") from error
     except (OSError, ValueError) as error:
-        raise ServerError(f"--model {file.parent}: {file.name} is not readable JSON: {error}") from error
+        raise ServerError(f"model folder {file.parent}: {file.name} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ServerError(f"--model {file.parent}: {file.name} is not a JSON object.")
+        raise ServerError(f"model folder {file.parent}: {file.name} is not a JSON object.")
     return content
 
 
@@ -75,13 +79,13 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ServerError(f"--model {folder}: {index.name} has no weight_map.")
+            raise ServerError(f"model folder {folder}: {index.name} has no weight_map.")
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        raise ServerError(f"--model {folder}: missing weights: {', '.join(missing) or '*.safetensors'}.")
+        raise ServerError(f"model folder {folder}: missing weights: {', '.join(missing) or '*.safetensors'}.")
     return files
 
 
@@ -99,7 +103,7 @@ def _check_safetensors(file: Path) -> None:
             raise ValueError(f"{size} bytes, its header says {8 + n_header + end}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         fix = "Fix: copy or download it again."
-        raise ServerError(f"--model {file.parent}: {file.name} is damaged ({error}). {fix}") from error
+        raise ServerError(f"model folder {file.parent}: {file.name} is damaged ({error}). {fix}") from error
 
 
 def _fingerprint(folder: Path, weights: list[Path]) -> str:

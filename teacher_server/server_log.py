@@ -1,17 +1,51 @@
-"""Log lines of the server's processes: stderr, with time and process name."""
+"""Log lines of the server's processes: stderr, as text for people or as JSON for machines."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import sys
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+# What every record has; all else was given with `extra` and is a field of the line.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def log_to_stderr(name: str) -> None:
+def log_to_stderr(name: str, log_format: LogFormat = "text") -> None:
     """Configure this process's root logger; stdout stays free for the ready line."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s.%(msecs)03d %(levelname)s [{name} %(process)d] %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(JsonLines(name))
+    else:
+        line = f"%(asctime)s.%(msecs)03d %(levelname)s [{name} %(process)d] %(message)s"
+        handler.setFormatter(logging.Formatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
+    logging.captureWarnings(True)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (UTC), level, process, pid, logger, message, `extra` fields, error."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line: dict[str, object] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": record.process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        for key, value in vars(record).items():
+            if key not in _STANDARD and not key.startswith("_"):
+                line.setdefault(key, value)  # an extra field cannot pass for one of the above
+        return json.dumps(line, default=str)
