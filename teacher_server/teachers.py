@@ -18,11 +18,12 @@ _MUST_AGREE = ("model_fingerprint", "tokenizer_fingerprint", "vocab_size", "hidd
 class Teachers:
     """
     Args:
-        expected: names of those whose workers are still to come; requests for them may wait.
+        expected: names of all teachers, requests for which may wait for their workers; empty: any name may join.
     """
 
     def __init__(self, expected: Iterable[str]) -> None:
         self._first: dict[str, WorkerHello | None] = dict.fromkeys(expected)
+        self._closed = bool(self._first)
 
     def resolve(self, name: str) -> str:
         """The full name of the teacher asked for. Raises LookupError with the text for the client."""
@@ -37,6 +38,9 @@ class Teachers:
 
     def refusal(self, hello: WorkerHello) -> str:
         """Why this worker may not join; empty if it may, and then it is noted."""
+        if self._closed and hello.teacher not in self._first:
+            # A new name would make `the only teacher` ambiguous, and with it every request that names none.
+            return f"there is no teacher {hello.teacher!r} here, but: {', '.join(sorted(self._first))}"
         first = self._first.get(hello.teacher)
         if first is None:
             self._first[hello.teacher] = hello

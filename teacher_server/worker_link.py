@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -41,6 +40,7 @@ from teacher_server.sockets import set_common_options
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+_TICK_S = 0.05  # how late a hello, a wish to leave or a hung batch may be noticed
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 1000
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
@@ -153,10 +153,11 @@ class WorkerLink:
         while True:
             self._check_computing()
             now_s = time.monotonic()
-            if now_s >= self._next_hello_s:
-                self._dealer.send(from_worker.encode(msgspec.structs.replace(self._hello, leaving=self._leaving)))
+            if now_s >= self._next_hello_s or self._leaving != self._hello.leaving:
+                self._hello.leaving = self._leaving
+                self._dealer.send(from_worker.encode(self._hello))
                 self._next_hello_s = now_s + HEARTBEAT_S
-            ready = dict(self._poller().poll(max(1, int((self._next_hello_s - now_s) * 1000))))
+            ready = dict(self._poller().poll(int(_TICK_S * 1000)))
             if self._outbox_out in ready:
                 self._dealer.send_multipart(self._outbox_out.recv_multipart(copy=False), copy=False)
             if self._dealer in ready:

@@ -17,9 +17,7 @@ def use_onednn(model: torch.nn.Module) -> int:
     if not torch.backends.mkldnn.is_available():
         return 0
     layers = [
-        module
-        for module in model.modules()
-        if type(module) is torch.nn.Linear and module.weight.dtype == torch.float32
+        module for module in model.modules() if type(module) is torch.nn.Linear and module.weight.dtype == torch.float32
     ]
     for layer in layers:
         layer.forward = partial(_linear, layer)  # type: ignore[method-assign]

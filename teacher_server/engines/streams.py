@@ -21,7 +21,7 @@ _ROW_DTYPES: dict[torch.dtype, RowDtype] = {
 
 
 def row_dtype(dtype: torch.dtype, wire: Wire) -> RowDtype:
-    """How numbers of `dtype` travel: those of two bytes as they are, float32 as float16 if the wire is to be compact."""
+    """How numbers of `dtype` travel: those of two bytes as they are, float32 as float16 on a compact wire."""
     return "float16" if wire == "fp16" and dtype == torch.float32 else _ROW_DTYPES[dtype]
 
 

@@ -36,9 +36,7 @@ def _tail(hashes: np.ndarray) -> np.ndarray:
     return (0.0625 + (hashes & np.uint64(0xFFFF)).astype(np.float32) * (0.4375 / 65536)).astype(np.float32)
 
 
-def trivial_topk(
-    token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: int, mass: float = 0.0
-) -> TopKScores:
+def trivial_topk(token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: int, mass: float = 0.0) -> TopKScores:
     """No model: what `TrivialEngine` answers, for load and chaos tests.
 
     Args:

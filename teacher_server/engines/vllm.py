@@ -18,27 +18,28 @@ import torch
 from transformers import AutoConfig
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.streams import row_dtype
 from teacher_server.errors import ServerError
 from teacher_server.protocol import RowDtype, Wire
 
 MAX_SEQUENCES = 128  # of one forward pass; vLLM samples one token for each, from [128, V] float32
+ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers
 _EXTENSION = "teacher_server.engines.vllm_extension"
 
 
 def set_vllm_environment(device: str, threads: int) -> None:
     """What vLLM reads from the environment of this process and of its workers; before it is imported."""
+    os.environ[ENGINE_PID] = str(os.getpid())
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # its scheduler in this process; only the model may be elsewhere
         VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which a fork would lose
         VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_extension` reads the layout of a step from the first one
         VLLM_NO_USAGE_STATS="1",
-        TEACHER_ENGINE_PID=str(os.getpid()),
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if device == "cpu":
-        os.environ.update(
-            OMP_NUM_THREADS=str(threads), VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1"
-        )  # fmt: skip
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1", OMP_NUM_THREADS=str(threads))
 
 
 class VllmEngine:
@@ -54,7 +55,7 @@ class VllmEngine:
         max_tokens: longest P + R.
         max_batch_tokens: tokens of one forward pass; longer sequences take several.
         gpu_memory_utilization: part of each GPU for weights and KV cache. The hidden states of a batch and
-            the logits of one chunk, some 300 MiB, come out of the rest.
+            the logits of one chunk, some 500 MiB, come out of the rest.
         cpu_kv_cache_mib: KV cache of each worker on a CPU; 0: enough for two batches or the longest sequence.
         threads: CPU threads of each worker.
     """
@@ -128,9 +129,14 @@ class VllmEngine:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Every worker's answer, by rank; blocks."""
+        from vllm.exceptions import VLLMError
+
         from teacher_server.engines.vllm_extension import Failure
 
-        answers = self._engine.collective_rpc(method, args=args)
+        try:
+            answers = self._engine.collective_rpc(method, args=args)
+        except (VLLMError, AssertionError) as error:  # of an executor that has lost a worker
+            raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         for answer in answers:
             if isinstance(answer, Failure):
                 raise ArithmeticError(answer.text)
@@ -166,14 +172,12 @@ class VllmEngine:
                     output_kind=RequestOutputKind.FINAL_ONLY,
                     extra_args={PLACE: list(place)},
                 )
-                engine.add_request(
-                    str(self._serial), {"prompt_token_ids": sequence.token_ids[:-1].tolist()}, sampling
-                )
+                engine.add_request(str(self._serial), {"prompt_token_ids": sequence.token_ids[:-1].tolist()}, sampling)
                 running.add(str(self._serial))
                 row += sequence.n_response
             while running:
                 running -= {output.request_id for output in engine.step() if output.finished}
-        except VLLMError as error:  # which is no RuntimeError
+        except (VLLMError, AssertionError) as error:
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         finally:
             if running:  # a step failed: leave nothing behind in the scheduler
@@ -213,8 +217,6 @@ class _HeadStream:
     """A `RowStream` of the LM head, whose rows are spread over the workers."""
 
     def __init__(self, engine: VllmEngine, wire: Wire) -> None:
-        from teacher_server.engines.streams import row_dtype
-
         self.n_rows, self.n_cols = engine.vocab_size, engine.hidden_size
         self.dtype = row_dtype(getattr(torch, engine.dtype), wire)
         self._engine, self._wire = engine, wire

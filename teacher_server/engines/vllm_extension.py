@@ -26,10 +26,10 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from teacher_server.engines.base import RowStream, ScoreParams
 from teacher_server.engines.signals import score_hidden
 from teacher_server.engines.streams import MatrixStream
+from teacher_server.engines.vllm import ENGINE_PID
 from teacher_server.payload import TopKScores
 from teacher_server.protocol import RowDtype, Wire
 
-ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers
 PLACE = "teacher_place"  # key of SamplingParams.extra_args: a `Place` as a list
 
 
@@ -174,7 +174,7 @@ class TeacherExtension:
         self._teacher_streams.pop(stream_id).close()
 
     def teacher_head_rows(self, start: int, stop: int, wire: Wire) -> np.ndarray | Failure | None:
-        """Those of rows [start, stop) of the whole LM head that this rank holds; in order of rank they make them all."""
+        """Those of rows [start, stop) of the whole LM head that this rank holds; in order of rank they make all."""
         shard = self._teacher_head.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         matrix = self._teacher_head.weight[min(max(start, first), end) - first : min(max(stop, first), end) - first]
@@ -199,7 +199,9 @@ def _spans(runner: Any) -> Iterator[_Span]:
     """How the forward pass that has just run was laid out."""
     rows = runner.query_start_loc.np
     for i, request_id in enumerate(runner.input_batch.req_ids):
-        yield _Span(request_id, int(rows[i]), runner.requests[request_id].num_computed_tokens, int(rows[i + 1] - rows[i]))
+        yield _Span(
+            request_id, int(rows[i]), runner.requests[request_id].num_computed_tokens, int(rows[i + 1] - rows[i])
+        )
 
 
 def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, bool]:

@@ -428,6 +428,8 @@ def test_names_of_teachers(tmp_path: Path) -> None:
         assert info(name).code == "bad_request" and words in info(name).text
         client.score(teacher=name)
         assert words in client.hear()[0].text
+    stranger = rig.worker(name="wx", pid=3, teacher="maths")
+    assert "no teacher 'maths' here, but: code, math" in stranger.hear()[0].why
     client.score(teacher="code")
     assert code.job()[1].teacher == "code" and math.hears_nothing()
     rig.close()

@@ -107,7 +107,7 @@ class PlayedBroker:
         self.link = WorkerLink(f"tcp://127.0.0.1:{self.port}", make_hello())
         self.why: list[str] = []
         worker = Worker(engine, self.link, "f", "w", max_batch_tokens=200)  # type: ignore[arg-type]
-        self._thread = threading.Thread(target=lambda: self.why.append(worker.run()))
+        self._thread = threading.Thread(target=lambda: self.why.append(worker.run()), daemon=True)
         self._thread.start()
         self.identity = self.next_hello()[0]
 
@@ -146,10 +146,14 @@ class PlayedBroker:
         return request
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self.tell(Dismiss())
-        self._thread.join(timeout=5)
-        assert not self._thread.is_alive()
+        end_s = time.monotonic() + 10
+        self.tell(Dismiss())
+        while self._thread.is_alive() and time.monotonic() < end_s:
+            self._thread.join(timeout=0.1)
+            if self.router.poll(0):  # it is another one after a new connection
+                self.identity = self.hear()[0]
+                self.tell(Dismiss())
+        assert not self._thread.is_alive(), "the worker did not end"
         self.link.close()
         self._context.destroy(linger=0)
 
