@@ -145,6 +145,20 @@ class PlayedBroker:
         self.tell(assignment, requests.encode(request), as_frame(tokens))
         return request
 
+    def restart(self) -> None:
+        """Another ROUTER at the same address, which knows nobody."""
+        self.router.close(linger=0)
+        self.router = self._context.socket(zmq.ROUTER)
+        end_s = time.monotonic() + 10
+        while True:  # the old one lets go of the port in its own time
+            try:
+                self.router.bind(f"tcp://127.0.0.1:{self.port}")
+                return
+            except zmq.ZMQError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(0.02)
+
     def close(self) -> None:
         end_s = time.monotonic() + 10
         self.tell(Dismiss())
@@ -265,9 +279,7 @@ def test_a_broken_connection_is_a_new_worker(broker: PlayedBroker, engine: StubE
     broker.assign(1, calm(31), signal="logits", prompt_length=1)
     for _ in range(STREAM_WINDOW):
         broker.reply()
-    broker.router.close(linger=0)
-    broker.router = broker._context.socket(zmq.ROUTER)
-    broker.router.bind(f"tcp://127.0.0.1:{broker.port}")
+    broker.restart()
     identity, _ = broker.next_hello()
     assert identity != broker.identity
     broker.identity = identity
