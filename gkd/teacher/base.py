@@ -16,6 +16,7 @@ from gkd.types import Rollout, TeacherTopK
 
 MASS_SLACK = 1e-3  # what float32 sums and a float16 tail may add to or take from a row's probability
 _FP16_ROUNDING = 2.0**-11  # of a float16 number, as a part of it
+_MIN_FP16 = -65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +92,32 @@ def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int 
         _check_entries(where, ids, logprobs, n_vocab)
     else:
         _check_counted_entries(where, scores, counts, n_vocab)
+    _check_mass(where, logprobs, tail)
+
+
+def _check_mass(where: str, logprobs: np.ndarray, tail: np.ndarray) -> None:
     # A logprob far above 0 overflows to an infinite mass, which is refused like any other above 1.
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore"):
         p = np.exp(logprobs)
         mass = p.sum(1)
-        slack = MASS_SLACK - _FP16_ROUNDING * np.where(p > 0, p * logprobs, 0).sum(1)
-    # Written so that a NaN fails.
+    total, slack = mass + tail, np.full(len(mass), MASS_SLACK)
+    doubtful = ~((np.abs(total - 1) <= slack) & (mass <= 1 + slack))  # true of a NaN, too
+    if doubtful.any():  # seldom: the sum below costs more than all the rest
+        some = p[doubtful]
+        slack[doubtful] -= _FP16_ROUNDING * (some * np.maximum(logprobs[doubtful], _MIN_FP16)).sum(1)
     _refuse_rows(where, ~(mass <= 1 + slack), f"probability mass is up to {mass.max():.6g}, more than 1")
     _refuse_rows(where, ~((tail >= 0) & (tail <= 1)), "the tail's probability is outside [0, 1]")
-    total = mass + tail
     worst = float(total[np.abs(total - 1).argmax()])
     _refuse_rows(where, ~(np.abs(total - 1) <= slack), f"listed mass and tail are together {worst:.6g}, not 1")
 
 
 def _check_entries(where: str, ids: np.ndarray, logprobs: np.ndarray, n_vocab: int) -> None:
     """Rows that are full: [R, K] both."""
-    _refuse_rows(where, ~np.isfinite(logprobs).all(1), "a logprob is NaN or infinite")
-    _refuse_rows(where, ((ids < 0) | (ids >= n_vocab)).any(1), f"a token id is outside [0, {n_vocab})")
+    _refuse_rows(where, ~np.isfinite(logprobs), "a logprob is NaN or infinite")
+    _refuse_rows(where, (ids < 0) | (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
     ordered = np.sort(ids, axis=1)
-    _refuse_rows(where, (ordered[:, 1:] == ordered[:, :-1]).any(1), "a token id comes twice")
-    _refuse_rows(where, (logprobs[:, 1:] > logprobs[:, :-1]).any(1), "logprobs do not descend")
+    _refuse_rows(where, ordered[:, 1:] == ordered[:, :-1], "a token id comes twice")
+    _refuse_rows(where, logprobs[:, 1:] > logprobs[:, :-1], "logprobs do not descend")
 
 
 def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, n_vocab: int) -> None:
@@ -122,15 +129,16 @@ def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, 
     _refuse_rows(where, (counts < 1) | (counts > k), f"a count is outside 1 to {k}")
     listed = np.arange(k) < counts[:, None]  # [R, K]
     filling = (ids == -1) & (logprobs == -np.inf)
-    _refuse_rows(where, ~(listed | filling).all(1), "an entry past its row's count is not -1 and -inf")
+    _refuse_rows(where, ~(listed | filling), "an entry past its row's count is not -1 and -inf")
     # What fills a row gets ids of its own and the last logprob, so that the checks of full rows apply.
     last = np.take_along_axis(logprobs, counts[:, None].astype(np.int64) - 1, axis=1)
     full_ids = np.where(listed, ids, n_vocab + np.arange(k))
-    _refuse_rows(where, (listed & (ids >= n_vocab)).any(1), f"a token id is outside [0, {n_vocab})")
+    _refuse_rows(where, listed & (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
     _check_entries(where, full_ids, np.where(listed, logprobs, last), n_vocab + k)
 
 
 def _refuse_rows(where: str, bad: Any, problem: str) -> None:
-    """`bad` is [R] bool."""
+    """`bad` is [R] or [R, anything] bool."""
     if bad.any():
+        bad = bad if bad.ndim == 1 else bad.any(1)
         raise TeacherError(f"{where}: response position {int(bad.argmax())} ({int(bad.sum())} in all): {problem}")

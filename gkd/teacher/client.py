@@ -162,7 +162,8 @@ class ZmqTeacher:
         return self._send(self._queries.sampled(rollout))
 
     def submit_hidden(self, rollout: Rollout) -> Future[np.ndarray]:
-        """[R, H] float32: the final hidden states, from which `lm_head` makes the logits. See `submit`."""
+        """[R, H] float32: the final hidden states. `lm_head` makes logits of them, which are neither cut to `n_vocab`
+        nor divided by `temperature` yet. See `submit`."""
         hidden_size = (self._described or self.info()).hidden_size
         return self._send(self._queries.hidden(rollout, hidden_size, self._exchange.acknowledge))
 

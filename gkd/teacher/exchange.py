@@ -43,7 +43,7 @@ _CLOSE_S = 5.0  # for the thread to end; a future's callback may hold it up
 class ClientStats:
     """Counts since the client was made; for metrics and tests."""
 
-    n_sent: int = 0  # requests put on the wire, resends included
+    n_sent: int = 0  # requests for scores put on the wire, resends included
     n_resent: int = 0
     n_busy: int = 0  # the server's queue was full, or it was about to leave
     n_damaged: int = 0  # exchanges either side could not read, or about other tokens
@@ -118,6 +118,8 @@ class Exchange:
     def _turn(self) -> None:
         news = self._link.listen(self._patience_s())
         self.stats.n_server_restarts = self._link.n_server_restarts
+        if news.connected:
+            self._next_due_s = 0.0
         if news.lost or news.doubtful:
             for pending in list(self._pending.values()):
                 if news.lost and pending.is_stream and pending.n_sent:
@@ -159,8 +161,8 @@ class Exchange:
                 if not self._link.send(pending.message):
                     self._next_due_s = now_s + POLL_S
                     return
-                self.stats.n_sent += 1
-                self.stats.n_resent += pending.n_sent > 0
+                self.stats.n_sent += pending.is_work
+                self.stats.n_resent += pending.is_work and pending.n_sent > 0
                 pending.n_sent += 1
                 pending.due_s = now_s + pending.resend_s
             next_due_s = min(next_due_s, pending.due_s)

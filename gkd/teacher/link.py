@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from teacher_server.keys import PeerKeys
 
 POLL_S = 0.1  # how late a resend or the end of a budget may be noticed
-PING_S = 0.5
-_SUSPICIOUS_S = 2.5 * PING_S  # a silence that ends after this long may have swallowed something
+_PING_S = 0.5  # more often if the outage budget is short
+_SUSPICIOUS_PINGS = 2.5  # a silence that ends after so many may have swallowed something
 _REOPEN_S = 0.5  # after a break that ZMQ does not repair by itself
 _BURST = 64  # messages read before the caller gets its turn to send
 _GOODBYE_MS = 200  # for the last cancellations to leave
@@ -58,6 +58,7 @@ class News(NamedTuple):
     """What one turn brought."""
 
     messages: list[Arrival]  # heartbeats are kept back
+    connected: bool  # a connection was made: what could not be sent now can
     lost: bool  # the connection or the server is a new one: what is under way on the old one never arrives
     doubtful: bool  # something may have been lost: a silence ended, or a message could not be read
 
@@ -81,11 +82,12 @@ class TeacherLink:
         self.n_server_restarts = 0
         self._server_ip, self._server_port, self._keys = server_ip, server_port, keys
         self._refused = ""  # why the last handshake failed
-        self._was_connected = False
+        self._n_connections = 0  # made since the start
         self._gone_s: float | None = None  # since when there is no connection and nobody makes one
         self._epoch = b""
         self._pong_on_this_connection = False
         self._next_ping_s = 0.0
+        self._ping_s = min(_PING_S, clock.outage_budget_s / 4)
         # An automatic identity may be given to another client after a server restart, and our replies with it.
         self._identity = b"c" + os.urandom(ID_BYTES - 1)
         self._context = zmq.Context()
@@ -156,18 +158,21 @@ class TeacherLink:
         self.clock.tick()
         if self._wakened.fileno() in ready:
             self._wakened.recv(4096)
-        lost = self._watch_connection() if self._monitor in ready else False
+        n_connections = self._n_connections
+        if self._monitor in ready:
+            self._watch_connection()
+        connected = self._n_connections > n_connections
+        lost = connected and self._n_connections > 1
         if self._gone_s is not None and self.clock.now_s - self._gone_s > _REOPEN_S:
             self._reopen()
-            return News([], lost, False)
-        if self._socket not in ready:
-            return News([], lost, False)
-        messages, restarted, doubtful = self._read()
-        return News(messages, lost or restarted, doubtful)
+        elif self._socket in ready:
+            messages, restarted, doubtful = self._read()
+            return News(messages, connected, lost or restarted, doubtful)
+        return News([], connected, lost, False)
 
     def _ping(self) -> None:
         self.send([requests.encode(Ping())])
-        self._next_ping_s = self.clock.now_s + PING_S
+        self._next_ping_s = self.clock.now_s + self._ping_s
 
     def _read(self) -> tuple[list[Arrival], bool, bool]:
         """(messages, the server is a new one, something may be lost)"""
@@ -185,7 +190,7 @@ class TeacherLink:
                 self.n_unreadable += 1
                 self.trouble = str(error)
                 continue
-            silence_ended = silence_ended or self.clock.silent_s > _SUSPICIOUS_S
+            silence_ended = silence_ended or self.clock.silent_s > _SUSPICIOUS_PINGS * self._ping_s
             self.clock.heard()
             if isinstance(header, Pong):
                 restarted = self._note_epoch(header) or restarted
@@ -203,14 +208,12 @@ class TeacherLink:
 
     # The connection
 
-    def _watch_connection(self) -> bool:
-        """Read what ZMQ says of the connection; True if a new one took the place of an old one."""
-        replaced = False
+    def _watch_connection(self) -> None:
+        """Read what ZMQ says of the connection."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                replaced = replaced or self._was_connected
-                self.connected = self._was_connected = True
+                self.connected, self._n_connections = True, self._n_connections + 1
                 self._pong_on_this_connection = False
                 self._refused, self._gone_s = "", None
                 self._ping()  # first of all, so that a new epoch is known before a new server's answers
@@ -220,7 +223,6 @@ class TeacherLink:
                 self._gone_s = None
             else:
                 self._refused = self._explain_refusal(event)
-        return replaced
 
     def _reopen(self) -> None:
         """ZMQ never connects again after a refused key, an oversize frame or a byte that is not ZMTP."""
@@ -231,13 +233,11 @@ class TeacherLink:
         self._open()
 
     def _explain_refusal(self, event: int) -> str:
-        if self._keys is not None:
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                return "the server refuses the key in teacher.keys: is it in the server's allow-list?"
-            return "the server is not the one of server.key in teacher.keys, or uses no keys"
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            return "the server wants a key: set teacher.keys"
-        return "it closes the connection at once: is another service on this port?"
+        if self._keys is None:
+            return "the server wants a key (set teacher.keys), or another service is on this port"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return "the server refuses the key in teacher.keys: is it in the server's allow-list?"
+        return "the server is not the one of server.key in teacher.keys, or uses no keys"
 
     def unavailable(self, what: str) -> TeacherUnavailable | None:
         """The error to give up with, or None while the budgets last.

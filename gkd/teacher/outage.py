@@ -22,7 +22,7 @@ class OutageClock:
     def __init__(self, *, outage_budget_s: float, stall_budget_s: float) -> None:
         self.now_s = 0.0  # advances with `tick` only
         self.ever_heard = False
-        self._outage_budget_s, self._stall_budget_s = outage_budget_s, stall_budget_s
+        self.outage_budget_s, self._stall_budget_s = outage_budget_s, stall_budget_s
         self._ticked_s = time.monotonic()
         self._heard_s = self._progress_s = 0.0
 
@@ -52,7 +52,7 @@ class OutageClock:
     def problem(self) -> str:
         """Which budget is spent, in words; empty if none is."""
         stalled_s = self.now_s - self._progress_s
-        if self.silent_s > self._outage_budget_s:
+        if self.silent_s > self.outage_budget_s:
             return f"nothing heard for {self.silent_s:.1f} s"
         if stalled_s > self._stall_budget_s:
             return f"the server is alive but has answered nothing for {stalled_s:.1f} s"

@@ -46,7 +46,8 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherTopK]]:
         ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n_response)]).astype(np.int32)
         weights = rng.random((n_response, TOP_K)) + 0.05
         probs = rng.uniform(0.3, 0.9, (n_response, 1)) * weights / weights.sum(1, keepdims=True)
-        scores.append(TeacherTopK(ids, np.log(probs).astype(np.float32)))
+        tail = (1 - probs.sum(1)).astype(np.float32)
+        scores.append(TeacherTopK(ids, np.log(probs).astype(np.float32), tail))
     return rollouts, scores
 
 

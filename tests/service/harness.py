@@ -77,8 +77,22 @@ def connect(port: int, **settings: Any) -> ZmqTeacher:
     return ZmqTeacher("127.0.0.1", port, **(defaults | settings))
 
 
-def server_command(model: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "teacher_server", "--model", str(model), "--device", "cpu", *options]
+def trivial_model(folder: Path, vocab_size: int = 1000) -> Path:
+    """A model folder for `--engine trivial`, which starts in half a second because it has no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, "vocab_size": vocab_size}))
+    return folder
+
+
+def command(*words: str) -> list[str]:
+    """`python -m teacher_server WORDS`"""
+    return [sys.executable, "-m", "teacher_server", *words]
+
+
+def server_command(model: Path | None, *options: str) -> list[str]:
+    """Without a model the options have to name teachers."""
+    models = () if model is None else ("--model", str(model))
+    return command(*models, "--device", "cpu", *options)
 
 
 def is_alive(pid: int) -> bool:
@@ -101,13 +115,16 @@ def wait_until(condition: Any, timeout_s: float, what: str) -> None:
 class ServerProcess:
     """`python -m teacher_server` as a context: started and ready on entry, dead on exit with all its workers."""
 
-    def __init__(self, model: Path, folder: Path, *, port: int = 0, n_workers: int = 1, options: Sequence[str] = ()):
+    def __init__(
+        self, model: Path | None, folder: Path, *, port: int = 0, n_workers: int = 1, options: Sequence[str] = ()
+    ):
         self._ready_file = folder / f"ready-{os.urandom(4).hex()}.json"
         self._log = folder / f"{self._ready_file.stem}.log"
         flags = ("--port", str(port), "--n-workers", str(n_workers), "--ready-file", str(self._ready_file), *options)
         self._command = server_command(model, *flags)
         self.port = port
         self.worker_pids: list[int] = []
+        self.ready: dict[str, Any] = {}  # what the ready file said
 
     def __enter__(self) -> ServerProcess:
         with self._log.open("wb") as log:
@@ -119,8 +136,8 @@ class ServerProcess:
         except BaseException:
             self.kill()
             raise
-        ready = json.loads(self._ready_file.read_text())
-        self.port, self.worker_pids = ready["port"], ready["worker_pids"]
+        self.ready = json.loads(self._ready_file.read_text())
+        self.port, self.worker_pids = self.ready["port"], self.ready["worker_pids"]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -31,7 +31,7 @@ def test_a_killed_worker_loses_nothing(wide_model: Path, tmp_path: Path) -> None
             indices = [first[0], *(index for index, _ in scores)]
             assert sorted(indices) == list(range(60))
             assert teacher.stats.n_resent == 0
-            assert re.search(r"lost w0\.0 \(process ended\); [1-9]\d* requests go elsewhere", server.log_text())
+            assert re.search(r"lost w0\.0 \(its process ended\); [1-9]\d* requests go elsewhere", server.log_text())
             wait_until(lambda: teacher.info().n_workers == 2, 60.0, "another worker")
         finally:
             teacher.close()

@@ -12,7 +12,7 @@ import pytest
 
 from teacher_server.errors import ServerError
 from teacher_server.model_folder import inspect_model_folder
-from tests.service.harness import server_command
+from tests.service.harness import command, server_command, trivial_model
 
 pytestmark = pytest.mark.service
 
@@ -37,12 +37,76 @@ def test_port_in_use(tiny_model: Path) -> None:
 
 def test_remote_host_needs_consent(tiny_model: Path) -> None:
     """Would break if a typo in --host opened an unauthenticated service to the network."""
-    assert "--allow-remote" in run_to_its_error(tiny_model, "--host", "0.0.0.0")
+    line = run_to_its_error(tiny_model, "--host", "0.0.0.0", "--worker-port", "0")
+    assert "--host 0.0.0.0" in line and "--keys" in line and "--insecure" in line
 
 
 def test_missing_folder() -> None:
     """Would break if a mistyped path became a download or a traceback."""
-    assert "--model /no/such/model" in run_to_its_error(Path("/no/such/model"))
+    assert "model folder /no/such/model" in run_to_its_error(Path("/no/such/model"))
+
+
+def test_taken_worker_and_metrics_ports(tiny_model: Path) -> None:
+    """Would break if workers of other hosts, or Prometheus, found somebody else at the port they were told."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flag in ("--worker-port", "--metrics-port"):
+            assert flag in run_to_its_error(tiny_model, "--port", "0", flag, port)
+
+
+def test_keys_that_others_can_read(tiny_model: Path, tmp_path: Path) -> None:
+    """Would break if a server that was told to use keys started without them, or with keys that everybody has."""
+    keys = str(tmp_path / "keys")
+    assert "keygen" in run_to_its_error(tiny_model, "--keys", keys)
+    subprocess.run(command("keygen", keys, "--client", "c"), check=True, capture_output=True, timeout=20)
+    (tmp_path / "keys/server.key_secret").chmod(0o644)
+    assert f"chmod 600 {keys}/server.key_secret" in run_to_its_error(tiny_model, "--keys", keys)
+
+
+def test_a_gpu_that_is_not_there(tiny_model: Path) -> None:
+    """Would break if a GPU named twice, or one too few for a group, showed only after minutes of loading."""
+    assert "GPU a is named twice" in run_to_its_error(tiny_model, "--gpus", "a,a")
+    assert "3 GPUs" in run_to_its_error(
+        tiny_model, "--gpus", "a,b,c", "--tensor-parallel-size", "2", "--engine", "vllm"
+    )
+
+
+def test_a_worker_that_cannot_load_ends_the_server(tmp_path: Path) -> None:
+    """Would break if a model that does not load were tried for ever, or the server sat there without a worker."""
+    model = trivial_model(tmp_path / "model")
+    (model / "config.json").write_text('{"max_position_embeddings": 100}')
+    done = subprocess.run(
+        server_command(model, "--engine", "trivial", "--port", "0"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2 and "vocab_size" in done.stderr
+    assert "worker w0.0 (teacher default) ended with code 2" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "words,text",
+    [
+        (("--broker", "here"), "--broker here: not HOST:PORT"),
+        (("--broker", "127.0.0.1:1", "--name", "w3.1"), "--name w3.1"),
+        (("--broker", "127.0.0.1:1", "--gpus", "0,1"), "--gpus 0,1"),
+        (("--broker", "127.0.0.1:1", "--max-tokens", "5000"), "--max-tokens 5000: the model takes 4096"),
+        (("--broker", "127.0.0.1:1", "--keys", "/no/keys"), "/no/keys"),
+    ],
+)
+def test_a_worker_with_wrong_settings_ends(tmp_path: Path, words: tuple[str, ...], text: str) -> None:
+    """Would break if a worker on another host waited for ever for what it can never reach or do."""
+    model = trivial_model(tmp_path / "model")
+    done = subprocess.run(
+        command("worker", "--model", str(model), "--engine", "trivial", *words),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and text in done.stderr
 
 
 def _drop_config(folder: Path) -> None:
@@ -106,7 +170,15 @@ def test_fingerprint_tells_weights_apart(tiny_model: Path, tmp_path: Path) -> No
     assert inspect_model_folder(str(folder)).fingerprint != one
 
 
-def test_help_shows_examples(tiny_model: Path) -> None:
+@pytest.mark.parametrize("name", ["serve", "worker", "status", "drain", "keygen"])
+def test_help_shows_examples(name: str) -> None:
     """Would break if the first thing a newcomer types failed or showed no command to copy."""
+    done = subprocess.run(command(name, "--help"), capture_output=True, text=True, timeout=20, check=True)
+    assert "example" in done.stdout and "  python -m teacher_server" in done.stdout
+
+
+def test_help_of_all(tiny_model: Path) -> None:
+    """Would break if the bare command did not say how to begin and which other commands there are."""
     done = subprocess.run(server_command(tiny_model, "--help"), capture_output=True, text=True, timeout=20, check=True)
     assert "python -m teacher_server --model models/tiny --port 15555" in done.stdout
+    assert all(name in done.stdout for name in ("worker ", "status ", "drain ", "keygen "))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gkd.errors import TeacherError
 from gkd.teacher.base import validate_topk
@@ -12,51 +14,117 @@ from gkd.types import TeacherTopK
 
 def good() -> TeacherTopK:
     probabilities = np.array([[0.5, 0.25, 0.125], [0.9, 0.05, 0.05]])
-    return TeacherTopK(np.array([[4, 0, 9], [1, 2, 3]], np.int32), np.log(probabilities).astype(np.float32))
+    logprobs = np.log(probabilities).astype(np.float32)
+    tail = np.array([0.125, 0.0], np.float32)
+    return TeacherTopK(np.array([[4, 0, 9], [1, 2, 3]], np.int32), logprobs, tail)
+
+
+def counted() -> TeacherTopK:
+    """Row 0 lists two ids, row 1 all three."""
+    scores = good()
+    scores.topk_ids[0, 2], scores.topk_logprobs[0, 2], scores.tail_mass[0] = -1, -np.inf, 0.25
+    return TeacherTopK(scores.topk_ids, scores.topk_logprobs, scores.tail_mass, np.array([2, 3], np.int32))
 
 
 def test_good_scores_pass() -> None:
-    """Would break if ties, or a mass of 1 within float16, were refused."""
+    """Would break if ties, a mass of 1 within float16, or a row cut short by a mass target were refused."""
     validate_topk(good(), 10, "x", n_rows=2)
-    rounded = TeacherTopK(np.array([[0, 1]], np.int32), np.log([[0.5, 0.5]]).astype(np.float16).astype(np.float32))
-    validate_topk(rounded, 2, "x")
+    validate_topk(counted(), 10, "x", n_rows=2)
+    rounded = np.log([[0.5, 0.5]]).astype(np.float16).astype(np.float32)
+    validate_topk(TeacherTopK(np.array([[0, 1]], np.int32), rounded, np.zeros(1, np.float32)), 2, "x")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4000), st.floats(0.0, 20.0), st.integers(0, 1 << 30))
+def test_what_float16_makes_of_true_scores_passes(k: int, spread: float, seed: int) -> None:
+    """Would break if a run ended because the rounding of many equal logprobs adds up."""
+    logits = np.random.default_rng(seed).normal(size=k + 7) * spread
+    logprobs = -np.sort(-(logits - np.logaddexp.reduce(logits)))
+    tail = np.array([np.exp(logprobs[k:]).sum()], np.float32)
+    wire = logprobs[None, :k].astype(np.float16).astype(np.float32)
+    validate_topk(TeacherTopK(np.arange(k, dtype=np.int32)[None], wire, tail), k + 7, "x")
 
 
 @pytest.mark.parametrize(
-    "ids,logprobs,words",
+    "ids,logprobs,tail,words",
     [
-        ({(1, 0): 10}, {}, r"outside \[0, 10\)"),
-        ({(1, 0): -1}, {}, "outside"),
-        ({(1, 0): 3}, {}, "twice"),
-        ({}, {(1, 2): np.nan}, "NaN"),
-        ({}, {(1, 2): -np.inf}, "infinite"),
-        ({}, {(1, 0): -0.04}, "mass"),
-        ({}, {(1, 0): 500.0}, "mass"),
-        ({}, {(1, 0): -5.0}, "descend"),
+        ({(1, 0): 10}, {}, None, r"outside \[0, 10\)"),
+        ({(1, 0): -1}, {}, None, "outside"),
+        ({(1, 0): 3}, {}, None, "twice"),
+        ({}, {(1, 2): np.nan}, None, "NaN"),
+        ({}, {(1, 2): -np.inf}, None, "infinite"),
+        ({}, {(1, 0): -0.04}, None, "mass"),
+        ({}, {(1, 0): 500.0}, None, "mass"),
+        ({}, {(1, 0): -5.0}, None, "descend"),
+        ({}, {}, np.nan, "tail"),
+        ({}, {}, -0.01, "tail"),
+        ({}, {}, 1.01, "tail"),
+        ({}, {}, 0.01, "together 1.01, not 1"),
+        ({}, {(1, 1): -4.0, (1, 2): -5.0}, None, "together 0.925"),
     ],
 )
-def test_bad_values(ids: dict[tuple[int, int], int], logprobs: dict[tuple[int, int], float], words: str) -> None:
-    """Would break if the loss could be taken over such a row; each changes one entry of good scores."""
+def test_bad_values(
+    ids: dict[tuple[int, int], int], logprobs: dict[tuple[int, int], float], tail: float | None, words: str
+) -> None:
+    """Would break if the loss could be taken over such a row; each changes one thing of good scores."""
     scores = good()
     for at, token in ids.items():
         scores.topk_ids[at] = token
     for at, value in logprobs.items():
         scores.topk_logprobs[at] = value
+    if tail is not None:
+        scores.tail_mass[1] = tail
     with pytest.raises(TeacherError, match=f"prompt 3, sample 1: response position 1 .*{words}"):
         validate_topk(scores, 10, "prompt 3, sample 1")
 
 
+@pytest.mark.parametrize(
+    "counts,ids,logprobs,words",
+    [
+        ([0, 3], {}, {}, "a count is outside 1 to 3"),
+        ([4, 3], {}, {}, "a count is outside 1 to 3"),
+        ([1, 3], {}, {}, "past its row's count"),
+        ([3, 3], {}, {}, "infinite"),
+        ([2, 3], {(0, 2): 5}, {}, "past its row's count"),
+        ([2, 3], {}, {(0, 2): -9.0}, "past its row's count"),
+        ([2, 3], {}, {(0, 2): np.nan}, "past its row's count"),
+        ([2, 3], {(0, 1): 4}, {}, "twice"),
+        ([2, 3], {(0, 1): 10}, {}, r"outside \[0, 10\)"),
+        ([2, 3], {(0, 1): -1}, {}, "outside"),
+        ([2, 3], {}, {(0, 1): 0.0}, "descend"),
+        ([2, 3], {}, {(0, 1): np.nan}, "NaN"),
+        ([2, 3], {}, {(0, 0): -0.2}, "mass"),
+    ],
+)
+def test_bad_counts(
+    counts: list[int], ids: dict[tuple[int, int], int], logprobs: dict[tuple[int, int], float], words: str
+) -> None:
+    """Would break if what fills a short row could be taken for scores, or the other way round."""
+    scores = counted()
+    for at, token in ids.items():
+        scores.topk_ids[at] = token
+    for at, value in logprobs.items():
+        scores.topk_logprobs[at] = value
+    bad = TeacherTopK(scores.topk_ids, scores.topk_logprobs, scores.tail_mass, np.array(counts, np.int32))
+    with pytest.raises(TeacherError, match=f"x: response position 0 .*{words}"):
+        validate_topk(bad, 10, "x")
+
+
 def test_bad_shapes() -> None:
     """Would break if rows of another sequence, or none, were accepted."""
-    ids, logprobs = good().topk_ids, good().topk_logprobs
+    ids, logprobs, tail = good().topk_ids, good().topk_logprobs, good().tail_mass
     for scores in (
-        TeacherTopK(ids[:1], logprobs),
-        TeacherTopK(ids[:0], logprobs[:0]),
-        TeacherTopK(ids[0], logprobs[0]),
+        TeacherTopK(ids[:1], logprobs, tail),
+        TeacherTopK(ids[:0], logprobs[:0], tail[:0]),
+        TeacherTopK(ids[0], logprobs[0], tail),
+        TeacherTopK(ids, logprobs, tail[:1]),
+        TeacherTopK(ids, logprobs, tail, np.ones(3, np.int32)),
     ):
         with pytest.raises(TeacherError, match="expected"):
             validate_topk(scores, 10, "x")
     with pytest.raises(TeacherError, match=r"\[3, K\]"):
         validate_topk(good(), 10, "x", n_rows=3)
     with pytest.raises(TeacherError, match="float64"):
-        validate_topk(TeacherTopK(ids, logprobs.astype(np.float64)), 10, "x")
+        validate_topk(TeacherTopK(ids, logprobs.astype(np.float64), tail), 10, "x")
+    with pytest.raises(TeacherError, match="counts float64"):
+        validate_topk(TeacherTopK(ids, logprobs, tail, np.full(2, 3.0)), 10, "x")

@@ -30,7 +30,7 @@ def make_rollout(prompt_id: int, n_prompt: int, n_response: int, sample: int = 0
 def make_scores(rollout: Rollout) -> TeacherTopK:
     """Row j names the response token it belongs to: ids (token, token + 1, token + 2)."""
     ids = rollout.response_ids[:, None] + np.arange(K, dtype=np.int32)
-    return TeacherTopK(ids, np.full(ids.shape, -2.0, np.float32))
+    return TeacherTopK(ids, np.full(ids.shape, -2.0, np.float32), np.full(len(ids), 0.5, np.float32))
 
 
 def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,28 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "transformers": ("gkd/data.py", "gkd/actor/megatron/", "gkd/quickstart/", "teacher_server/"),
     "omegaconf": ("gkd/config.py",),
+    "prometheus_client": ("teacher_server/metrics.py", "teacher_server/serve.py"),
+    "yaml": ("teacher_server/settings.py",),
 }
 HEAVY = frozenset(ALLOWED)
+# All that the trainer may know of the teacher server: what both ends of the wire must agree on.
+SHARED = {"teacher_server.protocol", "teacher_server.payload", "teacher_server.keys"}
+# Whatever turns bytes from a socket into code or objects of any type. No network code may so much as name it.
+NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")
+NOT_NETWORK_CODE = ("teacher_server/engines/",)  # loads models; knows no socket
+DANGEROUS_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "pickletools",
+}
+DANGEROUS_NAMES = {"eval", "exec", "compile", "__import__"}  # called by their bare name
+DANGEROUS_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "allow_pickle"}
 # Floors 0 and 1: nothing heavy at all. torch only where named.
 WITHOUT_TORCH = {
     "gkd/config.py",
@@ -41,14 +62,32 @@ WITHOUT_TORCH = {
     "gkd/teacher/base.py",
     "gkd/teacher/client.py",
     "gkd/teacher/endpoint.py",
+    "gkd/teacher/exchange.py",
+    "gkd/teacher/inbox.py",
+    "gkd/teacher/link.py",
+    "gkd/teacher/outage.py",
+    "gkd/teacher/pending.py",
+    "gkd/teacher/queries.py",
+    "gkd/teacher/streams.py",
+    "teacher_server/backplane.py",
+    "teacher_server/broker.py",
+    "teacher_server/engines/base.py",
+    "teacher_server/keys.py",
+    "teacher_server/ledger.py",
+    "teacher_server/payload.py",
     "teacher_server/protocol.py",
 }
 # Floor 4: the wiring. Nobody imports it but itself.
-WIRING = {"gkd.main_gkd", "gkd.wiring", "gkd.preflight", "teacher_server.main"}
+WIRING = {"gkd.main_gkd", "gkd.wiring", "gkd.preflight", "teacher_server.main", "teacher_server.serve"}
 
 
 def _files() -> list[Path]:
     return sorted([*(ROOT / "gkd").rglob("*.py"), *(ROOT / "teacher_server").rglob("*.py")])
+
+
+def _network_files() -> list[Path]:
+    names = {path.relative_to(ROOT).as_posix(): path for path in _files()}
+    return [p for name, p in names.items() if name.startswith(NETWORK_CODE) and not name.startswith(NOT_NETWORK_CODE)]
 
 
 def _imports(path: Path, *, runtime_only: bool = True) -> set[str]:
@@ -92,8 +131,64 @@ def test_the_two_packages_share_only_the_protocol(path: Path) -> None:
     if name.startswith("teacher_server/"):
         assert not any(m.partition(".")[0] == "gkd" for m in modules), f"{name} imports gkd"
     else:
-        other = {m for m in modules if m.startswith("teacher_server") and not m.startswith("teacher_server.protocol")}
+        used = {m for m in modules if m.partition(".")[0] == "teacher_server"}
+        other = {m for m in used if not any(m == shared or m.startswith(f"{shared}.") for shared in SHARED)}
         assert not other, f"{name} imports {other}"
+
+
+def _dangers(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Name):
+            names = {node.id} & DANGEROUS_NAMES
+        elif isinstance(node, ast.Attribute | ast.keyword):
+            attribute = node.attr if isinstance(node, ast.Attribute) else node.arg
+            names = {str(attribute)} & DANGEROUS_ATTRIBUTES
+            if attribute == "load" and ast.unparse(node).endswith("torch.load"):
+                names.add("torch.load")
+        else:
+            continue
+        for name in names:
+            named = name in DANGEROUS_NAMES | DANGEROUS_ATTRIBUTES | {"torch.load"}
+            if named or DANGEROUS_MODULES & set(name.split(".")):
+                yield f"line {node.lineno}: {name}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", _network_files(), ids=_relative)
+def test_network_code_cannot_run_what_it_receives(path: Path) -> None:
+    """If it fails, whoever can reach a port may be able to run code of his own on this machine."""
+    found = list(_dangers(ast.parse(path.read_text())))
+    assert not found, f"{_relative(path)}: {found}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "import cloudpickle as c",
+        "from pickle import loads",
+        "from multiprocessing.reduction import pickle",
+        "def f():\n    import marshal",
+        "import shelve",
+        "torch.load(file)",
+        "load = torch.load",
+        "from torch import load",
+        "socket.recv_pyobj()",
+        "socket.send_pyobj(1)",
+        "np.load(file, allow_pickle=True)",
+        "eval(text)",
+        "exec(text)",
+        "list(map(eval, texts))",
+    ],
+)
+def test_the_walk_finds_what_it_is_for(code: str) -> None:
+    """If it fails, the test above passes whatever the network code does."""
+    assert list(_dangers(ast.parse(code))), code
+    for harmless in ("model.eval()", "json.load(file)", "re.compile(text)", "msgspec.msgpack.decode(b)"):
+        assert not list(_dangers(ast.parse(harmless))), harmless
 
 
 @pytest.mark.parametrize("path", _files(), ids=_relative)
@@ -115,5 +210,8 @@ def test_the_loop_knows_the_others_only_as_protocols() -> None:
 
 def test_the_named_files_exist() -> None:
     """If it fails, a rule above guards a file that was renamed, that is: nothing."""
-    for name in WITHOUT_TORCH | {p for places in ALLOWED.values() for p in places}:
+    shared = {f"{module.replace('.', '/')}.py" for module in SHARED}
+    for name in (
+        WITHOUT_TORCH | shared | {*NETWORK_CODE, *NOT_NETWORK_CODE} | {p for places in ALLOWED.values() for p in places}
+    ):
         assert (ROOT / name).exists(), name

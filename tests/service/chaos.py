@@ -1,0 +1,340 @@
+"""Everything goes wrong while clients ask and check every answer: `python -m tests.service.chaos --faults 400`.
+
+Three clients (one through a bad network) keep their windows full, a fourth takes logits in streams of
+several messages and hidden states; a server with two workers of its
+own and two remote ones (one through a bad network) answers with the trivial engine, whose scores can
+be recomputed. Meanwhile processes are killed, stopped and restarted, the network holds and cuts,
+strangers send garbage, and a faulty worker joins again and again with wrong answers.
+
+Counted: lost (a request that was never answered, or failed), wrong (other scores than those of its
+tokens), doubled (a future done twice). Recovery is the time from a fault to the first answer to a
+request that was made after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from gkd.errors import TeacherError
+from gkd.teacher.client import ZmqTeacher
+from gkd.types import Rollout, TeacherTopK
+from teacher_server.admin_link import AdminLink
+from teacher_server.engines.trivial import trivial_hidden, trivial_logits, trivial_topk
+from teacher_server.protocol import MAX_FRAME_BYTES
+from tests.service.faulty_worker import KINDS
+from tests.service.harness import connect, random_rollouts, save_model, server_command, wait_until
+from tests.service.proxy import Proxy
+
+_VOCAB, _K, _WINDOW = 120_000, 8, 16  # 8 rows of float32 logits a message, so a stream has several
+_WORKER_TIMEOUT_S = 1.0  # of the server under test; the default is 3
+_START_S = 30.0
+
+
+class Asker(threading.Thread):
+    """One client that keeps its window full until `stop` and checks every answer."""
+
+    def __init__(self, port: int, wire: str, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.teacher: ZmqTeacher = connect(port, k=_K, wire=wire, n_in_flight=_WINDOW, request_timeout_s=5.0)
+        self.times: list[tuple[float, float]] = []  # (asked, answered)
+        self.n_asked = self.n_wrong = self.n_doubled = 0
+        self.failures: list[str] = []
+        self._wire, self._rollouts = wire, random_rollouts(500, _VOCAB, seed=seed)
+        self._free = threading.Semaphore(_WINDOW)
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        open_requests: list[Future[TeacherTopK]] = []
+        while not self._stopping.is_set():
+            if not self._free.acquire(timeout=0.1):
+                continue
+            rollout, asked_s = self._rollouts[self.n_asked % len(self._rollouts)], time.monotonic()
+            self.n_asked += 1
+            future = self.teacher.submit(rollout)
+            once: list[bool] = []
+            future.add_done_callback(lambda f, r=rollout, s=asked_s, o=once: self._done(f, r, s, o))
+            open_requests = [f for f in open_requests if not f.done()] + [future]
+        for future in open_requests:
+            future.exception(timeout=60)
+
+    def _done(self, future: Future[TeacherTopK], rollout: Rollout, asked_s: float, once: list[bool]) -> None:
+        self.n_doubled += bool(once)
+        once.append(True)
+        error = future.exception()
+        if error is None:
+            self.n_wrong += not self._right(rollout, future.result())
+            self.times.append((asked_s, time.monotonic()))
+        else:
+            self.failures.append(str(error))
+        self._free.release()
+
+    def _right(self, rollout: Rollout, got: TeacherTopK) -> bool:
+        tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        expected = trivial_topk(tokens, len(rollout.prompt_ids), _K, _VOCAB)
+        logprobs = expected.logprobs
+        if self._wire == "fp16":
+            logprobs = logprobs.astype(np.float16).astype(np.float32)
+        return (
+            np.array_equal(got.topk_ids, expected.ids)
+            and np.array_equal(got.topk_logprobs, logprobs)
+            and np.array_equal(got.tail_mass, expected.tail)
+        )
+
+    def finish(self) -> None:
+        """Ask no more, and wait for what is still open."""
+        self._stopping.set()
+        self.join(timeout=90)
+        self.teacher.close()
+
+
+class StreamAsker(Asker):
+    """Asks for streams through the bad network, one at a time: logits piece by piece, then hidden states."""
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            rollout, asked_s = self._rollouts[self.n_asked % len(self._rollouts)], time.monotonic()
+            self.n_asked += 1
+            try:
+                right = self._logits_right(rollout) if self.n_asked % 2 else self._hidden_right(rollout)
+            except TeacherError as error:
+                self.failures.append(str(error))
+                continue
+            self.n_wrong += not right
+            self.times.append((asked_s, time.monotonic()))
+
+    def _logits_right(self, rollout: Rollout) -> bool:
+        tokens, n_prompt = np.concatenate([rollout.prompt_ids, rollout.response_ids]), len(rollout.prompt_ids)
+        end = 0
+        for start, rows in self.teacher.logits(rollout):
+            until = start + len(rows)
+            expected = trivial_logits(tokens[: n_prompt + until], n_prompt + start, _VOCAB)
+            # The engine shifts nothing: its largest logit is 0 already.
+            if start != end or not np.array_equal(rows, expected):
+                return False
+            end = until
+        return end == len(rollout.response_ids)
+
+    def _hidden_right(self, rollout: Rollout) -> bool:
+        tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        hidden = self.teacher.submit_hidden(rollout).result(timeout=60)
+        return bool(np.array_equal(hidden, trivial_hidden(tokens, len(rollout.prompt_ids))))
+
+
+class Town:
+    """The processes under attack, and the attacks; every method named `do_...` is one fault."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self._folder, self._rng = folder, rng
+        self._model = save_model(folder / "model", _VOCAB)
+        self._log = (folder / "server.log").open("wb")
+        self._ready_file = folder / "ready.json"
+        self._server = self._start_server(0, 0)
+        ready = json.loads(self._ready_file.read_text())
+        self.port, self._worker_port = ready["port"], ready["worker_port"]
+        self.client_net, self._worker_net = Proxy(self.port), Proxy(self._worker_port)
+        self._remotes = [self._start_remote(self._worker_port), self._start_remote(self._worker_net.port)]
+        self._faulty = subprocess.Popen(
+            [sys.executable, "-m", "tests.service.faulty_worker", "--broker", f"127.0.0.1:{self._worker_port}"]
+            + ["--model", str(self._model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        wait_until(lambda: len(self._workers()) >= 4, _START_S, "all workers")
+
+    def _start_server(self, port: int, worker_port: int) -> subprocess.Popen[bytes]:
+        self._ready_file.unlink(missing_ok=True)
+        options = ("--engine", "trivial", "--port", str(port), "--worker-port", str(worker_port), "--n-workers", "2")
+        options += ("--worker-timeout-s", str(_WORKER_TIMEOUT_S), "--ready-file", str(self._ready_file))
+        process = subprocess.Popen(server_command(self._model, *options), stdout=subprocess.DEVNULL, stderr=self._log)
+        wait_until(lambda: self._ready_file.exists() or process.poll() is not None, _START_S, "the server's start")
+        assert process.poll() is None, (self._folder / "server.log").read_text()[-2000:]
+        return process
+
+    def _start_remote(self, port: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "teacher_server", "worker", "--broker", f"127.0.0.1:{port}"]
+        options = ["--model", str(self._model), "--engine", "trivial", "--device", "cpu"]
+        return subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=self._log)
+
+    def _workers(self) -> list[Any]:
+        with AdminLink(f"tcp://127.0.0.1:{self.port}", None, timeout_s=10.0) as link:
+            return [worker for worker in link.status().workers if not worker.name.startswith("faulty")]
+
+    def _own_pid(self) -> int:
+        return self._rng.choice([worker.pid for worker in self._workers() if worker.name.startswith("w")])
+
+    @staticmethod
+    def _pause(pid: int, for_s: float) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(for_s)
+        os.kill(pid, signal.SIGCONT)
+
+    def do_kill_worker(self) -> None:
+        os.kill(self._own_pid(), signal.SIGKILL)
+
+    def do_kill_remote_worker(self) -> None:
+        index = self._rng.randrange(2)
+        self._remotes[index].kill()
+        self._remotes[index].wait()
+        self._remotes[index] = self._start_remote((self._worker_port, self._worker_net.port)[index])
+
+    def do_stop_worker(self) -> None:
+        self._pause(self._own_pid(), self._rng.uniform(0.3, 1.6))
+
+    def do_kill_server(self) -> None:
+        self._server.kill()
+        self._server.wait()
+        self._server = self._start_server(self.port, self._worker_port)
+
+    def do_stop_server(self) -> None:
+        self._pause(self._server.pid, self._rng.uniform(0.2, 0.8))
+
+    def do_hold_client_network(self) -> None:
+        self.client_net.hold()
+        time.sleep(self._rng.uniform(0.2, 1.0))
+        self.client_net.release()
+
+    def do_cut_client_network(self) -> None:
+        self.client_net.cut()
+
+    def do_hold_worker_network(self) -> None:
+        self._worker_net.hold()
+        time.sleep(self._rng.uniform(0.3, 1.5))
+        self._worker_net.release()
+
+    def do_cut_worker_network(self) -> None:
+        self._worker_net.cut()
+
+    def do_stranger(self) -> None:
+        """Garbage, or a frame over the limit, at either port."""
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 200)
+            socket.connect(f"tcp://127.0.0.1:{self._rng.choice((self.port, self._worker_port))}")
+            if self._rng.randrange(2):
+                socket.send(bytes(MAX_FRAME_BYTES + 1))
+            else:
+                socket.send_multipart([self._rng.randbytes(40) for _ in range(self._rng.randrange(1, 300))])
+
+    def do_faulty_worker(self, kind: str) -> None:
+        assert self._faulty.stdin is not None and self._faulty.stdout is not None
+        self._faulty.stdin.write(f"{kind}\n")
+        self._faulty.stdin.flush()
+        assert self._faulty.stdout.readline().strip() == f"did {kind}"
+
+    def forget_faulty(self) -> None:
+        """Wait until the faulty worker of the last call is gone."""
+        assert self._faulty.stdout is not None and self._faulty.stdout.readline().strip() == "gone"
+
+    def close(self) -> None:
+        for process in (self._faulty, *self._remotes, self._server):
+            process.kill()
+            process.wait(timeout=10)
+        self.client_net.close()
+        self._worker_net.close()
+        self._log.close()
+
+
+PLAIN = [name.removeprefix("do_") for name in vars(Town) if name.startswith("do_") and name != "do_faulty_worker"]
+
+
+def run_chaos(n_faults: int, n_requests: int, seed: int, folder: Path, *, say: Any = None) -> dict[str, Any]:
+    """At least `n_faults` faults over at least `n_requests` requests, each kind in turn; the counts and times."""
+    rng = random.Random(seed)
+    town = Town(folder, rng)
+    askers: list[Asker] = []
+    faults: Counter[str] = Counter()
+    at: list[float] = []
+    started_s = time.monotonic()
+    try:
+        askers = [Asker(town.port, "fp16", 0), Asker(town.port, "fp32", 1), Asker(town.client_net.port, "fp16", 2)]
+        askers += [StreamAsker(town.client_net.port, "fp32", 3)]
+        for asker in askers:
+            asker.start()
+        while sum(faults.values()) < n_faults or sum(asker.n_asked for asker in askers) < n_requests:
+            time.sleep(rng.uniform(0.05, 0.25))
+            turn = sum(faults.values())
+            kind = (*PLAIN, *KINDS)[turn % (len(PLAIN) + len(KINDS))]
+            at.append(time.monotonic())
+            if kind in KINDS:
+                town.do_faulty_worker(kind)
+                at[-1] = time.monotonic()  # the fault itself, after its worker has joined
+                town.forget_faulty()
+            else:
+                getattr(town, f"do_{kind}")()
+            faults[kind] += 1
+            if say is not None and turn % 20 == 19:
+                n_answered = sum(len(asker.times) for asker in askers)
+                say(f"{time.monotonic() - started_s:.0f} s: {turn + 1} faults, {n_answered} answers")
+    finally:
+        for asker in askers:
+            asker.finish()
+        town.close()
+    return summarise(askers, faults, at, time.monotonic() - started_s)
+
+
+def summarise(askers: list[Asker], faults: Counter[str], at: list[float], seconds: float) -> dict[str, Any]:
+    """Counts and times of a run."""
+    times = sorted(time_pair for asker in askers for time_pair in asker.times)
+    asked = [pair[0] for pair in times]
+    # For each fault: the first answer to something asked after it.
+    soonest_after = list(np.minimum.accumulate([pair[1] for pair in reversed(times)]))[::-1]
+    recoveries = [soonest_after[i] - s for s in at if (i := bisect.bisect(asked, s)) < len(asked)]
+    latencies = np.array([answered - asked_s for asked_s, answered in times])
+    n_asked = sum(asker.n_asked for asker in askers)
+    return {
+        "faults": dict(faults),
+        "n_faults": sum(faults.values()),
+        "n_requests": n_asked,
+        "of which streams": sum(asker.n_asked for asker in askers if isinstance(asker, StreamAsker)),
+        "lost": n_asked - len(times),
+        "wrong": sum(asker.n_wrong for asker in askers),
+        "doubled": sum(asker.n_doubled for asker in askers),
+        "failures": [failure for asker in askers for failure in asker.failures][:3],
+        "resent": sum(asker.teacher.stats.n_resent for asker in askers),
+        "unwanted replies dropped": sum(asker.teacher.stats.n_unwanted for asker in askers),
+        "recovery_s max": round(max(recoveries), 3),
+        "recovery_s mean": round(float(np.mean(recoveries)), 3),
+        "latency_s p50": round(float(np.quantile(latencies, 0.5)), 4),
+        "latency_s p99": round(float(np.quantile(latencies, 0.99)), 3),
+        "latency_s max": round(float(latencies.max()), 3),
+        "seconds": round(seconds, 1),
+        "worker_timeout_s": _WORKER_TIMEOUT_S,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.service.chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=50_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        say = lambda text: print(text, flush=True)  # noqa: E731
+        result = run_chaos(args.faults, args.requests, args.seed, Path(folder), say=say)
+    print(json.dumps(result, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return int(bool(result["lost"] or result["wrong"] or result["doubled"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The server's commands as a person types them, and a client that needs none of the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+
+import zmq
+
+from teacher_server.protocol import ScoreReply, as_frame, replies, requests
+from tests.service.harness import ServerProcess, command
+from tests.service.messages import make_request, make_tokens
+
+
+def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """A command that must end by itself with this exit code."""
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def at(server: ServerProcess) -> tuple[str, str]:
+    return "--server", f"127.0.0.1:{server.port}"
+
+
+@contextlib.contextmanager
+def asking(port: int, n: int, teacher: str = "") -> Iterator[zmq.Socket[bytes]]:
+    """A client with `n` requests sent."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.IDENTITY, os.urandom(16))
+    dealer.connect(f"tcp://127.0.0.1:{port}")
+    for seed in range(n):
+        tokens = make_tokens(seed=seed)
+        dealer.send_multipart(
+            [requests.encode(make_request(tokens, teacher=teacher, deadline_s=60.0)), as_frame(tokens)]
+        )
+    try:
+        yield dealer
+    finally:
+        context.destroy(linger=0)
+
+
+def n_scored(dealer: zmq.Socket[bytes], n: int) -> int:
+    """How many of the next `n` replies are scores; waits for each."""
+    count = 0
+    for _ in range(n):
+        assert dealer.poll(20_000), "no reply"
+        count += isinstance(replies.decode(dealer.recv_multipart()[0]), ScoreReply)
+    return count

@@ -1,0 +1,190 @@
+"""What the engine tests share: small models that vLLM's CPU kernels accept, plain references, and a process for vLLM.
+
+vLLM changes the environment and torch's threads of the process it runs in, and allows one engine a
+process, so it gets a process of its own. Both engines answer the same questions (`ask`), which are
+functions of this file: `ask("name", ...)` runs `name(engine, ...)` where the engine lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from teacher_server.engines import signals
+from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, request_problem, stream_rows
+from teacher_server.engines.load import EngineSettings, load_engine
+from teacher_server.errors import ServerError
+from teacher_server.payload import TopKScores
+
+VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
+MAX_TOKENS = 400
+ANSWER_S = 120.0
+Ask = Callable[..., Any]
+
+
+def save_engine_model(folder: Path, *, kind: str = "Qwen3", **changes: Any) -> Path:
+    """A random model of 2 layers with a head size that vLLM has kernels for; rows are peaked."""
+    import transformers
+
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_TOKENS,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+    }
+    config = getattr(transformers, f"{kind}Config")(**(settings | changes))
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+def engine_settings(model: Path, engine: str, **changes: Any) -> EngineSettings:
+    # 128 tokens a pass: longer sequences reach vLLM's model in several.
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_tokens": MAX_TOKENS, "max_batch_tokens": 128}
+    return EngineSettings(model=str(model), engine=engine, **(settings | changes))
+
+
+def mixed_batch() -> list[TokenSequence]:
+    """Lengths from the shortest there can be to the longest, longer than a forward pass of vLLM, and in no order."""
+    rng = np.random.default_rng(1)
+    sizes = [(5, 30), (1, 1), (150, 249), (1, 399), (20, 3), (399, 1), (64, 64), (3, 1)]
+    return [TokenSequence(rng.integers(0, VOCAB - 99, p + r).astype(np.int32), p) for p, r in sizes]
+
+
+def plain_logits(model: Path, batch: Sequence[TokenSequence]) -> list[np.ndarray]:
+    """[R, V] float64 of each sequence: transformers in float32, one sequence at a time, nothing of ours."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return [
+            plain(input_ids=torch.from_numpy(s.token_ids.astype(np.int64))[None])
+            .logits[0, s.prompt_length - 1 : -1]
+            .double()
+            .numpy()
+            for s in batch
+        ]
+
+
+def plain_logprobs(logits: np.ndarray, params: ScoreParams) -> np.ndarray:
+    """[R, n_vocab] float64"""
+    cut = logits[:, : params.n_vocab or logits.shape[1]] / params.temperature
+    cut = cut - cut.max(-1, keepdims=True)
+    return cut - np.log(np.exp(cut).sum(-1, keepdims=True))
+
+
+# Questions: they run where the engine is
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    names = ("name", "device", "dtype", "vocab_size", "hidden_size", "max_tokens", "has_plain_head")
+    return {name: getattr(engine, name) for name in names}
+
+
+def score(
+    engine: Engine, batch: list[TokenSequence], params: ScoreParams, step: int = 1000, chunk_bytes: int = 0
+) -> list[TopKScores | np.ndarray]:
+    """`Engine.score`, its streams read to the end in pieces of `step` rows."""
+    usual = dict(signals.CHUNK_BYTES)
+    if chunk_bytes:
+        signals.CHUNK_BYTES["cpu"] = chunk_bytes
+    try:
+        return [
+            scored
+            if isinstance(scored, TopKScores | np.ndarray)
+            else np.concatenate([rows for _, _, rows in stream_rows(scored, step)])
+            for scored in engine.score(batch, params)
+        ]
+    finally:
+        signals.CHUNK_BYTES.update(usual)
+
+
+def stream_facts(engine: Engine, batch: list[TokenSequence], params: ScoreParams) -> list[tuple[int, int, str]]:
+    streams: Any = engine.score(batch, params)
+    for stream in streams:
+        stream.close()
+        stream.close()  # twice is allowed
+    return [(stream.n_rows, stream.n_cols, stream.dtype) for stream in streams]
+
+
+def lm_head(engine: Engine, wire: Any) -> np.ndarray:
+    return np.concatenate([rows for _, _, rows in stream_rows(engine.lm_head(wire), 500)])
+
+
+def problem(engine: Engine, sequence: TokenSequence, params: ScoreParams) -> str | None:
+    return request_problem(engine, sequence, params)
+
+
+def score_poisoned(engine: Any, batch: list[TokenSequence], params: ScoreParams) -> str:
+    """The ArithmeticError of a model whose last norm has a NaN; empty if it gave an answer."""
+
+    def set_weight(value: float) -> None:
+        if engine.name == "hf":
+            engine._backbone.norm.weight.data[3] = value
+        else:
+            engine._engine.collective_rpc("apply_model", args=(partial(_set_norm, value=value),))
+
+    set_weight(float("nan"))
+    try:
+        score(engine, batch, params)
+    except ArithmeticError as error:
+        return str(error)
+    finally:
+        set_weight(1.0)  # as it is initialised
+    return ""
+
+
+def _set_norm(model: Any, value: float) -> None:
+    model.model.norm.weight.data[3] = value
+
+
+def pid(engine: Engine) -> int:
+    return os.getpid()
+
+
+# Where the engines are
+
+_loaded: Engine | ServerError | None = None
+
+
+def _load(settings: EngineSettings) -> None:
+    global _loaded
+    try:
+        _loaded = load_engine(settings)
+    except ServerError as error:  # raised here, it would reach nobody
+        _loaded = error
+
+
+def _answer(question: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(_loaded, ServerError):
+        raise _loaded
+    return globals()[question](_loaded, *args, **kwargs)
+
+
+def local(settings: EngineSettings) -> Ask:
+    """An engine in this process."""
+    engine = load_engine(settings)
+    return lambda question, *args, **kwargs: globals()[question](engine, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def hosted(settings: EngineSettings) -> Iterator[Ask]:
+    """An engine in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (settings,)) as pool:
+        yield lambda question, *args, **kwargs: pool.submit(_answer, question, args, kwargs).result(ANSWER_S)

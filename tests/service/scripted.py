@@ -1,0 +1,233 @@
+"""A teacher server that does what a test tells it: a real ROUTER in a thread, with scripted answers."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import zmq
+
+from gkd.teacher.client import ZmqTeacher
+from teacher_server.keys import Authenticator, ServerKeys, secure_server
+from teacher_server.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
+from teacher_server.protocol import (
+    Buffer,
+    ClientMessage,
+    ErrorReply,
+    InfoReply,
+    InfoRequest,
+    Ping,
+    Pong,
+    ScoreReply,
+    ScoreRequest,
+    ServerMessage,
+    checksum,
+    replies,
+    requests,
+    token_digest,
+)
+from tests.service.harness import connect, random_rollouts, wait_until
+
+N_VOCAB, N_HIDDEN, K = 50, 6, 8
+Message = list[Buffer]
+# (request, its tokens, its number since the server began) -> messages for whoever asked
+Script = Callable[[ScoreRequest, np.ndarray, int], list[Message]]
+
+
+def one(header: ServerMessage) -> list[Message]:
+    return [[replies.encode(header)]]
+
+
+def error(request: ScoreRequest, code: Any, retry_after_s: float = 0.0) -> Message:
+    header = ErrorReply(request_id=request.request_id, code=code, text="scripted", retry_after_s=retry_after_s)
+    return one(header)[0]
+
+
+def honest(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Message:
+    """A valid answer whose top id at row j is the response token j, so that mixed-up replies show.
+
+    Probabilities are 1/2, 1/4, ...; with a mass target row j lists j % K + 1 of them.
+    """
+    response = tokens[request.prompt_length :]
+    n_rows = len(response)
+    fields: dict[str, Any] = {
+        "request_id": request.request_id,
+        "token_digest": token_digest(tokens),
+        "model_fingerprint": "model-a",
+        "worker": "w0",
+        "signal": request.signal,
+        "n_rows": n_rows,
+        "k": request.k,
+        "n_entries": n_rows * request.k,
+        "adaptive": request.mass > 0,
+        "wire": request.wire,
+        "checksums": [],
+        "queue_s": 0.0,
+        "compute_s": 0.0,
+    }
+    if request.signal == "sampled":
+        reply = ScoreReply(**fields)
+        frames = pack_sampled(-response.astype(np.float32), reply)
+    else:
+        ids = ((response[:, None] + np.arange(request.k)) % N_VOCAB).astype(np.int32)  # [R, K]
+        logprobs = np.tile(np.log(0.5) * np.arange(1, request.k + 1, dtype=np.float32), (n_rows, 1))
+        counts = (np.arange(n_rows) % request.k + 1).astype(np.int32) if request.mass else None
+        last = np.full(n_rows, request.k) if counts is None else counts
+        fields["n_entries"] = int(last.sum())
+        reply = ScoreReply(**fields)
+        frames = pack_topk(TopKScores(ids, logprobs, (0.5**last).astype(np.float32), counts), reply)
+    fields |= {"checksums": [checksum(frame) for frame in frames]}
+    return [replies.encode(ScoreReply(**(fields | changes))), *frames]
+
+
+def info_reply(request: InfoRequest) -> InfoReply:
+    return InfoReply(
+        request_id=request.request_id,
+        protocol_version=1,
+        teacher=request.teacher or "only",
+        model_name="m",
+        model_path="p",
+        model_fingerprint="model-a",
+        tokenizer_fingerprint="",
+        vocab_size=N_VOCAB,
+        hidden_size=N_HIDDEN,
+        max_tokens=1024,
+        n_workers=2,
+        n_streams=24,
+        engine="scripted",
+        device="cpu",
+        dtype="float32",
+    )
+
+
+class ScriptedServer:
+    """Answers pings and info requests by itself, and each ScoreRequest with `script`.
+
+    What arrives is kept in `seen`, pings excepted. Everything runs in the server's thread; `do` puts
+    more there.
+    """
+
+    def __init__(self, script: Script, keys: ServerKeys | None = None) -> None:
+        self.script = script
+        self.seen: list[ClientMessage] = []
+        self.identities: set[bytes] = set()
+        self.epoch = os.urandom(16)
+        self.answers_pings = True
+        self._context = zmq.Context()
+        self._keys = keys
+        self._authenticator = None if keys is None else Authenticator(self._context, keys)
+        if self._authenticator is not None:
+            self._authenticator.start()
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._n_scores = 0
+        self.port = 0
+        self._bind()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def _bind(self) -> None:
+        self.router = self._context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.router.setsockopt(zmq.LINGER, 0)
+        if self._keys is not None:
+            secure_server(self.router, self._keys, "clients")
+        if self.port:
+            self.router.bind(f"tcp://127.0.0.1:{self.port}")
+        else:
+            self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
+
+    def __enter__(self) -> ScriptedServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Have the server's thread call it, and wait for that."""
+        done = threading.Event()
+        self._actions.put(lambda: (action(), done.set())[0])
+        assert done.wait(5)
+
+    def reconnect(self, *, epoch: bytes = b"") -> None:
+        """Cut every connection and take new ones at the same port; with another epoch it is a restart."""
+
+        def rebind() -> None:
+            self.router.close()
+            self.epoch = epoch or self.epoch
+            wait_until(self._try_bind, 5.0, "the port")
+
+        self.do(rebind)
+
+    def _try_bind(self) -> bool:
+        try:
+            self._bind()
+        except zmq.ZMQError:  # the old socket lets go of the port a moment after close
+            self.router.close()
+            return False
+        return True
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """What was seen of one kind of message."""
+        return [message for message in list(self.seen) if isinstance(message, kind)]
+
+    def _serve(self) -> None:
+        while not self._ended.is_set():
+            while not self._actions.empty():
+                self._actions.get()()
+            if self.router.poll(10):
+                identity, head, *frames = self.router.recv_multipart()
+                self.identities.add(identity)
+                self._handle(identity, requests.decode(head), frames)
+        self.router.close()
+
+    def _handle(self, identity: bytes, request: ClientMessage, frames: list[bytes]) -> None:
+        if isinstance(request, Ping):
+            if self.answers_pings:
+                self.send(identity, one(Pong(epoch=self.epoch, n_workers=1, n_queued=0)))
+            return
+        self.seen.append(request)
+        if isinstance(request, InfoRequest):
+            self.send(identity, one(info_reply(request)))
+        elif isinstance(request, ScoreRequest):
+            number, self._n_scores = self._n_scores, self._n_scores + 1
+            self.send(identity, self.script(request, unpack_tokens(request, list(frames)), number))
+
+    def send(self, identity: bytes, messages: list[Message]) -> None:
+        for message in messages:
+            self.router.send_multipart([identity, *message])
+
+
+# For tests of the client
+
+
+def client(server: ScriptedServer, **options: Any) -> ZmqTeacher:
+    return connect(server.port, **({"n_vocab": N_VOCAB, "k": K} | options))
+
+
+def run(script: Script, n: int = 12, **options: Any) -> tuple[list[int], Any]:
+    """Score `n` rollouts; checks that each answer belongs to its sequence. Returns (order of completion, stats)."""
+    rollouts = random_rollouts(n, N_VOCAB)
+    with ScriptedServer(script) as server, client(server, **options) as teacher:
+        order = []
+        for index, scores in teacher.score(rollouts):
+            np.testing.assert_array_equal(scores.topk_ids[:, 0], rollouts[index].response_ids)
+            order.append(index)
+        return order, teacher.stats
+
+
+def answer(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
+    return [honest(request, tokens)]
+
+
+def ignore(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
+    return []

@@ -1,0 +1,123 @@
+"""A scripted server that streams rows, message by message, within the window or not."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from teacher_server.payload import pack_rows, rows_per_message
+from teacher_server.protocol import (
+    STREAM_WINDOW,
+    Cancel,
+    ClientMessage,
+    HeadRequest,
+    Received,
+    RowsReply,
+    ScoreRequest,
+    checksum,
+    replies,
+    token_digest,
+)
+from tests.service.scripted import N_HIDDEN, N_VOCAB, Message, ScriptedServer
+
+
+def matrix(signal: str, n_rows: int, n_cols: int) -> np.ndarray:
+    """[rows, columns] float32 that names its rows; as logits its largest is 0."""
+    rows = -(np.arange(n_rows)[:, None] * 64.0 + np.arange(n_cols)).astype(np.float32)
+    return rows - rows.max(1, keepdims=True) if signal == "logits" else rows
+
+
+class Stream:
+    """One attempt at a stream; `messages` are made when the window lets them go."""
+
+    def __init__(self, request: ScoreRequest | HeadRequest, digest: bytes, n_rows: int, n_cols: int, step: int) -> None:
+        signal: Any = request.signal if isinstance(request, ScoreRequest) else "head"
+        self.request_id, self.stream_id = request.request_id, os.urandom(16)
+        self.rows = matrix(signal, n_rows, n_cols)
+        self.n_sent = self.n_received = self.most_ahead = 0
+        self.worker = "w0"
+        self._digest, self._signal, self._step = digest, signal, step
+        self.n_messages = -(-n_rows // step)
+
+    def message(self, index: int, **changes: Any) -> Message:
+        start = index * self._step
+        stop = min(start + self._step, len(self.rows))
+        frames = pack_rows(self.rows[start:stop])
+        fields: dict[str, Any] = {
+            "request_id": self.request_id,
+            "token_digest": self._digest,
+            "model_fingerprint": "model-a",
+            "worker": self.worker,
+            "stream_id": self.stream_id,
+            "signal": self._signal,
+            "index": index,
+            "start": start,
+            "stop": stop,
+            "n_rows": len(self.rows),
+            "n_cols": self.rows.shape[1],
+            "dtype": "float32",
+            "checksums": [checksum(frame) for frame in frames],
+            "queue_s": 0.0,
+            "compute_s": 0.0,
+        }
+        return [replies.encode(RowsReply(**(fields | changes))), *frames]
+
+
+class StreamingServer(ScriptedServer):
+    """Streams rows to whoever asks, `rows_a_message` at a time, as far ahead as the window allows.
+
+    `on_next(stream, index)` may change what goes out as message `index`; by default `[stream.message(index)]`.
+    """
+
+    def __init__(self, *, rows_a_message: int = 1) -> None:
+        super().__init__(lambda request, tokens, n: [])
+        assert rows_a_message <= rows_per_message(N_VOCAB, "float32")
+        self.streams: list[Stream] = []
+        self.on_next: Callable[[Stream, int], list[Message]] = lambda stream, index: [stream.message(index)]
+        self._rows_a_message = rows_a_message
+        self._by_request: dict[bytes, Stream] = {}
+
+    def _handle(self, identity: bytes, request: ClientMessage, frames: list[bytes]) -> None:
+        super()._handle(identity, request, frames)
+        stream = None
+        if isinstance(request, ScoreRequest) and request.request_id not in self._by_request:
+            n_cols = N_HIDDEN if request.signal == "hidden" else request.n_vocab or N_VOCAB
+            digest = token_digest(frames[0])
+            stream = Stream(request, digest, request.n_response, n_cols, self._rows_a_message)
+        elif isinstance(request, HeadRequest) and request.request_id not in self._by_request:
+            stream = Stream(request, bytes(16), N_VOCAB, N_HIDDEN, self._rows_a_message)
+        if stream is not None:
+            self.begin(stream)
+        elif isinstance(request, Received):
+            stream = self._by_request.get(request.request_id)
+            if stream is None or stream.stream_id != request.stream_id:
+                return
+            stream.n_received = request.n_messages
+        elif isinstance(request, Cancel):
+            self._by_request.pop(request.request_id, None)
+        if stream is not None:
+            self.pump(identity, stream)
+
+    def begin(self, stream: Stream) -> None:
+        self.streams.append(stream)
+        self._by_request[stream.request_id] = stream
+
+    def retry(self, identity: bytes, stream: Stream) -> Stream:
+        """Another worker takes over: a new stream of the same request."""
+        again = copy.copy(stream)
+        again.stream_id, again.worker, again.n_sent, again.n_received = os.urandom(16), "w1", 0, 0
+        self.begin(again)
+        self.pump(identity, again)
+        return again
+
+    def pump(self, identity: bytes, stream: Stream) -> None:
+        while stream.n_sent < min(stream.n_received + STREAM_WINDOW, stream.n_messages):
+            stream.n_sent += 1
+            stream.most_ahead = max(stream.most_ahead, stream.n_sent - stream.n_received)
+            self.send(identity, self.on_next(stream, stream.n_sent - 1))
+            if self._by_request.get(stream.request_id) is not stream:
+                return

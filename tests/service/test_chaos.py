@@ -1,0 +1,22 @@
+"""A short run of `python -m tests.service.chaos`: every kind of fault once, all answers checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.service.chaos import PLAIN, run_chaos
+from tests.service.faulty_worker import KINDS
+
+pytestmark = pytest.mark.service
+
+
+def test_nothing_is_lost_wrong_or_doubled(tmp_path: Path) -> None:
+    """Would break if any fault cost a request, mixed two replies, or let a wrong number through."""
+    n_kinds = len(PLAIN) + len(KINDS)
+    result = run_chaos(n_kinds, 2000, 1, tmp_path)
+    assert (result["lost"], result["wrong"], result["doubled"]) == (0, 0, 0), result
+    assert len(result["faults"]) == n_kinds
+    assert result["n_requests"] >= 2000 and result["resent"] > 0, "the faults did hit requests"
+    assert result["recovery_s max"] < 30, "someone waited for a deadline instead of noticing"

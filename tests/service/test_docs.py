@@ -1,0 +1,62 @@
+"""docs/teacher_server.md is true: its client works, its file loads, its tables leave nothing out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from teacher_server.gpus import FoundGpus, plan_workers
+from teacher_server.metrics import BrokerMetrics
+from teacher_server.options import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
+from teacher_server.protocol import ClientMessage
+from tests.service.harness import ServerProcess, trivial_model
+from tests.unit.test_server_settings import in_file, settings_of
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/teacher_server.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.service
+def test_the_client_of_the_page_gets_scores(tmp_path: Path) -> None:
+    """Would break if someone who writes another client from the page alone were told a wrong byte."""
+    (code,) = blocks("python")
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=("--engine", "trivial")) as server:
+        code = code.replace("127.0.0.1:15555", f"127.0.0.1:{server.port}")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = [float(word) for word in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", done.stdout)]
+    assert len(numbers) == 4 * 8 * 2 + 4 and all(0 < tail < 1 for tail in numbers[-4:])
+
+
+def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
+    """Would break if the YAML to copy from were refused, or meant something else than the page says."""
+    (text,) = blocks("yaml")
+    five = FoundGpus(tuple("01234"), "nvidia-smi", {})
+    plans = plan_workers(settings_of(*in_file(tmp_path, text)), five)
+    assert [(plan.teacher.name, plan.gpus) for plan in plans] == [
+        ("math", ("0", "1")),
+        ("math", ("2", "3")),
+        ("code", ("4",)),
+    ]
+
+
+def test_every_setting_message_and_metric_is_on_the_page() -> None:
+    """Would break if something were added that nobody can find out about."""
+    for option in (*SERVER_OPTIONS, *TEACHER_OPTIONS, N_WORKERS):
+        assert f"`{option.key if option.in_file_only else option.flag}" in PAGE, option.key
+    for message in ClientMessage.__args__:
+        tag, fields = message.__struct_config__.tag, message.__struct_fields__
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{tag}` |"))
+        assert all(f"`{field}`" in row for field in fields), (tag, fields)
+    registry = CollectorRegistry()
+    BrokerMetrics(registry)
+    for metric in registry.collect():
+        assert f"`{metric.name.removeprefix('teacher_server_')}" in PAGE, metric.name

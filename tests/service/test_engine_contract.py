@@ -1,0 +1,205 @@
+"""What every engine owes a worker, asked of both real ones: the numbers of plain transformers, in every signal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from teacher_server.engines.base import ScoreParams, TokenSequence
+from teacher_server.payload import NO_ID, TopKScores
+from tests.service.engine_host import (
+    MAX_TOKENS,
+    VOCAB,
+    Ask,
+    engine_settings,
+    hosted,
+    local,
+    mixed_batch,
+    plain_logits,
+    plain_logprobs,
+    save_engine_model,
+)
+
+pytestmark = pytest.mark.service
+TOLERANCE = 1e-3  # promised; both are within 3e-5
+BATCH = mixed_batch()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_engine_model(tmp_path_factory.mktemp("models") / "engine")
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[np.ndarray]:
+    return plain_logits(model, BATCH)
+
+
+@pytest.fixture(scope="module")
+def hf(model: Path) -> Ask:
+    return local(engine_settings(model, "hf"))
+
+
+@pytest.fixture(scope="module")
+def vllm(model: Path) -> Iterator[Ask]:
+    with hosted(engine_settings(model, "vllm")) as ask:
+        yield ask
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    return request.getfixturevalue(request.param)
+
+
+def check_topk(scores: list[TopKScores], plain: list[np.ndarray], params: ScoreParams) -> float:
+    """Ids distinct and the largest, logprobs and tail right. Returns the largest |difference|."""
+    worst = 0.0
+    for scored, logits in zip(scores, plain, strict=True):
+        expected = plain_logprobs(logits, params)
+        assert scored.ids.shape == scored.logprobs.shape == (len(logits), params.k)
+        assert (scored.ids.dtype, scored.logprobs.dtype, scored.tail.dtype) == (np.int32, np.float32, np.float32)
+        own = np.take_along_axis(expected, scored.ids, 1)
+        largest = np.sort(expected, -1)[:, : -params.k - 1 : -1]
+        assert all(len(set(row)) == params.k for row in scored.ids)
+        worst = max(
+            worst,
+            np.abs(own - largest).max(),  # by value: equal logits may come in either order
+            np.abs(scored.logprobs - own).max(),
+            np.abs(scored.tail - (1 - np.exp(own).sum(-1))).max(),
+        )
+    return worst
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        ScoreParams("topk", k=8),
+        ScoreParams("topk", k=1, temperature=0.6),
+        ScoreParams("topk", k=200, temperature=2.0, n_vocab=VOCAB - 99),
+    ],
+    ids=["k8", "k1-cold", "k200-hot-cut"],
+)
+def test_topk_is_that_of_plain_transformers(ask: Ask, plain: list[np.ndarray], params: ScoreParams) -> None:
+    """Would break if a row were off by one, padding leaked, the cut came after normalising, or a length mixed up."""
+    assert check_topk(ask("score", BATCH, params), plain, params) <= TOLERANCE
+
+
+def test_sampled_is_that_of_plain_transformers(ask: Ask, plain: list[np.ndarray]) -> None:
+    """Would break if the logprob were that of the token before or after, or not normalised over n_vocab at T."""
+    params = ScoreParams("sampled", temperature=0.8, n_vocab=VOCAB - 99)
+    for scored, logits, sequence in zip(ask("score", BATCH, params), plain, BATCH, strict=True):
+        own = sequence.token_ids[sequence.prompt_length :, None]
+        expected = np.take_along_axis(plain_logprobs(logits, params), own, 1)[:, 0]
+        assert scored.dtype == np.float32
+        np.testing.assert_allclose(scored, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("wire", "step"), [("fp32", 1000), ("fp32", 7), ("fp16", 7)])
+def test_logits_are_those_of_plain_transformers(ask: Ask, plain: list[np.ndarray], wire: str, step: int) -> None:
+    """Would break if a piece of a stream lost a row, the shift or the temperature, or a batch mixed up its streams."""
+    params = ScoreParams("logits", temperature=1.5, n_vocab=VOCAB - 99, wire=wire)  # type: ignore[arg-type]
+    shapes = [(s.n_response, VOCAB - 99, "float16" if wire == "fp16" else "float32") for s in BATCH]
+    assert ask("stream_facts", BATCH, params) == shapes
+    for rows, logits in zip(ask("score", BATCH, params, step=step), plain, strict=True):
+        expected = logits[:, : VOCAB - 99] / 1.5
+        expected = expected - expected.max(-1, keepdims=True)
+        if wire == "fp16":  # 11 bits
+            np.testing.assert_allclose(rows.astype(np.float64), expected, atol=TOLERANCE, rtol=2**-10)
+        else:
+            np.testing.assert_allclose(rows, expected, atol=TOLERANCE, rtol=0)
+        assert rows.max(-1).tolist() == [0.0] * len(rows)
+
+
+def test_hidden_states_and_the_head_make_the_logits(ask: Ask, plain: list[np.ndarray]) -> None:
+    """Would break if the matrix were a packed, padded or partial one: the trainer's exact KL would be another."""
+    head = ask("lm_head", "fp32")
+    assert head.shape == (VOCAB, ask("facts")["hidden_size"])
+    for hidden, logits in zip(ask("score", BATCH, ScoreParams("hidden"), step=11), plain, strict=True):
+        np.testing.assert_allclose(hidden @ head.T, logits, atol=TOLERANCE, rtol=0)
+
+
+def test_the_compact_wire_halves_a_float32_engines_rows(ask: Ask) -> None:
+    """Would break if fp16 rows were anything but the rounded fp32 rows."""
+    exact = ask("score", BATCH[:1], ScoreParams("hidden"))[0]
+    small = ask("score", BATCH[:1], ScoreParams("hidden", wire="fp16"))[0]
+    assert (exact.dtype, small.dtype) == (np.float32, np.float16)
+    np.testing.assert_allclose(small.astype(np.float32), exact, rtol=2**-10, atol=1e-6)
+    np.testing.assert_array_equal(ask("lm_head", "fp16"), ask("lm_head", "fp32").astype(np.float16))
+
+
+def test_a_mass_target_takes_the_fewest_entries(ask: Ask, plain: list[np.ndarray]) -> None:
+    """Would break if a row stopped one entry early or late, or forgot to count what it left out as tail."""
+    params, whole = ScoreParams("topk", k=20, mass=0.7), ScoreParams("topk", k=20)
+    seen = set()
+    for cut, full in zip(ask("score", BATCH, params), ask("score", BATCH, whole), strict=True):
+        cumulative = np.exp(full.logprobs.astype(np.float64)).cumsum(-1)
+        for j, count in enumerate(cut.counts):
+            seen.add(int(count))
+            assert 1 <= count <= 20
+            assert count == 20 or cumulative[j, count - 1] >= 0.7 - 1e-6
+            assert count == 1 or cumulative[j, count - 2] <= 0.7 + 1e-6
+            np.testing.assert_array_equal(cut.ids[j, :count], full.ids[j, :count])
+            np.testing.assert_allclose(cut.logprobs[j, :count], full.logprobs[j, :count], atol=1e-5)
+            assert (cut.ids[j, count:] == NO_ID).all() and (cut.logprobs[j, count:] == -np.inf).all()
+            assert abs(cut.tail[j] - (1 - cumulative[j, count - 1])) < 1e-5
+    assert {1, 20} < seen  # rows that need one, rows that do not get there, and rows in between
+
+
+def test_chunks_change_nothing(ask: Ask) -> None:
+    """Would break if a chunk's rows were lost or shifted; one row of logits at a time against many."""
+    for params in (ScoreParams("topk", k=8), ScoreParams("sampled")):
+        one, many = ask("score", BATCH, params, chunk_bytes=1), ask("score", BATCH, params)
+        for a, b in zip(one, many, strict=True):
+            if isinstance(a, TopKScores):
+                assert (a.ids == b.ids).mean() > 0.99  # but for ties in the last bits
+                a, b = a.logprobs, b.logprobs
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_what_is_beside_a_sequence_changes_nothing(ask: Ask) -> None:
+    """Would break if padding, a neighbour or the order of a batch reached a sequence's scores."""
+    params = ScoreParams("topk", k=8)
+    together = ask("score", BATCH[::-1], params)[::-1]
+    for sequence, scored in zip(BATCH[:4], together, strict=False):
+        alone = ask("score", [sequence], params)[0]
+        np.testing.assert_allclose(alone.logprobs, scored.logprobs, atol=2e-5)
+
+
+def test_a_nan_is_an_error_and_not_a_score(ask: Ask) -> None:
+    """Would break if overflowing weights produced an answer, or if one bad batch spoiled the next."""
+    for params in (ScoreParams("topk", k=8), ScoreParams("sampled"), ScoreParams("logits"), ScoreParams("hidden")):
+        assert "NaN" in ask("score_poisoned", BATCH[:2], params), params
+    assert np.isfinite(ask("score", BATCH[:2], ScoreParams("sampled"))[0]).all()
+
+
+def test_an_engine_says_what_it_cannot_answer(ask: Ask) -> None:
+    """Would break if a request that the model cannot take reached it, where it fails or reads past a table."""
+    known = ask("facts")
+    assert (known["vocab_size"], known["hidden_size"], known["max_tokens"]) == (VOCAB, 64, MAX_TOKENS)
+    assert (known["dtype"], known["has_plain_head"]) == ("float32", True)
+    good = BATCH[0]
+    assert ask("problem", good, ScoreParams("hidden")) is None
+    past = TokenSequence(np.array([1, VOCAB], np.int32), 1)
+    long = TokenSequence(np.zeros(MAX_TOKENS + 1, np.int32), 1)
+    for sequence, params, text in (
+        (past, ScoreParams("topk", k=1), "past this model's vocabulary"),
+        (long, ScoreParams("topk", k=1), f"more than this model's {MAX_TOKENS}"),
+        (good, ScoreParams("topk", k=1, n_vocab=VOCAB + 1), "n_vocab"),
+        (good, ScoreParams("topk", k=VOCAB + 1), "more than the vocabulary"),
+        (good, ScoreParams("sampled", n_vocab=2), "a response token is past n_vocab"),
+    ):
+        assert text in str(ask("problem", sequence, params))
+
+
+def test_the_engines_agree(hf: Ask, vllm: Ask) -> None:
+    """Would break if changing --engine changed what a student learns."""
+    params = ScoreParams("topk", k=8)
+    same, total = 0, 0
+    for a, b in zip(hf("score", BATCH, params), vllm("score", BATCH, params), strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=TOLERANCE)
+        same, total = same + (a.ids == b.ids).sum(), total + a.ids.size
+    assert same / total > 0.999
+    np.testing.assert_array_equal(hf("lm_head", "fp32"), vllm("lm_head", "fp32"))
