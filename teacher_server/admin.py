@@ -71,20 +71,25 @@ def status(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     every_s = _seconds("--watch", args.watch) if args.watch is not None else None
     with _connect(args) as link:
-        while True:
-            now = link.status()
-            if args.json:
-                text = msgspec.json.encode(now).decode()
-            else:
-                text = status_table(link.endpoint, now)
-                text = _CLEAR + text if every_s is not None and sys.stdout.isatty() else text
-            print(text, flush=True)
-            if every_s is None:
-                return 0
-            try:
-                time.sleep(every_s)
-            except KeyboardInterrupt:
-                return 0
+        try:
+            _show_status(link, every_s, as_json=args.json)
+        except KeyboardInterrupt:
+            return 130 if every_s is None else 0  # the way to end --watch
+    return 0
+
+
+def _show_status(link: AdminLink, every_s: float | None, *, as_json: bool) -> None:
+    while True:
+        now = link.status()
+        if as_json:
+            text = msgspec.json.encode(now).decode()
+        else:
+            text = status_table(link.endpoint, now)
+            text = _CLEAR + text if every_s is not None and sys.stdout.isatty() else text
+        print(text, flush=True)
+        if every_s is None:
+            return
+        time.sleep(every_s)
 
 
 def drain(argv: Sequence[str]) -> int:

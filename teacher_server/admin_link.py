@@ -23,14 +23,13 @@ from teacher_server.protocol import (
     ErrorReply,
     ProtocolError,
     ServerMessage,
-    ServerStatus,
     StatusReply,
     StatusRequest,
-    decode_status,
     replies,
     requests,
 )
 from teacher_server.sockets import set_common_options
+from teacher_server.status import ServerStatus, decode_status
 
 _RESEND_S = 1.0  # a lost question costs this much; both kinds may be asked twice
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -17,7 +17,8 @@ from typing import Annotated
 
 import msgspec
 
-from teacher_server.protocol import Codec, Count, Gpu, Header, Id, Name, Text, check_seconds
+from teacher_server.protocol import Codec, Count, Header, Id, Name, Text, check_seconds
+from teacher_server.status import Gpu
 
 
 class WorkerHello(Header, tag="hello"):

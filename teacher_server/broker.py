@@ -29,8 +29,9 @@ from teacher_server.keys import Authenticator, ServerKeys, secure_server
 from teacher_server.ledger import Ledger
 from teacher_server.metrics import BrokerMetrics
 from teacher_server.post import Post
-from teacher_server.protocol import ID_BYTES, ServerStatus
+from teacher_server.protocol import ID_BYTES
 from teacher_server.sockets import CLIENT_BACKLOG, bind, make_router
+from teacher_server.status import ServerStatus
 from teacher_server.status_board import StatusBoard
 from teacher_server.teachers import Teachers
 

@@ -25,10 +25,10 @@ from teacher_server.protocol import (
     ScoreRequest,
     StatusRequest,
     Work,
-    encode_status,
     requests,
     token_digest,
 )
+from teacher_server.status import encode_status
 from teacher_server.status_board import StatusBoard
 from teacher_server.teachers import Teachers
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from teacher_server.errors import SettingsError
-from teacher_server.protocol import Gpu
 from teacher_server.settings import ServerSettings, TeacherSettings
+from teacher_server.status import Gpu
 
 _NVIDIA_SMI_S = 20.0  # it may first have to start the driver
 

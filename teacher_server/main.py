@@ -31,3 +31,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # of a command that asks and waits; the server and its workers have handlers
+        return 130

@@ -16,7 +16,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from teacher_server.errors import ServerError
-from teacher_server.protocol import ErrorCode, ServerStatus
+from teacher_server.protocol import ErrorCode
+from teacher_server.status import ServerStatus
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _STATES = ("ready", "draining")

@@ -7,7 +7,8 @@ import time
 from collections import Counter
 
 from teacher_server.ledger import Ledger
-from teacher_server.protocol import ErrorCode, ServerStatus, WorkerStatus
+from teacher_server.protocol import ErrorCode
+from teacher_server.status import ServerStatus, WorkerStatus
 from teacher_server.teachers import Teachers
 
 _REFRESH_S = 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from teacher_server.protocol import Gpu, ServerStatus
+from teacher_server.status import Gpu, ServerStatus
 
 _WORKER_HEADS = (
     *("WORKER", "TEACHER", "STATE", "HOST:PID", "ENGINE", "DEVICE", "DTYPE"),

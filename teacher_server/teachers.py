@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from teacher_server.backplane import WorkerHello
 from teacher_server.ledger import Ledger
-from teacher_server.protocol import PROTOCOL_VERSION, ErrorReply, InfoReply, TeacherStatus
+from teacher_server.protocol import PROTOCOL_VERSION, ErrorReply, InfoReply
+from teacher_server.status import TeacherStatus
 
 _MUST_AGREE = ("model_fingerprint", "tokenizer_fingerprint", "vocab_size", "hidden_size", "dtype")
 

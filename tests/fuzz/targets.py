@@ -30,7 +30,6 @@ from teacher_server.protocol import (
     DrainReply,
     DrainRequest,
     ErrorReply,
-    Gpu,
     HeadRequest,
     InfoRequest,
     Ping,
@@ -40,18 +39,14 @@ from teacher_server.protocol import (
     RowsReply,
     ScoreReply,
     ScoreRequest,
-    ServerStatus,
     StatusReply,
     StatusRequest,
-    TeacherStatus,
-    WorkerStatus,
     as_frame,
     checksum,
-    decode_status,
-    encode_status,
     replies,
     requests,
 )
+from teacher_server.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus, decode_status, encode_status
 from tests.service.messages import make_hello, make_reply, make_request, make_tokens
 
 _CODECS = (requests, replies, from_worker, to_worker)

@@ -48,11 +48,11 @@ from teacher_server.protocol import (
     StatusRequest,
     as_frame,
     checksum,
-    decode_status,
     replies,
     requests,
     token_digest,
 )
+from teacher_server.status import decode_status
 from tests.service.messages import H, V, make_hello, make_reply, make_request, make_scores, make_tokens
 
 pytestmark = pytest.mark.service

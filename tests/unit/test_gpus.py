@@ -8,7 +8,7 @@ import pytest
 
 from teacher_server.errors import SettingsError
 from teacher_server.gpus import FoundGpus, find_gpus, own_gpus, parse_nvidia_smi, plan_workers
-from teacher_server.protocol import Gpu
+from teacher_server.status import Gpu
 from tests.unit.test_server_settings import in_file, settings_of
 
 UUIDS = {str(i): f"GPU-{i}{i}" for i in range(8)}

@@ -20,16 +20,14 @@ from teacher_server.protocol import (
     ProtocolError,
     ScoreRequest,
     ServerMessage,
-    ServerStatus,
     StatusReply,
     checksum,
-    decode_status,
-    encode_status,
     replies,
     requests,
     token_digest,
     tokenizer_fingerprint,
 )
+from teacher_server.status import ServerStatus, decode_status, encode_status
 from tests.service.messages import make_reply, make_request, make_tokens
 
 

@@ -6,8 +6,8 @@ import json
 import logging
 import sys
 
-from teacher_server.protocol import Gpu, ServerStatus, TeacherStatus, WorkerStatus
 from teacher_server.server_log import JsonLines
+from teacher_server.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus
 from teacher_server.status_table import status_table
 
 
