@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from teacher_server.admin_link import AdminLink, NoAnswer
+from teacher_server.admin_link import AdminLink, Gone, NoAnswer
 from teacher_server.errors import SettingsError
 from teacher_server.keys import load_peer_keys
 from teacher_server.settings import tcp_endpoint
@@ -130,8 +130,10 @@ def _wait_for_server(link: AdminLink, n_left: int) -> int:
         time.sleep(_POLL_S)
         try:
             now_left = link.drain("")
-        except NoAnswer:
+        except Gone:
             return n_left
+        except NoAnswer as error:
+            raise NoAnswer(f"{n_left} requests were left when it was last heard, and it has not left. {error}") from error
         if now_left != n_left:
             n_left = now_left
             print(f"{n_left} requests left", flush=True)

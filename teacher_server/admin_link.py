@@ -6,6 +6,7 @@ closed port from a refused key, and that is what a person has to know.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from types import TracebackType
@@ -32,11 +33,15 @@ from teacher_server.sockets import set_common_options
 from teacher_server.status import ServerStatus, decode_status
 
 _RESEND_S = 1.0  # a lost question costs this much; both kinds may be asked twice
-_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
 
 
 class NoAnswer(ServerError):
     """Nobody answered in time; the text says what the connection did."""
+
+
+class Gone(NoAnswer):
+    """The other end has closed the connection, or refuses one where it answered before."""
 
 
 class AdminLink:
@@ -50,7 +55,7 @@ class AdminLink:
     def __init__(self, endpoint: str, keys: PeerKeys | None, timeout_s: float) -> None:
         self.endpoint = endpoint
         self._keys, self._timeout_s = keys, timeout_s
-        self._connected = self._greeted = False
+        self._connected = self._greeted = self._answered = False
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         set_common_options(self._dealer)
@@ -75,7 +80,7 @@ class AdminLink:
         self._context.destroy(linger=0)
 
     def status(self) -> ServerStatus:
-        """Raises NoAnswer; ServerError if the answer is an error or damaged."""
+        """Raises NoAnswer, as Gone if the server has left; ServerError if the answer is an error or damaged."""
         reply, frames = self._ask(StatusRequest(request_id=os.urandom(ID_BYTES)))
         if not isinstance(reply, StatusReply):
             raise ServerError(f"{self.endpoint} answered a status request with {type(reply).__name__}.")
@@ -100,15 +105,17 @@ class AdminLink:
         poller.register(self._monitor, zmq.POLLIN)
         while (now_s := time.monotonic()) < deadline_s:
             if now_s >= send_s:
-                self._dealer.send(frame)
+                with contextlib.suppress(zmq.Again):  # a refused handshake leaves no pipe to put it into
+                    self._dealer.send(frame, zmq.NOBLOCK)
                 send_s = now_s + _RESEND_S
             ready = dict(poller.poll(max(1, int((min(deadline_s, send_s) - now_s) * 1000))))
             if self._dealer in ready:
                 found = self._read(question.request_id)
                 if found is not None:
+                    self._answered = True
                     return found
             elif self._monitor in ready:
-                self._note(recv_monitor_message(self._monitor)["event"])
+                self._note(int(recv_monitor_message(self._monitor)["event"]))
         raise NoAnswer(self._why_not())
 
     def _read(self, request_id: bytes) -> tuple[ServerMessage, list[Buffer]] | None:
@@ -125,7 +132,9 @@ class AdminLink:
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_DISCONNECTED and self._greeted:
-            raise NoAnswer(f"{self.endpoint} has closed the connection.")
+            raise Gone(f"{self.endpoint} has closed the connection.")
+        if event == zmq.EVENT_CLOSED and self._answered:
+            raise Gone(f"{self.endpoint} does not take connections any more.")
         self._connected = self._connected or event == zmq.EVENT_CONNECTED
         self._greeted = self._greeted or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 

@@ -13,12 +13,15 @@ there is no state to get out of step.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
 
 from teacher_server.protocol import Codec, Count, Header, Id, Name, Text, check_seconds
 from teacher_server.status import Gpu
+
+SERVERS_OWN_NAME = re.compile(r"w\d+\.\d+")  # of the workers a server starts itself
 
 
 class WorkerHello(Header, tag="hello"):
@@ -41,6 +44,7 @@ class WorkerHello(Header, tag="hello"):
     gpus: Annotated[list[Gpu], msgspec.Meta(max_length=64)]
     credit_tokens: Count
     n_streams: Count  # sequences it wants in flight
+    nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # tells two processes of one pid apart
     leaving: bool = False  # give me no more; dismiss me when I have nothing left
 
 

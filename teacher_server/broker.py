@@ -18,7 +18,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import zmq
 
@@ -54,7 +54,8 @@ class Broker:
         max_queue_bytes: bound on requests that wait for a worker.
         worker_timeout_s: a worker silent for this long is lost.
         keys: who may connect to `port` and `worker_port`; None: everyone.
-        teachers: names whose workers are still to come.
+        teachers: name -> model fingerprint ("" if unknown) of all teachers, so that requests may wait for their
+            workers, and no worker of another model joins; empty: any may join.
 
     Raises:
         ServerError: an address cannot be bound.
@@ -71,7 +72,7 @@ class Broker:
         worker_timeout_s: float = 3.0,
         keys: ServerKeys | None = None,
         metrics: BrokerMetrics | None = None,
-        teachers: Sequence[str] = (),
+        teachers: Mapping[str, str] | None = None,
     ) -> None:
         epoch = os.urandom(ID_BYTES)
         self.worker_port: int | None = None
@@ -106,11 +107,11 @@ class Broker:
             self._control_out.connect(control)
             self._cleanup = stack.pop_all()
         self._control_lock = threading.Lock()
-        self._ledger, known = Ledger(epoch[:8], max_queue_bytes), Teachers(teachers)
+        self._ledger, known = Ledger(epoch[:8], max_queue_bytes), Teachers(teachers or {})
         self._board = StatusBoard(epoch, self._ledger, known)
         self._post = Post(self._front, self._board, metrics)
         self._crew = Crew(self._ledger, known, self._board, self._post, metrics)
-        self._desk = FrontDesk(epoch, self._ledger, known, self._board, self._post)
+        self._desk = FrontDesk(epoch, self._ledger, known, self._board, self._post, self._crew)
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
 
     def start(self) -> None:
@@ -148,9 +149,10 @@ class Broker:
         self._cleanup.close()
 
     def _control(self, message: bytes) -> None:
-        with self._control_lock:
+        # A thread that has died reads no more, and must not keep the one that ends the server.
+        with self._control_lock, contextlib.suppress(zmq.Again):
             if not self._control_out.closed:
-                self._control_out.send(message)
+                self._control_out.send(message, zmq.NOBLOCK)
 
     # The loop
 
@@ -166,7 +168,8 @@ class Broker:
                     return
                 for back in self._backs:
                     if back in ready:
-                        self._read(back, functools.partial(self._crew.on_message, back))
+                        own = back is self._backs[0]
+                        self._read(back, functools.partial(self._crew.on_message, back, own=own))
                 if self._front in ready:
                     self._read(self._front, self._desk.on_message)
                 now_s = time.monotonic()
@@ -205,7 +208,7 @@ class Broker:
             self._desk.tell_cancelled(job)
         for identity in self._ledger.silent(now_s, self._worker_timeout_s):
             self._crew.lose(identity, f"silent for {self._worker_timeout_s:g} s")
-        self._desk.dismissed.update(self._crew.dismiss_leavers())
+        self._crew.dismiss_leavers()
         self._board.tick(now_s)
         if self._board.draining and not self._drained and not self._ledger.n_jobs:
             self._drained = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import zmq
 
-from teacher_server.backplane import Dismiss, Done, Part, WorkerHello, from_worker
+from teacher_server.backplane import SERVERS_OWN_NAME, Dismiss, Done, Part, WorkerHello, from_worker
 from teacher_server.checks import check_answer
 from teacher_server.ledger import Job, Ledger
 from teacher_server.metrics import BrokerMetrics
@@ -19,6 +19,10 @@ from teacher_server.status_board import StatusBoard
 from teacher_server.teachers import Teachers
 
 log = logging.getLogger(__name__)
+
+_MAX_NOTES = 1000
+Process = tuple[str, str, int, bytes]  # name, host, pid (the same in every container), nonce
+T = TypeVar("T")
 
 
 class WorkerEvent(NamedTuple):
@@ -37,9 +41,11 @@ class Crew:
     ) -> None:
         self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._ledger, self._teachers, self._board, self._post, self._metrics = ledger, teachers, board, post, metrics
-        self._banned: dict[tuple[str, str, int], str] = {}  # process -> what it did
+        self._banned: dict[Process, str] = {}  # what it did
+        self._leaving: dict[Process, str] = {}  # by name; a new connection must not undo a drain
 
-    def on_message(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[zmq.Frame]) -> None:
+    def on_message(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[zmq.Frame], *, own: bool) -> None:
+        """`own`: it came over the private socket of the workers that this server starts."""
         try:
             if not frames:
                 raise ProtocolError("empty message")
@@ -51,28 +57,32 @@ class Crew:
                 log.error("dropped a message from the stranger %s: %s", identity.hex(), error)
             return
         if isinstance(message, WorkerHello):
-            self._welcome(socket, identity, message)
+            self._welcome(socket, identity, message, own=own)
         else:
             self._on_result(identity, message, frames[1:])
 
     # Who is there
 
-    def _welcome(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello) -> None:
+    def _welcome(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, own: bool) -> None:
         if identity not in self._ledger.workers:
             self._post.learn(identity, socket)
-            why = self._reason_against(identity, hello)
+            why = self._reason_against(identity, hello, own=own)
             if why:
                 log.error("worker %s of %s may not join: %s", hello.name, hello.host, why)
                 self._post.to_worker(identity, Dismiss(why=why))
                 self._post.unlearn(identity)
-                self.events.put(WorkerEvent("refused", hello.name, why))
+                if own:  # the supervisor is not to stop the server for a guest
+                    self.events.put(WorkerEvent("refused", hello.name, why))
                 return
+        hello.leaving = hello.leaving or _process(hello) in self._leaving
         if self._ledger.hello(identity, hello, time.monotonic()):
             log.info("worker %s joined: %s on %s, %s", hello.name, hello.engine, hello.host, hello.device)
             self.events.put(WorkerEvent("ready", hello.name, ""))
 
-    def _reason_against(self, identity: bytes, hello: WorkerHello) -> str:
+    def _reason_against(self, identity: bytes, hello: WorkerHello, *, own: bool) -> str:
         process = _process(hello)
+        if not own and SERVERS_OWN_NAME.fullmatch(hello.name):
+            return f"the server names its own workers so: {hello.name}"
         if process in self._banned:
             return self._banned[process]
         for other, worker in list(self._ledger.workers.items()):
@@ -99,9 +109,18 @@ class Crew:
             text = f"{job.attempts} workers were lost while they held this request; the last one: {why}"
             self._post.refuse_job(job, "worker_lost", text)
 
-    def dismiss_leavers(self) -> list[str]:
-        """Send home who wants to leave and has nothing left; returns their names."""
-        names = []
+    def let_leave(self, name: str) -> int:
+        """Give a worker nothing new; how many requests it still has. Raises LookupError if there never was one."""
+        workers = [worker for worker in self._ledger.workers.values() if worker.hello.name == name]
+        if not workers and name not in self._leaving.values():
+            raise LookupError(f"no worker {name!r} here; `status` lists them")
+        for worker in workers:
+            worker.leaving = True
+            _remember(self._leaving, _process(worker.hello), name)
+        return sum(len(worker.outstanding) for worker in workers)
+
+    def dismiss_leavers(self) -> None:
+        """Send home who wants to leave and has nothing left."""
         for identity in self._ledger.leavers():
             name = self._ledger.workers[identity].hello.name
             log.info("worker %s leaves", name)
@@ -109,13 +128,12 @@ class Crew:
             self._post.unlearn(identity)
             self._ledger.lose(identity)
             self.events.put(WorkerEvent("dismissed", name, ""))
-            names.append(name)
-        return names
 
     def _exclude(self, identity: bytes, why: str) -> None:
         hello = self._ledger.workers[identity].hello
         log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, why)
-        self._banned[_process(hello)] = self._board.excluded[hello.name] = why
+        _remember(self._banned, _process(hello), why)
+        _remember(self._board.excluded, hello.name, why)
         if self._metrics is not None:
             self._metrics.excluded()
         self._post.to_worker(identity, Dismiss(why=why[:4096]))
@@ -167,8 +185,15 @@ class Crew:
         self._post.to_client(job.client, frames)
 
 
-def _process(hello: WorkerHello) -> tuple[str, str, int]:
-    return hello.name, hello.host, hello.pid
+def _process(hello: WorkerHello) -> Process:
+    return hello.name, hello.host, hello.pid, hello.nonce
+
+
+def _remember(notes: dict[T, str], key: T, text: str) -> None:
+    """The newest thousand."""
+    notes[key] = text
+    if len(notes) > _MAX_NOTES:
+        del notes[next(iter(notes))]
 
 
 def _n_scored(job: Job) -> int:

@@ -8,6 +8,7 @@ import time
 import zmq
 
 from teacher_server.backplane import JobCancel, JobReceived
+from teacher_server.crew import Crew
 from teacher_server.ledger import Job, Ledger
 from teacher_server.post import Post
 from teacher_server.protocol import (
@@ -38,9 +39,11 @@ log = logging.getLogger(__name__)
 class FrontDesk:
     """Answers every message at once, or admits it to the ledger."""
 
-    def __init__(self, epoch: bytes, ledger: Ledger, teachers: Teachers, board: StatusBoard, post: Post) -> None:
-        self._epoch, self._ledger, self._teachers, self._board, self._post = epoch, ledger, teachers, board, post
-        self.dismissed: set[str] = set()  # workers that were asked to leave and have left
+    def __init__(
+        self, epoch: bytes, ledger: Ledger, teachers: Teachers, board: StatusBoard, post: Post, crew: Crew
+    ) -> None:
+        self._epoch, self._ledger, self._teachers = epoch, ledger, teachers
+        self._board, self._post, self._crew = board, post, crew
 
     def on_message(self, client: bytes, frames: list[zmq.Frame]) -> None:
         request_id = NO_REQUEST
@@ -110,12 +113,7 @@ class FrontDesk:
 
     def _drain(self, client: bytes, message: DrainRequest) -> None:
         if message.worker:
-            workers = [w for w in self._ledger.workers.values() if w.hello.name == message.worker]
-            if not workers and message.worker not in self.dismissed:
-                raise LookupError(f"no worker {message.worker!r} here; `status` lists them")
-            for worker in workers:
-                worker.leaving = True
-            n_left = sum(len(worker.outstanding) for worker in workers)
+            n_left = self._crew.let_leave(message.worker)
         else:
             n_left = self._ledger.n_jobs
             if not self._board.draining:

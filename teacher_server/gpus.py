@@ -8,6 +8,7 @@ On cpu the ids are labels without a device behind them: the dealing is the same.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -41,25 +42,33 @@ class WorkerPlan:
     gpus: tuple[str, ...]
 
 
+def may_need_gpus(settings: ServerSettings) -> bool:
+    """Whether it is worth asking a driver, which may be stuck, what is here."""
+    return any(
+        teacher.n_workers != 0 and teacher.device != "cpu" and teacher.engine != "trivial"
+        for teacher in settings.teachers
+    )
+
+
 def find_gpus(environment: Mapping[str, str]) -> FoundGpus:
     """CUDA_VISIBLE_DEVICES if it is set, else what `nvidia-smi -L` lists; a card cut by MIG counts as its parts."""
     numbers, uuids = parse_nvidia_smi(_ask_nvidia_smi())
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return FoundGpus(tuple(numbers), "nvidia-smi" if numbers else "", uuids)
-    ids: list[str] = []
-    for gpu in (part.strip() for part in visible.split(",")):
-        if gpu in ("", "-1"):  # CUDA stops reading here, too
-            break
-        ids.append(gpu)
-    return FoundGpus(tuple(ids), f"CUDA_VISIBLE_DEVICES={visible}", uuids)
+    return FoundGpus(_visible_ids(visible), f"CUDA_VISIBLE_DEVICES={visible}", uuids)
+
+
+def _visible_ids(visible: str) -> tuple[str, ...]:
+    ids = [part.strip() for part in visible.split(",")]
+    return tuple(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), ids))  # CUDA stops reading there, too
 
 
 def _ask_nvidia_smi() -> str:
-    """Its list; empty where there is no such program or no driver."""
+    """Its list; empty where there is no such program, none that we may run, or no driver."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return ""
     except subprocess.TimeoutExpired as error:
         raise SettingsError(
@@ -125,7 +134,10 @@ def _shares(
             "or none of them."
         )
     shares = {teacher.name: (teacher.gpus, True) for teacher in teachers if teacher.gpus is not None}
-    for device in ("cuda", "cpu") if not with_own else ():
+    # On a CPU the ids are labels; beside a teacher that has real GPUs they are not for who has none.
+    device = "cuda" if any(teacher.device == "cuda" for teacher in teachers) else "cpu"
+    if not with_own:
+        shares = {teacher.name: ((), False) for teacher in teachers}
         takers = [teacher for teacher in teachers if teacher.device == device]
         gpus = settings.gpus if settings.gpus is not None else found.ids if device == "cuda" else ()
         if takers and len(gpus) % len(takers):
@@ -184,20 +196,21 @@ def _check_distinct(plans: Sequence[WorkerPlan], found: FoundGpus, share_gpus: b
             others.add(plan.teacher.name)
 
 
-def own_gpus(device: str, labels: Sequence[str], visible: str | None) -> list[Gpu]:
+def own_gpus(device: str, labels: Sequence[str], visible: str | None, tensor_parallel_size: int = 1) -> list[Gpu]:
     """The devices of this process, after its engine has loaded.
 
     Args:
         device: of the engine; anything but cuda has no devices, only `labels`.
+        labels: of --gpus; empty: it took the first `tensor_parallel_size` that it sees.
         visible: CUDA_VISIBLE_DEVICES, which says how the user names them.
     """
     if not device.startswith("cuda"):
         return [Gpu(id=label) for label in labels]
     import torch
 
-    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    names = _visible_ids(visible) if visible else [str(index) for index in range(torch.cuda.device_count())]
     gpus = []
-    for index in range(len(labels) or 1):
+    for index in range(len(labels) or tensor_parallel_size):
         properties = torch.cuda.get_device_properties(index)
         prefix = "MIG-" if names[index].startswith("MIG-") else "GPU-"
         gpus.append(Gpu(id=names[index], uuid=f"{prefix}{properties.uuid}", name=properties.name))

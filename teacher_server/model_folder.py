@@ -10,12 +10,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from teacher_server.errors import ServerError
 from teacher_server.protocol import MAX_TOKENS, tokenizer_fingerprint
 
-_SAMPLE_BYTES = 64 << 10
+_SAMPLE_BYTES = 4 << 10
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -94,30 +94,44 @@ def _check_safetensors(file: Path) -> None:
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
-            n_header = int.from_bytes(stream.read(8), "little")
-            if not 2 <= n_header <= size - 8:
-                raise ValueError("its header is cut off")
-            header = json.loads(stream.read(n_header))
-        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-        if 8 + n_header + end != size:
-            raise ValueError(f"{size} bytes, its header says {8 + n_header + end}")
+            header = _read_header(stream, size)
+            end = stream.tell() + max(stop for _, stop in _tensors(header))
+        if end != size:
+            raise ValueError(f"{size} bytes, its header says {end}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         fix = "Fix: copy or download it again."
         raise ServerError(f"model folder {file.parent}: {file.name} is damaged ({error}). {fix}") from error
 
 
-def _fingerprint(folder: Path, weights: list[Path]) -> str:
-    """sha256 of config.json and, of each weight file, name, size, and 64 KiB at head, middle and end.
+def _read_header(stream: BinaryIO, size: int) -> dict[str, Any]:
+    """Leaves the stream at the first byte of data."""
+    n_header = int.from_bytes(stream.read(8), "little")
+    if not 2 <= n_header <= size - 8:
+        raise ValueError("its header is cut off")
+    header: dict[str, Any] = json.loads(stream.read(n_header))
+    return header
 
-    Not of all bytes: hashing 60 GB takes longer than loading them. Two checkpoints of one run
-    differ in every tensor, hence in the samples.
+
+def _tensors(header: dict[str, Any]) -> list[tuple[int, int]]:
+    """(first byte, end byte) of each tensor, from the first byte of data, in the order of their names."""
+    entries = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for _, entry in entries]
+
+
+def _fingerprint(folder: Path, weights: list[Path]) -> str:
+    """sha256 of config.json and, of each weight file, name, header, and some bytes of every tensor.
+
+    Not of all bytes: hashing 60 GB takes longer than loading them. Of every tensor, because a merged
+    adapter or a frozen part leaves whole tensors as they were.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weights:
         size = file.stat().st_size
-        digest.update(f"{file.name}:{size}:".encode())
         with file.open("rb") as stream:
-            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(_SAMPLE_BYTES))
+            header = _read_header(stream, size)
+            data_at = stream.tell()
+            digest.update(f"{file.name}:{size}:{json.dumps(header, sort_keys=True)}".encode())
+            for first, stop in _tensors(header):
+                stream.seek(data_at + max(first, (first + stop - _SAMPLE_BYTES) // 2))  # its middle
+                digest.update(stream.read(min(_SAMPLE_BYTES, stop - first)))
     return digest.hexdigest()[:32]

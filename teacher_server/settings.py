@@ -24,6 +24,7 @@ from teacher_server.server_log import LogFormat
 
 ONLY_TEACHER = "default"  # its name where --model or `model:` gives no other
 _OWN_OPTIONS = (*TEACHER_OPTIONS, N_WORKERS)
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -187,7 +188,7 @@ def _ipv4(flag: str, host: str) -> str:
 def tcp_endpoint(flag: str, address: str) -> str:
     """`tcp://HOST:PORT` of HOST:PORT. Raises SettingsError."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+    if not _HOST.fullmatch(host) or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise SettingsError(f"{flag} {address}: not HOST:PORT, like 10.0.0.5:15556.")
     return f"tcp://{host}:{port}"
 

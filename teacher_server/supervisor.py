@@ -26,6 +26,7 @@ MAX_FAILED_STARTS = 3  # in a row, of one slot, once the server is up
 MAX_EXCLUSIONS = 3  # in a row, of one slot: then it is its card, or its copy of the model
 _GOOD_TIME_S = 600.0  # an exclusion after this long is the first of a new row
 _LAST_WORDS_S = 5.0  # for an excluded worker to end by itself
+_LEAVE_S = 10.0  # for a dismissed one
 _TERMINATE_S = 1.0
 _STDERR = 2
 
@@ -74,8 +75,10 @@ class _Slot:
     n_failed: int = 0  # starts in a row that did not end in `ready`
     n_excluded: int = 0  # in a row
     ready_s: float | None = None  # since when
+    was_ready: bool = False  # it, or one before it in this slot
+    dismissed: bool = False  # on purpose: drained by name, and about to end
     kill_s: float | None = None  # at this time, if it has not ended by itself
-    left: bool = False  # on purpose: drained by name
+    left: bool = False  # and nobody takes its place
 
     @property
     def where(self) -> str:
@@ -95,7 +98,6 @@ class Supervisor:
         self._command = command
         self._broker = broker
         self._slots: list[_Slot] = []
-        self._was_ready = False
         try:
             for index, plan in enumerate(plans):
                 self._slots.append(_Slot(index, plan, *self._spawn(index, plan, 0)))
@@ -109,7 +111,7 @@ class Supervisor:
 
     @property
     def all_ready(self) -> bool:
-        return all(slot.ready_s is not None or slot.left for slot in self._slots)
+        return all(slot.ready_s is not None or slot.dismissed or slot.left for slot in self._slots)
 
     def check(self) -> None:
         """Note the broker's news, restart who died; call it a few times a second.
@@ -125,7 +127,6 @@ class Supervisor:
             self.drained = self.drained or event.kind == "drained"
             for slot in [slot for slot in self._slots if slot.name == event.name]:
                 self._note(slot, event.kind, event.text)
-        self._was_ready = self._was_ready or self.all_ready
         for slot in self._slots:
             if slot.kill_s is not None and time.monotonic() > slot.kill_s:
                 slot.process.kill()
@@ -135,7 +136,9 @@ class Supervisor:
     def _note(self, slot: _Slot, kind: str, text: str) -> None:
         now_s = time.monotonic()
         if kind == "ready":
-            slot.ready_s, slot.n_failed = now_s, 0
+            slot.ready_s, slot.n_failed, slot.was_ready = now_s, 0, True
+        elif kind == "dismissed":
+            slot.dismissed, slot.kill_s = True, now_s + _LEAVE_S
         elif kind == "refused":
             raise ServerError(f"worker {slot.where} may not join: {text}")
         elif kind == "excluded":
@@ -151,12 +154,12 @@ class Supervisor:
     def _on_end(self, slot: _Slot) -> None:
         code = slot.process.returncode
         self._broker.worker_died(slot.name)
-        if code == 0:
+        if code == 0 or slot.dismissed:  # whatever an engine's end makes of the exit code
             slot.left = True
             log.info("worker %s has left", slot.where)
             return
         slot.n_failed += slot.ready_s is None
-        if not self._was_ready or slot.n_failed >= MAX_FAILED_STARTS:
+        if not slot.was_ready or slot.n_failed >= MAX_FAILED_STARTS:
             raise ServerError(f"worker {slot.where} ended with code {code} before it was ready; see its lines above")
         log.warning("worker %s ended with code %d; starting another", slot.where, code)
         slot.process, slot.name = self._spawn(slot.index, slot.plan, slot.n_started)

@@ -1,12 +1,13 @@
 """Which teachers this server has: their names, and the one model that stands behind each.
 
-The first worker of a teacher says which model it is, and every later one must hold the same, in the
-same dtype, as long as the server lives: otherwise two answers to one request could differ.
+A server that starts with the model's folder knows its fingerprint; otherwise the first worker of a
+teacher says which model it is. Every later one must hold the same, in the same dtype, as long as the
+server lives: otherwise two answers to one request could differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from teacher_server.backplane import WorkerHello
 from teacher_server.ledger import Ledger
@@ -19,12 +20,13 @@ _MUST_AGREE = ("model_fingerprint", "tokenizer_fingerprint", "vocab_size", "hidd
 class Teachers:
     """
     Args:
-        expected: names of all teachers, requests for which may wait for their workers; empty: any name may join.
+        expected: model fingerprint of each teacher by name, empty if the first worker says it; requests for them may
+            wait for their workers. Nothing expected: any name may join.
     """
 
-    def __init__(self, expected: Iterable[str]) -> None:
+    def __init__(self, expected: Mapping[str, str]) -> None:
+        self._expected = dict(expected)
         self._first: dict[str, WorkerHello | None] = dict.fromkeys(expected)
-        self._closed = bool(self._first)
 
     def resolve(self, name: str) -> str:
         """The full name of the teacher asked for. Raises LookupError with the text for the client."""
@@ -39,9 +41,13 @@ class Teachers:
 
     def refusal(self, hello: WorkerHello) -> str:
         """Why this worker may not join; empty if it may, and then it is noted."""
-        if self._closed and hello.teacher not in self._first:
+        if self._expected and hello.teacher not in self._expected:
             # A new name would make `the only teacher` ambiguous, and with it every request that names none.
             return f"there is no teacher {hello.teacher!r} here, but: {', '.join(sorted(self._first))}"
+        model = self._expected.get(hello.teacher, "")
+        if model and hello.model_fingerprint != model:
+            # Also if it is the first: one that was left over from another model must not decide what is served.
+            return f"its model_fingerprint {hello.model_fingerprint} is not the {model} of teacher {hello.teacher!r}"
         first = self._first.get(hello.teacher)
         if first is None:
             self._first[hello.teacher] = hello

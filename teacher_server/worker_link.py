@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 _TICK_S = 0.05  # how late a hello, a wish to leave or a hung batch may be noticed
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 1000
-_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_PATIENCE = 3  # broken handshakes in a row before the log says what may be wrong
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class Work(NamedTuple):
@@ -79,8 +80,10 @@ class WorkerLink:
         self._endpoint, self._hello, self._keys = endpoint, hello, keys
         self._compute_timeout_s = compute_timeout_s
         self._busy_since_s: float | None = None
-        self._leaving = False
+        self._leaving = self._connected = False
+        self._n_broken = 0  # handshakes in a row that did not succeed
         self._next_hello_s = 0.0
+        hello.nonce = os.urandom(8)
         self._context = zmq.Context()
         outbox = f"inproc://outbox-{os.urandom(8).hex()}"
         self._outbox_out = self._context.socket(zmq.PULL)
@@ -153,7 +156,10 @@ class WorkerLink:
         while True:
             self._check_computing()
             now_s = time.monotonic()
-            if now_s >= self._next_hello_s or self._leaving != self._hello.leaving:
+            if self._leaving and not self._connected:
+                return End("")  # what it held is with others
+            # Not while nobody listens: a night of hellos would all arrive in the morning.
+            if self._connected and (now_s >= self._next_hello_s or self._leaving != self._hello.leaving):
                 self._hello.leaving = self._leaving
                 self._dealer.send(from_worker.encode(self._hello))
                 self._next_hello_s = now_s + HEARTBEAT_S
@@ -189,13 +195,21 @@ class WorkerLink:
     def _on_connection(self, event: int) -> End | None:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return End(f"the broker at {self._endpoint} does not allow this worker's key")
-        if event == zmq.EVENT_CONNECTED:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             log.info("connected to %s", self._endpoint)
+            self._connected, self._n_broken, self._next_hello_s = True, 0, 0.0
             return None
-        log.warning("lost the connection to %s, trying again", self._endpoint)
+        if self._connected:
+            log.warning("lost the connection to %s, trying again", self._endpoint)
+        self._n_broken += not self._connected
+        if self._n_broken == _PATIENCE:
+            hint = "it has another server.key" if self._keys else "it may want --keys, or be another service"
+            log.error("%s hangs up during the handshake, trying on: %s", self._endpoint, hint)
+        self._connected = False
         self._dealer.disable_monitor()
         self._monitor.close(linger=0)
         self._dealer.close(linger=0)
+        time.sleep(min(_RECONNECT_MAX_MS, _RECONNECT_MS << min(self._n_broken, 8)) / 1000)
         self._connect()
         self.inbox.put(NewConnection())
         return None

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import signal
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from teacher_server.backplane import WorkerHello
+from teacher_server.backplane import SERVERS_OWN_NAME, WorkerHello
 from teacher_server.errors import SettingsError
 from teacher_server.gpus import own_gpus
 from teacher_server.keys import load_peer_keys
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 N_STREAMS = 64  # sequences in flight that keep a worker busy: two batches of the default size at 250 tokens each
-SERVERS_OWN_NAME = re.compile(r"w\d+\.\d+")  # the supervisor's names
 _OPTIONS = (*TEACHER_OPTIONS, KEYS, COMPUTE_TIMEOUT_S, LOG_FORMAT)
 _EXAMPLES = """examples:
   two more GPUs of another host for the server on 10.0.0.5, which was started with --worker-port 15556 --keys keys:

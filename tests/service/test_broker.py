@@ -412,7 +412,7 @@ def test_a_full_queue_answers_busy(tmp_path: Path) -> None:
 
 def test_names_of_teachers(tmp_path: Path) -> None:
     """Would break if a request without a name, or with a wrong one, were scored by whichever teacher is there."""
-    rig = Rig(tmp_path, teachers=("math", "code"))
+    rig = Rig(tmp_path, teachers={"math": "f", "code": ""})
     client = rig.client()
 
     def info(name: str) -> Any:
@@ -476,6 +476,48 @@ def test_a_drained_worker_finishes_and_goes(rig: Rig) -> None:
     assert drain("w").n_left == 0, "asking again is harmless"
     assert drain("nobody").code == "bad_request"
     assert client.status().n_queued == 1, "the second request waits for another worker"
+
+
+def test_a_worker_of_another_model_does_not_join_even_if_it_is_first(tmp_path: Path) -> None:
+    """Would break if one left over from the last model decided what a restarted server serves."""
+    rig = Rig(tmp_path, teachers={"": "f"})
+    stale = rig.worker(model_fingerprint="old")
+    assert "model_fingerprint old is not the f of teacher" in stale.hear()[0].why
+    assert rig.client().status().workers == []
+    rig.close()
+
+
+def test_a_drained_worker_stays_drained_after_a_reconnect(rig: Rig) -> None:
+    """Would break if a worker got work again while its operator pulls the host."""
+    first, client = rig.worker(), rig.client()
+    client.score()
+    first.job()
+    client.ask(DrainRequest(request_id=bytes(16), worker="w"))
+    client.hear()
+    second = rig.worker()  # the same process over a new connection, whose hello knows nothing of the drain
+    assert second.hear()[0] == Dismiss()
+    assert client.status().n_queued == 1
+
+
+def test_guests_do_not_bear_the_servers_names(tmp_path: Path) -> None:
+    """Would break if whoever may join could be taken for a worker of the server, whose refusal ends it."""
+    rig = Rig(tmp_path, worker_port=0)
+    guest = ScriptedWorker(rig._context, f"tcp://127.0.0.1:{rig.broker.worker_port}", name="w0.0")
+    assert "names its own workers so" in guest.hear()[0].why
+    assert rig.broker.events.empty()
+    rig.close()
+
+
+def test_a_dead_broker_thread_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break if a bug in the broker left a server that only SIGKILL ends."""
+    rig = Rig(tmp_path)
+    monkeypatch.setattr(rig.broker, "_tick", lambda now_s: 1 / 0)
+    rig.client().ask(Ping())
+    rig.broker._thread.join(timeout=5)
+    assert not rig.broker.alive
+    rig.broker.worker_died("w0.0")
+    rig.broker.stop()
+    rig._context.destroy(linger=0)
 
 
 def test_an_engine_error_is_told_when_nobody_else_can(rig: Rig) -> None:

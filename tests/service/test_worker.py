@@ -5,7 +5,9 @@ The engine here computes nothing, so that each test can make it fail, hang or co
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -298,6 +300,31 @@ def test_leaving_is_said_and_dismissal_ends_the_loop(broker: PlayedBroker) -> No
     broker.tell(Dismiss())
     broker._thread.join(timeout=5)
     assert broker.why == [""]
+
+
+def test_leaving_does_not_wait_for_a_broker_that_is_away(broker: PlayedBroker) -> None:
+    """Would break if a service manager's SIGTERM on a worker's host ran into its kill time-out."""
+    broker.router.close(linger=0)
+    broker.link.leave()
+    broker._thread.join(timeout=5)
+    assert broker.why == [""]
+    broker.restart()
+
+
+def test_a_peer_that_hangs_up_is_not_stormed() -> None:
+    """Would break if a wrong key meant a thousand connections a second, and no word about keys."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.1)
+        link = WorkerLink(f"tcp://127.0.0.1:{listener.getsockname()[1]}", make_hello())
+        n_connections, end_s = 0, time.monotonic() + 1.5
+        while time.monotonic() < end_s:
+            with contextlib.suppress(TimeoutError):
+                listener.accept()[0].close()
+                n_connections += 1
+        assert 2 <= n_connections <= 12
+        link.leave()
+        assert link.inbox.get(timeout=5) is not None
+        link.close()
 
 
 def test_being_sent_away_says_why(broker: PlayedBroker) -> None:
