@@ -9,6 +9,7 @@ import dataclasses
 
 from gkd.config import Config
 from gkd.errors import ConfigError
+from teacher_server.protocol import MAX_K
 
 _CHOICES = {
     "data.truncation": ("error", "drop", "left", "right"),
@@ -49,10 +50,6 @@ _POSITIVE = (
     "rollout.temperature",
     "rollout.max_num_seqs",
     "rollout.cpu_kv_cache_mib",
-    "teacher.topk",
-    "teacher.temperature",
-    "teacher.request_timeout_s",
-    "teacher.outage_budget_s",
     "weight_sync.bucket_mib",
     "weight_sync.timeout_s",
 )
@@ -64,10 +61,19 @@ _NOT_NEGATIVE = (
     "actor.optim.weight_decay",
     "actor.optim.clip_grad",
     "actor.optim.warmup_steps",
-    "teacher.n_server_workers",
     "eval.every",
     "eval.max_prompts",
 )
+# What the teacher's client and its protocol demand.
+_BETWEEN: dict[str, tuple[float, float]] = {
+    "teacher.server_port": (1, 65535),
+    "teacher.n_server_workers": (0, 1 << 20),
+    "teacher.topk": (1, MAX_K),
+    "teacher.temperature": (1e-4, 1e4),
+    "teacher.request_timeout_s": (1e-3, 4e4),
+    "teacher.outage_budget_s": (1e-3, 1e6),
+}
+_MAX_NAME = 128  # characters of a teacher's name
 _SHARES = ("rollout.top_p", "rollout.gpu_memory_utilization", "actor.optim.min_lr_ratio")
 
 
@@ -109,6 +115,14 @@ def _check_ranges(config: Config) -> None:
         if not lowest_ok:  # also true of NaN
             bound = "greater than 0" if key in _POSITIVE else "0 or more"
             raise ConfigError(key, value, "it is out of range.", f"use a number {bound}.")
+    for key, (lowest, highest) in _BETWEEN.items():
+        value = _value(config, key)
+        assert isinstance(value, int | float)
+        if not lowest <= value <= highest:
+            raise ConfigError(key, value, "it is out of range.", f"use a number of {lowest:g} to {highest}.")
+    if len(config.teacher.name) > _MAX_NAME:
+        fix = f"use one of the server's names, of at most {_MAX_NAME} characters."
+        raise ConfigError("teacher.name", config.teacher.name, "it is too long.", fix)
     for key in _SHARES:
         value = _value(config, key)
         assert isinstance(value, float)

@@ -188,6 +188,7 @@ def ask_teacher(config: Config) -> TeacherInfo:
 
     Raises:
         TeacherUnavailable: nobody does.
+        TeacherError: it answered something else than who it is.
         ConfigError: it has no such teacher, or teacher.keys cannot be used.
     """
     teacher = ZmqTeacher(
@@ -208,6 +209,8 @@ def ask_teacher(config: Config) -> TeacherInfo:
         where = f"teacher.server_ip = {config.teacher.server_ip}, teacher.server_port = {config.teacher.server_port}"
         raise TeacherUnavailable(f"{where}: {error}") from error
     except TeacherError as error:
+        if "refused it: bad_request:" not in str(error):
+            raise
         raise ConfigError("teacher.name", config.teacher.name, f"{error}.", "use one of the server's names.") from error
     finally:
         teacher.close()

@@ -5,5 +5,5 @@
 #   bash launch/teacher.sh status | drain --wait | keygen keys --client trainer
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-bash "$root/launch/setup.sh"
+bash "$root/launch/setup.sh" >&2 # stdout has the lines of the command alone
 exec "${GKD_VENV:-$root/.venv}/bin/python" -m teacher_server "$@"

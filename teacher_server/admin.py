@@ -30,7 +30,8 @@ _DRAIN_EXAMPLES = """examples:
   one worker, by its name in the status table:
     python -m teacher_server drain --worker w0.0 --wait
 
-exit code: 0 done (without --wait: it has begun), 1 the server was gone before its work was, 2 an error
+exit code: 0 done (without --wait: it has begun), 1 the server was gone before its work was, 2 an error,
+also if the server is silent for --timeout while it is waited for
 """
 
 
@@ -133,7 +134,9 @@ def _wait_for_server(link: AdminLink, n_left: int) -> int:
         except Gone:
             return n_left
         except NoAnswer as error:
-            raise NoAnswer(f"{n_left} requests were left when it was last heard, and it has not left. {error}") from error
+            raise NoAnswer(
+                f"{n_left} requests were left when it was last heard, and it has not left. {error}"
+            ) from error
         if now_left != n_left:
             n_left = now_left
             print(f"{n_left} requests left", flush=True)

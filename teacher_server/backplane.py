@@ -52,6 +52,7 @@ class Assignment(Header, tag="job"):
     """Work. `waited_s` so far in the broker; useless after another `remaining_s`."""
 
     job_id: Id  # the broker's; two clients may choose the same request id
+    stream_id: Id  # of this attempt: what comes of an earlier one is old news and no fault
     waited_s: float
     remaining_s: float
 

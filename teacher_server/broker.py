@@ -218,5 +218,6 @@ class Broker:
         now_s = time.monotonic()
         for identity, job in self._ledger.assign():
             remaining_s = max(0.0, job.deadline_s - now_s)
-            header = Assignment(job_id=job.job_id, waited_s=now_s - job.arrived_s, remaining_s=remaining_s)
+            waited_s = now_s - job.arrived_s
+            header = Assignment(job_id=job.job_id, stream_id=job.stream_id, waited_s=waited_s, remaining_s=remaining_s)
             self._post.to_worker(identity, header, job.payload)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from teacher_server.backplane import WorkerHello
 from teacher_server.ledger import Job
-from teacher_server.payload import check_reply
+from teacher_server.payload import check_reply, check_scores
 from teacher_server.protocol import (
     Buffer,
     ErrorReply,
@@ -35,7 +35,8 @@ def check_answer(
         final: it came as the end of the job, not as a part of it.
 
     Raises:
-        ProtocolError: another request, other tokens, another model, a row missing or twice, damage, a NaN.
+        ProtocolError: another request, other tokens, another model, a row missing or twice, damage, a NaN, numbers
+            that are no probabilities.
     """
     if isinstance(reply, ErrorReply):
         _same("request_id", reply.request_id, job.request.request_id)
@@ -55,6 +56,8 @@ def check_answer(
     else:
         _check_rows(job, hello, reply, final=final)
     check_reply(reply, frames)
+    if isinstance(reply, ScoreReply) and isinstance(job.request, ScoreRequest):
+        check_scores(reply, frames, job.request.n_vocab or hello.vocab_size)
     return reply
 
 
@@ -79,11 +82,11 @@ def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) 
     _same("signal", reply.signal, signal)
     _same("n_rows", reply.n_rows, n_rows)
     _same("n_cols", reply.n_cols, n_cols)
-    _same("stream_id", reply.stream_id, job.stream_id or reply.stream_id)
+    _same("stream_id", reply.stream_id, job.stream_id)
     _same("index", reply.index, job.n_parts)
     _same("start", reply.start, job.n_rows)
     _same("last", final, reply.stop == reply.n_rows)
-    job.stream_id, job.n_parts, job.n_rows = reply.stream_id, job.n_parts + 1, reply.stop
+    job.n_parts, job.n_rows = job.n_parts + 1, reply.stop
 
 
 def _same(what: str, got: object, expected: object) -> None:

@@ -9,18 +9,18 @@ from typing import Literal, NamedTuple, TypeVar
 
 import zmq
 
-from teacher_server.backplane import SERVERS_OWN_NAME, Dismiss, Done, Part, WorkerHello, from_worker
+from teacher_server.backplane import SERVERS_OWN_NAME, Dismiss, Done, JobCancel, Part, WorkerHello, from_worker
 from teacher_server.checks import check_answer
 from teacher_server.ledger import Job, Ledger
 from teacher_server.metrics import BrokerMetrics
 from teacher_server.post import Post
-from teacher_server.protocol import ErrorReply, ProtocolError, ScoreRequest, replies
+from teacher_server.protocol import ErrorReply, ProtocolError, RowsReply, ScoreRequest, replies
 from teacher_server.status_board import StatusBoard
 from teacher_server.teachers import Teachers
 
 log = logging.getLogger(__name__)
 
-_MAX_NOTES = 1000
+_MAX_NOTES, _MAX_WORDS = 1000, 1000  # a worker's own words may be in them
 Process = tuple[str, str, int, bytes]  # name, host, pid (the same in every container), nonce
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Crew:
     def _welcome(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, own: bool) -> None:
         if identity not in self._ledger.workers:
             self._post.learn(identity, socket)
-            why = self._reason_against(identity, hello, own=own)
+            why = self._reason_against(identity, hello, own=own)[:_MAX_WORDS]
             if why:
                 log.error("worker %s of %s may not join: %s", hello.name, hello.host, why)
                 self._post.to_worker(identity, Dismiss(why=why))
@@ -105,9 +105,16 @@ class Crew:
         if self._metrics is not None:
             self._metrics.lost_worker()
         self._post.unlearn(identity)
-        for job in self._ledger.lose(identity, blame=blame):
+        n_retried = self._ledger.n_retried
+        given_up = self._ledger.lose(identity, blame=blame)
+        self._count_retried(self._ledger.n_retried - n_retried)
+        for job in given_up:
             text = f"{job.attempts} workers were lost while they held this request; the last one: {why}"
             self._post.refuse_job(job, "worker_lost", text)
+
+    def _count_retried(self, n: int) -> None:
+        if self._metrics is not None and n:
+            self._metrics.retried(n)
 
     def let_leave(self, name: str) -> int:
         """Give a worker nothing new; how many requests it still has. Raises LookupError if there never was one."""
@@ -130,13 +137,13 @@ class Crew:
             self.events.put(WorkerEvent("dismissed", name, ""))
 
     def _exclude(self, identity: bytes, why: str) -> None:
-        hello = self._ledger.workers[identity].hello
+        hello, why = self._ledger.workers[identity].hello, why[:_MAX_WORDS]
         log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, why)
         _remember(self._banned, _process(hello), why)
         _remember(self._board.excluded, hello.name, why)
         if self._metrics is not None:
             self._metrics.excluded()
-        self._post.to_worker(identity, Dismiss(why=why[:4096]))
+        self._post.to_worker(identity, Dismiss(why=why))
         self.events.put(WorkerEvent("excluded", hello.name, why))
         self.lose(identity, f"excluded: {why}")
 
@@ -155,6 +162,8 @@ class Crew:
             if not frames:
                 raise ProtocolError("a result without a reply")
             reply = replies.decode(frames[0].buffer)
+            if isinstance(reply, RowsReply) and job.is_stream and reply.stream_id != job.stream_id:
+                return  # the rest of an earlier attempt, which this worker had lost without knowing
             answer = check_answer(job, worker.hello, reply, [frame.buffer for frame in frames[1:]], final=final)
         except ProtocolError as error:
             self._exclude(identity, str(error))
@@ -163,6 +172,8 @@ class Crew:
             self._on_error(identity, job, answer, frames)
             return
         if final:
+            if job.worker not in (None, identity):  # it was given to another one in the meantime
+                self._post.to_worker(job.worker, JobCancel(job_id=job.job_id))
             self._ledger.complete(identity, job.job_id)
             self._ledger.answered(identity, job, answer.queue_s, answer.compute_s)
             self._board.n_answered += 1
@@ -176,6 +187,7 @@ class Crew:
             worker.release(job.job_id)
             return
         if error.code == "engine" and self._ledger.retry(job, failed_on=worker.hello.name):
+            self._count_retried(1)
             log.warning("%s could not score a request (%s); another one tries", worker.hello.name, error.text)
             return
         self._ledger.complete(identity, job.job_id)

@@ -97,7 +97,8 @@ class FrontDesk:
         if job is None or job.worker is None or job.stream_id != message.stream_id:
             return  # about an attempt that has ended
         job.deadline_s = time.monotonic() + job.request.deadline_s  # somebody does wait for the rest
-        header = JobReceived(job_id=job.job_id, stream_id=message.stream_id, n_messages=message.n_messages)
+        n_messages = min(message.n_messages, job.n_parts)  # or a client could open the window as wide as it likes
+        header = JobReceived(job_id=job.job_id, stream_id=message.stream_id, n_messages=n_messages)
         self._post.to_worker(job.worker, header)
 
     def _cancel(self, client: bytes, request_id: bytes) -> None:

@@ -34,6 +34,9 @@ class FoundGpus:
         return self.uuids.get(gpu, gpu)
 
 
+NO_GPUS = FoundGpus((), "", {})  # also where nobody looked
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """One worker to start: a teacher (its device no longer `auto`) and the GPUs of one model copy."""

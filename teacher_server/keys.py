@@ -77,7 +77,7 @@ def load_peer_keys(folder: str | Path, role: Role) -> PeerKeys:
         KeysError: it is incomplete, damaged, or its secret readable by others.
     """
     folder = Path(folder)
-    if (folder / "server.key_secret").exists():
+    if os.path.exists(folder / "server.key_secret"):  # False, and no error, in a folder that we may not enter
         raise KeysError(
             f"{folder}: this is the server's own key folder. Fix: give the bundle of a {role}, {folder}/bundles/NAME "
             f"(made by: python -m teacher_server keygen {folder} --{role} NAME)."
@@ -90,9 +90,13 @@ def read_allow_list(folder: Path, domain: Domain) -> tuple[dict[bytes, str], lis
     """({public key: name}, what is wrong with the files that are not in it). A missing folder is such a problem."""
     allowed: dict[bytes, str] = {}
     problems: list[str] = []
-    if not (folder / domain).is_dir():
-        problems.append(f"{folder / domain}: no such folder. Fix: run `python -m teacher_server keygen {folder}`.")
-    for file in sorted((folder / domain).glob("*.key")):
+    try:
+        if not (folder / domain).is_dir():
+            problems.append(f"{folder / domain}: no such folder. Fix: run `python -m teacher_server keygen {folder}`.")
+        files = sorted((folder / domain).glob("*.key"))
+    except OSError as error:
+        return {}, [f"{folder / domain}: {error}. Fix: let the server's user read this folder."]
+    for file in files:
         try:
             allowed[_read_public(file)] = file.stem
         except KeysError as error:
@@ -151,7 +155,7 @@ class Authenticator:
         return True
 
     def reload(self) -> None:
-        """Read the allow-lists. A file that cannot be read lets nobody in, and is an error in the log."""
+        """Read the allow-lists. A file or folder that cannot be read lets nobody in, and is an error in the log."""
         for domain, allow_list in self._lists.items():
             allowed, problems = read_allow_list(self._folder, domain)
             for problem in problems:
@@ -168,8 +172,8 @@ class Authenticator:
             try:
                 with os.scandir(self._folder / domain) as entries:
                     for entry in entries:
-                        stat = entry.stat()
-                        seen.append((domain, entry.name, stat.st_mtime_ns, stat.st_size, stat.st_ino))
+                        stat = entry.stat()  # ctime: a chmod counts, too
+                        seen.append((domain, entry.name, stat.st_ctime_ns, stat.st_size, stat.st_ino))
             except OSError as error:  # part of what was seen: the change to it is what reload() then reports
                 seen.append((domain, str(error), 0, 0, 0))
         return sorted(seen)
@@ -213,7 +217,11 @@ def read_key_file(file: Path) -> tuple[bytes, bytes | None]:
     except FileNotFoundError as error:
         raise _missing(file) from error
     except (OSError, ValueError, KeyError, UnicodeDecodeError) as error:
-        if not file.exists():  # pyzmq has one OSError for all
+        try:
+            is_missing = not file.exists()  # pyzmq has one OSError for all
+        except OSError as why:
+            raise KeysError(f"{file}: {why}. Fix: let this user read it.") from why
+        if is_missing:
             raise _missing(file) from error
         raise KeysError(f"{file}: not a key file ({error}). Fix: copy it again from where keygen made it.") from error
     return public, secret

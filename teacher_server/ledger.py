@@ -101,7 +101,7 @@ class Ledger:
         self._queues: dict[str, dict[bytes, deque[Job]]] = {}  # teacher -> client -> its jobs; first client is next
         self._jobs: dict[bytes, Job] = {}
         self._by_key: dict[tuple[bytes, bytes], Job] = {}
-        self._n_made = 0
+        self._n_made = self._n_attempts = 0
 
     @property
     def n_jobs(self) -> int:
@@ -140,28 +140,36 @@ class Ledger:
     def assign(self) -> Iterator[tuple[bytes, Job]]:
         """(worker, job) pairs to send now: clients in turn, each one's oldest job, to the worker with least to do."""
         for teacher, clients in self._queues.items():
-            while clients:
-                client, jobs = next(iter(clients.items()))
-                identity = self._choose(teacher, jobs[0])
-                if identity is None:
-                    break
-                job = jobs.popleft()
-                del clients[client]
-                if jobs:
-                    clients[client] = jobs  # at the end: its next turn comes after everyone else's
-                self.n_queued -= 1
-                self.queued_bytes -= job.n_bytes
-                job.worker, job.attempts = identity, job.attempts + 1
-                job.stream_id, job.n_parts, job.n_rows = b"", 0, 0
-                worker = self.workers[identity]
-                worker.outstanding[job.job_id] = job.n_tokens
-                worker.n_tokens += job.n_tokens
-                yield identity, job
+            given = True
+            while given:
+                given = False
+                for client in list(clients):
+                    identity = self._choose(teacher, clients[client][0])
+                    if identity is not None:
+                        given = True
+                        yield identity, self._give(identity, clients, client)
+
+    def _give(self, identity: bytes, clients: dict[bytes, deque[Job]], client: bytes) -> Job:
+        jobs = clients.pop(client)
+        job = jobs.popleft()
+        if jobs:
+            clients[client] = jobs  # at the end: its next turn comes after everyone else's
+        self.n_queued -= 1
+        self.queued_bytes -= job.n_bytes
+        self._n_attempts += 1
+        job.worker, job.attempts = identity, job.attempts + 1
+        job.stream_id = self._epoch + self._n_attempts.to_bytes(8, "little")
+        job.n_parts = job.n_rows = 0
+        worker = self.workers[identity]
+        worker.outstanding[job.job_id] = job.n_tokens
+        worker.n_tokens += job.n_tokens
+        return job
 
     def _choose(self, teacher: str, job: Job) -> bytes | None:
         able = {k: w for k, w in self.workers.items() if w.hello.teacher == teacher and not w.leaving}
-        # Those whose engine failed on this job come last: with nobody else there, their error is the answer.
+        # Those that failed on this job, or are too small for it, come last: with nobody else there, they say so.
         able = {k: w for k, w in able.items() if w.hello.name not in job.failed_on} or able
+        able = {k: w for k, w in able.items() if w.hello.max_tokens >= job.n_tokens} or able
         free = [(w.n_tokens, k) for k, w in able.items() if w.has_credit(job.n_tokens)]
         return min(free)[1] if free else None
 
@@ -176,11 +184,9 @@ class Ledger:
         self._forget(job)
         return job
 
-    def cancel(self, job: Job) -> bytes | None:
-        """Drop a job; returns the worker that has it, who should be told."""
-        worker = job.worker
+    def cancel(self, job: Job) -> None:
+        """Drop a job; `Job.worker` should be told."""
         self._forget(job)
-        return worker
 
     def expire(self, now_s: float) -> list[Job]:
         """Drop and return the jobs whose deadline has passed, wherever they are; `Job.worker` should be told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from teacher_server.engines.base import RowStream
@@ -19,6 +20,8 @@ class OpenStream:
     stream_id: bytes
     rows: RowStream
     head: RowsReply  # index, start, stop and checksums are filled in for each message
+    patience_s: float  # without a receipt for this long nobody waits any more
+    deadline_s: float = 0.0
     index: int = 0
     start: int = 0
     received: int = 0
@@ -55,6 +58,7 @@ def open_stream(
     signal: Signal | str,
     *,
     stream_id: bytes,
+    patience_s: float,
     model_fingerprint: str,
     worker: str,
     queue_s: float,
@@ -79,4 +83,4 @@ def open_stream(
         queue_s=queue_s,
         compute_s=compute_s,
     )
-    return OpenStream(job_id, stream_id, rows, head)
+    return OpenStream(job_id, stream_id, rows, head, patience_s, time.monotonic() + patience_s)

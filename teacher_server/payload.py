@@ -154,6 +154,36 @@ def check_reply(reply: ScoreReply | RowsReply, frames: Sequence[Buffer]) -> None
     check_frames(planes, frames, reply.checksums)
 
 
+def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> None:
+    """Of frames that `check_frames` passed: no probability above 1, no id past `n_vocab`. Raises ProtocolError.
+
+    A float's sign and size are those of its bits read as a signed integer, which is ten times as fast to compare.
+    """
+    arrays = join_planes(score_planes(reply), frames)
+    as_int = {name: a.view(f"<i{a.itemsize}") for name, a in arrays.items() if name in ("logprobs", "tail")}
+    if as_int["logprobs"].max() > 0:
+        raise ProtocolError("a logprob is above 0")
+    if reply.signal == "sampled":
+        return
+    one = 0x3C00 if arrays["tail"].itemsize == 2 else 0x3F800000
+    if as_int["tail"].min() < 0 or as_int["tail"].max() > one:
+        raise ProtocolError("a tail is not within 0 and 1")
+    last = n_vocab - 1
+    if reply.wire == "fp32":
+        outside = arrays["ids"].min() < 0 or arrays["ids"].max() > last
+    else:
+        highest = int(arrays["high"].max())
+        outside = highest > last >> 16 or (
+            highest == last >> 16 and arrays["low"][arrays["high"] == highest].max() > last & 0xFFFF
+        )
+    if outside:
+        raise ProtocolError(f"an id is past the vocabulary of {n_vocab}")
+    if reply.adaptive:
+        counts = arrays["counts"]
+        if counts.max() >= reply.k or int(counts.sum(dtype=np.int64)) + reply.n_rows != reply.n_entries:
+            raise ProtocolError(f"counts do not add up to {reply.n_entries}")
+
+
 def join_planes(planes: Sequence[Plane], frames: Sequence[Buffer]) -> dict[str, np.ndarray]:
     """Frames that `check_frames` passed -> flat arrays; read-only views where a plane is one frame."""
     parts: dict[str, list[np.ndarray]] = {plane.name: [] for plane in planes}

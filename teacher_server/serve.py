@@ -10,31 +10,29 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
-import tempfile
-import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from teacher_server.broker import Broker
 from teacher_server.errors import ServerError
-from teacher_server.gpus import find_gpus, plan_workers
+from teacher_server.gpus import NO_GPUS, find_gpus, may_need_gpus, plan_workers
 from teacher_server.keys import load_server_keys
 from teacher_server.metrics import BrokerMetrics, serve_metrics
 from teacher_server.model_folder import inspect_model_folder
 from teacher_server.options import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, add_flags
+from teacher_server.private_endpoint import private_endpoint
 from teacher_server.server_log import log_to_stderr
-from teacher_server.settings import ServerSettings, read_settings
+from teacher_server.settings import ServerSettings, TeacherSettings, read_settings
 from teacher_server.supervisor import Supervisor, WorkerCommand
 
 log = logging.getLogger(__name__)
 
-_MAX_UNIX_PATH = 107  # sockaddr_un.sun_path
-_CHECK_S = 0.1
+_CHECK_S = 0.1  # also how late a signal may be obeyed
 _LAST_WORDS_S = 1.0  # after a drain: for clients and `drain --wait` to hear that nothing is left
 _EXAMPLES = """commands, each with its own --help:
   serve (or nothing)   this one
@@ -85,20 +83,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Signals:
-    """SIGINT and SIGTERM as an event the main loop waits on, SIGUSR1 as a flag it reads."""
+    """Flags that the main loop reads: `stop` after SIGINT or SIGTERM, `drain` after SIGUSR1.
+
+    A handler may run inside any call of the main thread, one that holds a lock included; so it takes none.
+    """
 
     def __init__(self) -> None:
-        self.drain = False
-        self._stop = threading.Event()
+        self.stop = self.drain = False
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: self._stop.set())
+            signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_drain)
+
+    def _on_stop(self, number: int, frame: object) -> None:
+        self.stop = True
 
     def _on_drain(self, number: int, frame: object) -> None:
         self.drain = True
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._stop.wait(timeout_s)
 
 
 class Server:
@@ -110,11 +110,13 @@ class Server:
 
     def __init__(self, settings: ServerSettings, signals: _Signals, stack: contextlib.ExitStack) -> None:
         self._settings, self._signals = settings, signals
-        plans = plan_workers(settings, find_gpus(os.environ))
-        for teacher in {plan.teacher.name: plan.teacher for plan in plans}.values():
-            inspect_model_folder(teacher.model, needs_weights=teacher.engine != "trivial")
+        plans = plan_workers(settings, find_gpus(os.environ) if may_need_gpus(settings) else NO_GPUS)
+        fingerprints = {teacher.name: _fingerprint(teacher) for teacher in settings.teachers}
+        keys = load_server_keys(settings.keys) if settings.keys else None
+        if settings.ready_file is not None:
+            _check_ready_file(settings.ready_file)
         registry = CollectorRegistry()
-        endpoint = _private_endpoint(stack)
+        endpoint = private_endpoint(stack)
         self._broker = Broker(
             settings.address,
             settings.port,
@@ -122,9 +124,9 @@ class Server:
             worker_port=settings.worker_port,
             max_queue_bytes=settings.max_queue_mib << 20,
             worker_timeout_s=settings.worker_timeout_s,
-            keys=load_server_keys(settings.keys) if settings.keys else None,
+            keys=keys,
             metrics=BrokerMetrics(registry),
-            teachers=[teacher.name for teacher in settings.teachers],
+            teachers=fingerprints,
         )
         self._broker.start()
         stack.callback(self._broker.stop)
@@ -134,8 +136,8 @@ class Server:
             stack.callback(metrics.stop)
             self._metrics_port = metrics.port
         if settings.ready_file is not None:  # the port is ours, so what a file of this name says is out of date
-            settings.ready_file.unlink(missing_ok=True)
-            stack.callback(settings.ready_file.unlink, missing_ok=True)
+            _remove(settings.ready_file)
+            stack.callback(_remove, settings.ready_file)
         command = WorkerCommand(endpoint, settings.compute_timeout_s, settings.log_format)
         self._supervisor = Supervisor(command, plans, self._broker)
         stack.callback(self._supervisor.stop)
@@ -146,7 +148,8 @@ class Server:
     def run(self) -> None:
         """Until a signal or the end of a drain."""
         started_s, ready, draining, drained_s = time.monotonic(), False, False, float("inf")
-        while not self._signals.wait(_CHECK_S):
+        while not self._signals.stop:
+            time.sleep(_CHECK_S)
             self._supervisor.check()
             if not ready and self._is_ready():
                 ready = True
@@ -187,20 +190,43 @@ class Server:
         }
         if len(teachers) == 1:
             ready["fingerprint"] = teachers[0].model_fingerprint
-        settings.ready_file.parent.mkdir(parents=True, exist_ok=True)
-        partial = settings.ready_file.with_name(f"{settings.ready_file.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(ready) + "\n")
-        partial.replace(settings.ready_file)
+        partial = _partial(settings.ready_file)
+        try:
+            partial.write_text(json.dumps(ready) + "\n")
+            partial.replace(settings.ready_file)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise ServerError(f"--ready-file {settings.ready_file}: {error}.") from error
 
 
-def _private_endpoint(stack: contextlib.ExitStack) -> str:
-    """A socket that only this user's processes can open, since whoever opens it is a worker."""
-    folder = tempfile.mkdtemp(prefix="teacher_server.")  # mode 0700
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    path = os.path.join(folder, "workers")
-    if len(path) > _MAX_UNIX_PATH:
-        raise ServerError(f"{path} is too long for a socket path. Fix: set TMPDIR to a shorter folder.")
-    return f"ipc://{path}"
+def _fingerprint(teacher: TeacherSettings) -> str:
+    """Which model its workers must hold; empty if only the hosts they join from have the folder. Raises ServerError."""
+    if teacher.n_workers == 0 and not (teacher.model and Path(teacher.model).is_dir()):
+        return ""
+    return inspect_model_folder(teacher.model, needs_weights=teacher.engine != "trivial").fingerprint
+
+
+def _partial(ready_file: Path) -> Path:
+    return ready_file.with_name(f"{ready_file.name}.{os.getpid()}.partial")
+
+
+def _check_ready_file(file: Path) -> None:
+    """Whether it can be written, before anything loads; what is there stays. Raises ServerError."""
+    try:
+        if file.is_dir():
+            raise ServerError(f"--ready-file {file}: this is a folder. Fix: name a file in it.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _partial(file).touch()
+        _partial(file).unlink()
+    except OSError as error:
+        raise ServerError(f"--ready-file {file}: {error}. Fix: name a file that can be written.") from error
+
+
+def _remove(ready_file: Path) -> None:
+    try:
+        ready_file.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("--ready-file %s cannot be removed: %s", ready_file, error)
 
 
 def main(argv: Sequence[str]) -> int:

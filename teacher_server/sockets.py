@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import zmq
 
 from teacher_server.errors import ServerError
@@ -43,6 +45,8 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, flag: str) -> int:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         fix = "stop the process that holds it, or choose another" if error.errno == zmq.EADDRINUSE else "change"
+        if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+            flag = "--host: this machine has no such address"
         raise ServerError(f"cannot listen on {endpoint}: {error.strerror}. Fix: {fix} {flag}.") from error
     port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     return int(port) if endpoint.startswith("tcp:") else 0

@@ -22,7 +22,7 @@ from teacher_server.server_log import LogFormat
 
 log = logging.getLogger(__name__)
 
-MAX_FAILED_STARTS = 3  # in a row, of one slot, once the server is up
+MAX_FAILED_STARTS = 3  # in a row, of one slot, once a worker of it was ready
 MAX_EXCLUSIONS = 3  # in a row, of one slot: then it is its card, or its copy of the model
 _GOOD_TIME_S = 600.0  # an exclusion after this long is the first of a new row
 _LAST_WORDS_S = 5.0  # for an excluded worker to end by itself
@@ -138,8 +138,9 @@ class Supervisor:
         if kind == "ready":
             slot.ready_s, slot.n_failed, slot.was_ready = now_s, 0, True
         elif kind == "dismissed":
-            slot.dismissed, slot.kill_s = True, now_s + _LEAVE_S
-        elif kind == "refused":
+            slot.dismissed = True
+            slot.kill_s = slot.kill_s or now_s + _LEAVE_S  # not later if it is told again
+        elif kind == "refused" and slot.kill_s is None:  # else its last hello crossed our farewell
             raise ServerError(f"worker {slot.where} may not join: {text}")
         elif kind == "excluded":
             worked_s = 0.0 if slot.ready_s is None else now_s - slot.ready_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from teacher_server.backplane import Assignment
 from teacher_server.engines.base import ScoreParams, TokenSequence
 from teacher_server.protocol import ScoreRequest
 
@@ -13,13 +14,17 @@ from teacher_server.protocol import ScoreRequest
 class WorkItem:
     """A request at a worker. Times are on this process's monotonic clock."""
 
-    job_id: bytes
+    job: Assignment
     request: ScoreRequest
     sequence: TokenSequence
     digest: bytes  # of its tokens
     received_s: float
     waited_s: float  # in the broker, before it came here
     deadline_s: float
+
+    @property
+    def job_id(self) -> bytes:
+        return self.job.job_id
 
     @property
     def params(self) -> ScoreParams:

@@ -6,7 +6,7 @@ It keeps no state that a client depends on, so killing it at any moment loses no
 from __future__ import annotations
 
 import logging
-import os
+import queue
 import time
 
 import numpy as np
@@ -39,6 +39,8 @@ CREDIT_BATCHES = 2  # one being computed, one waiting here, so that the engine n
 # Out of memory, or a sequence that the model chokes on: alone, each fails or passes by itself.
 _ENGINE_ERRORS = (ArithmeticError, RuntimeError, ValueError, IndexError, MemoryError)
 _MAX_BREAKDOWNS = 3  # RuntimeErrors in a row: the device is gone, and another process may get it back
+_MAX_NANS = 10  # in a row; a sequence may be at fault, but hardly ten of them
+_LOOK_S = 1.0  # how late a stream that nobody takes is let go
 
 
 class Worker:
@@ -52,18 +54,25 @@ class Worker:
         self._max_batch_tokens = max_batch_tokens
         self._waiting: list[WorkItem] = []
         self._streams: dict[bytes, OpenStream] = {}  # by job_id
-        self._n_breakdowns = 0
+        self._n_breakdowns = self._n_nans = 0
 
     def run(self) -> str:
         """Serve until the link ends; returns why it did, empty after a drain."""
         while True:
             busy = bool(self._waiting) or any(stream.may_send for stream in self._streams.values())
             while not busy or not self._link.inbox.empty():
-                arrival = self._link.inbox.get()
+                try:
+                    arrival = self._link.inbox.get(timeout=_LOOK_S if self._streams else None)
+                except queue.Empty:
+                    break
                 if isinstance(arrival, End):
                     return arrival.why
                 self._take(arrival)
                 busy = True
+            now_s = time.monotonic()
+            for job_id in [job_id for job_id, stream in self._streams.items() if stream.deadline_s < now_s]:
+                log.warning("nobody takes the rows of job %s any more", job_id.hex())
+                self._close(job_id)
             for stream in [stream for stream in self._streams.values() if stream.may_send]:
                 self._send_rows(stream)
             if self._waiting:
@@ -78,6 +87,7 @@ class Worker:
             stream = self._streams.get(arrival.job_id)
             if stream is not None and stream.stream_id == arrival.stream_id:
                 stream.received = max(stream.received, arrival.n_messages)
+                stream.deadline_s = time.monotonic() + stream.patience_s
         elif isinstance(arrival, JobCancel):
             self._waiting = [item for item in self._waiting if item.job_id != arrival.job_id]
             self._close(arrival.job_id)
@@ -106,7 +116,7 @@ class Worker:
             return
         sequence = TokenSequence(tokens, request.prompt_length)
         deadline_s = now_s + job.remaining_s
-        item = WorkItem(job.job_id, request, sequence, token_digest(tokens), now_s, job.waited_s, deadline_s)
+        item = WorkItem(job, request, sequence, token_digest(tokens), now_s, job.waited_s, deadline_s)
         problem = request_problem(self._engine, sequence, item.params)
         if problem is None:
             self._waiting.append(item)
@@ -137,7 +147,7 @@ class Worker:
             for item in batch:
                 self._score([item])
             return
-        self._n_breakdowns = 0
+        self._n_breakdowns = self._n_nans = 0
         compute_s = time.monotonic() - start_s
         for item, scored in zip(batch, scores, strict=True):
             self._answer(item, scored, item.waited_s + start_s - item.received_s, compute_s)
@@ -165,7 +175,7 @@ class Worker:
             header.checksums = [checksum(frame) for frame in frames]
             self._link.answer(item.job_id, [replies.encode(header), *frames])
             return
-        self._open(item.job_id, request.request_id, item.digest, scored, request.signal, queue_s, compute_s)
+        self._open(item.job, request.request_id, item.digest, scored, request.signal, queue_s, compute_s)
 
     # Streams
 
@@ -174,12 +184,13 @@ class Worker:
         if problem is not None:
             self._refuse(job.job_id, request.request_id, "bad_request", problem)
             return
-        rows = self._engine.lm_head(request.wire)
-        self._open(job.job_id, request.request_id, bytes(ID_BYTES), rows, "head", job.waited_s, 0.0)
+        with self._link.computing():
+            rows = self._engine.lm_head(request.wire)
+        self._open(job, request.request_id, bytes(ID_BYTES), rows, "head", job.waited_s, 0.0)
 
     def _open(
         self,
-        job_id: bytes,
+        job: Assignment,
         request_id: bytes,
         digest: bytes,
         rows: RowStream,
@@ -187,14 +198,16 @@ class Worker:
         queue_s: float,
         compute_s: float,
     ) -> None:
+        self._close(job.job_id)  # of an attempt that it had lost without knowing
         try:
-            self._streams[job_id] = open_stream(
-                job_id,
+            self._streams[job.job_id] = open_stream(
+                job.job_id,
                 request_id,
                 digest,
                 rows,
                 signal,
-                stream_id=os.urandom(ID_BYTES),
+                stream_id=job.stream_id,
+                patience_s=job.remaining_s,
                 model_fingerprint=self._model_fingerprint,
                 worker=self._name,
                 queue_s=queue_s,
@@ -202,7 +215,7 @@ class Worker:
             )
         except ProtocolError as error:
             rows.close()
-            self._refuse(job_id, request_id, "bad_request", str(error))
+            self._refuse(job.job_id, request_id, "bad_request", str(error))
 
     def _send_rows(self, stream: OpenStream) -> None:
         try:
@@ -221,15 +234,17 @@ class Worker:
     def _close(self, job_id: bytes) -> None:
         stream = self._streams.pop(job_id, None)
         if stream is not None:
-            stream.rows.close()
+            with self._link.computing():
+                stream.rows.close()
 
     # Refusals
 
     def _failed(self, job_id: bytes, request_id: bytes, error: BaseException) -> None:
         self._refuse(job_id, request_id, "engine", f"{type(error).__name__}: {error}")
         self._n_breakdowns = self._n_breakdowns + 1 if isinstance(error, RuntimeError) else 0
-        if self._n_breakdowns >= _MAX_BREAKDOWNS:
-            raise error
+        self._n_nans = self._n_nans + 1 if isinstance(error, ArithmeticError) else 0
+        if self._n_breakdowns >= _MAX_BREAKDOWNS or self._n_nans >= _MAX_NANS:
+            raise RuntimeError(f"the engine fails again and again: {error}") from error
 
     def _refuse(self, job_id: bytes, request_id: bytes, code: ErrorCode, text: str) -> None:
         error: list[Buffer] = [replies.encode(ErrorReply(request_id=request_id, code=code, text=text[:1000]))]

@@ -80,7 +80,7 @@ class WorkerLink:
         self._endpoint, self._hello, self._keys = endpoint, hello, keys
         self._compute_timeout_s = compute_timeout_s
         self._busy_since_s: float | None = None
-        self._leaving = self._connected = False
+        self._leaving = self._connected = self._closing = False
         self._n_broken = 0  # handshakes in a row that did not succeed
         self._next_hello_s = 0.0
         hello.nonce = os.urandom(8)
@@ -120,7 +120,8 @@ class WorkerLink:
         self._leaving = True
 
     def close(self) -> None:
-        """After `End`: release the sockets, letting what was answered leave for a moment."""
+        """Release the sockets, letting what was answered leave for a moment; bounded."""
+        self._closing = True
         self._thread.join(timeout=5.0)
         self._outbox_in.close(linger=0)
         self._context.destroy(linger=0)
@@ -156,7 +157,7 @@ class WorkerLink:
         while True:
             self._check_computing()
             now_s = time.monotonic()
-            if self._leaving and not self._connected:
+            if self._closing or (self._leaving and not self._connected):
                 return End("")  # what it held is with others
             # Not while nobody listens: a night of hellos would all arrive in the morning.
             if self._connected and (now_s >= self._next_hello_s or self._leaving != self._hello.leaving):

@@ -157,7 +157,12 @@ def _hello(
         engine=engine.name,
         device=engine.device,
         dtype=engine.dtype,
-        gpus=own_gpus(engine.device, values["gpus"] or (), os.environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=own_gpus(
+            engine.device,
+            values["gpus"] or (),
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+            values["tensor_parallel_size"],
+        ),
         credit_tokens=CREDIT_BATCHES * values["max_batch_tokens"],
         n_streams=N_STREAMS,
     )

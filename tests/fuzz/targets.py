@@ -7,6 +7,7 @@ wrong), or no mutation would ever get past the first comparison.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import Any
 
@@ -71,7 +72,7 @@ def corpus() -> list[Message]:
         (DrainReply(request_id=some_id, n_left=1), []),
         (ErrorReply(request_id=some_id, code="busy", text="full", retry_after_s=0.2), []),
         (make_hello(gpus=[Gpu("0", "GPU-1", "x")]), []),
-        (Assignment(job_id=some_id, waited_s=1.0, remaining_s=2.0), []),
+        (Assignment(job_id=some_id, stream_id=some_id, waited_s=1.0, remaining_s=2.0), []),
         (Done(job_id=some_id), []),
         (Part(job_id=some_id), []),
         (JobReceived(job_id=some_id, stream_id=some_id, n_messages=1), []),
@@ -181,6 +182,9 @@ def check(message: Message, *, honest_checksums: bool = True) -> bool:
     """
     if not message:
         return False
+    for codec in _CODECS:
+        with contextlib.suppress(ProtocolError):
+            codec.decode(message[0])  # as it is: the seal, the magic and the version are damaged as well
     body, frames = message[0], message[1:]
     sealed = protocol._PREFIX + checksum(body).to_bytes(8, "little") + body
     valid = False

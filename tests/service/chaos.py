@@ -142,6 +142,7 @@ class Town:
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self._folder, self._rng = folder, rng
+        self.wronged: set[str] = set()
         self._model = save_model(folder / "model", _VOCAB)
         self._log = (folder / "server.log").open("wb")
         self._ready_file = folder / "ready.json"
@@ -199,7 +200,13 @@ class Town:
     def do_stop_worker(self) -> None:
         self._pause(self._own_pid(), self._rng.uniform(0.3, 1.6))
 
+    def note_excluded(self) -> None:
+        """Honest workers that the server excluded; it forgets them when it is killed."""
+        with AdminLink(f"tcp://127.0.0.1:{self.port}", None, timeout_s=10.0) as link:
+            self.wronged |= {f"{k}: {v}" for k, v in link.status().excluded.items() if not k.startswith("faulty")}
+
     def do_kill_server(self) -> None:
+        self.note_excluded()
         self._server.kill()
         self._server.wait()
         self._server = self._start_server(self.port, self._worker_port)
@@ -283,11 +290,13 @@ def run_chaos(n_faults: int, n_requests: int, seed: int, folder: Path, *, say: A
             if say is not None and turn % 20 == 19:
                 n_answered = sum(len(asker.times) for asker in askers)
                 say(f"{time.monotonic() - started_s:.0f} s: {turn + 1} faults, {n_answered} answers")
+        town.note_excluded()
     finally:
         for asker in askers:
             asker.finish()
         town.close()
-    return summarise(askers, faults, at, time.monotonic() - started_s)
+    result = summarise(askers, faults, at, time.monotonic() - started_s)
+    return result | {"honest workers excluded": sorted(town.wronged)}
 
 
 def summarise(askers: list[Asker], faults: Counter[str], at: list[float], seconds: float) -> dict[str, Any]:
@@ -333,7 +342,8 @@ def main() -> int:
     print(json.dumps(result, indent=2))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
-    return int(bool(result["lost"] or result["wrong"] or result["doubled"]))
+    bad = result["lost"] or result["wrong"] or result["doubled"] or result["honest workers excluded"]
+    return int(bool(bad) or result["recovery_s max"] > 5 or result["latency_s p99"] > 2)
 
 
 if __name__ == "__main__":

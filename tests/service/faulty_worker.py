@@ -80,6 +80,9 @@ class FaultyLink(WorkerLink):
     held: tuple[bytes, Frames] | None = None
 
     def answer(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+        if not isinstance(replies.decode(frames[0]), ScoreReply):  # rows of a stream, or an error
+            super().answer(job_id, frames, final=final)
+            return
         self.n_answers += 1
         if self.n_answers <= _HONEST_FIRST or not self.kind:
             super().answer(job_id, frames, final=final)

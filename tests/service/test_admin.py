@@ -6,12 +6,16 @@ import json
 import os
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gkd.config import load_config
+from gkd.errors import ConfigError
+from gkd.preflight import ask_teacher
 from tests.service.commands import asking, at, n_scored, run
 from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
 
@@ -151,3 +155,40 @@ def test_drain_tells_of_a_server_that_died(tmp_path: Path) -> None:
             assert waiting.stdout is not None and waiting.stdout.readline()
             server.process.kill()
             assert "2 requests left" in waiting.communicate(timeout=20)[1] and waiting.returncode == 1
+
+
+def test_a_keyed_server_refuses_in_time(tmp_path: Path) -> None:
+    """Would break if a person who forgot --keys sat before a command that never ends."""
+    run("keygen", str(tmp_path / "keys"), "--client", "c")
+    options = ("--engine", "trivial", "--keys", str(tmp_path / "keys"))
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
+        start_s = time.monotonic()
+        # Long enough for two resends: the refused connection takes no message any more.
+        assert "does not let us in. Fix: --keys" in run("status", *at(server), "--timeout", "2.5", code=2).stderr
+        assert time.monotonic() - start_s < 8.0  # 2.5 s and the start of Python on a busy machine
+
+
+def test_drain_does_not_take_silence_for_the_end(tmp_path: Path) -> None:
+    """Would break if a script that waits for a drain went on while the server still held work."""
+    options = ("--engine", "trivial", "--worker-timeout-s", "60")
+    with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
+        os.kill(server.worker_pids[0], signal.SIGSTOP)
+        with asking(server.port, 1):
+            wait_until(lambda: "1 requests left" in run("drain", *at(server)).stdout, 10.0, "the request to be there")
+            words = command("drain", *at(server), "--wait", "--timeout", "4")  # past the heartbeats of other sockets
+            waiting = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            assert waiting.stdout is not None and waiting.stdout.readline()
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                told = waiting.communicate(timeout=20)[1]
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            assert waiting.returncode == 2 and "1 requests were left" in told and "connected and silent" in told
+
+
+def test_the_trainer_names_a_wrong_teacher(server: ServerProcess) -> None:
+    """Would break if a misspelt teacher.name reached the user as a refused request."""
+    config = load_config(None, [f"teacher.server_port={server.port}", "teacher.name=nobody"])
+    with pytest.raises(ConfigError, match="bad_request") as caught:
+        ask_teacher(config)
+    assert caught.value.key == "teacher.name"

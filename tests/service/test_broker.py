@@ -113,6 +113,7 @@ class ScriptedWorker(Peer):
     def job(self) -> tuple[bytes, ScoreRequest, np.ndarray]:
         message, (header, *frames) = self.hear()
         assert isinstance(message, Assignment)
+        self.stream_id = message.stream_id
         request = requests.decode(header)
         tokens = np.frombuffer(frames[0], np.int32) if frames else np.zeros(0, np.int32)
         return message.job_id, request, tokens  # type: ignore[return-value]
@@ -191,6 +192,24 @@ def nan(request: ScoreRequest, tokens: np.ndarray) -> tuple[Any, Any]:
     return make_reply(request, tokens, scores)
 
 
+def above_one(request: ScoreRequest, tokens: np.ndarray) -> tuple[Any, Any]:
+    scores = make_scores(request.n_response, request.k)
+    scores.logprobs[2, 0] = 5.0
+    return make_reply(request, tokens, scores)
+
+
+def negative_tail(request: ScoreRequest, tokens: np.ndarray) -> tuple[Any, Any]:
+    scores = make_scores(request.n_response, request.k)
+    scores.tail[2] = -3.0
+    return make_reply(request, tokens, scores)
+
+
+def past_the_vocabulary(request: ScoreRequest, tokens: np.ndarray) -> tuple[Any, Any]:
+    scores = make_scores(request.n_response, request.k)
+    scores.ids[2, 1] = V
+    return make_reply(request, tokens, scores)
+
+
 def short(request: ScoreRequest, tokens: np.ndarray) -> tuple[Any, Any]:
     reply, frames = make_reply(request, tokens)
     return reply, frames[:-1]
@@ -210,6 +229,9 @@ def unasked_rows(request: ScoreRequest, tokens: np.ndarray) -> tuple[Any, Any]:
     [
         nan,
         flipped,
+        above_one,
+        negative_tail,
+        past_the_vocabulary,
         short,
         about_other_tokens,
         unasked_rows,
@@ -296,7 +318,7 @@ def test_a_stream_passes_in_order_and_its_receipts_go_back(rig: Rig) -> None:
     worker, client = rig.worker(), rig.client()
     asked = client.score(signal="logits")
     job_id, request, tokens = worker.job()
-    rows, stream_id = np.random.default_rng(0).normal(size=(30, V)).astype(np.float32), os.urandom(16)
+    rows, stream_id = np.random.default_rng(0).normal(size=(30, V)).astype(np.float32), worker.stream_id
     for index, start in enumerate((0, 10, 20)):
         message = rows_message(request, token_digest(tokens), rows, start, start + 10, stream_id, index)
         worker.answer(job_id, *message, final=start == 20)
@@ -314,13 +336,13 @@ def test_a_stream_passes_in_order_and_its_receipts_go_back(rig: Rig) -> None:
     client.ask(HeadRequest(request_id=os.urandom(16), wire="fp32", deadline_s=5.0))
     job_id, head_request, _ = worker.job()
     head = np.ones((V, H), np.float32)
-    worker.answer(job_id, *rows_message(head_request, bytes(16), head, 0, V, os.urandom(16), 0, signal="head"))
+    worker.answer(job_id, *rows_message(head_request, bytes(16), head, 0, V, worker.stream_id, 0, signal="head"))
     assert client.hear()[0].signal == "head"
 
 
 @pytest.mark.parametrize(
     "second",
-    [{"index": 2}, {"start": 11}, {"start": 9}, {"stream_id": bytes(16)}, {"n_cols": V + 1}, {"signal": "hidden"}],
+    [{"index": 2}, {"start": 11}, {"start": 9}, {"n_cols": V + 1}, {"signal": "hidden"}],
     ids=str,
 )
 def test_a_stream_with_a_hole_excludes_its_worker(rig: Rig, second: dict[str, Any]) -> None:
@@ -328,7 +350,7 @@ def test_a_stream_with_a_hole_excludes_its_worker(rig: Rig, second: dict[str, An
     worker, client = rig.worker(), rig.client()
     client.score(signal="logits")
     job_id, request, tokens = worker.job()
-    rows, stream_id = np.zeros((30, V), np.float32), os.urandom(16)
+    rows, stream_id = np.zeros((30, V), np.float32), worker.stream_id
     digest = token_digest(tokens)
     worker.answer(job_id, *rows_message(request, digest, rows, 0, 10, stream_id, 0), final=False)
     header, frames = rows_message(request, digest, rows, 10, 30, stream_id, 1)
@@ -336,6 +358,35 @@ def test_a_stream_with_a_hole_excludes_its_worker(rig: Rig, second: dict[str, An
         setattr(header, name, value)
     worker.answer(job_id, header, frames)
     assert rig.event("excluded")[1] == "w"
+
+
+def test_the_rest_of_a_lost_attempt_is_no_fault(tmp_path: Path) -> None:
+    """Would break if an honest worker whose connection blinks during a stream were excluded for good."""
+    rig = Rig(tmp_path, worker_timeout_s=0.5)
+    worker, client = rig.worker(), rig.client()
+    client.score(signal="logits")
+    job_id, request, tokens = worker.job()
+    old_id, rows, digest = worker.stream_id, np.zeros((30, V), np.float32), token_digest(tokens)
+    worker.answer(job_id, *rows_message(request, digest, rows, 0, 10, old_id, 0), final=False)
+    client.hear()
+    time.sleep(0.8)  # silent, hence lost
+    worker.hello()
+    assert worker.job()[0] == job_id and worker.stream_id != old_id
+    worker.answer(job_id, *rows_message(request, digest, rows, 10, 30, old_id, 1))
+    assert client.hears_nothing(), "old news"
+    worker.answer(job_id, *rows_message(request, digest, rows, 0, 30, worker.stream_id, 0))
+    assert client.hear()[0].stop == 30 and client.status().excluded == {}
+    rig.close()
+
+
+def test_a_workers_long_words_do_not_end_the_broker(rig: Rig) -> None:
+    """Would break if what a worker says of itself could make a message that the codec refuses."""
+    rig.worker(name="w", model_path="/" + "m" * 4090)
+    other = rig.worker(name="v", pid=2, model_fingerprint="g")
+    assert len(other.hear()[0].why) <= 1000
+    client = rig.client()
+    client.ask(Ping())
+    assert isinstance(client.hear()[0], Pong)
 
 
 def test_work_of_a_lost_worker_goes_elsewhere(tmp_path: Path) -> None:

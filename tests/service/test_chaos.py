@@ -17,6 +17,7 @@ def test_nothing_is_lost_wrong_or_doubled(tmp_path: Path) -> None:
     n_kinds = len(PLAIN) + len(KINDS)
     result = run_chaos(n_kinds, 2000, 1, tmp_path)
     assert (result["lost"], result["wrong"], result["doubled"]) == (0, 0, 0), result
+    assert result["honest workers excluded"] == []
     assert len(result["faults"]) == n_kinds
     assert result["n_requests"] >= 2000 and result["resent"] > 0, "the faults did hit requests"
     assert result["recovery_s max"] < 30, "someone waited for a deadline instead of noticing"

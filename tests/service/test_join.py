@@ -180,3 +180,71 @@ def test_a_slot_that_is_excluded_again_and_again_ends_the_server(
     finally:
         supervisor.stop()
         broker.stop()
+
+
+class PoorEnd(WorkerCommand):
+    """Processes that never join and end with code 1 when they are told to, except those of slot `stubborn`."""
+
+    def argv(self, plan: WorkerPlan, name: str) -> list[str]:
+        end = "signal.SIG_IGN" if plan.gpus == ("stubborn",) else "lambda *_: sys.exit(1)"
+        code = (
+            f"import signal, sys, time; signal.signal(signal.SIGUSR1, {end}); print('up', flush=True); time.sleep(60)"
+        )
+        return [sys.executable, "-c", code]
+
+
+def supervise(folder: Path, gpus: str) -> tuple[Broker, Supervisor]:
+    """A supervisor with a slot for each of `gpus`, whose broker hears of no worker but from the test."""
+    plans = plan_workers(settings_of("--model", "m", "--device", "cpu", "--gpus", gpus), FoundGpus((), "", {}))
+    broker = Broker("127.0.0.1", 0, f"ipc://{folder}/workers")
+    broker.start()
+    return broker, Supervisor(PoorEnd("", 1.0, "text"), plans, broker)
+
+
+def test_a_dismissed_worker_is_not_replaced_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Would break if a worker drained by name came back because its engine's end was untidy, or hung for ever."""
+    monkeypatch.setattr("teacher_server.supervisor._LEAVE_S", 0.2)
+    broker, supervisor = supervise(tmp_path, "a,stubborn")
+    try:
+        pids, up = supervisor.pids, ""
+        while up.count("up") < 2:  # what a worker prints goes to stderr
+            up += capfd.readouterr().err
+            time.sleep(0.02)
+        for name in ("w0.0", "w1.0"):
+            broker.events.put(WorkerEvent("ready", name, ""))
+            broker.events.put(WorkerEvent("dismissed", name, ""))
+        supervisor.check()
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+
+        def all_left() -> bool:
+            supervisor.check()
+            return not supervisor.pids
+
+        wait_until(all_left, 10.0, "both to have left")
+        assert not any(is_alive(pid) for pid in pids) and supervisor.all_ready
+    finally:
+        supervisor.stop()
+        broker.stop()
+
+
+def test_a_worker_lost_while_others_load_is_restarted(tmp_path: Path) -> None:
+    """Would break if one crash in the minutes until the last worker has loaded ended those that serve already."""
+    broker, supervisor = supervise(tmp_path, "a,b")
+    try:
+        first, loading = supervisor.pids
+        broker.events.put(WorkerEvent("ready", "w0.0", ""))
+        supervisor.check()
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: not is_alive(first), 5.0, "the worker's end")
+        supervisor.check()
+        assert supervisor.pids[0] != first and supervisor.pids[1] == loading and not supervisor.all_ready
+        os.kill(loading, signal.SIGKILL)  # this one was never ready
+        wait_until(lambda: not is_alive(loading), 5.0, "the other worker's end")
+        with pytest.raises(ServerError, match=r"w1\.0.*before it was ready"):
+            supervisor.check()
+    finally:
+        supervisor.stop()
+        broker.stop()

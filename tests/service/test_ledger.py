@@ -197,8 +197,10 @@ def test_cancelled_work_frees_its_place() -> None:
         submit(ledger, b"c", request(40), n_bytes=100)
     ((_, running),) = ledger.assign()
     waiting = next(job for job in ledger._jobs.values() if job is not running)
-    assert ledger.cancel(waiting) is None and (ledger.n_queued, ledger.queued_bytes) == (0, 0)
-    assert ledger.cancel(running) == b"a" and ledger.workers[b"a"].n_tokens == 0
+    ledger.cancel(waiting)
+    assert (ledger.n_queued, ledger.queued_bytes) == (0, 0)
+    ledger.cancel(running)
+    assert running.worker == b"a" and ledger.workers[b"a"].n_tokens == 0
     assert ledger.complete(b"a", running.job_id) is None and ledger.n_jobs == 0
 
 

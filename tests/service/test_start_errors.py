@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from teacher_server.errors import ServerError
 from teacher_server.model_folder import inspect_model_folder
+from teacher_server.private_endpoint import private_endpoint
 from tests.service.harness import command, server_command, trivial_model
 
 pytestmark = pytest.mark.service
@@ -182,3 +187,29 @@ def test_help_of_all(tiny_model: Path) -> None:
     done = subprocess.run(server_command(tiny_model, "--help"), capture_output=True, text=True, timeout=20, check=True)
     assert "python -m teacher_server --model models/tiny --port 15555" in done.stdout
     assert all(name in done.stdout for name in ("worker ", "status ", "drain ", "keygen "))
+
+
+def test_a_ready_file_that_cannot_be_written(tiny_model: Path, tmp_path: Path) -> None:
+    """Would break if a script waited for a file that the server finds out, after loading, it cannot write."""
+    assert f"--ready-file {tmp_path}: this is a folder" in run_to_its_error(tiny_model, "--ready-file", str(tmp_path))
+    (tmp_path / "file").touch()
+    assert "Fix: name a file" in run_to_its_error(tiny_model, "--ready-file", str(tmp_path / "file" / "ready.json"))
+
+
+def test_folders_of_dead_servers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break if killed servers filled the temporary folder, or a start took the socket of one that lives."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(timeout=20)
+    dead, heard = tmp_path / f"teacher_server.{ended.pid}.a", tmp_path / f"teacher_server.{ended.pid}.b"
+    alive, other = tmp_path / f"teacher_server.{os.getppid()}.c", tmp_path / "teacher_server.notes"
+    for folder in (dead, heard, alive, other):
+        folder.mkdir()
+    (dead / "workers").touch()
+    with socket.socket(socket.AF_UNIX) as elsewhere, contextlib.ExitStack() as stack:
+        elsewhere.bind(str(heard / "workers"))  # a server in another container: its pid means nothing here
+        elsewhere.listen()
+        own = Path(private_endpoint(stack).removeprefix("ipc://")).parent
+        assert own.name.startswith(f"teacher_server.{os.getpid()}.") and own.stat().st_mode & 0o077 == 0
+        assert {*tmp_path.iterdir()} == {heard, alive, other, own}
+    assert not own.exists()

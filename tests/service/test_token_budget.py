@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from teacher_server.backplane import Assignment
 from teacher_server.engines.base import TokenSequence
 from teacher_server.token_budget import WorkItem, take_batch
 from tests.service.test_ledger import request
+
+JOB = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=10.0)
 
 
 def item(n_tokens: int, temperature: float = 1.0) -> WorkItem:
     asked = request(n_tokens)
     asked.temperature = temperature
-    return WorkItem(b"", asked, TokenSequence(np.zeros(n_tokens, np.int32), 1), b"", 0.0, 0.0, 10.0)
+    return WorkItem(JOB, asked, TokenSequence(np.zeros(n_tokens, np.int32), 1), b"", 0.0, 0.0, 10.0)
 
 
 def test_padding_counts_and_nothing_is_lost() -> None:

@@ -143,7 +143,9 @@ class PlayedBroker:
 
     def assign(self, job: int, tokens: np.ndarray, remaining_s: float = 9.0, **changes: Any) -> Any:
         request = make_request(tokens, **changes)
-        assignment = Assignment(job_id=bytes([job] * 16), waited_s=1.0, remaining_s=remaining_s)
+        assignment = Assignment(
+            job_id=bytes([job] * 16), stream_id=bytes([job] * 16), waited_s=1.0, remaining_s=remaining_s
+        )
         self.tell(assignment, requests.encode(request), as_frame(tokens))
         return request
 
@@ -270,7 +272,9 @@ def test_a_cancelled_stream_lets_go(broker: PlayedBroker, engine: StubEngine) ->
 def test_the_head_is_a_stream(broker: PlayedBroker) -> None:
     """Would break if the LM head could not be had, or came under the digest of some tokens."""
     request = HeadRequest(request_id=os.urandom(16), wire="fp32", deadline_s=5.0)
-    broker.tell(Assignment(job_id=bytes(16), waited_s=0.0, remaining_s=5.0), requests.encode(request))
+    broker.tell(
+        Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=5.0), requests.encode(request)
+    )
     final, header, _ = broker.reply()
     assert final and (header.signal, header.n_rows, header.n_cols) == ("head", 50, 8)
     assert header.token_digest == bytes(16)

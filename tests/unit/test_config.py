@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gkd.config import Config, describe_keys, load_config, save_config
-from gkd.config_check import _CHOICES, _NOT_NEGATIVE, _POSITIVE, _SHARES, all_keys, check_config
+from gkd.config_check import _BETWEEN, _CHOICES, _NOT_NEGATIVE, _POSITIVE, _SHARES, all_keys, check_config
 from gkd.errors import ConfigError
 from gkd.tools.config_page import config_page
 
@@ -85,6 +85,13 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["trainer.nnodes=-1"], "trainer.nnodes"),
         (["data.seed=-1"], "data.seed"),
         (["eval.answer_marker="], "eval.answer_marker"),
+        (["teacher.server_port=0"], "teacher.server_port"),
+        (["teacher.server_port=65536"], "teacher.server_port"),
+        (["teacher.topk=65537"], "teacher.topk"),
+        (["teacher.temperature=1e-5"], "teacher.temperature"),
+        (["teacher.temperature=nan"], "teacher.temperature"),
+        (["teacher.n_server_workers=1048577"], "teacher.n_server_workers"),
+        ([f"teacher.name={'x' * 129}"], "teacher.name"),
     ],
 )
 def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:
@@ -110,7 +117,7 @@ def test_every_choice_key_refuses_something_else() -> None:
 
 def test_the_tables_name_real_keys() -> None:
     """If it fails, a check guards a key that was renamed, that is: nothing."""
-    assert {*_CHOICES, *_POSITIVE, *_NOT_NEGATIVE, *_SHARES} <= all_keys()
+    assert {*_CHOICES, *_BETWEEN, *_POSITIVE, *_NOT_NEGATIVE, *_SHARES} <= all_keys()
 
 
 def test_every_key_is_documented() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from teacher_server.errors import SettingsError
-from teacher_server.gpus import FoundGpus, find_gpus, own_gpus, parse_nvidia_smi, plan_workers
+from teacher_server.gpus import FoundGpus, find_gpus, may_need_gpus, own_gpus, parse_nvidia_smi, plan_workers
 from teacher_server.status import Gpu
 from tests.unit.test_server_settings import in_file, settings_of
 
@@ -110,3 +111,31 @@ def test_the_driver_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_labels_on_a_cpu_have_no_devices() -> None:
     """Would break if the status table showed GPUs that a CPU worker does not have."""
     assert own_gpus("cpu", ("a",), None) == [Gpu(id="a")] and own_gpus("cpu", (), "0") == []
+
+
+def test_the_driver_is_asked_only_for_those_who_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break if a stuck driver, or a nvidia-smi that we may not run, kept a CPU server from starting."""
+    assert may_need_gpus(settings_of("--model", "/m"))
+    for words in (("--device", "cpu"), ("--engine", "trivial"), ("--n-workers", "0", "--worker-port", "0")):
+        assert not may_need_gpus(settings_of("--model", "/m", *words))
+    (tmp_path / "nvidia-smi").write_text("")  # not executable
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus({}).ids == ()
+
+
+def test_a_trivial_teacher_takes_no_gpu_of_another(tmp_path: Path) -> None:
+    """Would break if a teacher for load tests halved, or doubly claimed, the cards of a real one."""
+    text = "teachers: {a: {model: /a, engine: trivial}, b: {model: /b, device: cuda}}"
+    assert groups(*in_file(tmp_path, text), "--gpus", "4,5") == [(), ("4",), ("5",)]
+    assert groups(*in_file(tmp_path, text), found=FoundGpus(("0",), "nvidia-smi", {})) == [(), ("0",)]
+
+
+def test_a_joined_worker_names_all_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would break if `status` showed one card of a model that is split over two."""
+    import torch
+
+    cards = [SimpleNamespace(uuid=f"u{index}", name="H200") for index in range(4)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert own_gpus("cuda", (), "3, 1", 2) == [Gpu("3", "GPU-u0", "H200"), Gpu("1", "GPU-u1", "H200")]
+    assert [gpu.id for gpu in own_gpus("cuda:0", (), None, 2)] == ["0", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -180,3 +181,24 @@ def test_secrets_do_not_show(folder: Path) -> None:
     """Would break if a log line or a traceback that prints the keys gave the secret away."""
     for keys in (load_server_keys(folder), load_peer_keys(folder / "bundles/c", "client")):
         assert keys.secret.decode() not in repr(keys)
+
+
+def test_a_list_that_cannot_be_read_lets_nobody_in(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would break if a wrong chmod on a folder ended the running server, or left the list of yesterday in force."""
+    client = load_peer_keys(folder / "bundles/c", "client")
+    with guarded(folder, "clients") as (port, guard):
+        make_keys(folder, ["d"], [])
+        with monkeypatch.context() as patch:  # root, who may run the tests, is refused nothing
+            patch.setattr(Path, "glob", _refuse)
+            assert guard.maybe_reload() and "Permission denied" in caplog.text
+            with pytest.raises(KeysError, match="let the server's user read"):
+                load_server_keys(folder)
+        assert not port.answers(client, NOBODY_S)
+        (folder / "clients/d.key").chmod(0o600)  # what repairs it is noticed
+        assert guard.maybe_reload() and port.answers(client)
+
+
+def _refuse(self: Path, pattern: str) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))

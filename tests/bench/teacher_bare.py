@@ -1,0 +1,134 @@
+"""A bare engine in a process of its own, fed the way a server feeds it but with nothing around it.
+
+It is loaded by the worker's own loader, batched by the worker's own `take_batch`, and never sees a
+socket, a checksum or a client. Also here: the model and the sequences that both sides score.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gkd.types import Rollout
+from teacher_server.engines.base import TokenSequence
+from teacher_server.token_budget import WorkItem, take_batch
+from teacher_server.worker import CREDIT_BATCHES
+from tests.bench.teacher_payloads import make_topk_request
+
+VOCAB, K = 32_768, 64
+N_LAYERS, HIDDEN = 4, 256
+MAX_TOKENS = 1024
+_PROMPT, _RESPONSE = (16, 128), (32, 512)  # tokens, both ends included
+
+
+class Job(NamedTuple):
+    n_sequences: int
+    max_batch_tokens: int
+    # None: every sequence waits from the beginning, so a batch finds many of its own length. Else as at a worker,
+    # which holds no more than its credit: (tokens, sequences).
+    credit: tuple[int, int] | None
+
+
+class Done(NamedTuple):
+    seconds: float
+    n_batches: int
+    padding: float  # padded tokens of all batches / real ones
+
+
+def save_model(folder: Path) -> Path:
+    """A random Qwen3 with 4 layers; weights large enough for peaked rows."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=768,
+        num_hidden_layers=N_LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_rollouts(n: int) -> list[Rollout]:
+    """Sequences of mixed lengths in no order; the first n are the same for every n."""
+    rng = np.random.default_rng(0)
+    rollouts = []
+    for index in range(n):
+        n_prompt, n_response = rng.integers(_PROMPT[0], _PROMPT[1] + 1), rng.integers(_RESPONSE[0], _RESPONSE[1] + 1)
+        tokens = rng.integers(0, VOCAB, n_prompt + n_response).astype(np.int32)
+        # Only the tokens are sent; the rest is for the trainer.
+        unused = np.zeros(n_response, np.float32)
+        rollouts.append(Rollout(index, 0, tokens[:n_prompt], tokens[n_prompt:], unused, (), "length"))
+    return rollouts
+
+
+def serve_engine(pipe: Connection, model: str, engine_name: str, max_batch_tokens: int) -> None:
+    from teacher_server.engines.load import EngineSettings, load_engine
+
+    settings = EngineSettings(
+        model=model,
+        engine=engine_name,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        max_tokens=MAX_TOKENS,
+        max_batch_tokens=max_batch_tokens,
+    )
+    engine = load_engine(settings)
+    pipe.send("ready")
+    while True:
+        job: Job = pipe.recv()
+        items = [_make_item(rollout) for rollout in make_rollouts(job.n_sequences)]
+        n_tokens = sum(item.request.total_length for item in items)
+        n_batches = n_padded = 0
+        start_s = time.perf_counter()
+        for batch in _batches(items, job):
+            engine.score([item.sequence for item in batch], batch[0].params)
+            n_batches += 1
+            n_padded += len(batch) * max(item.request.total_length for item in batch)
+        pipe.send(Done(time.perf_counter() - start_s, n_batches, n_padded / n_tokens))
+
+
+def _make_item(rollout: Rollout) -> WorkItem:
+    tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+    n_prompt = len(rollout.prompt_ids)
+    request = make_topk_request(tokens, n_prompt, K)
+    return WorkItem(bytes(16), request, TokenSequence(tokens, n_prompt), bytes(16), 0.0, 0.0, float("inf"))
+
+
+def _batches(items: list[WorkItem], job: Job) -> Iterator[list[WorkItem]]:
+    todo, waiting = deque(items), list[WorkItem]()
+    n_computed = n_computed_tokens = 0  # of the batch before: the next ones arrived while it was computed
+    while todo or waiting:
+        n_tokens = n_computed_tokens + sum(item.request.total_length for item in waiting)
+        n_held = n_computed + len(waiting)
+        while todo and _has_credit(job.credit, n_tokens + todo[0].request.total_length, n_held + 1):
+            n_tokens += todo[0].request.total_length
+            n_held += 1
+            waiting.append(todo.popleft())
+        batch = take_batch(waiting, job.max_batch_tokens)
+        n_computed, n_computed_tokens = len(batch), sum(item.request.total_length for item in batch)
+        yield batch
+
+
+def _has_credit(credit: tuple[int, int] | None, n_tokens: int, n_sequences: int) -> bool:
+    return credit is None or (n_tokens <= credit[0] and n_sequences <= credit[1])
+
+
+def worker_credit(max_batch_tokens: int, n_streams: int) -> tuple[int, int]:
+    """What a worker of this server holds at most, with a client that keeps to its advice."""
+    return CREDIT_BATCHES * max_batch_tokens, n_streams

@@ -1,0 +1,131 @@
+"""Part `engines`: tokens/s through a real server and client, beside the same engine with nothing around it."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from gkd.teacher.client import ZmqTeacher
+from tests.bench.teacher_bare import (
+    HIDDEN,
+    MAX_TOKENS,
+    N_LAYERS,
+    VOCAB,
+    Done,
+    Job,
+    K,
+    make_rollouts,
+    save_model,
+    serve_engine,
+    worker_credit,
+)
+from tests.bench.teacher_children import Child
+from tests.bench.teacher_report import Figure, Part, Table
+from tests.service.harness import ServerProcess, connect
+
+ENGINES = ("hf", "vllm")
+MAX_BATCH_TOKENS = 2048  # a quarter of the default: some forty batches in a run at a CPU's speed
+_TRIAL = 64  # sequences, to learn how many make a run of the wanted length
+
+
+class Round(NamedTuple):
+    """Tokens/s of the same sequences, one after the other."""
+
+    bare: float  # batched from all of them
+    bare_in_order: float  # batched from what a worker's credit lets wait
+    server: float
+
+
+def engines(rounds: int, seconds: float) -> Part:
+    figures: list[Figure] = []
+    rows: list[tuple[str | float, ...]] = []
+    sizes: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="bench.") as folder:
+        model = save_model(Path(folder) / "model")
+        for engine in ENGINES:
+            found = _compare(engine, model, Path(folder), rounds, seconds)
+            best = Round(*map(statistics.median, zip(*found.rounds, strict=True)))
+            figures += [
+                Figure(
+                    f"{engine}: server / bare engine",
+                    statistics.median(r.server / r.bare for r in found.rounds),
+                    at_least=0.95,
+                    note="the bare engine batches from all sequences at once",
+                ),
+                Figure(
+                    f"{engine}: server / bare engine, batched alike",
+                    statistics.median(r.server / r.bare_in_order for r in found.rounds),
+                    note="both batch from what a worker's credit lets wait: what is left is the server's own cost",
+                ),
+            ]
+            rows += [
+                (f"{engine}, bare, all at once", best.bare, found.bare.n_batches, found.bare.padding),
+                (
+                    f"{engine}, bare, as at a worker",
+                    best.bare_in_order,
+                    found.in_order.n_batches,
+                    found.in_order.padding,
+                ),
+                (f"{engine}, server and client", best.server, "", ""),
+            ]
+            sizes[f"sequences of {engine}"] = found.n_sequences
+    columns = ("who", "tokens/s", "batches", "padded / real tokens")
+    return Part(
+        "engines",
+        f"Top-{K} of mixed lengths (48 to 640 tokens, prompt and response) from a random Qwen3: {N_LAYERS} layers, H = "
+        f"{HIDDEN}, V = {VOCAB}, float32, one thread. The server has one worker and one client, which keeps as many "
+        "sequences under way as the server asks for; from the first request to the last validated answer. The bare "
+        "engine is the same in a process of its own, with the same `take_batch`; from the first batch to the last.",
+        figures,
+        (Table("Medians of the rounds", columns, rows),),
+        {"rounds": rounds, "max_batch_tokens": MAX_BATCH_TOKENS, **sizes},
+    )
+
+
+class _Found(NamedTuple):
+    rounds: list[Round]
+    n_sequences: int
+    bare: Done
+    in_order: Done
+
+
+def _compare(engine: str, model: Path, folder: Path, rounds: int, seconds: float) -> _Found:
+    options = ["--engine", engine, "--dtype", "float32", "--threads", "1"]
+    options += ["--max-tokens", str(MAX_TOKENS), "--max-batch-tokens", str(MAX_BATCH_TOKENS)]
+    with contextlib.ExitStack() as stack:
+        # vLLM leaves semaphores behind when it is killed.
+        bare = stack.enter_context(Child(serve_engine, str(model), engine, MAX_BATCH_TOKENS, goodbye_s=10.0))
+        bare.answer()
+        server = stack.enter_context(ServerProcess(model, folder, options=options))
+        with connect(server.port, k=K) as asking:
+            n_streams = asking.info().n_streams
+        teacher = stack.enter_context(
+            connect(server.port, k=K, n_vocab=VOCAB, n_in_flight=n_streams, wire="fp16", request_timeout_s=300.0)
+        )
+        trial: Done = bare.ask(Job(_TRIAL, MAX_BATCH_TOKENS, None))
+        _score(teacher, _TRIAL)
+        n_sequences = max(_TRIAL, round(_TRIAL * seconds / trial.seconds))
+        n_tokens = sum(rollout.n_tokens for rollout in make_rollouts(n_sequences))
+        at_once = Job(n_sequences, MAX_BATCH_TOKENS, None)
+        in_order = Job(n_sequences, MAX_BATCH_TOKENS, worker_credit(MAX_BATCH_TOKENS, n_streams))
+        found = []
+        for _ in range(rounds):
+            first: Done = bare.ask(at_once, 5 * seconds + 60)
+            through_server_s = _score(teacher, n_sequences)
+            second: Done = bare.ask(in_order, 5 * seconds + 60)
+            found.append(Round(n_tokens / first.seconds, n_tokens / second.seconds, n_tokens / through_server_s))
+    return _Found(found, n_sequences, first, second)
+
+
+def _score(teacher: ZmqTeacher, n_sequences: int) -> float:
+    """Seconds"""
+    rollouts = make_rollouts(n_sequences)
+    start_s = time.perf_counter()
+    n_scored = sum(1 for _ in teacher.score(rollouts))
+    if n_scored != n_sequences:
+        raise RuntimeError(f"{n_scored} answers to {n_sequences} requests")
+    return time.perf_counter() - start_s
