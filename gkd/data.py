@@ -57,15 +57,19 @@ def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
     return sorted(ids)
 
 
-def load_prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, key: str) -> tuple[list[Prompt], int]:
+def load_prompts(
+    files: Sequence[str], config: DataConfig, tokenizer: Any, key: str, *, response_ends: Sequence[int] | None = None
+) -> tuple[list[Prompt], int]:
     """All rows of `files`, tokenized; and how many were left out by `data.truncation: drop`.
 
     Args:
         key: the config key that named the files ("data.train_files" or "data.val_files"), for errors.
+        response_ends: token ids that end a response, to load the dataset's responses, too; None = do not look at
+            `data.response_key`.
 
     Raises:
         ConfigError: a file is missing, of another format, or without `data.prompt_key`; a row is not usable, or longer
-            than `data.max_prompt_length` under `truncation: error`.
+            than `data.max_prompt_length` under `truncation: error`; a row has no usable response, if they are wanted.
     """
     prompts: list[Prompt] = []
     dropped = 0
@@ -84,7 +88,14 @@ def load_prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, key: 
                 dropped += 1
             else:
                 answer = row.get(config.answer_key)
-                prompts.append(Prompt(row_id, np.asarray(ids, dtype=np.int32), None if answer is None else str(answer)))
+                prompts.append(
+                    Prompt(
+                        row_id,
+                        np.asarray(ids, dtype=np.int32),
+                        None if answer is None else str(answer),
+                        None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
+                    )
+                )
             row_id += 1
     if not prompts:
         left_out = f" ({dropped} rows are over data.max_prompt_length)" if dropped else ""
@@ -174,3 +185,30 @@ def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
         f"the prompt of {where} has {len(ids)} tokens.",
         "raise it, or set data.truncation to drop, left or right.",
     )
+
+
+def _response(row: dict[str, Any], config: DataConfig, tokenizer: Any, ends: Sequence[int], where: str) -> np.ndarray:
+    """[R] int32: the dataset's response as a rollout would hold it, R <= data.max_response_length.
+
+    The text is tokenized on its own, without special tokens, and one end-of-sequence token is put after it, unless it
+    brings its own. What is longer is cut, and then has no such token.
+    """
+    text = row.get(config.response_key)
+    if not isinstance(text, str) or not text:
+        held = f"it holds {text!r}" if config.response_key in row else f"there are only the columns {sorted(row)}"
+        raise ConfigError(
+            "data.response_key",
+            config.response_key,
+            f"in {where} {held}, not a non-empty string with the dataset's response.",
+            "correct or remove that row, or let the student answer all prompts: distill.on_policy_share=1.",
+        )
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        problem = f"the response of {where} has no tokens."
+        raise ConfigError("data.response_key", config.response_key, problem, "correct or remove that row.")
+    if any(token in ends for token in ids[:-1]):
+        problem = f"the response of {where} has an end-of-sequence token before its end, where a rollout would stop."
+        raise ConfigError("data.response_key", config.response_key, problem, "remove that token from the text.")
+    if ids[-1] not in ends:
+        ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0])
+    return np.asarray(ids[: config.max_response_length], dtype=np.int32)

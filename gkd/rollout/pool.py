@@ -13,6 +13,7 @@ from gkd.cluster.calls import fetch, gather
 from gkd.config import Config
 from gkd.errors import ClusterError
 from gkd.roles import GreedyReport, RolloutChunk
+from gkd.rollout.chunks import dataset_chunks
 from gkd.rollout.engine import Sampling
 from gkd.types import Prompt
 
@@ -24,22 +25,29 @@ CHUNK_SIZE = 16
 class RolloutPool:
     """Implements `gkd.roles.RolloutRole` over the pool's Ray actors.
 
-    Prompt i of a batch goes to data-parallel group i mod dp and engine (i // dp) mod engines: fixed by its place in the
-    batch alone, so a step's composition never depends on timing.
+    The prompt at place i of a batch goes to data-parallel group i mod dp, whoever answers it; the j-th of those that
+    the student answers to engine (j // dp) mod engines. So a step's composition never depends on timing.
     """
 
     def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
         self.workers, self._config, self._dp_size = list(workers), config, dp_size
+        self._eos_ids: frozenset[int] = frozenset()
 
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
         """Start building all engines; returns refs by name, to be gathered."""
+        self._eos_ids = frozenset(eos_ids)
         return {
             f"rollout engine {i}": worker.init_model.remote(self._config, device, list(eos_ids))
             for i, worker in enumerate(self.workers)
         }
 
-    def generate(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> Iterator[RolloutChunk]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
+    ) -> Iterator[RolloutChunk]:
         """Chunks in order of completion, from all engines.
+
+        Args:
+            places: place of each prompt in the whole batch.
 
         Raises:
             ClusterError: an engine died or was silent for trainer.stage_timeout_s.
@@ -48,12 +56,12 @@ class RolloutPool:
         sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
         streams: dict[Any, str] = {}
         for engine, worker in enumerate(self.workers):
-            mine = [i for i in range(len(prompts)) if (i // self._dp_size) % len(self.workers) == engine]
+            mine = [j for j in range(len(prompts)) if (j // self._dp_size) % len(self.workers) == engine]
             if mine:
-                # Reference answers stay here: only an evaluation needs them.
-                asked = [dataclasses.replace(prompts[i], answer=None) for i in mine]
+                # Reference answers and the dataset's responses stay here: an engine needs neither.
+                asked = [dataclasses.replace(prompts[j], answer=None, response_ids=None) for j in mine]
                 stream = worker.generate.options(num_returns="streaming").remote(
-                    asked, mine, self._dp_size, sampling, CHUNK_SIZE
+                    asked, [places[j] for j in mine], self._dp_size, sampling, CHUNK_SIZE
                 )
                 streams[stream] = f"rollout engine {engine}"
         timeout_s = config.trainer.stage_timeout_s
@@ -76,6 +84,23 @@ class RolloutPool:
                 raise ClusterError(f"{streams[stream]}: its rollouts ended in the middle of a chunk") from None
             sizes: RolloutChunk = fetch(second, f"generate on {streams[stream]}")
             yield dataclasses.replace(sizes, ref=rollouts)
+
+    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+        """The dataset's responses as finished chunks; nothing is asked of an engine.
+
+        Raises:
+            DataError: a prompt was loaded without its response.
+        """
+        chunks = dataset_chunks(
+            prompts,
+            places,
+            n=self._config.rollout.n,
+            dp_size=self._dp_size,
+            chunk_size=CHUNK_SIZE,
+            policy_version=policy_version,
+            eos_ids=self._eos_ids,
+        )
+        return [dataclasses.replace(sizes, ref=ray.put(rollouts)) for rollouts, sizes in chunks]
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         """All engines side by side."""

@@ -12,6 +12,7 @@ from gkd.data import load_tokenizer
 from gkd.evaluation import is_correct
 from gkd.log import get_logger
 from gkd.roles import RolloutChunk, Sample
+from gkd.rollout.chunks import chunk_sizes
 from gkd.rollout.engine import RolloutEngine, Sampling
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
@@ -69,10 +70,10 @@ class RolloutWorker:
             if len(finished[dp_rank]) == chunk_size:
                 full = finished.pop(dp_rank)
                 yield full
-                yield _sizes(dp_rank, full)
+                yield chunk_sizes(dp_rank, full, _oldest_version(full))
         for dp_rank, rest in finished.items():
             yield rest
-            yield _sizes(dp_rank, rest)
+            yield chunk_sizes(dp_rank, rest, _oldest_version(rest))
 
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[int, list[Sample]]:
         """Answer greedily: how many end by themselves with exactly the reference answer, and the first few answers."""
@@ -107,13 +108,5 @@ class RolloutWorker:
         return self._engine.digests()
 
 
-def _sizes(dp_rank: int, rollouts: list[Rollout]) -> RolloutChunk:
-    return RolloutChunk(
-        dp_rank=dp_rank,
-        ref=None,
-        n_sequences=len(rollouts),
-        n_prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
-        n_response_tokens=sum(len(r.response_ids) for r in rollouts),
-        n_cut=sum(r.finish_reason == "length" for r in rollouts),
-        policy_version=min(r.policy_version for r in rollouts),
-    )
+def _oldest_version(rollouts: Sequence[Rollout]) -> int:
+    return min(rollout.policy_version for rollout in rollouts)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from gkd.config import DataConfig
@@ -31,8 +32,10 @@ def jsonl(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def load(files: list[str], tokenizer: Any, **kwargs: Any) -> tuple[list[Any], int]:
-    return load_prompts(files, DataConfig(**kwargs), tokenizer, "data.train_files")
+def load(
+    files: list[str], tokenizer: Any, response_ends: Sequence[int] | None = None, **kwargs: Any
+) -> tuple[list[Any], int]:
+    return load_prompts(files, DataConfig(**kwargs), tokenizer, "data.train_files", response_ends=response_ends)
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:
@@ -150,3 +153,57 @@ def test_a_folder_without_tokenizer_names_the_key(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_tokenizer(str(path), "model.path")
         assert caught.value.key == "model.path"
+
+
+def test_a_response_is_what_a_rollout_of_it_would_be(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, the student never learns to stop, learns to stop twice, or stops in the middle of a cut response."""
+    responses = ["ab", "abc", "abcd", "ab>", "abc>"]
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "text": text} for text in responses])
+    prompts, _ = load([file], tokenizer, [5, 12], max_response_length=3, response_key="text")
+    assert [p.response_ids.tolist() for p in prompts] == [[0, 1, 12], [0, 1, 2], [0, 1, 2], [0, 1, 12], [0, 1, 2]]
+    assert {p.response_ids.dtype.name for p in prompts} == {"int32"}
+
+
+def test_a_response_gets_no_special_token_but_its_end(tmp_path: Path) -> None:
+    """If it fails, every dataset response starts with the tokenizer's begin-of-sequence token, in mid-sequence."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3, "?": 4}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "response": "ab"}])
+    with_begin = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    (prompt,) = load([file], with_begin, [1, 3, 9])[0]
+    assert prompt.token_ids.tolist() == [2, 0]
+    assert prompt.response_ids.tolist() == [0, 1], "b is one of the ends here"
+    (prompt,) = load([file], with_begin, [3, 9])[0]
+    assert prompt.response_ids.tolist() == [0, 1, 3], "the tokenizer's own end goes before others"
+    without_end = PreTrainedTokenizerFast(tokenizer_object=inner)
+    (prompt,) = load([file], without_end, [9])[0]
+    assert prompt.response_ids.tolist() == [0, 1, 9]
+
+
+def test_responses_are_not_looked_at_unless_wanted(tmp_path: Path, tokenizer: Any) -> None:
+    """If it fails, a purely on-policy run is refused for a column that it does not use, or pays for tokenizing it."""
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "response": 3}, {"prompt": "a", "response": "b"}])
+    assert [p.response_ids for p in load([file], tokenizer)[0]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ', "response": null', ', "response": ""', ', "response": ["a"]', ', "response": "a>b"']
+)
+def test_a_row_without_usable_response_is_refused_by_line(tmp_path: Path, tokenizer: Any, rest: str) -> None:
+    """If it fails, a row that cannot be learned from is skipped or crashes hours later, in the step that draws it."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "ab", "response": "c"}\n{"prompt": "ab"' + rest + "}\n")
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2") as caught:
+        load([str(file)], tokenizer, [12])
+    assert caught.value.key == "data.response_key"
+
+
+def test_a_response_that_tokenizes_to_nothing_is_refused(tmp_path: Path) -> None:
+    """If it fails, an empty response goes to the teacher, which refuses it in mid-run."""
+    inner = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "response": " "}])
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1 has no tokens") as caught:
+        load([file], PreTrainedTokenizerFast(tokenizer_object=inner), [1])
+    assert caught.value.key == "data.response_key"

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from gkd.config import load_config
+from gkd.errors import DataError
 from gkd.roles import RolloutChunk
+from gkd.rollout.chunks import dataset_chunks
 from gkd.rollout.engine import Sampling, _sequence_seed
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
@@ -80,10 +82,49 @@ def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk
     for rollouts, chunk in zip(items[::2], items[1::2], strict=True):
         assert isinstance(chunk, RolloutChunk)
         assert (chunk.n_sequences, chunk.n_response_tokens) == (len(rollouts), 2 * len(rollouts))
-        assert len(rollouts) <= chunk_size and chunk.policy_version == 7
+        assert len(rollouts) <= chunk_size and chunk.policy_version == 7 and chunk.on_policy
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
         seen += [r.sample_index for r in rollouts]
     assert sorted(seen) == [place * 3 + j for place in places for j in range(3)]
+
+
+@pytest.mark.parametrize(("dp_size", "chunk_size"), [(1, 3), (2, 2), (4, 16)])
+def test_dataset_responses_go_to_the_group_of_their_place(dp_size: int, chunk_size: int) -> None:
+    """If it fails, a group's share of a mixed batch depends on who answers, or a response is taken for a rollout."""
+    places = [0, 1, 4, 5, 6, 9]
+    rows = [Prompt(i, np.array([i], np.int32), "42", np.array([1] * i + [3], np.int32)) for i in range(6)]
+    chunks = list(
+        dataset_chunks(rows, places, n=3, dp_size=dp_size, chunk_size=chunk_size, policy_version=8, eos_ids={3, 9})
+    )
+    seen: list[tuple[int, int]] = []
+    for rollouts, chunk in chunks:
+        assert 0 < len(rollouts) <= chunk_size
+        assert (chunk.n_sequences, chunk.n_prompt_tokens) == (len(rollouts), len(rollouts))
+        assert chunk.n_response_tokens == sum(r.prompt_id + 1 for r in rollouts)
+        assert (chunk.n_cut, chunk.policy_version, chunk.on_policy) == (0, 8, False)
+        assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
+        for r in rollouts:
+            assert (r.on_policy, r.version_spans, r.finish_reason) == (False, (), "stop")
+            assert r.rollout_logprobs.dtype == np.float32
+            assert r.rollout_logprobs.tolist() == [0.0] * len(r.response_ids)
+            assert r.response_ids.tolist() == rows[r.prompt_id].response_ids.tolist()  # type: ignore[union-attr]
+        seen += [(r.prompt_id, r.sample_index) for r in rollouts]
+    assert sorted(seen) == [(i, place * 3) for i, place in enumerate(places)]
+
+
+def test_a_dataset_response_without_its_end_counts_as_cut() -> None:
+    """If it fails, rollout/cut_share hides that responses are longer than data.max_response_length."""
+    cut = Prompt(0, np.array([1], np.int32), None, np.array([1, 2], np.int32))
+    ((rollouts, chunk),) = dataset_chunks(
+        [cut], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=frozenset({3})
+    )
+    assert (rollouts[0].finish_reason, chunk.n_cut) == ("length", 1)
+
+
+def test_a_prompt_that_was_loaded_without_response_is_named() -> None:
+    """If it fails, a mistake in the wiring shows as an AttributeError of numpy."""
+    with pytest.raises(DataError, match="prompt 1"):
+        list(dataset_chunks(prompts(2)[1:], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=()))
 
 
 def test_no_two_sequences_share_a_seed() -> None:

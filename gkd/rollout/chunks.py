@@ -1,0 +1,72 @@
+"""What answers travel in: chunks of one data-parallel group. Their sizes, and the dataset's responses as chunks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from gkd.errors import DataError
+from gkd.roles import RolloutChunk
+from gkd.types import Prompt, Rollout
+
+
+def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) -> RolloutChunk:
+    """The sizes of some rollouts of one kind; `ref` is still None."""
+    return RolloutChunk(
+        dp_rank=dp_rank,
+        ref=None,
+        n_sequences=len(rollouts),
+        n_prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
+        n_response_tokens=sum(len(r.response_ids) for r in rollouts),
+        n_cut=sum(r.finish_reason == "length" for r in rollouts),
+        policy_version=policy_version,
+        on_policy=rollouts[0].on_policy,
+    )
+
+
+def dataset_chunks(
+    prompts: Sequence[Prompt],
+    places: Sequence[int],
+    *,
+    n: int,
+    dp_size: int,
+    chunk_size: int,
+    policy_version: int,
+    eos_ids: Collection[int],
+) -> Iterator[tuple[list[Rollout], RolloutChunk]]:
+    """The dataset's responses, one a prompt, as finished rollouts; group by group, in the order of their places.
+
+    Args:
+        places: place of each prompt in the whole batch; modulo dp_size it is the group that trains on it.
+        n: `rollout.n`: a prompt's sequences are numbered from place * n, as if the student had answered.
+        policy_version: the current one. No policy wrote a dataset response, so it is never stale.
+        eos_ids: a response that does not end with one of these was cut.
+
+    Raises:
+        DataError: a prompt was loaded without its response.
+    """
+    groups: dict[int, list[Rollout]] = defaultdict(list)
+    for prompt, place in zip(prompts, places, strict=True):
+        response = prompt.response_ids
+        if response is None:
+            raise DataError(
+                f"prompt {prompt.prompt_id} has no dataset response; it was loaded without data.response_key"
+            )
+        groups[place % dp_size].append(
+            Rollout(
+                prompt_id=prompt.prompt_id,
+                sample_index=place * n,
+                prompt_ids=prompt.token_ids,
+                response_ids=response,
+                rollout_logprobs=np.zeros(len(response), np.float32),
+                version_spans=(),
+                finish_reason="stop" if int(response[-1]) in eos_ids else "length",
+                on_policy=False,
+            )
+        )
+    for dp_rank, rollouts in sorted(groups.items()):
+        for start in range(0, len(rollouts), chunk_size):
+            chunk = rollouts[start : start + chunk_size]
+            yield chunk, chunk_sizes(dp_rank, chunk, policy_version)
