@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from gkd.errors import TeacherError
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout, TeacherScores, TeacherTopK
+from teacher_server.protocol import Signal
 
 MASS_SLACK = 1e-3  # what float32 sums and a float16 tail may add to or take from a row's probability
 _FP16_ROUNDING = 2.0**-11  # of a float16 number, as a part of it
 _MIN_FP16 = -65504.0
+_FP16_INF = 0x7C00  # bits of float16's infinity; larger ones are NaN
+_SIGN = 0x8000  # bit of a negative float16 number
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,76 @@ def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int 
     else:
         _check_counted_entries(where, scores, counts, n_vocab)
     _check_mass(where, logprobs, tail)
+
+
+def validate_scores(
+    scores: TeacherScores,
+    rollout: Rollout,
+    n_vocab: int,
+    wanted: Sequence[Signal],
+    where: str,
+    hidden_size: int | None = None,
+) -> None:
+    """Refuse scores that cannot be those of `rollout`. What comes from the network was checked there; this is the last
+    look before training, at one pass over each table.
+
+    Args:
+        n_vocab: ids are below it, and rows of logits have this many.
+        wanted: the tables that must be there; what else is there is not looked at.
+        where: names rank and sequence in the error, e.g. ``actor rank 3: prompt 17, sample 2``.
+        hidden_size: D of the teacher; None: any.
+
+    Raises:
+        TeacherError: a table is missing, has another shape or dtype, or holds what `validate_topk` refuses; a logprob
+            of a response token is above 0 or not finite; a logit is NaN or +inf, or a whole row -inf; a hidden state
+            is NaN or infinite.
+    """
+    n_rows = len(rollout.response_ids)
+    for signal in wanted:
+        if signal == "topk":
+            validate_topk(_there(scores.topk, signal, where), n_vocab, where, n_rows=n_rows)
+        elif signal == "sampled":
+            logprobs = _there(scores.sampled_logprobs, signal, where)
+            _check_table(where, signal, logprobs, (n_rows,), (np.float32,))
+            _refuse_rows(where, ~np.isfinite(logprobs), "the response token's logprob is NaN or infinite")
+            _refuse_rows(where, logprobs > MASS_SLACK, "the response token's logprob is above 0")
+        elif signal == "logits":
+            logits = _there(scores.logits, signal, where)
+            _check_table(where, signal, logits, (n_rows, n_vocab), (np.float32, np.float16))
+            _check_logits(where, logits)
+        else:
+            hidden = _there(scores.hidden, signal, where)
+            _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
+            # Finite float32 numbers cannot overflow a float64 sum.
+            _refuse_rows(where, ~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
+
+
+def _there(table: T | None, signal: Signal, where: str) -> T:
+    if table is None:
+        raise TeacherError(f"{where}: there is no {signal} table among the teacher's scores, and the loss needs one")
+    return table
+
+
+def _check_table(
+    where: str, signal: Signal, table: np.ndarray, shape: tuple[int | None, ...], dtypes: tuple[type[np.floating], ...]
+) -> None:
+    """None in `shape`: any number."""
+    fits = table.ndim == len(shape) and all(n in (None, got) for n, got in zip(shape, table.shape, strict=True))
+    if not fits or table.dtype not in dtypes:
+        kinds = " or ".join(dtype.__name__ for dtype in dtypes)
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise TeacherError(f"{where}: {signal} is {table.dtype} {list(table.shape)}, expected {kinds} [{expected}]")
+
+
+def _check_logits(where: str, logits: np.ndarray) -> None:
+    """[R, V]. A row's largest logit shows a NaN and +inf anywhere in it, and that all of it is -inf."""
+    if logits.dtype == np.float32:
+        bad = ~np.isfinite(logits.max(1))
+    else:  # by the bits: numpy takes a hundred times as long for the largest of float16 numbers
+        bits = np.ascontiguousarray(logits).view(np.uint16)
+        largest, negative = bits.view(np.int16).max(1), bits.max(1)  # of positive numbers; of negative ones by size
+        bad = (largest >= _FP16_INF) | (negative > _SIGN + _FP16_INF) | (bits.min(1) == _SIGN + _FP16_INF)
+    _refuse_rows(where, bad, "a logit is NaN or +inf, or all of them are -inf")
 
 
 def _check_mass(where: str, logprobs: np.ndarray, tail: np.ndarray) -> None:

@@ -1,30 +1,36 @@
 """The Ray surface of one scoring endpoint: asks the teacher for one data-parallel group, on that group's host.
 
 It has no GPU and loads no torch: tokens come from the object store, go to the teacher over ZMQ, and the scores go
-into the object store of this host, where the group's last pipeline stage maps them without a copy.
+into the object store of this host, where the group's last pipeline stage maps them without a copy. What is asked of
+each sequence follows from teacher.signal and the loss (`gkd.loss.spec.teacher_signals`).
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from gkd.config import Config
 from gkd.errors import TeacherError
+from gkd.loss.spec import Signal, loss_spec, teacher_signals
 from gkd.teacher.client import ZmqTeacher
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout, TeacherScores
 from teacher_server.protocol import Wire
+
+_FIELDS: dict[Signal, str] = {"topk": "topk", "sampled": "sampled_logprobs", "hidden": "hidden"}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
     """What the driver learns of a chunk's scores."""
 
-    mass: float  # sum over positions of the teacher's probability on its top-k
-    n_bytes: int
+    mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was asked for
+    n_bytes: int  # of all arrays
 
 
 class ScoringEndpoint:
@@ -34,11 +40,17 @@ class ScoringEndpoint:
         config: the run's settings.
         n_vocab: ids that student and teacher have in common; the teacher's other rows are cut before it normalises.
         fingerprint: of the teacher that preflight met; no other one's scores are used.
-        n_in_flight: sequences that it keeps at the server, over all threads.
+        n_in_flight: requests that it keeps at the server, over all threads.
+
+    Raises:
+        ConfigError: the loss is not one that `gkd.config_check` lets pass.
     """
 
     def __init__(self, config: Config, n_vocab: int, fingerprint: str, n_in_flight: int) -> None:
         self._config, self._n_vocab, self._fingerprint, self._n_in_flight = config, n_vocab, fingerprint, n_in_flight
+        teacher = config.teacher
+        signal = cast(Signal, teacher.signal)
+        self._signals = teacher_signals(loss_spec(config.distill, teacher.temperature), signal)
         self._lock = threading.Lock()
         self._teacher: ZmqTeacher | None = None
 
@@ -54,7 +66,7 @@ class ScoringEndpoint:
                 self._teacher = ZmqTeacher(
                     teacher.server_ip,
                     teacher.server_port,
-                    k=teacher.topk,
+                    k=teacher.topk if "topk" in self._signals else 1,
                     temperature=teacher.temperature,
                     n_vocab=self._n_vocab,
                     n_in_flight=self._n_in_flight,
@@ -67,20 +79,79 @@ class ScoringEndpoint:
                 )
             return self._teacher
 
-    def score(self, rollouts: list[Rollout]) -> tuple[list[TeacherTopK], ScoreSummary]:
-        """Blocks until every sequence is scored; the client checks the scores.
+    def score(self, rollouts: Sequence[Rollout]) -> tuple[list[TeacherScores], ScoreSummary]:
+        """Blocks until every sequence is scored; the client checks the scores. After an error nothing of it is left
+        running.
 
         Two objects come back; the driver fetches only the second.
+
+        Returns:
+            Scores in the order of `rollouts`, with the tables that the loss needs.
 
         Raises:
             TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
         """
-        scores: list[TeacherTopK | None] = [None] * len(rollouts)
-        for index, score in self._client().score(rollouts):
-            scores[index] = score
-        complete = [score for score in scores if score is not None]
-        if len(complete) != len(rollouts):
-            raise TeacherError(f"the teacher's client answered {len(complete)} of {len(rollouts)} sequences")
-        mass = sum(float(np.exp(s.topk_logprobs, dtype=np.float64).sum()) for s in complete)
-        n_bytes = sum(s.topk_ids.nbytes + s.topk_logprobs.nbytes + s.tail_mass.nbytes for s in complete)
-        return complete, ScoreSummary(mass, n_bytes)
+        teacher = self._client()
+        if self._signals == ("logits",):
+            # One stream a thread: each sequence's rows are large, and what came too early would wait in memory.
+            scores = [TeacherScores(logits=self._logits(teacher, rollout)) for rollout in rollouts]
+        else:
+            scores = self._all_at_once(teacher, rollouts)
+        return scores, _summary(scores)
+
+    def lm_head(self) -> np.ndarray:
+        """[n_vocab, D] float32: hidden states @ lm_head.T are the teacher's logits, not yet divided by the temperature.
+
+        For the actor, once; it is not kept here.
+
+        Raises:
+            TeacherError, TeacherUnavailable: as of `score`; also if it has fewer rows or a NaN or an infinity.
+        """
+        head = self._client().lm_head()
+        if len(head) < self._n_vocab:
+            raise TeacherError(f"the teacher's LM head has {len(head)} rows, expected at least {self._n_vocab}")
+        head = head[: self._n_vocab]
+        if not np.isfinite(head.sum(dtype=np.float64)):  # finite float32 numbers cannot overflow it
+            raise TeacherError("the teacher's LM head holds a NaN or an infinity")
+        return head
+
+    def _all_at_once(self, teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+        """Every request of every sequence handed to the client, which keeps `n_in_flight` of them at the server."""
+        asked: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, its table)
+        try:
+            for index, rollout in enumerate(rollouts):
+                for signal in self._signals:
+                    asked.append((index, _FIELDS[signal], self._submit(teacher, rollout, signal)))
+            for future in wait([future for *_, future in asked], return_when=FIRST_EXCEPTION).done:
+                future.result()  # raises what ended the wait early
+            tables: list[dict[str, Any]] = [{} for _ in rollouts]
+            for index, field, future in asked:
+                tables[index][field] = future.result()
+        finally:
+            for *_, future in asked:
+                future.cancel()
+        return [TeacherScores(**fields) for fields in tables]
+
+    def _submit(self, teacher: ZmqTeacher, rollout: Rollout, signal: Signal) -> Future[Any]:
+        if signal == "topk":
+            return teacher.submit(rollout, mass=self._config.teacher.mass)
+        return teacher.submit_sampled(rollout) if signal == "sampled" else teacher.submit_hidden(rollout)
+
+    def _logits(self, teacher: ZmqTeacher, rollout: Rollout) -> np.ndarray:
+        """[R, n_vocab]; float16 where the wire has no more than that, so nothing is lost."""
+        dtype = np.float16 if self._config.teacher.wire == "fp16" else np.float32
+        logits = np.empty((len(rollout.response_ids), self._n_vocab), dtype)
+        for start, rows in teacher.logits(rollout):
+            logits[start : start + len(rows)] = rows
+        return logits
+
+
+def _summary(scores: Sequence[TeacherScores]) -> ScoreSummary:
+    n_bytes, masses = 0, []
+    for score in scores:
+        arrays = [score.sampled_logprobs, score.logits, score.hidden]
+        if score.topk is not None:
+            arrays += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass, score.topk.counts]
+            masses.append(float(np.exp(score.topk.topk_logprobs, dtype=np.float64).sum()))
+        n_bytes += sum(array.nbytes for array in arrays if array is not None)
+    return ScoreSummary(sum(masses) if masses else None, n_bytes)

@@ -29,6 +29,11 @@ class ScoringPool:
         }
         summaries = gather(refs, "teacher scoring", self._timeout_s).values()
         return [
-            ScoredChunk(chunk, scores, summary.mass / chunk.n_response_tokens, summary.n_bytes)
+            ScoredChunk(
+                chunk,
+                scores,
+                None if summary.mass is None else summary.mass / chunk.n_response_tokens,
+                summary.n_bytes,
+            )
             for (chunk, scores, _), summary in zip(pending, summaries, strict=True)
         ]

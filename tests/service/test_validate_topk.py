@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.errors import TeacherError
-from gkd.teacher.base import validate_topk
-from gkd.types import TeacherTopK
+from gkd.teacher.base import validate_scores, validate_topk
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 
 def good() -> TeacherTopK:
@@ -128,3 +130,75 @@ def test_bad_shapes() -> None:
         validate_topk(TeacherTopK(ids, logprobs.astype(np.float64), tail), 10, "x")
     with pytest.raises(TeacherError, match="counts float64"):
         validate_topk(TeacherTopK(ids, logprobs, tail, np.full(2, 3.0)), 10, "x")
+
+
+def rollout() -> Rollout:
+    """Two response tokens."""
+    ids = np.array([4, 1], np.int32)
+    return Rollout(3, 1, ids, ids, np.zeros(2, np.float32), (VersionSpan(0, 2, 0),), "stop")
+
+
+def all_tables(logits_dtype: type[np.floating] = np.float32) -> TeacherScores:
+    logits = np.array([[0.0, -1.0, -np.inf, -9.0] + [-2.0] * 6, [-0.0, -3.0, -4.0, -5.0] + [-60000.0] * 6])
+    return TeacherScores(
+        topk=good(),
+        sampled_logprobs=np.array([-0.5, 0.0], np.float32),
+        logits=logits.astype(logits_dtype),
+        hidden=np.array([[3e38, 3e38, 3e38], [-1.0, 0.0, 1.0]], np.float32),
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_good_tables_pass(dtype: type[np.floating]) -> None:
+    """Would break if a token without probability, one of probability 1, or large finite numbers ended a run."""
+    validate_scores(all_tables(dtype), rollout(), 10, ("topk", "sampled", "logits", "hidden"), "x", 3)
+    validate_scores(TeacherScores(hidden=all_tables().hidden), rollout(), 10, ("hidden",), "x")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, "all -inf"])
+def test_bad_logits(dtype: type[np.floating], value: float | str) -> None:
+    """Would break if a softmax of NaN were learned from; float16 NaNs of either sign are found by their bits."""
+    scores = all_tables(dtype)
+    assert scores.logits is not None
+    if value == "all -inf":
+        scores.logits[1] = -np.inf
+    else:
+        scores.logits[1, 2] = value
+    with pytest.raises(TeacherError, match=r"x: response position 1 \(1 in all\): a logit is NaN or \+inf, or all"):
+        validate_scores(scores, rollout(), 10, ("logits",), "x")
+
+
+@pytest.mark.parametrize(
+    "signal,field,value,words",
+    [
+        ("sampled", "sampled_logprobs", np.nan, "NaN or infinite"),
+        ("sampled", "sampled_logprobs", -np.inf, "NaN or infinite"),
+        ("sampled", "sampled_logprobs", 0.01, "above 0"),
+        ("hidden", "hidden", np.nan, "NaN or infinite"),
+        ("hidden", "hidden", -np.inf, "NaN or infinite"),
+    ],
+)
+def test_bad_rows(signal: str, field: str, value: float, words: str) -> None:
+    """Would break if one bad number of a table reached the loss."""
+    scores = all_tables()
+    getattr(scores, field)[1] = value
+    with pytest.raises(TeacherError, match=f"x: response position 1 .*{words}"):
+        validate_scores(scores, rollout(), 10, (signal,), "x")  # type: ignore[arg-type]
+
+
+def test_bad_tables() -> None:
+    """Would break if a table of other rows, of another vocabulary or model, or none at all were accepted."""
+    scores = all_tables()
+    assert scores.logits is not None and scores.hidden is not None
+    for signal in ("topk", "sampled", "logits", "hidden"):
+        with pytest.raises(TeacherError, match=f"x: there is no {signal} table"):
+            validate_scores(TeacherScores(), rollout(), 10, (signal,), "x")  # type: ignore[arg-type]
+    with pytest.raises(TeacherError, match=r"logits is float32 \[2, 10\], expected .* \[2, 9\]"):
+        validate_scores(scores, rollout(), 9, ("logits",), "x")
+    with pytest.raises(TeacherError, match=r"hidden is float32 \[2, 3\], expected float32 \[2, 4\]"):
+        validate_scores(scores, rollout(), 10, ("hidden",), "x", 4)
+    with pytest.raises(TeacherError, match=r"hidden is float32 \[3\], expected float32 \[2, any\]"):
+        validate_scores(replace(scores, hidden=scores.hidden[0]), rollout(), 10, ("hidden",), "x")
+    with pytest.raises(TeacherError, match="logits is float64"):
+        validate_scores(replace(scores, logits=scores.logits.astype(float)), rollout(), 10, ("logits",), "x")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.batching import make_micro_batches
-from gkd.types import MicroBatch, Rollout, TeacherTopK, VersionSpan
+from gkd.batching import check_batch, make_micro_batches
+from gkd.errors import DataError, GkdError, TeacherError
+from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
 
 K = 3
+N_VOCAB, D = 10_000, 5
+ALL = ("topk", "sampled", "logits", "hidden")
 
 
 def make_rollout(prompt_id: int, n_prompt: int, n_response: int, sample: int = 0) -> Rollout:
@@ -27,18 +34,30 @@ def make_rollout(prompt_id: int, n_prompt: int, n_response: int, sample: int = 0
     )
 
 
-def make_scores(rollout: Rollout) -> TeacherTopK:
-    """Row j names the response token it belongs to: ids (token, token + 1, token + 2)."""
-    ids = rollout.response_ids[:, None] + np.arange(K, dtype=np.int32)
-    return TeacherTopK(ids, np.full(ids.shape, -2.0, np.float32), np.full(len(ids), 0.5, np.float32))
+def make_scores(rollout: Rollout, k: int = K) -> TeacherScores:
+    """Row j of every table names the response token it belongs to: ids (token, token + 1, token + 2), and so on."""
+    tokens = rollout.response_ids
+    ids = tokens[:, None] + np.arange(k, dtype=np.int32)
+    return TeacherScores(
+        topk=TeacherTopK(ids, np.full(ids.shape, np.log(0.5 / k), np.float32), np.full(len(ids), 0.5, np.float32)),
+        sampled_logprobs=-tokens.astype(np.float32),
+        logits=np.repeat(-(tokens[:, None] % 1000).astype(np.float16), N_VOCAB, axis=1),
+        hidden=np.repeat(tokens[:, None].astype(np.float32), D, axis=1),
+    )
+
+
+def targets_of(batch: MicroBatch) -> TokenTargets:
+    assert batch.targets is not None
+    return batch.targets
 
 
 def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
     """(token at the row's position, token it must predict, first teacher id) of every loss row."""
-    flat = batch.tokens.reshape(-1)
+    flat, targets = batch.tokens.reshape(-1), targets_of(batch)
+    assert targets.topk_ids is not None
     return [
         (int(flat[i]), int(t), int(k[0]))
-        for i, t, k in zip(batch.loss_index, batch.target_ids, batch.topk_ids, strict=True)
+        for i, t, k in zip(batch.loss_index, targets.sampled_ids, targets.topk_ids, strict=True)
     ]
 
 
@@ -81,7 +100,7 @@ def test_the_batches_do_not_depend_on_the_order_of_arrival() -> None:
         one = make_micro_batches(rollouts, scores, **kwargs)
         two = make_micro_batches(rollouts[::-1], scores[::-1], **kwargs)
         assert [b.tokens.tolist() for b in one] == [b.tokens.tolist() for b in two]
-        assert [b.topk_ids.tolist() for b in one] == [b.topk_ids.tolist() for b in two]
+        assert [rows_of(b) for b in one] == [rows_of(b) for b in two]
 
 
 def test_stages_without_a_loss_get_the_same_tokens_and_no_scores() -> None:
@@ -91,7 +110,7 @@ def test_stages_without_a_loss_get_the_same_tokens_and_no_scores() -> None:
     without = make_micro_batches(rollouts, None, micro_batch_size=2)
     assert with_scores[0].tokens.equal(without[0].tokens)
     assert with_scores[0].loss_index.equal(without[0].loss_index)
-    assert without[0].topk_ids.shape == (7, 0)
+    assert with_scores[0].targets is not None and without[0].targets is None
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -103,3 +122,130 @@ def test_padding_is_behind_each_sequence(size: int) -> None:
             real = [t for t in row if t != 0]
             assert row == real + [0] * (len(row) - len(real))
         assert batch.position_ids.tolist() == [list(range(batch.tokens.shape[1]))] * batch.tokens.shape[0]
+
+
+def test_every_table_follows_its_response_token() -> None:
+    """If it fails, a loss compares the student with what the teacher said of another token."""
+    rollouts = [make_rollout(1, 2, 3), replace(make_rollout(2, 1, 4), on_policy=False), make_rollout(3, 4, 1)]
+    rollouts = [replace(r, rollout_logprobs=r.response_ids / np.float32(-1000)) for r in rollouts]
+    (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3)
+    targets, tokens = targets_of(batch), torch.cat([torch.from_numpy(r.response_ids) for r in rollouts])
+    assert len(targets) == batch.n_loss_tokens == 8
+    assert targets.sampled_ids.equal(tokens.long())
+    assert targets.on_policy.tolist() == [True] * 3 + [False] * 4 + [True]
+    torch.testing.assert_close(targets.rollout_logprobs, torch.where(targets.on_policy, tokens / -1000, 0.0))
+    assert targets.topk_ids is not None and targets.topk_ids[:, 1].equal(tokens.long() + 1)
+    assert targets.topk_logprobs is not None and targets.topk_logprobs.dtype == torch.float32
+    assert targets.tail_mass is not None and targets.tail_mass.tolist() == [0.5] * 8
+    assert targets.sampled_logprobs is not None and targets.sampled_logprobs.equal(-tokens.float())
+    assert targets.logits is not None and targets.logits.dtype == torch.float16
+    assert targets.logits.shape == (8, N_VOCAB) and targets.logits[:, -1].equal(-(tokens % 1000).half())
+    assert targets.hidden is not None and targets.hidden.equal(tokens.float()[:, None].expand(8, D))
+
+
+def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batch() -> None:
+    """If it fails, sequences with another K or a mass target cannot share a micro-batch, or gain tokens there."""
+    rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1), make_rollout(3, 1, 3)]
+    scores = [make_scores(r, k) for r, k in zip(rollouts, (2, 4, 3), strict=True)]
+    wide, narrow = make_micro_batches(rollouts, scores, micro_batch_size=2)
+    ids, logprobs = targets_of(wide).topk_ids, targets_of(wide).topk_logprobs
+    assert ids is not None and logprobs is not None
+    assert ids.shape == logprobs.shape == (3, 4)
+    assert ids[:2, 2:].eq(-1).all() and logprobs[:2, 2:].eq(-torch.inf).all()
+    assert ids[:2, :2].ge(0).all() and ids[2].ge(0).all() and logprobs[2].isfinite().all()
+    assert targets_of(narrow).topk_ids is not None and targets_of(narrow).topk_ids.shape == (3, 3)  # type: ignore[union-attr]
+
+
+def test_read_only_arrays_are_taken_as_they_come_from_the_object_store() -> None:
+    """If it fails, torch writes into memory that other processes map, or warns at each step."""
+    rollout = make_rollout(1, 2, 3)
+    scores = make_scores(rollout)
+    assert scores.hidden is not None
+    scores.hidden.setflags(write=False)
+    (batch,) = make_micro_batches([rollout], [scores], micro_batch_size=1)
+    hidden = targets_of(batch).hidden
+    assert hidden is not None
+    hidden.zero_()
+    assert scores.hidden.any()
+
+
+def test_a_micro_batch_with_half_a_table_is_refused() -> None:
+    """If it fails, rows of the sequences that have a table are learned by those that have none."""
+    rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1)]
+    scores = [make_scores(rollouts[0]), replace(make_scores(rollouts[1]), hidden=None)]
+    with pytest.raises(DataError, match="only 1 of the 2 sequences of a micro-batch have a hidden table"):
+        make_micro_batches(rollouts, scores, micro_batch_size=2)
+
+
+def check(rollouts: list[Rollout], scores: list[TeacherScores] | None, wanted: tuple[str, ...] = ALL) -> None:
+    check_batch(rollouts, scores, where="actor rank 3", n_vocab=N_VOCAB, wanted=wanted, hidden_size=D)  # type: ignore[arg-type]
+
+
+def test_a_good_batch_passes_the_check() -> None:
+    """If it fails, the refusals below prove nothing: what is right would be refused, too."""
+    rollouts = [make_rollout(1, 2, 2), replace(make_rollout(2, 1, 1), on_policy=False)]
+    check(rollouts, [make_scores(r) for r in rollouts])
+    check(rollouts, None)
+    check(rollouts, [TeacherScores(hidden=make_scores(r).hidden) for r in rollouts], ("hidden",))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"response_ids": np.zeros(0, np.int32)}, "the response has no tokens"),
+        ({"prompt_ids": np.zeros(0, np.int32)}, "the prompt has no tokens"),
+        ({"response_ids": np.array([5, N_VOCAB], np.int32)}, r"response position 1: token id 10000 is outside"),
+        ({"prompt_ids": np.array([-1, 5], np.int32)}, r"prompt position 0: token id -1 is outside \[0, 10000\)"),
+        ({"rollout_logprobs": np.zeros(1, np.float32)}, r"rollout logprobs \[1\], expected \[2\]"),
+        ({"rollout_logprobs": np.array([0, np.nan], np.float32)}, "position 1: the rollout logprob is nan"),
+    ],
+)
+def test_a_bad_rollout_is_refused_by_rank_and_sample(change: dict[str, np.ndarray], words: str) -> None:
+    """If it fails, an empty loss mask, a foreign token or a weight of NaN trains the student, or names no culprit."""
+    good, bad = make_rollout(6, 2, 2, sample=1), replace(make_rollout(7, 2, 2, sample=2), **change)  # type: ignore[arg-type]
+    for scores in (None, [make_scores(good), make_scores(good)]):
+        with pytest.raises(DataError, match=f"actor rank 3: prompt 7, sample 2: .*{words}"):
+            check([good, bad], scores)
+
+
+def _topk(change: Callable[[TeacherTopK], None]) -> Callable[[TeacherScores], TeacherScores]:
+    def changed(scores: TeacherScores) -> TeacherScores:
+        assert scores.topk is not None
+        change(scores.topk)
+        return scores
+
+    return changed
+
+
+def _cut(field: str) -> Callable[[TeacherScores], TeacherScores]:
+    return lambda scores: replace(scores, **{field: getattr(scores, field)[:1]})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_topk(lambda t: t.topk_logprobs.__setitem__((1, 0), np.nan)), "response position 1 .*NaN"),
+        (_topk(lambda t: t.topk_ids.__setitem__((1, 0), N_VOCAB)), r"response position 1 .*outside \[0, 10000\)"),
+        (_topk(lambda t: t.topk_ids.__setitem__((1, 0), t.topk_ids[1, 1])), "response position 1 .*twice"),
+        (_topk(lambda t: t.topk_logprobs.__setitem__(1, -0.1)), "response position 1 .*more than 1"),
+        (lambda s: replace(s, topk=replace(s.topk, topk_ids=s.topk.topk_ids[:1])), "expected"),
+        (lambda s: replace(s, topk=None), "no topk table"),
+        (_cut("sampled_logprobs"), r"sampled is float32 \[1\], expected float32 \[2\]"),
+        (_cut("logits"), r"logits is float16 \[1, 10000\], expected float32 or float16 \[2, 10000\]"),
+        (_cut("hidden"), r"hidden is float32 \[1, 5\], expected float32 \[2, 5\]"),
+    ],
+)
+def test_bad_scores_are_refused_by_rank_and_sample(
+    change: Callable[[TeacherScores], TeacherScores], words: str
+) -> None:
+    """If it fails, the student learns from NaN, from no distribution, or from another sequence's rows."""
+    good, bad = make_rollout(1, 2, 2, sample=1), make_rollout(3, 2, 2, sample=2)
+    with pytest.raises(TeacherError, match=f"actor rank 3: prompt 3, sample 2: .*{words}"):
+        check([good, bad], [make_scores(good), change(make_scores(bad))])
+
+
+def test_scores_of_another_number_of_sequences_are_refused() -> None:
+    """If it fails, the last sequences of a share are silently paired with none."""
+    rollouts = [make_rollout(1, 2, 2), make_rollout(2, 2, 2)]
+    with pytest.raises(GkdError, match="actor rank 3: 1 sequences are scored, expected the 2 rollouts"):
+        check(rollouts, [make_scores(rollouts[0])])

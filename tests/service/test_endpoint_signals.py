@@ -1,0 +1,224 @@
+"""A scoring endpoint brings every signal of a real teacher as it is: compared with a plain float32 forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gkd.config import load_config
+from gkd.errors import ConfigError, TeacherError
+from gkd.teacher.base import validate_scores
+from gkd.teacher.client import ZmqTeacher
+from gkd.teacher.endpoint import ScoreSummary, ScoringEndpoint
+from gkd.types import Rollout, TeacherScores
+from teacher_server.protocol import ScoreRequest
+from tests.service.harness import ServerProcess, random_rollouts, wait_until
+from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
+from tests.service.scripted import Message, ScriptedServer, error
+
+pytestmark = pytest.mark.service
+CUT = 250  # ids that student and teacher share, of the tiny model's 300
+HIDDEN = 32
+TEMPERATURE = 0.7
+Signal = Literal["topk", "sampled", "logits", "hidden"]
+
+
+@contextmanager
+def endpoint(
+    port: int, *overrides: str, n_vocab: int = CUT, n_in_flight: int = 4
+) -> Iterator[tuple[ScoringEndpoint, ZmqTeacher]]:
+    """With the client that it makes."""
+    settings = (f"teacher.server_port={port}", "teacher.topk=8", "teacher.wire=fp32", "teacher.request_timeout_s=20")
+    temperature = f"teacher.temperature={TEMPERATURE}"
+    asked = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, "", n_in_flight)
+    with asked._client() as client:
+        yield asked, client
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> list[Rollout]:
+    return random_rollouts(12, CUT, seed=11)
+
+
+@pytest.fixture(scope="module")
+def references(tiny_model: Path, rollouts: list[Rollout]) -> list[np.ndarray]:
+    """Of each rollout, [R, CUT] float32 log_softmax of the model's logits / TEMPERATURE; one sequence, no padding."""
+    torch.set_num_threads(1)
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    rows = []
+    for rollout in rollouts:
+        tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
+        with torch.inference_mode():
+            logits = network(input_ids=tokens[None]).logits[0, len(rollout.prompt_ids) - 1 : -1, :CUT]
+        rows.append((logits / TEMPERATURE).log_softmax(-1).numpy())
+    return rows
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+
+
+def scored(
+    port: int, rollouts: Sequence[Rollout], wanted: tuple[Signal, ...], *overrides: str
+) -> tuple[list[TeacherScores], ScoreSummary]:
+    """Scores that pass the actor's check and have `wanted` tables, no others."""
+    with endpoint(port, *overrides) as (asked, _):
+        scores, summary = asked.score(rollouts)
+    assert len(scores) == len(rollouts)
+    for rollout, score in zip(rollouts, scores, strict=True):
+        validate_scores(score, rollout, CUT, wanted, f"prompt {rollout.prompt_id}", HIDDEN)
+        tables = {"topk": score.topk, "sampled": score.sampled_logprobs, "logits": score.logits, "hidden": score.hidden}
+        assert {name for name, table in tables.items() if table is not None} == set(wanted)
+    return scores, summary
+
+
+def check_sampled(scores: Sequence[TeacherScores], rollouts: Sequence[Rollout], references: list[np.ndarray]) -> None:
+    for score, rollout, reference in zip(scores, rollouts, references, strict=True):
+        expected = np.take_along_axis(reference, rollout.response_ids[:, None].astype(np.int64), axis=1)[:, 0]
+        np.testing.assert_allclose(score.sampled_logprobs, expected, atol=1e-4)
+
+
+def check_topk(scores: Sequence[TeacherScores], references: list[np.ndarray], mass: float = 0.0) -> list[int]:
+    """Lists whose rows are the reference's top 8, or as many of these as reach `mass`; returns their lengths."""
+    lengths = []
+    for score, reference in zip(scores, references, strict=True):
+        assert score.topk is not None
+        for row, full in enumerate(reference):
+            n = 8 if score.topk.counts is None else int(score.topk.counts[row])
+            largest = -np.sort(-full)[:8]
+            ids = score.topk.topk_ids[row, :n]
+            np.testing.assert_allclose(score.topk.topk_logprobs[row, :n], full[ids], atol=1e-4)
+            np.testing.assert_allclose(full[ids], largest[:n], atol=1e-4)
+            np.testing.assert_allclose(score.topk.tail_mass[row], 1 - np.exp(full[ids]).sum(), atol=1e-4)
+            if mass:
+                assert n == 8 or np.exp(largest[:n]).sum() >= mass - 1e-4, "the list is too short for its mass"
+                assert np.exp(largest[: n - 1]).sum() < mass + 1e-4, "the list is longer than its mass wants"
+            lengths.append(n)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        ("distill.loss=jsd", ("topk",)),
+        ("distill.loss=k3", ("sampled",)),
+        ("distill.losses=[{name: forward_kl}, {name: k1}]", ("topk", "sampled")),
+    ],
+)
+def test_topk_and_what_the_loss_needs_beside_it(
+    tiny_server: ServerProcess,
+    rollouts: list[Rollout],
+    references: list[np.ndarray],
+    loss: str,
+    wanted: tuple[Signal, ...],
+) -> None:
+    """Would break if a mixture got one table of two, one paid for the other's, or sequences were swapped."""
+    scores, summary = scored(tiny_server.port, rollouts, wanted, loss)
+    n_rows = sum(len(r.response_ids) for r in rollouts)
+    n_bytes = 0
+    if "topk" in wanted:
+        assert set(check_topk(scores, references)) == {8}
+        masses = [np.exp(-np.sort(-reference)[:, :8]).sum() for reference in references]
+        assert summary.mass == pytest.approx(sum(masses), abs=1e-3)
+        n_bytes += n_rows * (8 * (4 + 4) + 4)
+    else:
+        assert summary.mass is None
+    if "sampled" in wanted:
+        check_sampled(scores, rollouts, references)
+        n_bytes += n_rows * 4
+    assert summary.n_bytes == n_bytes
+
+
+def test_topk_with_a_mass_target(
+    tiny_server: ServerProcess, rollouts: list[Rollout], references: list[np.ndarray]
+) -> None:
+    """Would break if teacher.mass were not asked for, or the filling past a row's count were counted as mass."""
+    scores, summary = scored(tiny_server.port, rollouts, ("topk",), "teacher.mass=0.6")
+    lengths = check_topk(scores, references, mass=0.6)
+    assert 1 <= min(lengths) < max(lengths) <= 8
+    listed = sum(float((1 - s.topk.tail_mass).sum()) for s in scores if s.topk is not None)
+    assert summary.mass == pytest.approx(listed, rel=1e-3)
+
+
+@pytest.mark.parametrize(("wire", "dtype", "atol"), [("fp32", np.float32, 1e-4), ("fp16", np.float16, 2e-2)])
+def test_logits(
+    tiny_server: ServerProcess,
+    rollouts: list[Rollout],
+    references: list[np.ndarray],
+    wire: str,
+    dtype: type[np.floating],
+    atol: float,
+) -> None:
+    """Would break if pieces of a stream were misplaced, or float16 rows took twice the memory they came with."""
+    scores, summary = scored(tiny_server.port, rollouts, ("logits",), "teacher.signal=logits", f"teacher.wire={wire}")
+    for score, reference in zip(scores, references, strict=True):
+        assert score.logits is not None and score.logits.dtype == dtype
+        np.testing.assert_allclose(log_softmax(score.logits), reference, atol=atol)
+    n_rows = sum(len(r.response_ids) for r in rollouts)
+    assert (summary.mass, summary.n_bytes) == (None, n_rows * CUT * np.dtype(dtype).itemsize)
+
+
+def test_hidden_states_times_the_head_are_the_logits(
+    tiny_server: ServerProcess, rollouts: list[Rollout], references: list[np.ndarray]
+) -> None:
+    """Would break if states, head, the cut to the common ids or the order of the temperature did not fit together."""
+    mixture = "distill.losses=[{name: reverse_kl}, {name: k2}]"
+    with endpoint(tiny_server.port, "teacher.signal=hidden", mixture) as (asked, _):
+        head = asked.lm_head()
+        scores, summary = asked.score(rollouts)
+    assert head.shape == (CUT, HIDDEN) and head.dtype == np.float32
+    for score, rollout, reference in zip(scores, rollouts, references, strict=True):
+        validate_scores(score, rollout, CUT, ("hidden",), "x", HIDDEN)
+        assert score.hidden is not None
+        np.testing.assert_allclose(log_softmax(score.hidden @ head.T / TEMPERATURE), reference, atol=1e-4)
+    n_rows = sum(len(r.response_ids) for r in rollouts)
+    assert (summary.mass, summary.n_bytes) == (None, n_rows * HIDDEN * 4)
+
+
+def test_both_requests_of_every_sequence_are_under_way_at_once_and_within_the_window() -> None:
+    """Would break if the second table of a sequence waited for the first, or a chunk went past the window."""
+    seen: list[ScoreRequest] = []
+
+    def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
+        seen.append(request)
+        return [error(request, "engine")] if len(seen) == 4 else []
+
+    mixture = "distill.losses=[{name: forward_kl}, {name: k1}]"
+    with (
+        ScriptedServer(script) as server,
+        endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB, n_in_flight=4) as (asked, client),
+    ):
+        with pytest.raises(TeacherError, match=r"prompt 1, sample 0: .*engine"):
+            asked.score(random_rollouts(5, SCRIPTED_VOCAB))
+        assert [request.signal for request in seen[:4]] == ["topk", "sampled"] * 2
+        wait_until(lambda: client.stats.n_cancelled == 9, 5.0, "the end of the other nine requests")
+
+
+def test_the_first_error_ends_a_chunk_of_logits() -> None:
+    """Would break if a refused sequence were left out, or the rest of its chunk were still streamed."""
+
+    def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
+        assert isinstance(request, ScoreRequest) and n == 0
+        return [error(request, "engine")]
+
+    with (
+        ScriptedServer(script) as server,
+        endpoint(server.port, "teacher.signal=logits", n_vocab=SCRIPTED_VOCAB) as (asked, _),
+    ):
+        with pytest.raises(TeacherError, match="prompt 0, sample 0: .*engine"):
+            asked.score(random_rollouts(3, SCRIPTED_VOCAB))
+        assert len(server.of(ScoreRequest)) == 1
+
+
+def test_a_loss_that_does_not_exist_is_refused_when_the_endpoint_is_made() -> None:
+    """Would break if a wrong setting showed only when the first rollouts are there."""
+    with pytest.raises(ConfigError, match="distill.loss"), endpoint(1, "distill.loss=kl"):
+        pass
