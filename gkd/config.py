@@ -30,6 +30,8 @@ class DataConfig:
     val_files: list[str] = field(default_factory=list)
     # Column with the prompt: a string, or a list of {role, content} messages for the tokenizer's chat template.
     prompt_key: str = "prompt"
+    # Column with the dataset's response, a string; needed where distill.on_policy_share is below 1.
+    response_key: str = "response"
     # Column with the reference answer, needed for eval.metric: exact_match; rows may lack it in train_files.
     answer_key: str = "answer"
     # Longest prompt, tokens.
@@ -119,6 +121,13 @@ class ActorConfig:
     micro_batch_size: int = 8
     # Padded tokens of one forward pass, at least one longest sequence; 0 = use micro_batch_size.
     max_tokens_per_micro_batch: int = 0
+    # Compute LM head and loss together, a chunk of rows at a time, so that the logits never exist as a whole. Off: all
+    # logits of a micro-batch at once.
+    fused_lm_head: bool = True
+    # Size of such a chunk's logits, MiB.
+    logits_chunk_mib: int = 128
+    # Softmax kernels of the top-k losses: auto (triton on cuda, torch on cpu) | torch | triton.
+    loss_kernel: str = "auto"
     optim: OptimConfig = field(default_factory=OptimConfig)
 
 
@@ -165,8 +174,14 @@ class TeacherConfig:
     n_server_workers: int = 0
     # Send rollouts to the teacher in small groups as they are finished, not when the whole batch is.
     overlap_rollout: bool = True
+    # What the teacher says of each position: topk (its most probable tokens) | sampled (the response token's logprob
+    # alone; for k1, k2, k3 and sft) | hidden (hidden states; the actor multiplies them by the teacher's LM head, which
+    # it fetches once: the exact distribution, H numbers a token) | logits (the exact distribution, V numbers a token).
+    signal: str = "topk"
     # Entries of the teacher's distribution kept at each position.
     topk: int = 64
+    # Keep only as many of the topk entries as it takes to reach this probability; 0 = all topk.
+    mass: float = 0.0
     # Temperature of the teacher's distribution (the student's logits are divided by the same one).
     temperature: float = 1.0
     # Bytes on the wire: fp16 (5 a top-k entry) | fp32 (8, lossless).
@@ -178,9 +193,31 @@ class TeacherConfig:
 
 
 @dataclass
+class LossTermConfig:
+    name: str = "forward_kl"
+    weight: float = 1.0
+    beta: float | None = None
+    alpha: float | None = None
+
+
+@dataclass
 class DistillConfig:
-    # forward_kl: KL(teacher || student).
+    # forward_kl: KL(teacher || student) | reverse_kl: KL(student || teacher) | jsd: GKD's, with distill.beta |
+    # skew_kl, skew_reverse_kl: DistiLLM's, with distill.alpha | k1, k2, k3: the reverse KL's gradient from the sampled
+    # token alone; the names differ in the estimator that is reported.
     loss: str = "forward_kl"
+    # A weighted sum instead of distill.loss: a list of {name, weight}, each with its own beta or alpha if it likes;
+    # besides the names above there is sft: cross-entropy on the dataset's responses.
+    losses: list[LossTermConfig] = field(default_factory=list)
+    # jsd: share of the teacher in the mixture, between 0 and 1; near 0 the forward KL's shape, near 1 the reverse KL's.
+    beta: float = 0.5
+    # skew_kl, skew_reverse_kl: how much of the first distribution is mixed into the second, from 0 to below 1.
+    alpha: float = 0.1
+    # k1, k2, k3: largest importance weight (student now / student at rollout) of a token; 0 = no limit.
+    importance_clip: float = 2.0
+    # GKD's lambda: share of prompts answered by the student; the others take the dataset's response
+    # (data.response_key).
+    on_policy_share: float = 1.0
     # What stands for the teacher's mass outside its top-k: bucket (one "everything else" class) | renorm (both sides
     # renormalised on the top-k) | drop (left out of the sum).
     tail: str = "bucket"
@@ -205,6 +242,9 @@ class EvalConfig:
     every: int = 0
     # Held-out prompts used, the first ones of val_files; 0 = all.
     max_prompts: int = 200
+    # Sequences of an evaluation, the first ones, whose numbers of each token (loss terms, KL, masses, entropy) are
+    # written to token_losses/step_N.jsonl in the run folder; 0 = none.
+    keep_token_losses: int = 0
     # exact_match (the text after the last eval.answer_marker equals the answer column) | none (KL only).
     metric: str = "exact_match"
     # What stands before the answer, in responses and, if it is there, in the reference.
@@ -329,6 +369,9 @@ def _unknown_key(key: str, value: object) -> ConfigError:
             "the teacher is a process of its own; its GPUs are chosen where it is started (python -m teacher_server).",
             "remove the key; teacher.n_server_workers is the number of sequences kept in flight, not GPUs.",
         )
+    if key in ("distill.lambda", "distill.lmbda"):
+        problem = "there is no such key: lambda is a reserved word of Python."
+        return ConfigError(key, value, problem, "GKD's lambda is distill.on_policy_share.")
     nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]}?" if nearest else "see python -m gkd.main_gkd --help for all keys."
     return ConfigError(key, value, "there is no such key.", hint)

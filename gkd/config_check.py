@@ -6,9 +6,11 @@ Pure: looks at the config only. What needs a look at files or sockets is in `gkd
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 from gkd.config import Config
 from gkd.errors import ConfigError
+from gkd.loss.spec import LOSS_NAMES, Signal, loss_spec
 from teacher_server.protocol import MAX_K
 
 _CHOICES = {
@@ -19,10 +21,12 @@ _CHOICES = {
     "trainer.scheduler": ("sync",),
     "trainer.resume": ("auto", "never"),
     "actor.strategy": ("megatron",),
+    "actor.loss_kernel": ("auto", "torch", "triton"),
     "actor.optim.schedule": ("constant", "linear", "cosine"),
     "teacher.backend": ("zmq",),
+    "teacher.signal": get_args(Signal),
     "teacher.wire": ("fp16", "fp32"),
-    "distill.loss": ("forward_kl",),
+    "distill.loss": LOSS_NAMES,
     "distill.tail": ("bucket", "renorm", "drop"),
     "weight_sync.transport": ("auto", "nccl", "gloo"),
     "weight_sync.verify": ("always", "first", "never"),
@@ -41,6 +45,7 @@ _POSITIVE = (
     "actor.tp",
     "actor.pp",
     "actor.micro_batch_size",
+    "actor.logits_chunk_mib",
     "actor.optim.lr",
     "actor.optim.eps",
     "rollout.n_gpus_per_node",
@@ -63,6 +68,7 @@ _NOT_NEGATIVE = (
     "actor.optim.warmup_steps",
     "eval.every",
     "eval.max_prompts",
+    "eval.keep_token_losses",
 )
 # What the teacher's client and its protocol demand.
 _BETWEEN: dict[str, tuple[float, float]] = {
@@ -74,7 +80,13 @@ _BETWEEN: dict[str, tuple[float, float]] = {
     "teacher.outage_budget_s": (1e-3, 1e6),
 }
 _MAX_NAME = 128  # characters of a teacher's name
-_SHARES = ("rollout.top_p", "rollout.gpu_memory_utilization", "actor.optim.min_lr_ratio")
+_SHARES = (
+    "rollout.top_p",
+    "rollout.gpu_memory_utilization",
+    "actor.optim.min_lr_ratio",
+    "distill.on_policy_share",
+)
+_MAY_BE_ZERO = ("actor.optim.min_lr_ratio", "distill.on_policy_share")  # of the shares
 
 
 def check_config(config: Config) -> None:
@@ -83,6 +95,8 @@ def check_config(config: Config) -> None:
     _check_required(config)
     _check_pools(config)
     _check_sizes(config)
+    _check_signal(config)
+    _check_mixture(config)
 
 
 def data_parallel_size(config: Config) -> int:
@@ -126,7 +140,7 @@ def _check_ranges(config: Config) -> None:
     for key in _SHARES:
         value = _value(config, key)
         assert isinstance(value, float)
-        if not 0.0 <= value <= 1.0 or (value == 0.0 and key != "actor.optim.min_lr_ratio"):
+        if not 0.0 <= value <= 1.0 or (value == 0.0 and key not in _MAY_BE_ZERO):
             raise ConfigError(key, value, "it is out of range.", "use a share between 0 and 1.")
     if len(config.actor.optim.betas) != 2 or not all(0.0 <= b < 1.0 for b in config.actor.optim.betas):
         raise ConfigError(
@@ -203,6 +217,45 @@ def _check_sizes(config: Config) -> None:
     if config.weight_sync.transport == "nccl" and t.device == "cpu":
         raise ConfigError(
             "weight_sync.transport", "nccl", "trainer.device is cpu and NCCL needs GPUs.", "use auto or gloo."
+        )
+
+
+def _check_signal(config: Config) -> None:
+    """Does the teacher say what the losses need?"""
+    t, spec = config.teacher, loss_spec(config.distill, config.teacher.temperature)
+    if t.signal == "sampled" and spec.divergences:
+        names = ", ".join(term.name for term in spec.divergences)
+        raise ConfigError(
+            "teacher.signal",
+            t.signal,
+            f"{names} compares distributions, and this is one token's probability.",
+            "use topk, hidden or logits; or k1, k2 or k3 as distill.loss.",
+        )
+    if not 0.0 <= t.mass < 1.0:
+        raise ConfigError("teacher.mass", t.mass, "it is out of range.", "use a number from 0 to below 1.")
+    if t.mass > 0.0 and t.signal != "topk":
+        raise ConfigError(
+            "teacher.mass", t.mass, f"with teacher.signal {t.signal} there is no list to cut.", "use 0, or signal topk."
+        )
+
+
+def _check_mixture(config: Config) -> None:
+    """Does every loss see tokens to learn from?"""
+    spec, share = loss_spec(config.distill, config.teacher.temperature), config.distill.on_policy_share
+    if spec.sft is not None and share == 1.0:
+        raise ConfigError(
+            "distill.on_policy_share",
+            share,
+            "sft is among the losses, and there would be no dataset response to learn from.",
+            "use a share below 1, or leave sft out.",
+        )
+    if share == 0.0 and len(spec.policy_gradients) == len(spec.terms):
+        names = ", ".join(term.name for term in spec.terms)
+        raise ConfigError(
+            "distill.on_policy_share",
+            share,
+            f"{names} learns from tokens that the student wrote, and there would be none.",
+            "use a share above 0, or add a loss that compares distributions.",
         )
 
 

@@ -24,6 +24,7 @@ log = get_logger("preflight")
 
 # How long a running teacher server may take to say who it is.
 TEACHER_HELLO_S = 10.0
+LARGE_SCORES_GIB = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +63,31 @@ def preflight(config: Config) -> Plan:
             dp_size,
             engines,
         )
-    train, dropped = load_prompts(config.data.train_files, config.data, tokenizer, "data.train_files")
+    eos_ids = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})
+    train, dropped = load_prompts(
+        config.data.train_files,
+        config.data,
+        tokenizer,
+        "data.train_files",
+        response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
+    )
     if dropped:
         log.warning("%d training prompts are over data.max_prompt_length and left out (truncation: drop)", dropped)
     val = _held_out(config, tokenizer)
     teacher = ask_teacher(config)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
+    scores_gib = full_scores_gib(config, n_vocab, teacher.hidden_size)
+    if scores_gib > LARGE_SCORES_GIB:
+        log.warning(
+            "teacher.signal %s: the scores of one step may take %.1f GiB of host memory over all data-parallel groups, "
+            "and as much again while they are trained on; topk%s takes far less",
+            config.teacher.signal,
+            scores_gib,
+            " or hidden" if config.teacher.signal == "logits" else "",
+        )
     return Plan(
         device=device,
-        eos_ids=sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids}),
+        eos_ids=eos_ids,
         train_prompts=train,
         val_prompts=val,
         teacher=teacher,
@@ -84,6 +101,14 @@ def planned_steps(config: Config, n_prompts: int) -> int:
     """Optimizer steps of the run: total_epochs' worth, at least one, and at most total_steps (0 = no limit)."""
     by_epochs = max(1, n_prompts * config.trainer.total_epochs // config.trainer.global_batch_size)
     return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
+
+
+def full_scores_gib(config: Config, n_vocab: int, hidden_size: int) -> float:
+    """Most that one step's teacher logits or hidden states can take on the hosts, GiB; 0 for the small signals."""
+    bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
+    bytes_per_token = {"logits": bytes_per_logit * n_vocab, "hidden": 4 * hidden_size}.get(config.teacher.signal, 0)
+    n_sequences = config.trainer.global_batch_size * config.rollout.n
+    return n_sequences * config.data.max_response_length * bytes_per_token / 2**30
 
 
 def resolve_device(config: Config) -> str:
@@ -247,7 +272,7 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
             "cut the student's padded embedding rows, or use a teacher with at least as many.",
         )
     n_vocab = student_vocab
-    if config.teacher.topk > n_vocab:
+    if config.teacher.signal == "topk" and config.teacher.topk > n_vocab:
         raise ConfigError(
             "teacher.topk",
             config.teacher.topk,

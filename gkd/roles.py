@@ -24,7 +24,8 @@ class RolloutChunk:
     n_prompt_tokens: int
     n_response_tokens: int
     n_cut: int  # responses that ran into max_response_length
-    policy_version: int  # oldest version that wrote a part of it
+    policy_version: int  # oldest version that wrote a part of it; the current one if no version did
+    on_policy: bool = True  # False: the dataset's responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,19 @@ class ScoredChunk:
     """A rollout chunk and the handle of the teacher's scores for it."""
 
     rollouts: RolloutChunk
-    ref: Any  # of list[TeacherTopK], in the same order; only the last pipeline stage fetches it
-    teacher_mass: float  # mean over positions of the teacher's mass on its top-k
+    ref: Any  # of list[TeacherScores], in the same order; only the last pipeline stage fetches it
+    teacher_mass: float | None  # mean over positions of the teacher's mass on its top-k; None: it gave no such list
     n_teacher_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """The numbers of each response token of one sequence, for people to look at."""
+
+    prompt_id: int
+    sample_index: int
+    response_ids: list[int]
+    values: dict[str, list[float]]  # by the names of `gkd.loss.token_loss.TokenLosses`; nats or probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,7 @@ class TrainStats:
     grad_norm: float = 0.0  # global, before clipping; 0 in evaluation
     lr: float = 0.0  # of the update just made; 0 in evaluation
     extra: dict[str, float] = field(default_factory=dict)  # metric name -> value
+    tokens: list[TokenRecord] = field(default_factory=list)  # of an evaluation that was asked for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +89,21 @@ class SyncReport:
 
 
 class RolloutRole(Protocol):
-    def generate(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> Iterator[RolloutChunk]:
-        """Chunks as they finish. All rollouts of a prompt go to one data-parallel group, fixed by its place."""
+    def generate(
+        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
+    ) -> Iterator[RolloutChunk]:
+        """Chunks as they finish. All rollouts of a prompt go to one data-parallel group, fixed by its place.
+
+        Args:
+            places: place of each prompt in the whole batch.
+        """
+        ...
+
+    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+        """The dataset's responses to these prompts as finished chunks, one sequence a prompt, groups as above.
+
+        Their version is `policy_version`, the current one: a dataset response is never stale.
+        """
         ...
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
@@ -101,8 +126,8 @@ class ActorRole(Protocol):
         """One optimizer step on the whole batch."""
         ...
 
-    def evaluate(self, batch: Sequence[ScoredChunk]) -> TrainStats:
-        """The same loss, nothing learned."""
+    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
+        """The same loss, nothing learned; with the numbers of each token of the first `keep_tokens` sequences."""
         ...
 
     def save(self, folder: Path) -> None: ...

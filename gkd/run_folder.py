@@ -21,7 +21,7 @@ from typing import TextIO
 from gkd.config import Config, load_config, save_config
 from gkd.disk import fsync, fsync_tree
 from gkd.errors import CheckpointError, ConfigError
-from gkd.roles import Sample
+from gkd.roles import Sample, TokenRecord
 
 # Keys a resumed run may change: they say how and where the same thing is computed, not what. A checkpoint can be loaded
 # in another layout, so the pools may be split anew.
@@ -38,6 +38,9 @@ _FREE_ON_RESUME = {
     "actor.pp",
     "actor.micro_batch_size",
     "actor.max_tokens_per_micro_batch",
+    "actor.fused_lm_head",
+    "actor.logits_chunk_mib",
+    "actor.loss_kernel",
     "rollout.n_gpus_per_node",
     "rollout.nnodes",
     "rollout.tp",
@@ -82,6 +85,12 @@ class RunFolder:
         file = self.root / "samples" / f"step_{step:08d}.jsonl"
         file.parent.mkdir(exist_ok=True)
         file.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
+
+    def write_token_losses(self, step: int, records: Sequence[TokenRecord]) -> None:
+        """One JSON line a sequence of an evaluation; see `TokenRecord`."""
+        file = self.root / "token_losses" / f"step_{step:08d}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
 
     def save_checkpoint(self, state: TrainerState, save_actor: Callable[[Path], None], keep_last: int) -> Path:
         """Write into a temporary folder, sync it to disk, rename, then delete the ones beyond `keep_last`.

@@ -4,19 +4,30 @@
 
 Everything heavy is behind the Protocols of `gkd.roles`; this process moves handles and numbers. The road under
 `trainer.scheduler: sync`: every rollout is written by the newest weights, so staleness is 0, and the loop
-checks that it is.
+checks that it is. Below `distill.on_policy_share: 1` some prompts of a batch take the dataset's response instead of a
+rollout (`gkd.mixing`); from there on both kinds go the same road.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gkd.config import Config
 from gkd.errors import NumericsError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
-from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, SyncReport, TrainStats, WeightSyncRole
+from gkd.mixing import on_policy_places
+from gkd.roles import (
+    ActorRole,
+    RolloutChunk,
+    RolloutRole,
+    ScoredChunk,
+    ScoringRole,
+    SyncReport,
+    TrainStats,
+    WeightSyncRole,
+)
 from gkd.run_folder import RunFolder, TrainerState
 from gkd.sampler import PromptSampler
 from gkd.types import Prompt
@@ -104,8 +115,10 @@ class Trainer:
         """One batch down the whole road; its numbers but the times."""
         with timers("data"):
             prompts = self.sampler.peek()
-        seed = self.config.data.seed + self.step
-        batch = self._rollout_and_score(prompts, timers, n=self.config.rollout.n, seed=seed)
+            share, seed = self.config.distill.on_policy_share, self.config.data.seed
+            on_policy = on_policy_places(self.step, len(prompts), share, seed)
+        answers = self._answers(prompts, on_policy, n=self.config.rollout.n, seed=seed + self.step)
+        batch = self._score(answers, timers)
         staleness = self.step - min(chunk.rollouts.policy_version for chunk in batch)
         if staleness != 0:
             raise NumericsError(f"scheduler sync promises staleness 0; a rollout of step {self.step} has {staleness}")
@@ -117,31 +130,54 @@ class Trainer:
             report = self.roles.weight_sync.push(self.step)
         return step_metrics(batch, stats, report, staleness)
 
-    def _rollout_and_score(
-        self, prompts: Sequence[Prompt], timers: StageTimers, *, n: int, seed: int
-    ) -> list[ScoredChunk]:
-        """Rollouts and, while they are still being written, the teacher's scores of those that are finished."""
-        rollout, scoring = self.roles.rollout, self.roles.scoring
+    def _answers(
+        self, prompts: Sequence[Prompt], on_policy: Sequence[int], *, n: int, seed: int
+    ) -> Iterator[RolloutChunk]:
+        """Answers to a batch: the dataset's, which are there already, then the student's as they finish.
+
+        Args:
+            on_policy: places in `prompts` of those that the student answers, ascending.
+        """
+        rollout = self.roles.rollout
+        from_dataset = sorted(set(range(len(prompts))) - set(on_policy))
+        if from_dataset:
+            asked = [prompts[i] for i in from_dataset]
+            yield from rollout.dataset(asked, places=from_dataset, policy_version=self.step)
+        if on_policy:
+            asked = [prompts[i] for i in on_policy]
+            temperature = self.config.rollout.temperature
+            yield from rollout.generate(asked, places=on_policy, n=n, temperature=temperature, seed=seed)
+
+    def _score(self, answers: Iterator[RolloutChunk], timers: StageTimers) -> list[ScoredChunk]:
+        """All answers and, while some are still being written, the teacher's scores of those that are finished."""
+        scoring = self.roles.scoring
         with timers("rollout"):
-            finished = rollout.generate(prompts, n=n, temperature=self.config.rollout.temperature, seed=seed)
             if self.config.teacher.overlap_rollout:
-                for chunk in finished:
+                for chunk in answers:
                     scoring.submit(chunk)
                 held = []
             else:
-                held = list(finished)
+                held = list(answers)
         with timers("teacher"):
             for chunk in held:
                 scoring.submit(chunk)
             return scoring.collect()
 
     def _evaluate(self, timers: StageTimers) -> dict[str, float]:
-        """Held-out prompts: KL on the student's own samples, and greedy accuracy."""
+        """Held-out prompts: KL on the student's own samples, whatever the mixture in training, and greedy accuracy.
+
+        Where the teacher gives no distribution there is no KL, and the loss is reported instead.
+        """
         with timers("eval"):
             # The same seed every time, so that two evaluations differ by the student alone.
-            batch = self._rollout_and_score(self.val_prompts, self.new_timers(), n=1, seed=EVAL_SEED)
-            stats = self.roles.actor.evaluate(batch)
-            numbers = {"eval/kl": stats.loss, "eval/response_tokens": float(stats.n_loss_tokens)}
+            answers = self._answers(self.val_prompts, range(len(self.val_prompts)), n=1, seed=EVAL_SEED)
+            scored = self._score(answers, self.new_timers())
+            stats = self.roles.actor.evaluate(scored, keep_tokens=self.config.eval.keep_token_losses)
+            if stats.tokens:
+                self.folder.write_token_losses(self.step, stats.tokens)
+            kl = stats.extra.get("loss/token_kl")
+            numbers = {"eval/loss": stats.loss} if kl is None else {"eval/kl": kl}
+            numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if self.config.eval.metric == "exact_match":
                 report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
                 numbers["eval/accuracy"] = report.accuracy
@@ -155,7 +191,8 @@ class Trainer:
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
         log.info("weights synced: %d bytes, %d tensors verified", report.n_bytes, report.verified_tensors)
-        evaluated = {line["step"] for line in read_metrics(self.folder.metrics_file) if "eval/kl" in line}
+        lines = read_metrics(self.folder.metrics_file)
+        evaluated = {line["step"] for line in lines if "eval/response_tokens" in line}
         # Before the first step; or after the last, where a run was resumed that was stopped in that evaluation.
         if self.val_prompts and self.step in {0, self.total_steps} - evaluated:
             numbers = self._evaluate(timers)
@@ -190,20 +227,22 @@ class Trainer:
 def step_metrics(
     batch: Sequence[ScoredChunk], stats: TrainStats, report: SyncReport, staleness: int
 ) -> dict[str, float]:
-    """Everything of a step but its times."""
+    """Everything of a step but its times; `rollout/` counts the dataset's responses, too."""
     n_sequences = sum(c.rollouts.n_sequences for c in batch)
     n_tokens = sum(c.rollouts.n_response_tokens for c in batch)
+    masses = [c.teacher_mass * c.rollouts.n_response_tokens for c in batch if c.teacher_mass is not None]
     return {
         "loss/total": stats.loss,
         "loss/tokens": float(stats.n_loss_tokens),
         "optim/grad_norm": stats.grad_norm,
         "optim/lr": stats.lr,
         "rollout/sequences": float(n_sequences),
+        "rollout/on_policy_share": sum(c.rollouts.n_sequences for c in batch if c.rollouts.on_policy) / n_sequences,
         "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
         "rollout/response_tokens": float(n_tokens),
         "rollout/response_length_mean": n_tokens / n_sequences,
         "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
-        "teacher/topk_mass": sum(c.teacher_mass * c.rollouts.n_response_tokens for c in batch) / n_tokens,
+        **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
         "staleness/max": float(staleness),
         "weight_sync/bytes": float(report.n_bytes),

@@ -1,18 +1,19 @@
 """The things that travel along the road of one batch.
 
-    Prompt -> Rollout (+ TeacherTopK) -> MicroBatch
+    Prompt -> Rollout (+ TeacherScores) -> MicroBatch (with its TokenTargets)
 
-Everything up to `TeacherTopK` is numpy, because it crosses process borders through shared
+Everything up to `TeacherScores` is numpy, because it crosses process borders through shared
 memory and raw network frames; `MicroBatch` is torch, because it is what a rank trains on.
 
 Shape letters, here and everywhere: P prompt tokens, R response tokens, K top-k entries,
-B sequences of a micro-batch, S padded sequence length, N loss tokens of a micro-batch, V vocabulary.
+B sequences of a micro-batch, S padded sequence length, N loss tokens of a micro-batch, V vocabulary,
+D hidden size of the teacher.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Prompt:
     prompt_id: int  # row number over all files; stable between runs, so a resume can name it
     token_ids: np.ndarray  # [P] int32
     answer: str | None = None  # reference answer, for evaluation only
+    response_ids: np.ndarray | None = None  # [R] int32, the dataset's response, its end-of-sequence token included
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,20 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A prompt and the student's answer to it, with the logprobs the engine sampled it under."""
+    """A prompt and an answer to it: the student's, with the logprobs it was sampled under, or the dataset's."""
 
     prompt_id: int
     sample_index: int  # unique in its batch: place of the prompt there x `rollout.n` + which of its samples
     prompt_ids: np.ndarray  # [P] int32
     response_ids: np.ndarray  # [R] int32; ends with the end-of-sequence token if finish_reason == "stop"
-    rollout_logprobs: np.ndarray  # [R] float32, nats, of the engine's sampling distribution
-    version_spans: tuple[VersionSpan, ...]
+    rollout_logprobs: np.ndarray  # [R] float32, nats, of the engine's sampling distribution; zeros for the dataset's
+    version_spans: tuple[VersionSpan, ...]  # empty for the dataset's
     finish_reason: str  # "stop" | "length"
+    on_policy: bool = True  # False: the dataset's response
 
     @property
     def policy_version(self) -> int:
-        """The oldest version that wrote a part of it: the one staleness is measured against."""
+        """The oldest version that wrote a part of it: the one staleness is measured against. Student's answers only."""
         return min(span.policy_version for span in self.version_spans)
 
     @property
@@ -76,6 +79,44 @@ class TeacherTopK:
     counts: np.ndarray | None = None  # [R] int32, 1..K listed ids of each row; None: all K
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """The teacher's answer about one sequence: whatever `teacher.signal` and the loss ask for, the rest None."""
+
+    topk: TeacherTopK | None = None
+    sampled_logprobs: np.ndarray | None = None  # [R] float32, nats, of the response tokens
+    logits: np.ndarray | None = (
+        None  # [R, V] float32 or float16, over the common vocabulary, divided by the temperature
+    )
+    hidden: np.ndarray | None = None  # [R, D] float32, final hidden states; times the LM head: logits, not yet divided
+
+
+@dataclass(slots=True)
+class TokenTargets:
+    """What each of N loss rows learns from. Tables that the loss does not use are None."""
+
+    sampled_ids: torch.Tensor  # [N] int64, the response token that the row predicts
+    rollout_logprobs: torch.Tensor  # [N] float32, nats; 0 where the row is not on-policy
+    on_policy: torch.Tensor  # [N] bool: the student wrote the token; False: it is the dataset's
+    topk_ids: torch.Tensor | None = None  # [N, K] int64, distinct in a row; -1 past a row's count
+    topk_logprobs: torch.Tensor | None = None  # [N, K] float32, nats; -inf past a row's count
+    tail_mass: torch.Tensor | None = None  # [N] float32, the teacher's probability outside the list
+    sampled_logprobs: torch.Tensor | None = None  # [N] float32, nats, the teacher's for sampled_ids
+    logits: torch.Tensor | None = None  # [N, V] the teacher's, divided by the temperature; stays on the host
+    hidden: torch.Tensor | None = None  # [N, D] the teacher's final hidden states; stays on the host
+
+    def __len__(self) -> int:
+        return int(self.sampled_ids.numel())
+
+    def rows(self, rows: slice, device: torch.device) -> TokenTargets:
+        """Some of the rows, on `device`."""
+        taken: dict[str, Any] = {}
+        for f in fields(self):
+            table: torch.Tensor | None = getattr(self, f.name)
+            taken[f.name] = None if table is None else table[rows].to(device, non_blocking=True)
+        return TokenTargets(**taken)
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """One forward pass. Right-padded tokens; the loss rows are a flat list, so nothing is padded to [B, S, K].
@@ -88,9 +129,8 @@ class MicroBatch:
     tokens: torch.Tensor  # [B, S] int64
     position_ids: torch.Tensor  # [B, S] int64
     loss_index: torch.Tensor  # [N] int64, into the flattened [B * S] positions
-    target_ids: torch.Tensor  # [N] int64, the sampled response token each row predicts
-    topk_ids: torch.Tensor  # [N, K] int64
-    topk_logprobs: torch.Tensor  # [N, K] float32, nats
+    targets: TokenTargets | None  # of the N rows; None on ranks that compute no loss
+    sample_indices: tuple[int, ...] = ()  # of the B sequences, in the order of their rows
 
     @property
     def n_loss_tokens(self) -> int:

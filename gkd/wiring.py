@@ -54,6 +54,9 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         gather(building, "init_model", t.init_timeout_s)
         endpoints = _endpoints(config, plan, actor)
         gather({f"scoring endpoint {i}": e.is_up.remote() for i, e in enumerate(endpoints)}, "start", t.init_timeout_s)
+        if config.teacher.signal == "hidden":
+            # The handles are kept by nobody here: what they stand for is freed as soon as the actor has it.
+            actor.set_teacher_head([endpoint.lm_head.remote() for endpoint in endpoints])
         scoring = ScoringPool(endpoints, t.stage_timeout_s)
         sync = WeightSync(actor.exporters(), rollout.workers, config, plan.device)
         log.info("all ranks are up")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,18 @@ class ActorPool:
         return self._call("init_model", self._config, device, address, total_steps)
 
     def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
-        return self._on_batch("train_step", batch)
+        return self._on_batch("train_step", batch)[0]
 
-    def evaluate(self, batch: Sequence[ScoredChunk]) -> TrainStats:
-        return self._on_batch("evaluate", batch)
+    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
+        answers = self._on_batch("evaluate", batch, keep_tokens)
+        # Tensor-parallel ranks all know the same tokens; each data-parallel group has its own.
+        tokens = [
+            record
+            for answer, layout in zip(answers, self._layouts, strict=True)
+            if layout.is_last_stage and layout.tp_rank == 0
+            for record in answer.tokens
+        ]
+        return replace(answers[0], tokens=sorted(tokens, key=lambda record: record.sample_index))
 
     def save(self, folder: Path) -> None:
         self._gathered("save", folder.absolute())
@@ -62,15 +71,29 @@ class ActorPool:
         }
         return list(gather(refs, "node ids", self._timeout_s).values())
 
-    def _on_batch(self, method: str, batch: Sequence[ScoredChunk]) -> TrainStats:
+    def set_teacher_head(self, heads: Sequence[Any]) -> None:
+        """Hands the teacher's LM head to the ranks that compute the loss; blocks.
+
+        Args:
+            heads: by data-parallel rank, a handle of [V, D] float32 on that group's last stage's host.
+        """
+        refs = {
+            f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank])
+            for worker, layout in zip(self._workers, self._layouts, strict=True)
+            if layout.is_last_stage
+        }
+        gather(refs, "set_teacher_head", self._timeout_s)
+
+    def _on_batch(self, method: str, batch: Sequence[ScoredChunk], *args: Any) -> list[TrainStats]:
+        """By rank; all have the same numbers."""
         refs = {}
         for worker, layout in zip(self._workers, self._layouts, strict=True):
             share = [chunk for chunk in batch if chunk.rollouts.dp_rank == layout.dp_rank]
             handles = [chunk.rollouts.ref for chunk in share]
             if layout.is_last_stage:  # the only one that computes the loss
                 handles += [chunk.ref for chunk in share]
-            refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(len(share), *handles)
-        return next(iter(gather(refs, method, self._timeout_s).values()))
+            refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(*args, len(share), *handles)
+        return list(gather(refs, method, self._timeout_s).values())
 
     def _gathered(self, method: str, *args: Any) -> None:
         gather(self._call(method, *args), method, self._timeout_s)

@@ -7,24 +7,26 @@ pipeline stage fetches the teacher's scores, because only it computes the loss.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import ray
 import torch
 import torch.distributed as dist
 
+from gkd.actor.agree import same_error
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.batching import make_micro_batches
+from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.cluster.assignment import RankPlace, free_port, this_place
 from gkd.config import Config, OptimConfig
 from gkd.log import get_logger
-from gkd.loss.divergence import Tail
-from gkd.loss.spec import LossSpec
+from gkd.loss.spec import Signal, loss_spec, teacher_signals
 from gkd.roles import TrainStats
-from gkd.types import MicroBatch, Rollout, TeacherTopK
+from gkd.types import MicroBatch, Rollout, TeacherScores
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 
@@ -75,6 +77,8 @@ class ActorWorker:
             timeout=timedelta(seconds=config.trainer.stage_timeout_s),
         )
         self._log.info("joined the actor group of %d", world_size)
+        self._loss = loss_spec(config.distill, config.teacher.temperature)
+        self._signals = teacher_signals(self._loss, cast(Signal, config.teacher.signal))
         self._layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank)
         self._student = MegatronStudent(
             config.model.path,
@@ -82,12 +86,18 @@ class ActorWorker:
             optim=_optim_spec(actor.optim, total_steps),
             dtype=getattr(torch, config.model.dtype),
             device=self._device,
-            loss=LossSpec(
-                config.distill.loss, tail=cast(Tail, config.distill.tail), temperature=config.teacher.temperature
-            ),
+            loss=self._loss,
+            signals=self._signals,
+            fused_lm_head=actor.fused_lm_head,
+            logits_chunk_mib=actor.logits_chunk_mib,
+            loss_kernel=actor.loss_kernel,
             seed=config.data.seed,
         )
         self._log.info("student built and loaded")
+
+    def set_teacher_head(self, head: np.ndarray) -> None:
+        """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
+        self._student.set_teacher_head(head)
 
     def train_step(self, n_chunks: int, *lists: list[Any]) -> TrainStats:
         """One optimizer step on this data-parallel group's share.
@@ -98,9 +108,21 @@ class ActorWorker:
         """
         return self._student.train_step(self._micro_batches(lists[:n_chunks], lists[n_chunks:]))
 
-    def evaluate(self, n_chunks: int, *lists: list[Any]) -> TrainStats:
-        """The same loss; nothing learned. Arguments as of `train_step`."""
-        return self._student.evaluate(self._micro_batches(lists[:n_chunks], lists[n_chunks:]))
+    def evaluate(self, keep_tokens: int, n_chunks: int, *lists: list[Any]) -> TrainStats:
+        """The same loss; nothing learned. Arguments as of `train_step`.
+
+        Args:
+            keep_tokens: sequences of the batch, the first ones, whose tokens' numbers come with the result; from the
+                ranks that compute the loss.
+        """
+        batches = self._micro_batches(lists[:n_chunks], lists[n_chunks:])
+        if not (keep_tokens and self._layout.is_last_stage):
+            return self._student.evaluate(batches)
+        tables: list[torch.Tensor] = []
+        stats = self._student.evaluate(batches, on_rows=tables.append)
+        rollouts = [rollout for chunk in lists[:n_chunks] for rollout in chunk]
+        tokens = token_records(batches, tables, self._student.loss.report_names, rollouts)
+        return replace(stats, tokens=[record for record in tokens if record.sample_index < keep_tokens])
 
     def save(self, folder: Path) -> None:
         self._student.save_checkpoint(folder)
@@ -127,11 +149,23 @@ class ActorWorker:
         return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def _micro_batches(
-        self, rollouts: Sequence[list[Rollout]], teacher: Sequence[list[TeacherTopK]]
+        self, rollouts: Sequence[list[Rollout]], scores: Sequence[list[TeacherScores]]
     ) -> list[MicroBatch]:
+        """Raises, on all ranks alike, what is wrong with a sequence on any of them; see `check_batch`."""
+        all_rollouts = list(chain.from_iterable(rollouts))
+        all_scores = list(chain.from_iterable(scores)) if self._layout.is_last_stage else None
+        with same_error(self._device):
+            check_batch(
+                all_rollouts,
+                all_scores,
+                where=f"actor rank {self._rank}",
+                n_vocab=self._student.model.dims.vocab_size,
+                wanted=self._signals,
+                hidden_size=self._student.teacher_hidden_size,
+            )
         return make_micro_batches(
-            list(chain.from_iterable(rollouts)),
-            list(chain.from_iterable(teacher)) if self._layout.is_last_stage else None,
+            all_rollouts,
+            all_scores,
             micro_batch_size=self._config.actor.micro_batch_size,
             max_tokens=self._config.actor.max_tokens_per_micro_batch,
         )

@@ -1,81 +1,127 @@
-"""Divergences between teacher and student on the teacher's top-k ids: [N, K] and [N, K] -> [N].
+"""Divergences between teacher and student over a table of outcomes: [N, M] and [N, M] -> [N]. The dense reference.
 
-Plain autograd, so the gradient is that of the loss as it is written here. The teacher's logprobs
-are normalised over the full vocabulary before the truncation to K, so their mass
-m_p = sum_k p_k is below 1; what happens to the rest is the policy `tail`:
+Plain autograd, so the gradient is that of the loss as it is written here. P is the teacher, Q the student.
+The outcomes are the whole vocabulary, or the teacher's top-k ids and what the policy `tail` makes of the rest.
+The teacher's logprobs are normalised over the full vocabulary before the truncation to K, so their mass
+m_p = sum_k p_k is below 1:
 
     bucket   one more outcome, "any other token", with 1 - m_p (teacher) and 1 - m_q (student)
     renorm   both distributions are renormalised over the K ids
-    drop     the sum over the K ids alone; may be negative, and its gradient in the logits is
+    drop     the K ids alone; a sum may be negative, and the gradient of the forward KL in the logits is
              m_p * q - p on the K ids, not q - p
 
-A further divergence is a function of this signature and a line in `DIVERGENCES`.
+Every divergence is a sum over outcomes, so over parts of a vocabulary it adds up. A further one is a
+function of this signature and a line in `DIVERGENCES`, with its name in `gkd.loss.spec`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from gkd.errors import ConfigError
+from gkd.loss.spec import LossTerm, Tail
 
-Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
-Divergence: TypeAlias = Callable[[Tensor, Tensor, Tail], Tensor]
+Divergence: TypeAlias = Callable[[Tensor, Tensor, LossTerm], Tensor]
 
 
-def forward_kl(topk_logprobs_student: Tensor, topk_logprobs_teacher: Tensor, tail: Tail) -> Tensor:
-    """KL(teacher || student) per token, sum_k p_k (log p_k - log q_k), with the policy `tail`.
+def forward_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
+    """KL(P || Q) = sum p (log p - log q), nats. arXiv:2306.13649, Eq. 1."""
+    return _x_log_ratio(log_p, log_q).sum(dim=-1)
+
+
+def reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
+    """KL(Q || P); infinite where the student has mass on a token that the teacher excludes."""
+    return _x_log_ratio(log_q, log_p).sum(dim=-1)
+
+
+def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
+    """beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q. arXiv:2306.13649.
+
+    Divided by beta it tends to KL(P || Q) as beta -> 0, and divided by 1 - beta to KL(Q || P) as beta -> 1.
+    """
+    log_m = _log_mixture(log_p, log_q, term.beta)
+    teacher, student = _x_log_ratio(log_p, log_m), _x_log_ratio(log_q, log_m)
+    return (term.beta * teacher + (1.0 - term.beta) * student).sum(dim=-1)
+
+
+def skew_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
+    """KL(P || alpha P + (1 - alpha) Q). DistiLLM, arXiv:2402.03898."""
+    return _x_log_ratio(log_p, _log_mixture(log_p, log_q, term.alpha)).sum(dim=-1)
+
+
+def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
+    """KL(Q || (1 - alpha) P + alpha Q). DistiLLM, arXiv:2402.03898."""
+    return _x_log_ratio(log_q, _log_mixture(log_q, log_p, term.alpha)).sum(dim=-1)
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "skew_kl": skew_kl,
+    "skew_reverse_kl": skew_reverse_kl,
+}
+
+
+def outcome_tables(
+    log_q: Tensor, log_p: Tensor, tail: Tail, *, listed: Tensor | None = None, tail_mass: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Top-k logprobs -> tables of outcomes (student's, teacher's) for the divergences: [N, M] both.
 
     Args:
-        topk_logprobs_student: [N, K] float32 or float64, nats, log q over the full vocabulary.
-        topk_logprobs_teacher: [N, K] like it, log p; -inf entries have no weight.
-        tail: what stands for the tokens outside the K ids.
+        log_q: [N, K] float32 or float64, nats, the student's logprobs over the full vocabulary.
+        log_p: [N, K] like it, the teacher's; -inf = impossible.
+        tail: the policy; M is K + 1 for bucket, else K.
+        listed: [N, K] bool, False where an entry is filling; None: all are real.
+        tail_mass: [N] the teacher's probability outside the list, used by bucket; None: 1 - sum of the list.
 
-    Returns:
-        [N] nats.
-
-    Raises:
-        ConfigError: unknown tail policy.
-
-    Source: arXiv:2306.13649, Eq. 1, with the truncation made explicit.
+    With bucket the teacher's K + 1 probabilities are scaled to sum to 1: the wire rounds them, and a
+    divergence of what does not sum to 1 may be negative.
     """
-    log_q, log_p = topk_logprobs_student, topk_logprobs_teacher.to(topk_logprobs_student.dtype)
+    log_p = log_p.to(log_q.dtype)
+    if listed is not None:  # no outcome at all: no mass on either side, and no gradient
+        log_q, log_p = log_q.masked_fill(~listed, -torch.inf), log_p.masked_fill(~listed, -torch.inf)
     if tail == "renorm":
-        return _kl_terms(log_p.log_softmax(dim=-1), log_q.log_softmax(dim=-1)).sum(dim=-1)
-    inside = _kl_terms(log_p, log_q).sum(dim=-1)
+        return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)
     if tail == "drop":
-        return inside
+        return log_q, log_p
     if tail == "bucket":
-        return inside + _kl_terms(tail_logprob(log_p), tail_logprob(log_q))
-    raise ConfigError("distill.tail", tail, "is not a tail policy.", f"Choose one of {', '.join(get_args(Tail))}.")
-
-
-DIVERGENCES: dict[str, Divergence] = {"forward_kl": forward_kl}
-
-
-def divergence_named(name: str) -> Divergence:
-    """The divergence called `name`. Raises ConfigError naming `distill.loss` and the known ones."""
-    if name not in DIVERGENCES:
-        raise ConfigError("distill.loss", name, "is not a known loss.", f"Choose one of {', '.join(DIVERGENCES)}.")
-    return DIVERGENCES[name]
+        outside = tail_logprob(log_p) if tail_mass is None else _floored_log(tail_mass.to(log_q.dtype))
+        log_p = torch.cat([log_p, outside[:, None]], dim=-1)
+        return torch.cat([log_q, tail_logprob(log_q)[:, None]], dim=-1), log_p.log_softmax(dim=-1)
+    raise ConfigError("distill.tail", tail, "is not a tail policy.", f"use one of {', '.join(get_args(Tail))}.")
 
 
 def tail_logprob(topk_logprobs: Tensor) -> Tensor:
     """log(1 - sum_k exp(logprob_k)): the log mass outside the K ids. [N, K] -> [N].
 
-    The mass is floored at the dtype's machine epsilon: 1 - sum_k has that absolute error anyway
+    The mass outside is floored at the dtype's machine epsilon: 1 - sum_k has that absolute error anyway
     (it can even be negative), and below the floor there is no signal, so the gradient is zero.
     """
     mass = topk_logprobs.exp().sum(dim=-1)
     return torch.log1p(-mass.clamp(max=1.0 - torch.finfo(mass.dtype).eps))
 
 
-def _kl_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p (log p - log q), elementwise, with 0 log 0 = 0."""
-    # A teacher entry of -inf would give 0 * inf = nan in the value and in the gradient of log_q.
-    absent = torch.isneginf(log_p)
-    difference = log_p.masked_fill(absent, 0.0) - log_q.masked_fill(absent, 0.0)
-    return log_p.exp() * difference
+def _floored_log(mass: Tensor) -> Tensor:
+    # The same floor as the student's, so that a list of the whole vocabulary leaves both the same nothing.
+    return mass.clamp(min=torch.finfo(mass.dtype).eps).log()
+
+
+def _x_log_ratio(log_x: Tensor, log_y: Tensor) -> Tensor:
+    """x (log x - log y), elementwise, with 0 log 0 = 0."""
+    # An entry of -inf would give 0 * inf = nan in the value and in the gradient.
+    absent = torch.isneginf(log_x)
+    return log_x.exp() * (log_x.masked_fill(absent, 0.0) - log_y.masked_fill(absent, 0.0))
+
+
+def _log_mixture(log_a: Tensor, log_b: Tensor, share_a: float) -> Tensor:
+    """log(share_a * a + (1 - share_a) * b), elementwise."""
+    absent = torch.isneginf(log_a) & torch.isneginf(log_b)
+    a, b = log_a.masked_fill(absent, 0.0), log_b.masked_fill(absent, 0.0)
+    log_share_a = math.log(share_a) if share_a > 0 else -math.inf
+    return torch.logaddexp(a + log_share_a, b + math.log1p(-share_a)).masked_fill(absent, -torch.inf)

@@ -1,135 +1,204 @@
-"""Student logprobs of the teacher's top-k ids, from logits split over tensor-parallel ranks.
+"""Student logprobs of chosen ids, from logits split over tensor-parallel ranks.
 
-Road of one batch: the step between the student's LM head and the divergence.
+Road of one batch: the step between the student's LM head and the tables of `gkd.loss.token_loss`.
 
-    logprob[n, k] = z[n, ids[n, k]] - log sum_v exp(z[n, v]),      z = logits / temperature
+    logprob[n, c] = z[n, ids[n, c]] - log sum_v exp(z[n, v]),      z = logits / temperature
 
 The vocabulary of the sum is the model's true one: rows that exist only because the vocabulary was
 padded to a multiple of TP take no part in it and get a gradient of exactly zero. Nothing of size
-[N, V] is kept in float32: both passes walk over chunks of rows.
+[N, V] is kept or made beside the logits and their gradient: both passes walk over pieces of rows
+(`gkd.loss.row_kernels`), and the backward pass computes the softmax again.
 
-Letters: N loss rows, K top-k entries, V_local vocabulary rows of this rank (padding included),
-V_valid those of them that are real.
+Letters: N loss rows, C ids a row, V_local vocabulary columns of this rank (padding included), TP ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gkd.errors import NumericsError
-
-# Float32 working memory of one chunk: 2^25 elements = 128 MiB.
-_CHUNK_ELEMENTS = 1 << 25
+from gkd.loss.row_kernels import RowKernels, statistics_dtype
 
 
-def vocab_parallel_topk_logprobs(
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """Which part of the vocabulary this rank's logits are about."""
+
+    start: int  # global id of local column 0
+    n_valid: int  # size of the true, unpadded vocabulary
+    group: dist.ProcessGroup | None  # ranks that hold the other parts; None: this one holds all
+
+    def n_columns(self, v_local: int) -> int:
+        """Columns of this rank that are no padding; 0 on a rank that holds nothing else."""
+        return min(max(self.n_valid - self.start, 0), v_local)
+
+    def columns(self, ids: Tensor, v_local: int) -> Tensor:
+        """Global ids -> local columns, int64; -1 for an id of another rank and for -1."""
+        local = ids - self.start
+        return torch.where((ids >= 0) & (local >= 0) & (local < self.n_columns(v_local)), local, -1)
+
+    def check(self, ids: Tensor) -> None:
+        """Raises NumericsError for an id that is neither -1 nor in the vocabulary."""
+        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= self.n_valid):
+            raise NumericsError(
+                f"token ids span [{int(ids.min())}, {int(ids.max())}], outside the student's vocabulary of "
+                f"{self.n_valid} tokens. The teacher and the student do not share a tokenizer; check both."
+            )
+
+
+class RowLogprobs(NamedTuple):
+    """What the vocabulary tells about each row; equal on all ranks of the shard's group."""
+
+    logprobs: Tensor  # [N, C] nats; where an id is -1 it means nothing
+    entropy: Tensor  # [N] nats, without gradient
+    log_normalizer: Tensor  # [N] log sum_v exp(z), without gradient
+
+
+def vocab_parallel_logprobs(
     logits_local: Tensor,
     ids: Tensor,
+    shard: VocabShard,
     *,
-    vocab_start: int,
-    n_valid_vocab: int,
-    tp_group: dist.ProcessGroup | None,
+    kernels: RowKernels,
     temperature: float = 1.0,
-) -> Tensor:
+    overwrite_logits: bool = False,
+) -> RowLogprobs:
     """Log-softmax over the whole vocabulary, picked at `ids`; differentiable in `logits_local`.
 
-    Collective over `tp_group` in the forward pass (one max, one sum); the backward pass is local.
+    One all-reduce over `shard.group`, of [N, 2 TP + C] numbers, in the forward pass; the backward pass is local.
 
     Args:
         logits_local: [N, V_local] any float dtype, this rank's slice of the vocabulary.
-        ids: [N, K] int64 global token ids, the same on every rank of `tp_group`; repeats allowed.
-        vocab_start: global id of this rank's row 0.
-        n_valid_vocab: size of the true, unpadded vocabulary.
-        tp_group: ranks that hold the other slices; None if this rank holds all of it.
+        ids: [N, C] int64 global token ids, the same on every rank of the group; repeats allowed, -1 = none.
         temperature: divides the logits; > 0.
+        overwrite_logits: the backward pass writes the gradient over the logits. They must have no other use; autograd
+            raises RuntimeError if they do, or at a second backward pass.
 
     Returns:
-        [N, K] float32 (float64 for float64 logits), nats, equal on every rank of `tp_group`.
+        float32 tensors (float64 for float64 logits).
 
     Raises:
-        NumericsError: an id is outside [0, n_valid_vocab).
+        NumericsError: an id is outside the vocabulary.
     """
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= n_valid_vocab):
-        raise NumericsError(
-            f"top-k ids span [{int(ids.min())}, {int(ids.max())}], outside the student's vocabulary of "
-            f"{n_valid_vocab} tokens. The teacher and the student do not share a tokenizer; check both."
-        )
-    logprobs: Tensor = _TopkLogprobs.apply(logits_local, ids, vocab_start, n_valid_vocab, tp_group, temperature)
-    return logprobs
+    shard.check(ids)
+    return RowLogprobs(*_Logprobs.apply(logits_local, ids, shard, kernels, temperature, overwrite_logits))
 
 
-class _TopkLogprobs(torch.autograd.Function):
-    """Forward and exact gradient; see `vocab_parallel_topk_logprobs`.
-
-    d logprob[n, k] / d z[n, v] = 1[v == ids[n, k]] - softmax(z)[n, v]
-    """
+class _Logprobs(torch.autograd.Function):
+    """d logprob[n, c] / d z[n, v] = 1[v == ids[n, c]] - softmax(z)[n, v]"""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits_local: Tensor,
         ids: Tensor,
-        vocab_start: int,
-        n_valid_vocab: int,
-        tp_group: dist.ProcessGroup | None,
+        shard: VocabShard,
+        kernels: RowKernels,
         temperature: float,
-    ) -> Tensor:
-        n_rows, v_local = logits_local.shape
-        v_valid = min(max(n_valid_vocab - vocab_start, 0), v_local)  # 0: a shard that is all padding
-        stat_dtype = torch.float64 if logits_local.dtype == torch.float64 else torch.float32
-        valid = logits_local[:, :v_valid]  # [N, V_valid], a view
-
-        if v_valid:
-            row_max = valid.amax(dim=-1).to(stat_dtype) / temperature  # [N]; max is exact in any dtype
-        else:
-            row_max = torch.full((n_rows,), -torch.inf, dtype=stat_dtype, device=logits_local.device)
-        if tp_group is not None:
-            dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=tp_group)
-
-        in_shard = (ids >= vocab_start) & (ids < vocab_start + v_valid)  # [N, K]
-        local_ids = torch.where(in_shard, ids - vocab_start, 0)
-        sums = torch.zeros((n_rows, 1 + ids.shape[1]), dtype=stat_dtype, device=logits_local.device)
-        if v_valid:
-            for rows in _row_chunks(n_rows, v_valid):
-                # The division makes the copy that the in-place steps need: .to() may return the logits.
-                shifted = (valid[rows].to(stat_dtype) / temperature).sub_(row_max[rows, None])
-                picked = shifted.gather(1, local_ids[rows])
-                sums[rows, 1:] = torch.where(in_shard[rows], picked, 0.0)
-                sums[rows, 0] = shifted.exp_().sum(dim=-1)
-        if tp_group is not None:
-            # Each picked logit lives on one rank and is 0 on the others, so the sum that joins the
-            # exponentials also fetches it, exactly.
-            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=tp_group)
-
-        log_sum_exp = sums[:, 0].log()  # [N], relative to row_max
-        ctx.save_for_backward(logits_local, local_ids, in_shard, row_max + log_sum_exp)
-        ctx.v_valid, ctx.temperature = v_valid, temperature
-        return sums[:, 1:] - log_sum_exp[:, None]
+        overwrite_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        columns = shard.columns(ids, logits_local.shape[1])
+        rows = row_logprobs(logits_local, columns, shard, kernels=kernels, temperature=temperature)
+        ctx.save_for_backward(logits_local, ids, columns, rows.log_normalizer)
+        ctx.shard, ctx.kernels, ctx.temperature, ctx.overwrite = shard, kernels, temperature, overwrite_logits
+        ctx.mark_non_differentiable(rows.entropy, rows.log_normalizer)
+        return rows.logprobs, rows.entropy, rows.log_normalizer
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_logprobs,) = grad_outputs  # [N, K]
-        logits_local, local_ids, in_shard, log_normalizer = ctx.saved_tensors
-        v_valid, temperature = ctx.v_valid, ctx.temperature
-        grad = torch.zeros_like(logits_local)  # padded columns stay zero
-        if v_valid:
-            # Ids of other shards share placeholder column 0: masked to zero *and* accumulated, so
-            # that neither they nor a real id 0 beside them is lost to a plain scatter.
-            picked_grad = torch.where(in_shard, grad_logprobs, 0.0)  # [N, K]
-            row_grad = grad_logprobs.sum(dim=-1)  # [N], over the ids of all shards
-            for rows in _row_chunks(len(logits_local), v_valid):
-                scaled = logits_local[rows, :v_valid].to(log_normalizer.dtype) / temperature
-                chunk = scaled.sub_(log_normalizer[rows, None]).exp_().mul_(-row_grad[rows, None])
-                chunk.scatter_add_(1, local_ids[rows], picked_grad[rows])
-                grad[rows, :v_valid] = chunk.div_(temperature)
+        logits_local, ids, columns, log_normalizer = ctx.saved_tensors
+        grad = logits_local.detach() if ctx.overwrite else torch.empty_like(logits_local)
+        write_logits_gradient(
+            logits_local,
+            grad,
+            grad_outputs[0].masked_fill(ids < 0, 0.0),
+            columns,
+            log_normalizer,
+            ctx.shard,
+            kernels=ctx.kernels,
+            temperature=ctx.temperature,
+        )
         return grad, None, None, None, None, None
 
 
-def _row_chunks(n_rows: int, n_columns: int) -> list[slice]:
-    """Slices over the rows such that one chunk of [rows, n_columns] stays near `_CHUNK_ELEMENTS`."""
-    step = max(1, _CHUNK_ELEMENTS // max(n_columns, 1))
-    return [slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
+def row_logprobs(
+    logits_local: Tensor, columns: Tensor, shard: VocabShard, *, kernels: RowKernels, temperature: float
+) -> RowLogprobs:
+    """`vocab_parallel_logprobs` without a gradient, for `columns = shard.columns(ids, V_local)`."""
+    n_rows, v_local = logits_local.shape
+    valid = logits_local[:, : shard.n_columns(v_local)]
+    log_sum, mean, picked = local_statistics(valid, columns, kernels=kernels, temperature=temperature)
+    log_sums, means, picked = sum_over_shards(shard, [log_sum, mean], picked)
+    log_normalizer = log_sums.logsumexp(dim=-1)
+    mean = ((log_sums - log_normalizer[:, None]).exp() * means).sum(dim=-1)
+    return RowLogprobs(picked - log_normalizer[:, None], log_normalizer - mean, log_normalizer)
+
+
+def local_statistics(
+    valid: Tensor, columns: Tensor, *, kernels: RowKernels, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's ([N] log-sum-exp, [N] mean logit, [N, C] z at the columns, 0 where that is -1), z = valid / T."""
+    dtype = statistics_dtype(valid)
+    n_rows, v_valid = valid.shape
+    if not (v_valid and n_rows):  # a shard that is all padding has no mass
+        empty = torch.zeros(n_rows, dtype=dtype, device=valid.device)
+        return empty - torch.inf, empty, torch.zeros(columns.shape, dtype=dtype, device=valid.device)
+    log_sum, mean = kernels.statistics(valid, temperature)
+    picked = valid.gather(1, columns.clamp(min=0)).to(dtype) / temperature
+    return log_sum, mean, picked.masked_fill(columns < 0, 0.0)
+
+
+def sum_over_shards(shard: VocabShard, own: list[Tensor], summed: Tensor) -> list[Tensor]:
+    """One all-reduce for numbers that add up over the ranks and numbers that each rank has its own of.
+
+    Args:
+        own: [N] tensors; every rank's is wanted.
+        summed: [N, C].
+
+    Returns:
+        A [N, TP] tensor for each of `own`, columns in rank order, and the sum [N, C].
+    """
+    if shard.group is None:
+        return [*(t[:, None] for t in own), summed]
+    size, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
+    # A slot for each rank and number, zero on all ranks but one, makes a sum do a gather's work.
+    slots = summed.new_zeros((len(summed), len(own), size))
+    slots[:, :, rank] = torch.stack(own, dim=1)
+    message = torch.cat([slots.flatten(1), summed], dim=1)
+    dist.all_reduce(message, group=shard.group)
+    *slotted, total = message.split([size] * len(own) + [summed.shape[1]], dim=1)
+    return [*slotted, total]
+
+
+def write_logits_gradient(
+    logits_local: Tensor,
+    out: Tensor,
+    grad_logprobs: Tensor,
+    columns: Tensor,
+    log_normalizer: Tensor,
+    shard: VocabShard,
+    *,
+    kernels: RowKernels,
+    temperature: float,
+) -> None:
+    """Writes d loss / d logits [N, V_local] to `out`, which may be the logits, for d loss / d logprobs [N, C].
+
+    `grad_logprobs` covers the ids of all shards, and is 0 where an id is -1.
+    """
+    v_valid = shard.n_columns(logits_local.shape[1])
+    if v_valid and len(logits_local):
+        kernels.write_gradient(
+            logits_local[:, :v_valid],
+            out[:, :v_valid],
+            columns=columns,
+            column_grad=grad_logprobs,
+            row_grad=grad_logprobs.sum(dim=-1),
+            log_normalizer=log_normalizer,
+            temperature=temperature,
+        )
+    out[:, v_valid:] = 0.0

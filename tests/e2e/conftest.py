@@ -78,7 +78,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     _save_model(made.student, seed=1, layers=2)
     rng = np.random.default_rng(0)
     for path, n in ((made.train, 40), (made.heldout, N_HELDOUT)):
-        rows = ({"prompt": _words(rng), "answer": "w2"} for _ in range(n))
+        rows = ({"prompt": _words(rng), "answer": "w2", "response": _words(rng)} for _ in range(n))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
 

@@ -11,6 +11,7 @@ import pytest
 from gkd.config import Config, describe_keys, load_config, save_config
 from gkd.config_check import _BETWEEN, _CHOICES, _NOT_NEGATIVE, _POSITIVE, _SHARES, all_keys, check_config
 from gkd.errors import ConfigError
+from gkd.preflight import full_scores_gib
 from gkd.tools.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,8 @@ def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
         ("rollot.n=2", "rollot", "rollout"),
         ("actor.tp=two", "actor.tp", "type"),
         ("teacher.n_gpus_per_node=4", "teacher.n_gpus_per_node", "process of its own"),
+        ("distill.lambda=0.5", "distill.lambda", "GKD's lambda is distill.on_policy_share"),
+        ("distill.lmbda=0.5", "distill.lmbda", "GKD's lambda is distill.on_policy_share"),
         ("actor.tp", "override", "key=value"),
         ("data.train_files=[a", "data.train_files", "brackets"),
         ("trainer=5", "trainer=5", "type"),
@@ -92,6 +95,25 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["teacher.temperature=nan"], "teacher.temperature"),
         (["teacher.n_server_workers=1048577"], "teacher.n_server_workers"),
         ([f"teacher.name={'x' * 129}"], "teacher.name"),
+        (["teacher.signal=sampled"], "teacher.signal"),
+        (["teacher.signal=sampled", "distill.losses=[{name: k1}, {name: jsd}]"], "teacher.signal"),
+        (["teacher.mass=1"], "teacher.mass"),
+        (["teacher.mass=-0.1"], "teacher.mass"),
+        (["teacher.mass=nan"], "teacher.mass"),
+        (["teacher.mass=0.9", "teacher.signal=hidden"], "teacher.mass"),
+        (["actor.logits_chunk_mib=0"], "actor.logits_chunk_mib"),
+        (["distill.beta=1"], "distill.beta"),
+        (["distill.losses=[{name: jsd, beta: 0}]"], "distill.beta"),
+        (["distill.alpha=1"], "distill.alpha"),
+        (["distill.importance_clip=0.5"], "distill.importance_clip"),
+        (["distill.losses=[{name: jsd}, {name: jsd}]"], "distill.losses"),
+        (["distill.losses=[{name: jsd, weight: 0}]"], "distill.losses"),
+        (["distill.losses=[{name: kl}]"], "distill.loss"),
+        (["distill.on_policy_share=1.1"], "distill.on_policy_share"),
+        (["distill.on_policy_share=-0.1"], "distill.on_policy_share"),
+        (["distill.on_policy_share=nan"], "distill.on_policy_share"),
+        (["distill.losses=[{name: forward_kl}, {name: sft}]"], "distill.on_policy_share"),
+        (["distill.losses=[{name: k1}, {name: k3}]", "distill.on_policy_share=0"], "distill.on_policy_share"),
     ],
 )
 def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:
@@ -101,9 +123,48 @@ def test_contradictions_between_keys_are_found_before_anything_starts(overrides:
     assert caught.value.key == key
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["teacher.signal=sampled", "distill.loss=k1"],
+        ["teacher.signal=hidden", "distill.losses=[{name: skew_kl, alpha: 0}, {name: k3}]"],
+        ["teacher.signal=logits", "distill.loss=jsd", "distill.tail=drop"],
+        ["teacher.mass=0.99", "distill.loss=reverse_kl", "distill.tail=renorm"],
+    ],
+)
+def test_signals_that_say_what_the_loss_needs_pass(overrides: list[str]) -> None:
+    """If it fails, a loss cannot be trained on a signal that holds all it looks at."""
+    check_config(load_config(None, [*MINIMAL, *overrides]))
+
+
+def test_the_memory_of_a_steps_scores_is_known_beforehand() -> None:
+    """If it fails, the warning before a run whose scores fill the hosts comes never, or for every run."""
+    sizes = ["trainer.global_batch_size=64", "rollout.n=2", "data.max_response_length=1024"]
+    n_tokens = 64 * 2 * 1024
+    for signal, bytes_per_token in (("logits", 2 * 150_000), ("hidden", 4 * 4096), ("topk", 0), ("sampled", 0)):
+        config = load_config(None, [*MINIMAL, *sizes, f"teacher.signal={signal}"])
+        assert full_scores_gib(config, 150_000, 4096) == n_tokens * bytes_per_token / 2**30
+    exact = load_config(None, [*MINIMAL, *sizes, "teacher.signal=logits", "teacher.wire=fp32"])
+    assert full_scores_gib(exact, 150_000, 4096) == n_tokens * 4 * 150_000 / 2**30
+
+
 def test_a_minimal_config_passes() -> None:
     """If it fails, the defaults themselves are refused and the test above proves nothing."""
     check_config(load_config(None, MINIMAL))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["distill.on_policy_share=0"],
+        ["distill.on_policy_share=0", "distill.losses=[{name: sft}]"],
+        ["distill.on_policy_share=0.5", "distill.losses=[{name: k1}, {name: sft}]"],
+        ["distill.on_policy_share=0", "distill.losses=[{name: k1}, {name: reverse_kl}]"],
+    ],
+)
+def test_mixtures_that_can_be_learned_from_pass(overrides: list[str]) -> None:
+    """If it fails, a share of dataset responses is refused although a loss learns from them."""
+    check_config(load_config(None, [*MINIMAL, *overrides]))
 
 
 def test_every_choice_key_refuses_something_else() -> None:

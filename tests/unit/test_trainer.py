@@ -11,8 +11,10 @@ import pytest
 from gkd.config import Config, load_config
 from gkd.errors import NumericsError, TeacherUnavailable
 from gkd.metrics import read_metrics
+from gkd.mixing import on_policy_places
 from gkd.roles import GreedyReport, RolloutChunk, ScoredChunk, SyncReport, TrainStats
 from gkd.run_folder import open_run_folder
+from gkd.sampler import PromptSampler
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 
@@ -27,14 +29,24 @@ class World:
         self.engine_version = -1
         self.lag = 0  # versions that the engine stays behind
         self.teacher_dies_at: int | None = None
-        self.trained: list[list[int]] = []
+        self.has_distribution = True  # of the teacher: top-k and its mass, so that there is a KL
+        self.trained: list[list[tuple[int, bool]]] = []  # (prompt id, on-policy) of each batch's chunks
+        self.places: list[list[int]] = []  # of the prompts of each call
         self._pending: list[RolloutChunk] = []
 
-    def generate(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> Iterator[RolloutChunk]:
+    def generate(
+        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
+    ) -> Iterator[RolloutChunk]:
         self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
+        self.places.append(list(places))
         for prompt in prompts:
             self.events.append("chunk")
             yield RolloutChunk(0, prompt.prompt_id, n, 1, 2 * n, 0, self.engine_version - self.lag)
+
+    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+        self.events.append(f"dataset v={policy_version}")
+        self.places.append(list(places))
+        return [RolloutChunk(0, prompt.prompt_id, 1, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         self.events.append("greedy")
@@ -49,16 +61,18 @@ class World:
         if self.teacher_dies_at == self.engine_version:
             raise TeacherUnavailable("gone")
         pending, self._pending = self._pending, []
-        return [ScoredChunk(chunk, None, 0.9, 10) for chunk in pending]
+        mass = 0.9 if self.has_distribution else None
+        return [ScoredChunk(chunk, None, mass, 10) for chunk in pending]
 
     def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
         self.events.append("train")
-        self.trained.append([chunk.rollouts.ref for chunk in batch])
+        self.trained.append([(chunk.rollouts.ref, chunk.rollouts.on_policy) for chunk in batch])
         return TrainStats(1.0, 4, 0.1, 0.01)
 
-    def evaluate(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
         self.events.append("evaluate")
-        return TrainStats(0.7, 4)
+        extra = {"loss/token_kl": 0.3} if self.has_distribution else {}
+        return TrainStats(0.7, 4, extra=extra)
 
     def save(self, folder: Path) -> None:
         self.events.append("save")
@@ -126,7 +140,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> N
     assert world.events.count("save") == 4, "the last step is saved once"
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_00000003", "step_00000004"]
     assert len({event for event in world.events if event.startswith("generate n=1 seed=2147483648")}) == 3
-    assert all(line["eval/accuracy"] == 0.5 for line in lines if "eval/kl" in line)
+    assert all((line["eval/accuracy"], line["eval/kl"]) == (0.5, 0.3) for line in lines if "eval/kl" in line)
 
 
 def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
@@ -184,3 +198,76 @@ def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
     assert again.events[:2] == ["load", "push 2"]
     assert world.trained + again.trained == whole.trained
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("overlap", ["true", "false"])
+def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -> None:
+    """If it fails, prompts are lost or answered twice, or the split is another than distill.on_policy_share's."""
+    world = World()
+    settings = ("trainer.global_batch_size=4", "rollout.n=3", f"teacher.overlap_rollout={overlap}")
+    make(tmp_path, world, "trainer.total_steps=2", "distill.on_policy_share=0.5", *settings).fit()
+    sampler = PromptSampler(PROMPTS, 4, shuffle=True, seed=10)
+    for step, batch in enumerate(world.trained):
+        ids = [prompt.prompt_id for prompt in sampler.peek()]
+        student = on_policy_places(step, 4, 0.5, 10)
+        dataset = [place for place in range(4) if place not in student]
+        assert world.places[2 * step : 2 * step + 2] == [dataset, student], "what is there already goes first"
+        assert batch == [*((ids[place], False) for place in dataset), *((ids[place], True) for place in student)]
+        sampler.commit()
+    assert [e for e in world.events if e.startswith(("dataset", "generate"))] == [
+        *["dataset v=0", "generate n=3 seed=10 v=0"],
+        *["dataset v=1", "generate n=3 seed=11 v=1"],
+    ]
+    (line, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert line["rollout/sequences"] == 8
+    assert line["rollout/on_policy_share"] == 0.75
+    assert line["rollout/response_length_mean"] == (2 * 3 + 6 * 2) / 8
+    assert line["rollout/cut_share"] == 0.25
+    assert line["staleness/max"] == 0
+    assert line["teacher/topk_mass"] == pytest.approx(0.9)
+
+
+def test_without_on_policy_prompts_only_evaluations_sample(tmp_path: Path) -> None:
+    """If it fails, a run on dataset responses alone pays for rollouts, divides by zero, or loses its evaluations."""
+    world = World()
+    make(tmp_path, world, "trainer.total_steps=2", "distill.on_policy_share=0", val=PROMPTS[:1]).fit()
+    assert [event for event in world.events if event.startswith(("generate", "push"))] == [
+        *["push 0", "generate n=1 seed=2147483648 v=0", "push 1", "push 2", "generate n=1 seed=2147483648 v=2"]
+    ]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["rollout/on_policy_share"] for line in lines[1:]] == [0.0, 0.0]
+    assert [line["rollout/sequences"] for line in lines[1:]] == [2.0, 2.0]
+
+
+def test_a_fully_on_policy_run_never_asks_for_the_dataset(tmp_path: Path) -> None:
+    """If it fails, the default needs responses that its prompts were loaded without."""
+    world = World()
+    make(tmp_path, world, "trainer.total_steps=2").fit()
+    assert not [event for event in world.events if event.startswith("dataset")]
+    assert all(on_policy for batch in world.trained for _, on_policy in batch)
+
+
+def test_a_resumed_run_splits_its_batches_the_same_way(tmp_path: Path) -> None:
+    """If it fails, what a run with a mixture learns from depends on whether it was interrupted."""
+    settings = ("trainer.total_steps=6", "trainer.global_batch_size=3", "distill.on_policy_share=0.5")
+    whole = World()
+    make(tmp_path / "whole", whole, *settings).fit()
+    first, again = World(), World()
+    first.teacher_dies_at = 3
+    with pytest.raises(TeacherUnavailable):
+        make(tmp_path, first, *settings).fit()
+    make(tmp_path, again, *settings, "trainer.resume=auto").fit()
+    assert first.trained + again.trained == whole.trained
+    assert sum(on_policy for batch in whole.trained for _, on_policy in batch) == 9
+
+
+def test_a_teacher_without_distribution_still_gives_an_evaluation(tmp_path: Path) -> None:
+    """If it fails, a loss on sampled tokens alone has no held-out number, or the first evaluation is made twice."""
+    world, again = World(), World()
+    world.has_distribution = again.has_distribution = False
+    make(tmp_path, world, "trainer.total_steps=1", val=PROMPTS[:1]).fit()
+    make(tmp_path, again, "trainer.total_steps=1", "trainer.resume=auto", val=PROMPTS[:1]).fit()
+    assert "evaluate" not in again.events
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line.get("eval/loss") for line in lines] == [0.7, 0.7]
+    assert not any("eval/kl" in line or "teacher/topk_mass" in line for line in lines)

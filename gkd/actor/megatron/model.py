@@ -30,37 +30,51 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class StudentGPT(GPTModel):
-    """GPTModel whose last stage computes logits only for the rows that the loss asks for.
+    """GPTModel whose last stage goes only as far as the loss asks for.
 
     Prompt and padding positions carry no loss, and [S, B, V] logits of theirs are the largest
-    tensor of a step; the rows are selected from the hidden states before the LM head.
+    tensor of a step; the rows are selected from the hidden states before the LM head. The head itself
+    may be left to the loss.
     """
 
     _rows: Tensor | None = None
+    _want_logits = True
 
-    def forward(self, tokens: Tensor, position_ids: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor, rows: Tensor | None = None, want_logits: bool = True
+    ) -> Tensor:
         """One stage's forward pass.
 
         Args:
             tokens: [B, S] int64, right-padded.
             position_ids: [B, S] int64. Unused by rotary embeddings, which count columns.
             rows: [N] int64 into the flattened [B * S] positions; None for all of them, in that order.
+            want_logits: False: the last stage ends before its LM head.
 
         Returns:
-            [N, V_local] logits on the last stage, [S, B, H] hidden states on the others.
+            [N, V_local] logits or [N, H] hidden states on the last stage, [S, B, H] hidden states on the others.
         """
-        self._rows = rows
+        self._rows, self._want_logits = rows, want_logits
         try:
             output: Tensor = super().forward(tokens, position_ids, attention_mask=None)
         finally:
-            self._rows = None
+            self._rows, self._want_logits = None, True
         return output.flatten(0, 1) if self.post_process else output
+
+    @property
+    def lm_head(self) -> Tensor:
+        """[V_local, H] this rank's rows of the LM head; last stage only."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.post_process and self._rows is not None:
             length, n_sequences, _ = hidden_states.shape  # [S, B, H]: position-major, unlike `rows`
             position_major = self._rows % length * n_sequences + self._rows // length
             hidden_states = hidden_states.flatten(0, 1).index_select(0, position_major)[:, None]  # [N, 1, H]
+            if not self._want_logits:
+                return hidden_states
         output: Tensor = super()._postprocess(hidden_states, *args, **kwargs)
         return output
 

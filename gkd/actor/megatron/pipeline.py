@@ -1,9 +1,9 @@
 """Forward and backward of one rank's micro-batches through Megatron's pipeline schedule (1F1B if PP > 1).
 
-    micro-batches -> logits of the loss rows -> top-k logprobs -> loss -> gradients, reduced and
+    micro-batches -> hidden states of the loss rows -> LM head and loss -> gradients, reduced and
     divided by the global number of loss tokens
 
-Letters: B sequences, S padded length, N loss rows, K top-k entries, V_local vocabulary / TP.
+Letters: B sequences, S padded length, N loss rows, H hidden size, V_local vocabulary / TP.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from torch import Tensor
 
 from gkd.actor.megatron.model import StudentModel
 from gkd.errors import DataError
+from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
-from gkd.loss.spec import LossSpec
-from gkd.loss.vocab_parallel import vocab_parallel_topk_logprobs
-from gkd.types import MicroBatch
+from gkd.types import MicroBatch, TokenTargets
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSums:
     """Sums over all loss tokens of the global batch; the same on every rank."""
 
-    loss: float  # nats
     n_loss_tokens: int
-    teacher_mass: float  # sum over tokens of the teacher's probability on its top-k ids
-    student_mass: float  # sum over tokens of the student's probability on the same ids
+    n_on_policy: int  # those of them that the student wrote
+    values: dict[str, float]  # by the names of `DistillLoss.report_names`; "total" is the loss, nats
 
 
 def run_batch(
     ddp: DistributedDataParallel,
     model: StudentModel,
     micro_batches: Sequence[MicroBatch],
-    loss: LossSpec,
+    loss: DistillLoss,
     *,
+    fused: bool,
     forward_only: bool,
     force_all_reduce: bool = False,
 ) -> BatchSums:
@@ -51,13 +50,14 @@ def run_batch(
     Args:
         micro_batches: of this DP rank, on any device; may be empty, and differ in number and size
             between DP ranks. TP and PP ranks of one DP rank pass the same ones, except that only
-            the last stage reads `topk_ids` and `topk_logprobs`.
+            the last stage reads `targets`.
+        fused: LM head and loss together; else all logits of a micro-batch at once.
         forward_only: no gradients.
         force_all_reduce: full gradients on every DP rank, even if the optimizer is sharded over DP.
 
     Raises:
         DataError: a micro-batch's positions are not those of right-padded sequences, or its rows
-            and its top-k tables disagree.
+            and its targets disagree.
     """
     device = next(model.gpt.parameters()).device
     # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
@@ -67,18 +67,19 @@ def run_batch(
     outputs = _schedule(
         ddp,
         batches,
-        partial(_forward_step, model=model, loss=loss, device=device),
+        partial(_forward_step, model=model, loss=loss, fused=fused, device=device),
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
     )
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    names = loss.report_names
+    sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if model.layout.is_last_stage:
         sums = sum_over_group(torch.stack(outputs).sum(dim=0), model.groups.dp)
     if model.layout.pp > 1:
         last_rank = dist.get_global_rank(model.groups.pp, model.layout.pp - 1)
         dist.broadcast(sums, src=last_rank, group=model.groups.pp)
-    loss_sum, n_tokens, teacher_mass, student_mass = sums.tolist()
-    return BatchSums(loss_sum, round(n_tokens), teacher_mass, student_mass)
+    n_tokens, n_on_policy, *values = sums.tolist()
+    return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(names, values, strict=True)))
 
 
 @torch.no_grad()
@@ -130,37 +131,36 @@ def _forward_step(
     module: DistributedDataParallel,
     *,
     model: StudentModel,
-    loss: LossSpec,
+    loss: DistillLoss,
+    fused: bool,
     device: torch.device,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
     """One micro-batch through this stage, and the function that turns the last stage's output into a loss."""
     batch = next(batches)
-    output = module(batch.tokens.to(device), batch.position_ids.to(device), batch.loss_index.to(device))
-    return output, partial(_loss_sums, batch=batch, model=model, loss=loss)
+    output = module(
+        batch.tokens.to(device), batch.position_ids.to(device), batch.loss_index.to(device), want_logits=not fused
+    )
+    return output, partial(_loss_sums, batch=batch, model=model, loss=loss, fused=fused)
 
 
 def _loss_sums(
-    logits_local: Tensor, *, batch: MicroBatch, model: StudentModel, loss: LossSpec
+    output: Tensor, *, batch: MicroBatch, model: StudentModel, loss: DistillLoss, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Megatron's loss-function contract: (sum to differentiate, its int token count, what to report).
 
     Args:
-        logits_local: [N, V_local].
+        output: of the last stage: [N, H] hidden states if `fused`, else [N, V_local] logits.
     """
-    student = vocab_parallel_topk_logprobs(  # [N, K]
-        logits_local,
-        batch.topk_ids.to(logits_local.device),
-        vocab_start=model.vocab_start,
-        n_valid_vocab=model.dims.vocab_size,
-        tp_group=model.groups.tp if model.layout.tp > 1 else None,
-        temperature=loss.temperature,
-    )
-    teacher = batch.topk_logprobs.to(logits_local.device)  # [N, K]
-    loss_sum = loss.per_token(student, teacher).sum()
-    n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=logits_local.device)
-    masses = (teacher.double().exp().sum(), student.detach().double().exp().sum())
-    report = torch.stack([loss_sum.detach().double(), n_tokens.double(), *masses])
-    return loss_sum, n_tokens, report
+    targets = batch.targets
+    if targets is None:
+        raise DataError("the last pipeline stage got a micro-batch without targets")
+    if fused:
+        loss_sum, values = loss.from_hidden(output, model.gpt.lm_head, targets)
+    else:
+        loss_sum, values = loss.from_logits(output, targets)
+    n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
+    counts = torch.stack([n_tokens.double(), targets.on_policy.sum().to(n_tokens).double()])
+    return loss_sum, n_tokens, torch.cat([counts, values])
 
 
 def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
@@ -172,10 +172,8 @@ def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
     columns = _column_numbers(batch.tokens).flatten()
     if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
         raise DataError("position_ids are not column numbers: the Megatron student takes right-padded sequences only")
-    if needs_scores:
-        shapes = (tuple(batch.topk_ids.shape), tuple(batch.topk_logprobs.shape))
-        if shapes[0] != shapes[1] or shapes[0][0] != n_rows:
-            raise DataError(f"{n_rows} loss rows, but topk_ids and topk_logprobs have shapes {shapes}")
+    if needs_scores and (batch.targets is None or len(batch.targets) != n_rows):
+        raise DataError(f"{n_rows} loss rows, and targets for {0 if batch.targets is None else len(batch.targets)}")
 
 
 def _column_numbers(tokens: Tensor) -> Tensor:
@@ -184,12 +182,10 @@ def _column_numbers(tokens: Tensor) -> Tensor:
 
 def _empty_micro_batch() -> MicroBatch:
     """One token without loss."""
-    nothing = torch.zeros(0, dtype=torch.int64)
+    no_ids = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         tokens=torch.zeros((1, 1), dtype=torch.int64),
         position_ids=torch.zeros((1, 1), dtype=torch.int64),
-        loss_index=nothing,
-        target_ids=nothing,
-        topk_ids=torch.zeros((0, 1), dtype=torch.int64),
-        topk_logprobs=torch.zeros((0, 1)),
+        loss_index=no_ids,
+        targets=TokenTargets(no_ids, torch.zeros(0), torch.zeros(0, dtype=torch.bool)),
     )

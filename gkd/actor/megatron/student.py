@@ -7,9 +7,10 @@ collective over all ranks of the actor, and all ranks get the same answer, or th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -23,9 +24,12 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import OptimSpec, build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import BatchSums, run_batch, run_logits
-from gkd.errors import NumericsError
+from gkd.errors import DataError, NumericsError
+from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
-from gkd.loss.spec import LossSpec
+from gkd.loss.row_kernels import row_kernels
+from gkd.loss.spec import SFT, LossSpec, Signal
+from gkd.loss.vocab_parallel import VocabShard
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 from gkd.weight_sync.export import iter_hf_tensors
@@ -44,6 +48,10 @@ class MegatronStudent:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        signals: Sequence[Signal] = ("topk",),
+        fused_lm_head: bool = True,
+        logits_chunk_mib: int = 128,
+        loss_kernel: str = "auto",
         recompute: bool = False,
     ) -> None:
         """Builds the model from a HF folder. torch.distributed must be initialised; blocks for all ranks.
@@ -52,12 +60,15 @@ class MegatronStudent:
             layout: this rank's place in the actor's world.
             dtype: of weights and activations; gradients and optimizer state are float32.
             seed: of torch and of Megatron's RNG tracker.
+            signals: what the teacher gives; `hidden` needs `set_teacher_head` before the first batch.
+            fused_lm_head: LM head and loss together, `logits_chunk_mib` of logits at a time; else all of a micro-batch.
+            loss_kernel: see `gkd.loss.row_kernels.row_kernels`.
             recompute: trade a second forward pass for the memory of the layers' activations.
 
         Raises:
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
         """
-        self.layout, self.optim, self.loss, self.device = layout, optim, loss, device
+        self.layout, self.optim, self.device, self._fused = layout, optim, device, fused_lm_head
         self.step = 0  # optimizer steps made so far
         install_cpu_shim()
         groups = init_groups(layout)
@@ -71,6 +82,13 @@ class MegatronStudent:
                 grad_reduce_in_fp32=True, use_distributed_optimizer=optim.shard_over_dp, overlap_grad_reduce=False
             ),
             self.model.gpt,
+        )
+        self.loss = DistillLoss(
+            loss,
+            tuple(signals),
+            VocabShard(self.model.vocab_start, self.model.dims.vocab_size, groups.tp if layout.tp > 1 else None),
+            row_kernels(loss_kernel, device),
+            chunk_bytes=logits_chunk_mib << 20,
         )
         config.no_sync_func = self._ddp.no_sync
         config.finalize_model_grads_func = finalize_model_grads
@@ -88,7 +106,7 @@ class MegatronStudent:
             DataError: no loss token in the global batch, or a malformed micro-batch.
         """
         sums = self._forward_backward(micro_batches)
-        loss = token_mean(sums.loss, sums.n_loss_tokens)
+        loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         grad_norm = prepare_grads(self._optimizer)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._zero_grads()
@@ -100,15 +118,48 @@ class MegatronStudent:
         set_lr(self._optimizer, self.optim, lr)
         clip_and_step(self._optimizer, clip_grad=self.optim.clip_grad, grad_norm=grad_norm)
         self.step += 1
-        return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, _diagnostics(sums))
+        return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, self._diagnostics(sums))
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
-        """The loss of one global batch, without gradients or a step. Raises as `train_step` does."""
-        sums = run_batch(self._ddp, self.model, micro_batches, self.loss, forward_only=True)
-        loss = token_mean(sums.loss, sums.n_loss_tokens)
+    def evaluate(
+        self, micro_batches: Sequence[MicroBatch], on_rows: Callable[[Tensor], None] | None = None
+    ) -> TrainStats:
+        """The loss of one global batch, without gradients or a step. Raises as `train_step` does.
+
+        Args:
+            on_rows: gets the numbers of each token, see `DistillLoss.on_rows`; last stage only.
+        """
+        self.loss.on_rows = on_rows
+        try:
+            sums = run_batch(self._ddp, self.model, micro_batches, self.loss, fused=self._fused, forward_only=True)
+        finally:
+            self.loss.on_rows = None
+        loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         if not math.isfinite(loss):
             raise NumericsError(f"evaluation at step {self.step}: loss = {loss}")
-        return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=_diagnostics(sums))
+        return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=self._diagnostics(sums))
+
+    def set_teacher_head(self, head: np.ndarray) -> None:
+        """Takes this rank's rows of the teacher's LM head, for the signal `hidden`. Does nothing off the last stage.
+
+        Args:
+            head: [V, D] float32, over the vocabulary that student and teacher share.
+
+        Raises:
+            DataError: it has fewer rows than the student's vocabulary.
+        """
+        if not self.layout.is_last_stage:
+            return
+        shard = self.loss.shard
+        if head.ndim != 2 or len(head) < shard.n_valid:
+            raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
+        stop = shard.start + shard.n_columns(len(self.model.gpt.lm_head))
+        self.loss.teacher_head = torch.from_numpy(head[shard.start : stop].copy()).to(self.device)
+
+    @property
+    def teacher_hidden_size(self) -> int | None:
+        """D of the teacher's LM head, where there is one here."""
+        head = self.loss.teacher_head
+        return None if head is None else head.shape[1]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """This stage's weights as full HF tensors; see `iter_hf_tensors`."""
@@ -144,18 +195,23 @@ class MegatronStudent:
             self.model,
             micro_batches,
             self.loss,
+            fused=self._fused,
             forward_only=False,
             force_all_reduce=force_all_reduce,
         )
 
+    def _diagnostics(self, sums: BatchSums) -> dict[str, float]:
+        """Means over the tokens that each number is defined for; what is defined for none is left out."""
+        spec = self.loss.spec
+        on_policy = {term.name for term in spec.policy_gradients} | {"importance_weight", "importance_clipped"}
+        n_dataset = sums.n_loss_tokens - sums.n_on_policy
+        means = {}
+        for name, value in sums.values.items():
+            n = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
+            if n and name != "total":
+                means[f"loss/{name}"] = value / n
+        return means
+
     def _zero_grads(self) -> None:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-
-
-def _diagnostics(sums: BatchSums) -> dict[str, float]:
-    """Probability that teacher and student put on the teacher's top-k ids, token means."""
-    return {
-        "loss/teacher_topk_mass": token_mean(sums.teacher_mass, sums.n_loss_tokens),
-        "loss/student_topk_mass": token_mean(sums.student_mass, sums.n_loss_tokens),
-    }

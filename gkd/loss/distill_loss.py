@@ -1,0 +1,244 @@
+"""The loss of one micro-batch on this rank: from hidden states or logits to a sum and its gradient.
+
+    from_hidden   LM head and loss together, a chunk of rows at a time: logits -> loss -> their gradient
+                  in the same memory -> gradients of hidden states and LM head. The student's [N, V]
+                  logits never exist, nor the teacher's where it sent hidden states.
+    from_logits   for logits that exist already.
+
+The fused road makes its gradients in the forward pass, while a chunk's logits are there, which saves
+the second product with the LM head that recomputing them would take. The loss is a sum over rows, so
+the backward pass only scales them.
+
+Letters: N loss rows, H hidden size, D the teacher's, V_local vocabulary rows of this rank, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.errors import DataError
+from gkd.loss.full_vocab import full_vocab_losses
+from gkd.loss.row_kernels import RowKernels, statistics_dtype
+from gkd.loss.spec import LossSpec, Signal
+from gkd.loss.token_loss import TokenLosses, report_names, topk_losses
+from gkd.loss.vocab_parallel import VocabShard, row_logprobs, vocab_parallel_logprobs, write_logits_gradient
+from gkd.types import TokenTargets
+
+
+@dataclass(slots=True)
+class DistillLoss:
+    """The loss of a run, on one rank of the student's last stage.
+
+    Args:
+        signals: what the teacher gives, see `gkd.loss.spec.teacher_signals`.
+        chunk_bytes: size of the logits of one chunk, the teacher's included where there are any.
+        teacher_head: [V_local, D] float32, this rank's rows of the teacher's LM head, for the signal `hidden`.
+    """
+
+    spec: LossSpec
+    signals: tuple[Signal, ...]
+    shard: VocabShard
+    kernels: RowKernels
+    chunk_bytes: int
+    teacher_head: Tensor | None = None
+    # Called with the [n, len(report_names)] numbers of each token, in row order, where somebody wants to look at them.
+    on_rows: Callable[[Tensor], None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """The teacher's distribution is there as a whole."""
+        return "logits" in self.signals or "hidden" in self.signals
+
+    @property
+    def report_names(self) -> tuple[str, ...]:
+        """Names of the sums that come with a loss; see `TokenLosses`. `total` is the loss itself."""
+        has_topk = "topk" in self.signals
+        names = report_names(self.spec, has_distribution=has_topk or self.is_full, has_topk=has_topk)
+        return ("total", *names)
+
+    def from_hidden(
+        self, hidden: Tensor, head: Tensor, targets: TokenTargets, *, reduce_hidden_grad: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Collective over the shard's group.
+
+        Args:
+            hidden: [N, H] final hidden states, the same on all ranks of the group.
+            head: [V_local, H] this rank's rows of the student's LM head.
+            reduce_hidden_grad: sum the gradient of `hidden` over the group. False: it is this rank's part alone, for
+                who sums it elsewhere (sequence parallel: the gather before this has a reduce-scatter for a backward).
+
+        Returns:
+            The sum of the losses of all rows, differentiable once, and float64 sums in the order of `report_names`.
+
+        Raises:
+            NumericsError: a token id outside the vocabulary. DataError: a table is missing.
+        """
+        self._check(targets)
+        loss, sums = _HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad)
+        return loss, sums
+
+    def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
+        """Like `from_hidden`, for [N, V_local] logits, which have no other use: their gradient may overwrite them."""
+        self._check(targets)
+        if len(targets) == 0:  # a rank without data; its tables may be missing
+            return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
+        if self.is_full:
+            loss, sums = _LogitsLoss.apply(logits_local, targets, self)
+            return loss, sums
+        targets = targets.rows(slice(None), logits_local.device)
+        rows = vocab_parallel_logprobs(
+            logits_local,
+            _picked_ids(targets),
+            self.shard,
+            kernels=self.kernels,
+            temperature=self.spec.temperature,
+            overwrite_logits=True,
+        )
+        losses = self._from_table(rows.logprobs, rows.entropy, targets)
+        return losses.total.sum(), self._sums(losses)
+
+    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, want_grad: bool) -> Tensor:
+        """The report sums of a chunk's rows; with `want_grad`, `logits` is overwritten with its gradient.
+
+        Args:
+            logits: [n, v] this rank's columns, padding left out.
+            targets: of all N rows.
+        """
+        chunk = targets.rows(rows, logits.device)
+        if self.is_full:
+            teacher = self._teacher_logits(chunk, logits)
+            losses = full_vocab_losses(
+                logits, teacher, chunk, self.spec, self.shard, kernels=self.kernels, want_grad=want_grad
+            )
+            return self._sums(losses)
+        temperature = self.spec.temperature
+        ids = _picked_ids(chunk)
+        columns = self.shard.columns(ids, logits.shape[1])
+        table, entropy, norm = row_logprobs(logits, columns, self.shard, kernels=self.kernels, temperature=temperature)
+        with torch.enable_grad():
+            losses = self._from_table(table.requires_grad_(), entropy, chunk)
+            total = losses.total.sum()
+        if want_grad:
+            (grad,) = torch.autograd.grad(total, table)
+            write_logits_gradient(
+                logits, logits, grad, columns, norm, self.shard, kernels=self.kernels, temperature=temperature
+            )
+        return self._sums(losses)
+
+    def rows_of_chunk(self, n_columns: int, itemsize: int) -> int:
+        """Rows whose logits fill `chunk_bytes`; at least one."""
+        return max(1, self.chunk_bytes // max(1, n_columns * (itemsize + (4 if self.is_full else 0))))
+
+    def _from_table(self, table: Tensor, entropy: Tensor, targets: TokenTargets) -> TokenLosses:
+        """[n, K + 1] logprobs of the top-k and the sampled id."""
+        student_topk = table[:, :-1] if targets.topk_ids is not None else None
+        return topk_losses(self.spec, targets, student_topk, table[:, -1], entropy)
+
+    def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
+        """[n, v] the teacher's logits / temperature for this rank's columns."""
+        dtype, n_columns = statistics_dtype(like), like.shape[1]
+        if targets.hidden is not None and self.teacher_head is not None:
+            hidden = targets.hidden.to(dtype)
+            return (hidden @ self.teacher_head[:n_columns].to(dtype).T).div_(self.spec.temperature)
+        if targets.logits is not None:
+            return targets.logits[:, self.shard.start : self.shard.start + n_columns].to(dtype, copy=True)
+        raise DataError(f"the loss wants the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
+
+    def _sums(self, losses: TokenLosses) -> Tensor:
+        values = {"total": losses.total.detach(), **losses.values}
+        table = torch.stack([values[name] for name in self.report_names], dim=1)
+        if self.on_rows is not None:
+            self.on_rows(table)
+        return table.double().sum(dim=0)
+
+    def _check(self, targets: TokenTargets) -> None:
+        self.shard.check(targets.sampled_ids)
+        if targets.topk_ids is not None:
+            self.shard.check(targets.topk_ids)
+
+
+def _picked_ids(targets: TokenTargets) -> Tensor:
+    """[n, K + 1] ids whose logprobs the losses look at: the top-k, and last the sampled one."""
+    sampled = targets.sampled_ids[:, None]
+    return sampled if targets.topk_ids is None else torch.cat([targets.topk_ids, sampled], dim=1)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """See `DistillLoss.from_hidden`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: TokenTargets, loss: DistillLoss, reduce_hidden_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        want_hidden, want_head = ctx.needs_input_grad[:2]
+        v_valid = loss.shard.n_columns(len(head))
+        valid_head = head[:v_valid]
+        hidden_grad = torch.zeros_like(hidden) if want_hidden else None
+        # Chunks add up in float32: a sum of many bfloat16 parts would lose the small ones.
+        head_grad = torch.zeros_like(head, dtype=statistics_dtype(head)) if want_head else None
+        sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
+        step = loss.rows_of_chunk(len(head), hidden.element_size())  # of the padded size: the same on all ranks
+        buffer = hidden.new_empty((min(step, len(hidden)), v_valid))
+        for start in range(0, len(hidden), step):
+            rows = slice(start, min(start + step, len(hidden)))
+            logits = torch.mm(hidden[rows], valid_head.T, out=buffer[: rows.stop - start])
+            sums += loss.chunk(logits, targets, rows, want_grad=want_hidden or want_head)
+            if hidden_grad is not None:
+                torch.mm(logits, valid_head, out=hidden_grad[rows])
+            if head_grad is not None:
+                _add_product(head_grad[:v_valid], logits.T, hidden[rows])
+        if hidden_grad is not None and reduce_hidden_grad and loss.shard.group is not None:
+            dist.all_reduce(hidden_grad, group=loss.shard.group)
+        ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head.dtype))
+        ctx.mark_non_differentiable(sums)
+        return sums[0].to(statistics_dtype(hidden), copy=True), sums
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: autograd notices a second backward pass, which would find scaled gradients, and refuses it.
+        hidden_grad, head_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
+        return hidden_grad, head_grad, None, None, None
+
+
+class _LogitsLoss(torch.autograd.Function):
+    """`DistillLoss.from_logits` where the teacher's distribution is there as a whole."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: DistillLoss) -> tuple[Tensor, Tensor]:
+        (want_grad, *_) = ctx.needs_input_grad
+        n_rows, v_local = logits_local.shape
+        v_valid = loss.shard.n_columns(v_local)
+        step = loss.rows_of_chunk(v_local, logits_local.element_size())
+        # The gradient takes the place of a copy of the logits, chunk by chunk.
+        grad = torch.zeros_like(logits_local) if want_grad else None
+        sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=logits_local.device)
+        for start in range(0, n_rows, step):
+            rows = slice(start, min(start + step, n_rows))
+            chunk = logits_local[rows, :v_valid]
+            if grad is not None:
+                chunk = grad[rows, :v_valid].copy_(chunk)
+            sums += loss.chunk(chunk, targets, rows, want_grad=want_grad)
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(sums)
+        return sums[0].to(statistics_dtype(logits_local), copy=True), sums
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return grad.mul_(grad_outputs[0]), None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in the dtype of `total`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)  # the sum leaves the tensor cores in float32
+    else:
+        total += torch.mm(a, b)

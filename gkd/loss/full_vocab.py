@@ -1,0 +1,129 @@
+"""Losses over the whole vocabulary for a chunk of rows: the teacher's logits beside the student's.
+
+Every divergence is a sum over tokens of f(log p_v, log q_v), so a rank sums its own columns, and with
+g_v = d loss / d log q_v the gradient in z = logits / temperature is
+
+    d loss / d z_v = g_v - q_v sum_u g_u
+
+Two all-reduces a chunk: one for what normalises both sides, one for the sums. The elementwise part
+goes through `gkd.loss.divergence` itself, in pieces that fit the cache, so there is nothing here that
+could differ from the reference.
+
+Letters: n rows of the chunk, v vocabulary columns of this rank (no padding).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.loss.divergence import DIVERGENCES, forward_kl
+from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
+from gkd.loss.spec import LossSpec, LossTerm
+from gkd.loss.token_loss import TokenLosses, sampled_losses
+from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
+from gkd.types import TokenTargets
+
+_PLAIN = LossTerm("forward_kl")
+
+
+def full_vocab_losses(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    targets: TokenTargets,
+    spec: LossSpec,
+    shard: VocabShard,
+    *,
+    kernels: RowKernels,
+    want_grad: bool,
+) -> TokenLosses:
+    """Losses of a chunk; with `want_grad`, `logits` is overwritten with d sum(total) / d logits.
+
+    Args:
+        logits: [n, v] the student's, any float dtype.
+        teacher_logits: [n, v] float32 (float64 for float64 logits), already divided by the temperature; overwritten.
+        targets: of these rows; its tables of the teacher are not read.
+
+    Returns:
+        Losses without gradient.
+    """
+    temperature = spec.temperature
+    columns = shard.columns(targets.sampled_ids[:, None], logits.shape[1])
+    log_sum_q, mean_q, picked_q = local_statistics(logits, columns, kernels=kernels, temperature=temperature)
+    log_sum_p, _, picked_p = local_statistics(teacher_logits, columns, kernels=kernels, temperature=1.0)
+    picked = torch.cat([picked_q, picked_p], dim=1)
+    log_sums_q, means_q, log_sums_p, picked = sum_over_shards(shard, [log_sum_q, mean_q, log_sum_p], picked)
+    norm_q, norm_p = log_sums_q.logsumexp(dim=-1), log_sums_p.logsumexp(dim=-1)
+
+    student_sampled = (picked[:, 0] - norm_q).requires_grad_()
+    with torch.enable_grad():
+        losses = sampled_losses(spec, targets, student_sampled, picked[:, 1] - norm_p)
+        total = losses.total.sum()
+    slope = torch.zeros_like(norm_q)
+    if want_grad and total.requires_grad:
+        (slope,) = torch.autograd.grad(total, student_sampled)
+    losses.total = losses.total.detach()
+
+    sums, g = _divergence_sums(logits, teacher_logits, norm_q, norm_p, spec, want_grad=want_grad)
+    if shard.group is not None:
+        dist.all_reduce(sums, group=shard.group)
+    for i, term in enumerate(spec.divergences):
+        losses.total = losses.total + term.weight * sums[:, i]
+        losses.values[term.name] = sums[:, i]
+    token_kl, overlap, g_sum = sums[:, -3:].unbind(dim=1)
+    losses.values["token_kl"], losses.values["overlap"] = token_kl, overlap
+    shares = (log_sums_q - norm_q[:, None]).exp()
+    losses.values["student_entropy"] = norm_q - (shares * means_q).sum(dim=-1)
+    if want_grad:
+        _write_gradient(logits, g, columns, slope, g_sum + slope, norm_q, temperature)
+    return losses
+
+
+def _divergence_sums(
+    logits: Tensor, teacher_logits: Tensor, norm_q: Tensor, norm_p: Tensor, spec: LossSpec, *, want_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """This rank's [n, D + 3] sums (each divergence, forward KL, overlap, g) and g [n, v], which is `teacher_logits`."""
+    terms = spec.divergences
+    names = [term.name for term in terms]
+    sums = norm_q.new_zeros((len(norm_q), len(terms) + 3))
+    for rows in pieces(logits):
+        log_p = teacher_logits[rows].sub_(norm_p[rows, None])
+        if spec.temperature == 1.0:
+            log_q = logits[rows] - norm_q[rows, None]
+        else:
+            log_q = (logits[rows].to(norm_q.dtype) / spec.temperature).sub_(norm_q[rows, None])
+        if _PLAIN.name not in names:
+            sums[rows, -3] = forward_kl(log_q, log_p, _PLAIN)
+        sums[rows, -2] = torch.minimum(log_p, log_q).exp_().sum(dim=-1)
+        log_q.requires_grad_(want_grad)
+        with torch.set_grad_enabled(want_grad):
+            parts = [DIVERGENCES[term.name](log_q, log_p, term) for term in terms]
+            total = log_q.new_zeros(())
+            for term, part in zip(terms, parts, strict=True):
+                total = total + term.weight * part.sum()
+        for i, part in enumerate(parts):
+            sums[rows, i] = part.detach()
+        if want_grad:
+            g = torch.autograd.grad(total, log_q)[0] if terms else torch.zeros_like(log_q)
+            sums[rows, -1] = g.sum(dim=-1)
+            teacher_logits[rows] = g
+    if _PLAIN.name in names:
+        sums[:, -3] = sums[:, names.index(_PLAIN.name)]
+    return sums, teacher_logits
+
+
+def _write_gradient(
+    logits: Tensor, g: Tensor, columns: Tensor, slope: Tensor, row_grad: Tensor, norm_q: Tensor, temperature: float
+) -> None:
+    """logits <- (g + slope at the sampled column - row_grad * softmax) / temperature, summed in float32."""
+    index, added = columns.clamp(min=0), slope[:, None].masked_fill(columns < 0, 0.0) / temperature
+    plain = temperature == 1.0 and logits.dtype == g.dtype and logits.is_contiguous()
+    share = SoftmaxShare(logits)
+    scaled = None if plain else torch.empty_like(share.zeros)
+    for rows in pieces(logits):
+        z = logits[rows] if scaled is None else scaled[: rows.stop - rows.start].copy_(logits[rows]).div_(temperature)
+        share.write(z, z, row_grad[rows] / -temperature, norm_q[rows])
+        z.add_(g[rows], alpha=1.0 / temperature).scatter_add_(1, index[rows], added[rows])
+        if scaled is not None:
+            logits[rows] = z

@@ -1,0 +1,66 @@
+"""Reverse KL from the sampled token alone: the estimators k1, k2, k3 and a surrogate with the exact gradient.
+
+With y ~ mu (the rollout engine's distribution), q the student, p the teacher, rho = q(y) / mu(y):
+
+    k1 = log q - log p          unbiased, high variance, may be negative
+    k2 = (log q - log p)^2 / 2  biased, low variance
+    k3 = p/q - 1 - log(p/q)     unbiased, low variance, never negative
+
+(http://joschu.net/blog/kl-approx.html.) These are estimators of the *value*. Differentiating one under
+the sample is another matter: the gradient of k1 has mean zero, and that of k3 has the mean of the
+*forward* KL's gradient. The gradient of the reverse KL is E_q[(log q - log p) grad log q]; k1 by the
+score function, k2 by differentiation, k3 by both (the product rule on q * k3) all arrive at it, sample by
+sample. So the surrogate here has the value rho * k_i and the gradient rho * k1 * grad log q whatever the
+name, and the names differ in the number that is reported.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gkd.errors import ConfigError
+from gkd.loss.spec import POLICY_GRADIENT_NAMES
+
+
+def importance_weights(actor_logprobs: Tensor, rollout_logprobs: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """rho = q(y) / mu(y) of each token, at most `clip`; and where the limit was used.
+
+    Args:
+        actor_logprobs: [N] nats, of the weights that are trained now.
+        rollout_logprobs: [N] nats, recorded by the engine when it sampled.
+        clip: largest weight (truncated importance sampling); 0 = no limit.
+
+    Returns:
+        [N] weights, without gradient, and [N] bool.
+    """
+    weights = (actor_logprobs - rollout_logprobs.to(actor_logprobs.dtype)).detach().exp()
+    if clip == 0:
+        return weights, torch.zeros_like(weights, dtype=torch.bool)
+    return weights.clamp(max=clip), weights > clip
+
+
+def reverse_kl_estimate(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """k1, k2 or k3 of each token: [N] and [N] -> [N], nats. Raises ConfigError for another name."""
+    log_ratio = teacher_logprobs.to(actor_logprobs.dtype) - actor_logprobs  # log p/q
+    if name == "k1":
+        return -log_ratio
+    if name == "k2":
+        return log_ratio.square() / 2
+    if name == "k3":
+        return torch.expm1(log_ratio) - log_ratio
+    choices = ", ".join(POLICY_GRADIENT_NAMES)
+    raise ConfigError("distill.loss", name, "is not an estimator of the reverse KL.", f"use one of {choices}.")
+
+
+def surrogate(actor_logprobs: Tensor, *, value: Tensor, slope: Tensor) -> Tensor:
+    """[N] losses that equal `value` and have the gradient `slope` in `actor_logprobs`; both are constants."""
+    return value.detach() + slope.detach() * (actor_logprobs - actor_logprobs.detach())
+
+
+def policy_gradient_loss(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> Tensor:
+    """weight * k_i of each token, with the gradient of the reverse KL; see the top of this file. [N] -> [N], nats."""
+    frozen = actor_logprobs.detach()
+    value = weights * reverse_kl_estimate(name, frozen, teacher_logprobs)
+    slope = weights * reverse_kl_estimate("k1", frozen, teacher_logprobs)
+    return surrogate(actor_logprobs, value=value, slope=slope)

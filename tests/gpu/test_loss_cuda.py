@@ -1,0 +1,110 @@
+"""The loss on a CUDA device, at the size of a real vocabulary. Run by hand where there is one: pytest -m gpu tests/gpu
+
+What this does not prove: Megatron on CUDA, NCCL, vLLM on CUDA.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+N, V, K, PADDING = 64, 151_936, 64, 128
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_logits(dtype: torch.dtype) -> Tensor:
+    """[N, V], rows of a wider matrix, some tokens impossible."""
+    torch.manual_seed(0)
+    logits = (torch.randn(N, V + PADDING, device="cuda") * 4).to(dtype)[:, :V]
+    logits[0, : V // 2] = -torch.inf
+    logits[1, 1:] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_statistics_on_cuda_equal_float64(dtype: torch.dtype, temperature: float) -> None:
+    """Would break if the machine's exponential or the order of its sums cost more than float32's own rounding."""
+    from gkd.loss.triton_rows import TritonRows
+
+    logits = make_logits(dtype)
+    log_sum, mean = TritonRows().statistics(logits, temperature)
+    z = logits.double() / temperature
+    assert_close(log_sum.double(), z.logsumexp(-1), atol=2e-5, rtol=2e-6)
+    expected = (z.softmax(-1) * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)
+    assert_close(mean.double(), expected, atol=2e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("n_ids", [0, 1, K, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_on_cuda_equals_float64(dtype: torch.dtype, n_ids: int, in_place: bool) -> None:
+    """Would break if a thread overwrote a logit before another had read it, or a value at an id after it was stored."""
+    from gkd.loss.triton_rows import TritonRows
+
+    temperature, logits = 0.9, make_logits(dtype)
+    columns = torch.randint(-1, V, (N, n_ids), device="cuda")
+    columns[:, n_ids // 2 :] = columns[:, : n_ids - n_ids // 2]  # repeats
+    column_grad, row_grad = torch.randn(N, n_ids, device="cuda"), torch.randn(N, device="cuda")
+    z = logits.double() / temperature
+    log_normalizer = z.logsumexp(-1).float()
+    expected = -row_grad.double()[:, None] * (z - log_normalizer.double()[:, None]).exp()
+    added = column_grad.double().masked_fill(columns < 0, 0.0)
+    expected = expected.scatter_add(1, columns.clamp(min=0), added) / temperature
+    out = logits if in_place else torch.empty_like(logits)
+    TritonRows().write_gradient(
+        logits,
+        out,
+        columns=columns,
+        column_grad=column_grad,
+        row_grad=row_grad,
+        log_normalizer=log_normalizer,
+        temperature=temperature,
+    )
+    # Half a unit in the last place: one rounding, to nearest.
+    assert_close(out.double(), expected, atol=2e-6, rtol=0.5 * torch.finfo(dtype).eps + 2e-5)
+
+
+def test_rows_beyond_32_bits_on_cuda() -> None:
+    """Would break if the place of a row were a 32-bit number: 8192 rows of 300,000 columns have more than 2^31."""
+    from gkd.loss.triton_rows import TritonRows
+
+    rows = 2**31 // V + 3
+    if torch.cuda.mem_get_info()[0] < 2 * 2 * rows * V:
+        pytest.skip("needs about 9 GB of free GPU memory")
+    logits = torch.zeros(rows, V, dtype=torch.bfloat16, device="cuda")
+    logits[-1] = torch.arange(V, device="cuda") % 7
+    log_sum, _ = TritonRows().statistics(logits, 1.0)
+    assert_close(log_sum[-1].double(), logits[-1].double().logsumexp(-1), atol=2e-5, rtol=2e-6)
+    ids = {"columns": torch.full((rows, 1), -1, device="cuda"), "column_grad": torch.zeros(rows, 1, device="cuda")}
+    expected = -(logits[-1].double() - log_sum[-1].double()).exp()
+    ones = torch.ones(rows, device="cuda")
+    TritonRows().write_gradient(logits, logits, **ids, row_grad=ones, log_normalizer=log_sum, temperature=1.0)
+    assert_close(logits[-1].double(), expected, atol=1e-12, rtol=0.5 * 2**-7 + 2e-5)
+
+
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+def test_logprobs_on_cuda_equal_float64(choice: str) -> None:
+    """Would break if the loss on GPUs were not the loss that the CPU tests check, whichever kernels it runs on."""
+    from gkd.loss.row_kernels import row_kernels
+    from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+
+    torch.manual_seed(0)
+    logits = torch.randn(64, 32003, device="cuda") * 4
+    ids, weight = torch.randint(0, 32003, (64, 16), device="cuda"), torch.randn(64, 16, device="cuda")
+    reference = logits.double().requires_grad_()
+    expected = reference.log_softmax(-1).gather(1, ids)
+    (expected * weight).sum().backward()
+    leaf = logits.clone().requires_grad_()
+    kernels = row_kernels(choice, leaf.device)
+    got = vocab_parallel_logprobs(
+        leaf, ids, VocabShard(start=0, n_valid=32003, group=None), temperature=1.0, kernels=kernels
+    )
+    (got.logprobs * weight).sum().backward()
+    assert leaf.grad is not None and reference.grad is not None
+    assert_close(got.logprobs.double(), expected, atol=1e-4, rtol=1e-5)
+    assert_close(leaf.grad.double(), reference.grad, atol=1e-4, rtol=1e-4)
