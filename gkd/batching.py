@@ -107,23 +107,22 @@ def make_micro_batches(
 def token_records(
     batches: Sequence[MicroBatch], tables: Sequence[torch.Tensor], names: Sequence[str], rollouts: Sequence[Rollout]
 ) -> list[TokenRecord]:
-    """The loss's numbers of each token, put back together by sequence.
+    """The loss's numbers of each token of some sequences, put back together by sequence.
 
     Args:
         tables: [n, len(names)] each, one after the other the rows of `batches`.
-        rollouts: that the batches were made of, in any order.
+        rollouts: the sequences that are wanted.
     """
-    by_index = {rollout.sample_index: rollout for rollout in rollouts}
-    rows = torch.cat([table.cpu() for table in tables]) if tables else torch.zeros(0, len(names))
-    records, start = [], 0
-    for index in (index for batch in batches for index in batch.sample_indices):
-        rollout = by_index[index]
-        stop = start + len(rollout.response_ids)
-        values = {name: rows[start:stop, i].tolist() for i, name in enumerate(names)}
-        records.append(TokenRecord(rollout.prompt_id, index, rollout.response_ids.tolist(), values))
-        start = stop
-    if start != len(rows):
-        raise DataError(f"the loss has numbers of {len(rows)} tokens, and the batch {start}")
+    wanted = {rollout.sample_index: rollout for rollout in rollouts}
+    rows = torch.cat(list(tables)) if tables else torch.zeros(0, len(names))
+    records, stop = [], 0
+    for index, n_rows in (pair for batch in batches for pair in batch.samples):
+        start, stop = stop, stop + n_rows
+        if (rollout := wanted.get(index)) is not None:
+            values = {name: rows[start:stop, i].tolist() for i, name in enumerate(names)}
+            records.append(TokenRecord(rollout.prompt_id, index, rollout.response_ids.tolist(), values))
+    if stop != len(rows):
+        raise DataError(f"the loss has numbers of {len(rows)} tokens, and the batch has {stop}")
     return records
 
 
@@ -153,7 +152,7 @@ def _collate(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores] | None
         position_ids=torch.arange(length).expand(len(rollouts), length),
         loss_index=torch.from_numpy(np.concatenate(loss_index)),
         targets=None if scores is None else _targets(rollouts, scores),
-        sample_indices=tuple(r.sample_index for r in rollouts),
+        samples=tuple((r.sample_index, len(r.response_ids)) for r in rollouts),
     )
 
 

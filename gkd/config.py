@@ -1,25 +1,13 @@
-"""Every setting of a run: one dataclass a section, read from YAML plus `key=value` overrides.
+"""Every setting of a run: one dataclass a section.
 
-    config = load_config("configs/quickstart_cpu.yaml", ["actor.optim.lr=1e-3"])
-
-A key that is not here is an error that suggests the nearest one; types are checked by OmegaConf; the
-checks between keys are all in `gkd.config_check`, so that a wrong YAML dies before any process starts.
-This file loads without torch, ray or an engine. The comment above a field is its documentation:
-`python -m gkd.main_gkd --help` and docs/configuration.md print it.
+`gkd.config_load` reads them from YAML and `key=value` overrides; the checks between keys are all in
+`gkd.config_check`. The comment above a field is its documentation: `python -m gkd.main_gkd --help` and
+docs/configuration.md print it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
-
-from gkd.errors import ConfigError
 
 
 @dataclass
@@ -124,7 +112,8 @@ class ActorConfig:
     # Compute LM head and loss together, a chunk of rows at a time, so that the logits never exist as a whole. Off: all
     # logits of a micro-batch at once.
     fused_lm_head: bool = True
-    # Size of such a chunk's logits, MiB.
+    # Size of such a chunk's logits, MiB, the teacher's included where there are any (teacher.signal hidden or logits:
+    # then there are chunks without fused_lm_head, too).
     logits_chunk_mib: int = 128
     # Softmax kernels of the top-k losses: auto (triton on cuda, torch on cpu) | torch | triton.
     loss_kernel: str = "auto"
@@ -176,7 +165,8 @@ class TeacherConfig:
     overlap_rollout: bool = True
     # What the teacher says of each position: topk (its most probable tokens) | sampled (the response token's logprob
     # alone; for k1, k2, k3 and sft) | hidden (hidden states; the actor multiplies them by the teacher's LM head, which
-    # it fetches once: the exact distribution, H numbers a token) | logits (the exact distribution, V numbers a token).
+    # it fetches once: the whole distribution, D numbers a token) | logits (the whole distribution, V numbers a token).
+    # teacher.wire decides how they are rounded.
     signal: str = "topk"
     # Entries of the teacher's distribution kept at each position.
     topk: int = 64
@@ -194,7 +184,7 @@ class TeacherConfig:
 
 @dataclass
 class LossTermConfig:
-    name: str = "forward_kl"
+    name: str = ""
     weight: float = 1.0
     beta: float | None = None
     alpha: float | None = None
@@ -207,7 +197,7 @@ class DistillConfig:
     # token alone; the names differ in the estimator that is reported.
     loss: str = "forward_kl"
     # A weighted sum instead of distill.loss: a list of {name, weight}, each with its own beta or alpha if it likes;
-    # besides the names above there is sft: cross-entropy on the dataset's responses.
+    # besides the names above there is sft: cross-entropy on the dataset's responses (distill.on_policy_share below 1).
     losses: list[LossTermConfig] = field(default_factory=list)
     # jsd: share of the teacher in the mixture, between 0 and 1; near 0 the forward KL's shape, near 1 the reverse KL's.
     beta: float = 0.5
@@ -269,109 +259,3 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-
-
-def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Defaults <- YAML file <- `key=value` overrides, typed.
-
-    Raises:
-        ConfigError: unreadable file, unknown key (with the nearest known one), wrong type, malformed override.
-    """
-    merged = OmegaConf.structured(Config)
-    sources = [] if path is None else [(str(path), _read_yaml(path))]
-    for where, source in [*sources, *((override, _read_override(override)) for override in overrides)]:
-        try:
-            merged = OmegaConf.merge(merged, source)
-        except ConfigKeyError as error:
-            key = str(error.full_key or error.key)
-            raise _unknown_key(key, OmegaConf.select(source, key)) from error
-        except ValidationError as error:
-            key = str(error.full_key or where)
-            problem = str(error).splitlines()[0].rstrip(".") + "."
-            raise ConfigError(
-                key, OmegaConf.select(source, key), problem, "write a value of the type the key has."
-            ) from error
-        except OmegaConfBaseException as error:
-            raise ConfigError(where, "?", str(error).splitlines()[0] + ".", "correct that entry.") from error
-    try:
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:  # an interpolation like ${x} that leads nowhere
-        key = str(error.full_key or "config")
-        raise ConfigError(key, "?", str(error).splitlines()[0] + ".", "correct that entry.") from error
-    assert isinstance(config, Config)
-    return config
-
-
-def save_config(config: Config, path: Path) -> None:
-    """Write the resolved settings as YAML; `load_config` of it gives the same config."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
-
-
-def describe_keys() -> list[tuple[str, str, Any, str]]:
-    """(key, type, default, description) of every key, in order; the description is the comment above the field."""
-    import inspect
-    import re
-
-    rows: list[tuple[str, str, Any, str]] = []
-
-    def walk(cls: type, prefix: str) -> None:
-        comments: dict[str, str] = {}
-        pending: list[str] = []
-        for line in inspect.getsource(cls).splitlines()[2:]:
-            text = line.strip()
-            if text.startswith("#"):
-                pending.append(text.lstrip("# "))
-            elif match := re.match(r"(\w+):", text):
-                comments[match[1]] = " ".join(pending)
-                pending = []
-        for item in dataclasses.fields(cls):
-            default = item.default_factory() if callable(item.default_factory) else item.default
-            if dataclasses.is_dataclass(default):
-                walk(type(default), f"{prefix}{item.name}.")
-            else:
-                rows.append((f"{prefix}{item.name}", str(item.type), default, comments.get(item.name, "")))
-
-    for section in dataclasses.fields(Config):
-        assert callable(section.default_factory)
-        walk(type(section.default_factory()), f"{section.name}.")
-    return rows
-
-
-def _read_yaml(path: str | Path) -> Any:
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError("--config", str(path), "there is no such file.", "give the path of a YAML file.")
-    try:
-        loaded = OmegaConf.load(file)
-    except Exception as error:  # yaml's errors have no common root that omegaconf exports
-        raise ConfigError("--config", str(path), f"it is not YAML ({error}).", "correct the file.") from error
-    if not OmegaConf.is_dict(loaded):
-        raise ConfigError("--config", str(path), "it is not a mapping of sections.", "start it with e.g. `data:`.")
-    return loaded
-
-
-def _read_override(override: str) -> Any:
-    key, sep, _ = override.partition("=")
-    if not sep or not key:
-        raise ConfigError("override", override, "it is not of the form key=value.", "write e.g. actor.tp=2.")
-    try:
-        return OmegaConf.from_dotlist([override])
-    except Exception as error:  # yaml's errors have no common root that omegaconf exports
-        raise ConfigError(key, override.partition("=")[2], "it is not YAML.", "close brackets and quotes.") from error
-
-
-def _unknown_key(key: str, value: object) -> ConfigError:
-    known = [row[0] for row in describe_keys()] + [f.name for f in dataclasses.fields(Config)]
-    if key == "teacher.n_gpus_per_node":
-        return ConfigError(
-            key,
-            value,
-            "the teacher is a process of its own; its GPUs are chosen where it is started (python -m teacher_server).",
-            "remove the key; teacher.n_server_workers is the number of sequences kept in flight, not GPUs.",
-        )
-    if key in ("distill.lambda", "distill.lmbda"):
-        problem = "there is no such key: lambda is a reserved word of Python."
-        return ConfigError(key, value, problem, "GKD's lambda is distill.on_policy_share.")
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see python -m gkd.main_gkd --help for all keys."
-    return ConfigError(key, value, "there is no such key.", hint)

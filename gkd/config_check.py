@@ -6,11 +6,11 @@ Pure: looks at the config only. What needs a look at files or sockets is in `gkd
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import cast, get_args
 
 from gkd.config import Config
 from gkd.errors import ConfigError
-from gkd.loss.spec import LOSS_NAMES, Signal, loss_spec
+from gkd.loss.spec import LOSS_NAMES, Signal, loss_spec, teacher_signals
 from teacher_server.protocol import MAX_K
 
 _CHOICES = {
@@ -233,15 +233,17 @@ def _check_signal(config: Config) -> None:
         )
     if not 0.0 <= t.mass < 1.0:
         raise ConfigError("teacher.mass", t.mass, "it is out of range.", "use a number from 0 to below 1.")
-    if t.mass > 0.0 and t.signal != "topk":
-        raise ConfigError(
-            "teacher.mass", t.mass, f"with teacher.signal {t.signal} there is no list to cut.", "use 0, or signal topk."
+    if t.mass > 0.0 and "topk" not in teacher_signals(spec, cast(Signal, t.signal)):
+        reason = (
+            f"with teacher.signal {t.signal}" if t.signal != "topk" else f"for {', '.join(x.name for x in spec.terms)}"
         )
+        raise ConfigError("teacher.mass", t.mass, f"{reason} there is no list to cut.", "use 0.")
 
 
 def _check_mixture(config: Config) -> None:
-    """Does every loss see tokens to learn from?"""
+    """Does every loss see tokens to learn from, in every step where it is alone?"""
     spec, share = loss_spec(config.distill, config.teacher.temperature), config.distill.on_policy_share
+    n_prompts = config.trainer.global_batch_size
     if spec.sft is not None and share == 1.0:
         raise ConfigError(
             "distill.on_policy_share",
@@ -249,13 +251,25 @@ def _check_mixture(config: Config) -> None:
             "sft is among the losses, and there would be no dataset response to learn from.",
             "use a share below 1, or leave sft out.",
         )
-    if share == 0.0 and len(spec.policy_gradients) == len(spec.terms):
-        names = ", ".join(term.name for term in spec.terms)
+    if spec.policy_gradients and share == 0.0:
+        names = ", ".join(term.name for term in spec.policy_gradients)
         raise ConfigError(
             "distill.on_policy_share",
             share,
             f"{names} learns from tokens that the student wrote, and there would be none.",
-            "use a share above 0, or add a loss that compares distributions.",
+            "use a share above 0, or leave it out.",
+        )
+    # A step without a token to learn from would still move the weights: by momentum and weight decay.
+    only_student, only_dataset = len(spec.policy_gradients) == len(spec.terms), spec.terms == (spec.sft,)
+    each_step = share * n_prompts if only_student else (1 - share) * n_prompts if only_dataset else 1.0
+    if each_step < 1.0:
+        kind = "student" if only_student else "dataset"
+        raise ConfigError(
+            "distill.on_policy_share",
+            share,
+            f"of trainer.global_batch_size {n_prompts} prompts less than one a step would be answered by the {kind}, "
+            "and the losses learn from nothing else.",
+            "change the share, use larger batches, or add a loss that compares distributions.",
         )
 
 

@@ -207,8 +207,9 @@ def _response(row: dict[str, Any], config: DataConfig, tokenizer: Any, ends: Seq
         problem = f"the response of {where} has no tokens."
         raise ConfigError("data.response_key", config.response_key, problem, "correct or remove that row.")
     if any(token in ends for token in ids[:-1]):
-        problem = f"the response of {where} has an end-of-sequence token before its end, where a rollout would stop."
-        raise ConfigError("data.response_key", config.response_key, problem, "remove that token from the text.")
+        problem = f"the response of {where} has a token before its end at which a rollout would stop."
+        fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
+        raise ConfigError("data.response_key", config.response_key, problem, fix)
     if ids[-1] not in ends:
         ids.append(tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0])
     return np.asarray(ids[: config.max_response_length], dtype=np.int32)

@@ -11,7 +11,8 @@ import sys
 import textwrap
 from types import FrameType
 
-from gkd.config import Config, describe_keys, load_config
+from gkd.config import Config
+from gkd.config_load import describe_keys, load_config
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.log import get_logger
 

@@ -12,19 +12,14 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config import Config
 from gkd.config_check import check_config, data_parallel_size, n_engines
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
-from gkd.errors import ConfigError, ModelError, TeacherError, TeacherUnavailable
+from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
+from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
 from gkd.run_folder import RunFolder, open_run_folder
 from gkd.teacher.base import TeacherInfo
-from gkd.teacher.client import ZmqTeacher
 from gkd.types import Prompt
-from teacher_server.protocol import tokenizer_fingerprint
 
 log = get_logger("preflight")
-
-# How long a running teacher server may take to say who it is.
-TEACHER_HELLO_S = 10.0
-LARGE_SCORES_GIB = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +46,8 @@ def preflight(config: Config) -> Plan:
     """
     check_config(config)
     device = resolve_device(config)
+    if device == "cpu" and config.actor.loss_kernel == "triton":
+        raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
     dims = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, dims.vocab_size)
@@ -73,18 +70,13 @@ def preflight(config: Config) -> Plan:
     )
     if dropped:
         log.warning("%d training prompts are over data.max_prompt_length and left out (truncation: drop)", dropped)
+    n_cut = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
+    if n_cut:
+        log.warning("%d dataset responses are over data.max_response_length and cut there, without an end", n_cut)
     val = _held_out(config, tokenizer)
     teacher = ask_teacher(config)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
-    scores_gib = full_scores_gib(config, n_vocab, teacher.hidden_size)
-    if scores_gib > LARGE_SCORES_GIB:
-        log.warning(
-            "teacher.signal %s: the scores of one step may take %.1f GiB of host memory over all data-parallel groups, "
-            "and as much again while they are trained on; topk%s takes far less",
-            config.teacher.signal,
-            scores_gib,
-            " or hidden" if config.teacher.signal == "logits" else "",
-        )
+    warn_of_the_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
     return Plan(
         device=device,
         eos_ids=eos_ids,
@@ -101,14 +93,6 @@ def planned_steps(config: Config, n_prompts: int) -> int:
     """Optimizer steps of the run: total_epochs' worth, at least one, and at most total_steps (0 = no limit)."""
     by_epochs = max(1, n_prompts * config.trainer.total_epochs // config.trainer.global_batch_size)
     return min(by_epochs, config.trainer.total_steps) if config.trainer.total_steps else by_epochs
-
-
-def full_scores_gib(config: Config, n_vocab: int, hidden_size: int) -> float:
-    """Most that one step's teacher logits or hidden states can take on the hosts, GiB; 0 for the small signals."""
-    bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
-    bytes_per_token = {"logits": bytes_per_logit * n_vocab, "hidden": 4 * hidden_size}.get(config.teacher.signal, 0)
-    n_sequences = config.trainer.global_batch_size * config.rollout.n
-    return n_sequences * config.data.max_response_length * bytes_per_token / 2**30
 
 
 def resolve_device(config: Config) -> str:
@@ -206,86 +190,3 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
             "name the column with the reference answer, or set eval.metric=none.",
         )
     return prompts
-
-
-def ask_teacher(config: Config) -> TeacherInfo:
-    """Who answers at the teacher's address.
-
-    Raises:
-        TeacherUnavailable: nobody does.
-        TeacherError: it answered something else than who it is.
-        ConfigError: it has no such teacher, or teacher.keys cannot be used.
-    """
-    teacher = ZmqTeacher(
-        config.teacher.server_ip,
-        config.teacher.server_port,
-        k=config.teacher.topk,
-        temperature=config.teacher.temperature,
-        n_vocab=0,
-        n_in_flight=1,
-        request_timeout_s=config.teacher.request_timeout_s,
-        outage_budget_s=min(TEACHER_HELLO_S, config.teacher.outage_budget_s),
-        name=config.teacher.name,
-        keys=config.teacher.keys,
-    )
-    try:
-        return teacher.info()
-    except TeacherUnavailable as error:
-        where = f"teacher.server_ip = {config.teacher.server_ip}, teacher.server_port = {config.teacher.server_port}"
-        raise TeacherUnavailable(f"{where}: {error}") from error
-    except TeacherError as error:
-        if "refused it: bad_request:" not in str(error):
-            raise
-        raise ConfigError("teacher.name", config.teacher.name, f"{error}.", "use one of the server's names.") from error
-    finally:
-        teacher.close()
-
-
-def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:
-    """Do the two speak the same token ids, and is the teacher big enough? Returns the ids they share.
-
-    `vocab_size` may differ (models pad their embedding differently around one tokenizer); the map
-    token -> id may not, or every score would be about other words.
-    """
-    if not teacher.tokenizer_fingerprint:
-        raise ConfigError(
-            "teacher.server_port",
-            config.teacher.server_port,
-            f"the teacher's folder {teacher.model_path} holds no tokenizer, so nobody can tell whether its token ids "
-            "mean what the student's mean.",
-            "put the teacher's tokenizer files there and start the server again.",
-        )
-    own = tokenizer_fingerprint(tokenizer.get_vocab())
-    if teacher.tokenizer_fingerprint != own:
-        raise ConfigError(
-            "model.path",
-            config.model.path,
-            f"its tokenizer maps tokens to other ids than that of the teacher {teacher.model_path} "
-            f"({own[:12]} against {teacher.tokenizer_fingerprint[:12]}).",
-            "use a student and a teacher of one model family, or start the server with another --model.",
-        )
-    if student_vocab > teacher.vocab_size:
-        raise ConfigError(
-            "model.path",
-            config.model.path,
-            f"the student can sample {student_vocab} token ids and the teacher knows only {teacher.vocab_size}.",
-            "cut the student's padded embedding rows, or use a teacher with at least as many.",
-        )
-    n_vocab = student_vocab
-    if config.teacher.signal == "topk" and config.teacher.topk > n_vocab:
-        raise ConfigError(
-            "teacher.topk",
-            config.teacher.topk,
-            f"student and teacher share only {n_vocab} token ids.",
-            f"use at most {n_vocab}.",
-        )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if longest > teacher.max_tokens:
-        raise ConfigError(
-            "data.max_response_length",
-            config.data.max_response_length,
-            f"prompt and response may have {longest} tokens together, and the teacher scores at most "
-            f"{teacher.max_tokens}.",
-            "lower data.max_prompt_length or data.max_response_length.",
-        )
-    return n_vocab

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from gkd.config import Config, load_config, save_config
+from gkd.config import Config
+from gkd.config_load import load_config, save_config
 from gkd.disk import fsync, fsync_tree
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import Sample, TokenRecord

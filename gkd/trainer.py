@@ -10,6 +10,7 @@ rollout (`gkd.mixing`); from there on both kinds go the same road.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -166,7 +167,7 @@ class Trainer:
     def _evaluate(self, timers: StageTimers) -> dict[str, float]:
         """Held-out prompts: KL on the student's own samples, whatever the mixture in training, and greedy accuracy.
 
-        Where the teacher gives no distribution there is no KL, and the loss is reported instead.
+        Where the teacher gives no distribution there is an estimate of KL(student || teacher) from the samples instead.
         """
         with timers("eval"):
             # The same seed every time, so that two evaluations differ by the student alone.
@@ -176,7 +177,8 @@ class Trainer:
             if stats.tokens:
                 self.folder.write_token_losses(self.step, stats.tokens)
             kl = stats.extra.get("loss/token_kl")
-            numbers = {"eval/loss": stats.loss} if kl is None else {"eval/kl": kl}
+            sampled = stats.extra.get("loss/sampled_reverse_kl", math.nan)
+            numbers = {"eval/reverse_kl": sampled} if kl is None else {"eval/kl": kl}
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if self.config.eval.metric == "exact_match":
                 report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
@@ -237,7 +239,7 @@ def step_metrics(
         "optim/grad_norm": stats.grad_norm,
         "optim/lr": stats.lr,
         "rollout/sequences": float(n_sequences),
-        "rollout/on_policy_share": sum(c.rollouts.n_sequences for c in batch if c.rollouts.on_policy) / n_sequences,
+        "rollout/on_policy_sequences": float(sum(c.rollouts.n_sequences for c in batch if c.rollouts.on_policy)),
         "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
         "rollout/response_tokens": float(n_tokens),
         "rollout/response_length_mean": n_tokens / n_sequences,

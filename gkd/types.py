@@ -12,6 +12,7 @@ D hidden size of the teacher.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,8 @@ class TeacherScores:
 
     topk: TeacherTopK | None = None
     sampled_logprobs: np.ndarray | None = None  # [R] float32, nats, of the response tokens
-    logits: np.ndarray | None = (
-        None  # [R, V] float32 or float16, over the common vocabulary, divided by the temperature
-    )
+    # [R, V] float32 or float16, over the common vocabulary, divided by the temperature.
+    logits: np.ndarray | None = None
     hidden: np.ndarray | None = None  # [R, D] float32, final hidden states; times the LM head: logits, not yet divided
 
 
@@ -108,13 +108,20 @@ class TokenTargets:
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())
 
-    def rows(self, rows: slice, device: torch.device) -> TokenTargets:
-        """Some of the rows, on `device`."""
-        taken: dict[str, Any] = {}
-        for f in fields(self):
-            table: torch.Tensor | None = getattr(self, f.name)
-            taken[f.name] = None if table is None else table[rows].to(device, non_blocking=True)
-        return TokenTargets(**taken)
+    def rows(self, rows: slice) -> TokenTargets:
+        """Some of the rows; views."""
+        return self._each(lambda name, table: table[rows])
+
+    def on(self, device: torch.device) -> TokenTargets:
+        """All rows on `device`, but for `logits` and `hidden`: those go there in parts."""
+        return self._each(lambda name, table: table if name in ("logits", "hidden") else table.to(device))
+
+    def _each(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> TokenTargets:
+        changed: dict[str, Any] = {}
+        for item in fields(self):
+            table: torch.Tensor | None = getattr(self, item.name)
+            changed[item.name] = None if table is None else change(item.name, table)
+        return TokenTargets(**changed)
 
 
 @dataclass(slots=True)
@@ -130,7 +137,7 @@ class MicroBatch:
     position_ids: torch.Tensor  # [B, S] int64
     loss_index: torch.Tensor  # [N] int64, into the flattened [B * S] positions
     targets: TokenTargets | None  # of the N rows; None on ranks that compute no loss
-    sample_indices: tuple[int, ...] = ()  # of the B sequences, in the order of their rows
+    samples: tuple[tuple[int, int], ...] = ()  # (sample_index, rows) of the B sequences, in the order of their rows
 
     @property
     def n_loss_tokens(self) -> int:

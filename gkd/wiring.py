@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,14 +55,25 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         endpoints = _endpoints(config, plan, actor)
         gather({f"scoring endpoint {i}": e.is_up.remote() for i, e in enumerate(endpoints)}, "start", t.init_timeout_s)
         if config.teacher.signal == "hidden":
-            # The handles are kept by nobody here: what they stand for is freed as soon as the actor has it.
-            actor.set_teacher_head([endpoint.lm_head.remote() for endpoint in endpoints])
+            actor.set_teacher_head(_teacher_heads(endpoints, actor.last_stage_nodes()))
         scoring = ScoringPool(endpoints, t.stage_timeout_s)
         sync = WeightSync(actor.exporters(), rollout.workers, config, plan.device)
         log.info("all ranks are up")
         yield Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
     finally:
         cluster.close()
+
+
+def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
+    """By data-parallel rank, a handle of the teacher's LM head on that group's node; fetched once a node.
+
+    Nobody else keeps the handles: what they stand for is freed as soon as the actor has it.
+    """
+    heads: dict[str, Any] = {}
+    for endpoint, node in zip(endpoints, nodes, strict=True):
+        if node not in heads:
+            heads[node] = endpoint.lm_head.remote()
+    return [heads[node] for node in nodes]
 
 
 def worker_env(on_cpu: bool) -> dict[str, str]:

@@ -15,7 +15,8 @@ from gkd.errors import GkdError
 def same_error(device: torch.device) -> Iterator[None]:
     """A block that every rank of the world enters; if it raises a GkdError on some, all raise the lowest rank's.
 
-    The block itself must hold no collective. Other exceptions go through at once: they are bugs, and the rank dies.
+    The block itself must hold no collective. Other exceptions go through at once: they are bugs, and whoever
+    started the ranks has to end the others.
 
     Args:
         device: where the world's collectives run.
@@ -32,4 +33,4 @@ def same_error(device: torch.device) -> Iterator[None]:
     errors: list[GkdError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     first = next(e for e in errors if e is not None)
-    raise first if error is None else first from error
+    raise first from error

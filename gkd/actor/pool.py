@@ -36,13 +36,7 @@ class ActorPool:
 
     def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
         answers = self._on_batch("evaluate", batch, keep_tokens)
-        # Tensor-parallel ranks all know the same tokens; each data-parallel group has its own.
-        tokens = [
-            record
-            for answer, layout in zip(answers, self._layouts, strict=True)
-            if layout.is_last_stage and layout.tp_rank == 0
-            for record in answer.tokens
-        ]
+        tokens = [record for answer in answers for record in answer.tokens]  # each data-parallel group has its own
         return replace(answers[0], tokens=sorted(tokens, key=lambda record: record.sample_index))
 
     def save(self, folder: Path) -> None:

@@ -113,16 +113,15 @@ class ActorWorker:
 
         Args:
             keep_tokens: sequences of the batch, the first ones, whose tokens' numbers come with the result; from the
-                ranks that compute the loss.
+                first rank of those that compute the loss.
         """
         batches = self._micro_batches(lists[:n_chunks], lists[n_chunks:])
-        if not (keep_tokens and self._layout.is_last_stage):
+        if not (keep_tokens and self._layout.is_last_stage and self._layout.tp_rank == 0):
             return self._student.evaluate(batches)
         tables: list[torch.Tensor] = []
-        stats = self._student.evaluate(batches, on_rows=tables.append)
-        rollouts = [rollout for chunk in lists[:n_chunks] for rollout in chunk]
-        tokens = token_records(batches, tables, self._student.loss.report_names, rollouts)
-        return replace(stats, tokens=[record for record in tokens if record.sample_index < keep_tokens])
+        stats = self._student.evaluate(batches, on_rows=lambda table: tables.append(table.cpu()))
+        kept = [rollout for chunk in lists[:n_chunks] for rollout in chunk if rollout.sample_index < keep_tokens]
+        return replace(stats, tokens=token_records(batches, tables, self._student.loss.report_names, kept))
 
     def save(self, folder: Path) -> None:
         self._student.save_checkpoint(folder)
@@ -163,12 +162,13 @@ class ActorWorker:
                 wanted=self._signals,
                 hidden_size=self._student.teacher_hidden_size,
             )
-        return make_micro_batches(
-            all_rollouts,
-            all_scores,
-            micro_batch_size=self._config.actor.micro_batch_size,
-            max_tokens=self._config.actor.max_tokens_per_micro_batch,
-        )
+            batches = make_micro_batches(
+                all_rollouts,
+                all_scores,
+                micro_batch_size=self._config.actor.micro_batch_size,
+                max_tokens=self._config.actor.max_tokens_per_micro_batch,
+            )
+        return batches
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:

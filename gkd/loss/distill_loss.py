@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gkd.errors import DataError
 from gkd.loss.full_vocab import full_vocab_losses
@@ -59,7 +60,12 @@ class DistillLoss:
     def report_names(self) -> tuple[str, ...]:
         """Names of the sums that come with a loss; see `TokenLosses`. `total` is the loss itself."""
         has_topk = "topk" in self.signals
-        names = report_names(self.spec, has_distribution=has_topk or self.is_full, has_topk=has_topk)
+        names = report_names(
+            self.spec,
+            has_distribution=has_topk or self.is_full,
+            has_topk=has_topk,
+            has_sampled="sampled" in self.signals or self.is_full,
+        )
         return ("total", *names)
 
     def from_hidden(
@@ -80,18 +86,22 @@ class DistillLoss:
             NumericsError: a token id outside the vocabulary. DataError: a table is missing.
         """
         self._check(targets)
+        if not torch.is_grad_enabled():  # a Function is told of inputs that want a gradient, not of no_grad
+            hidden, head = hidden.detach(), head.detach()
         loss, sums = _HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad)
         return loss, sums
 
     def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
-        """Like `from_hidden`, for [N, V_local] logits, which have no other use: their gradient may overwrite them."""
+        """Like `from_hidden`, for [N, V_local] logits, which must have no other use: their gradient overwrites them."""
         self._check(targets)
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
         if self.is_full:
+            if not torch.is_grad_enabled():
+                logits_local = logits_local.detach()
             loss, sums = _LogitsLoss.apply(logits_local, targets, self)
             return loss, sums
-        targets = targets.rows(slice(None), logits_local.device)
+        targets = targets.on(logits_local.device)
         rows = vocab_parallel_logprobs(
             logits_local,
             _picked_ids(targets),
@@ -99,6 +109,7 @@ class DistillLoss:
             kernels=self.kernels,
             temperature=self.spec.temperature,
             overwrite_logits=True,
+            check_ids=False,
         )
         losses = self._from_table(rows.logprobs, rows.entropy, targets)
         return losses.total.sum(), self._sums(losses)
@@ -108,9 +119,9 @@ class DistillLoss:
 
         Args:
             logits: [n, v] this rank's columns, padding left out.
-            targets: of all N rows.
+            targets: of all N rows, on the device of the logits.
         """
-        chunk = targets.rows(rows, logits.device)
+        chunk = targets.rows(rows)
         if self.is_full:
             teacher = self._teacher_logits(chunk, logits)
             losses = full_vocab_losses(
@@ -126,6 +137,7 @@ class DistillLoss:
             total = losses.total.sum()
         if want_grad:
             (grad,) = torch.autograd.grad(total, table)
+            grad = grad.masked_fill_(ids < 0, 0.0)
             write_logits_gradient(
                 logits, logits, grad, columns, norm, self.shard, kernels=self.kernels, temperature=temperature
             )
@@ -143,11 +155,14 @@ class DistillLoss:
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
         """[n, v] the teacher's logits / temperature for this rank's columns."""
         dtype, n_columns = statistics_dtype(like), like.shape[1]
-        if targets.hidden is not None and self.teacher_head is not None:
-            hidden = targets.hidden.to(dtype)
+        if targets.hidden is not None:
+            if self.teacher_head is None:
+                raise DataError("the teacher sent hidden states, and nobody gave its LM head (set_teacher_head)")
+            hidden = targets.hidden.to(like.device, dtype)
             return (hidden @ self.teacher_head[:n_columns].to(dtype).T).div_(self.spec.temperature)
-        if targets.logits is not None:
-            return targets.logits[:, self.shard.start : self.shard.start + n_columns].to(dtype, copy=True)
+        if targets.logits is not None:  # only this rank's columns leave the host
+            part = targets.logits[:, self.shard.start : self.shard.start + n_columns]
+            return part.to(like.device, dtype, copy=True)
         raise DataError(f"the loss wants the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
 
     def _sums(self, losses: TokenLosses) -> Tensor:
@@ -160,7 +175,9 @@ class DistillLoss:
     def _check(self, targets: TokenTargets) -> None:
         self.shard.check(targets.sampled_ids)
         if targets.topk_ids is not None:
-            self.shard.check(targets.topk_ids)
+            self.shard.check(targets.topk_ids, lowest=-1)
+        if "topk" in self.signals and targets.topk_ids is None and len(targets):
+            raise DataError("the loss wants the teacher's top-k, and the micro-batch has none")
 
 
 def _picked_ids(targets: TokenTargets) -> Tensor:
@@ -177,9 +194,10 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, targets: TokenTargets, loss: DistillLoss, reduce_hidden_grad: bool
     ) -> tuple[Tensor, Tensor]:
         want_hidden, want_head = ctx.needs_input_grad[:2]
+        targets = targets.on(hidden.device)
         v_valid = loss.shard.n_columns(len(head))
         valid_head = head[:v_valid]
-        hidden_grad = torch.zeros_like(hidden) if want_hidden else None
+        hidden_grad = torch.empty_like(hidden) if want_hidden else None
         # Chunks add up in float32: a sum of many bfloat16 parts would lose the small ones.
         head_grad = torch.zeros_like(head, dtype=statistics_dtype(head)) if want_head else None
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
@@ -200,6 +218,7 @@ class _HeadLoss(torch.autograd.Function):
         return sums[0].to(statistics_dtype(hidden), copy=True), sums
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         # In place: autograd notices a second backward pass, which would find scaled gradients, and refuses it.
         hidden_grad, head_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
@@ -212,23 +231,24 @@ class _LogitsLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: DistillLoss) -> tuple[Tensor, Tensor]:
         (want_grad, *_) = ctx.needs_input_grad
+        targets = targets.on(logits_local.device)
         n_rows, v_local = logits_local.shape
         v_valid = loss.shard.n_columns(v_local)
         step = loss.rows_of_chunk(v_local, logits_local.element_size())
-        # The gradient takes the place of a copy of the logits, chunk by chunk.
-        grad = torch.zeros_like(logits_local) if want_grad else None
+        # The gradient takes the place of the logits, chunk by chunk.
+        grad = logits_local.detach() if want_grad else None
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=logits_local.device)
         for start in range(0, n_rows, step):
             rows = slice(start, min(start + step, n_rows))
-            chunk = logits_local[rows, :v_valid]
-            if grad is not None:
-                chunk = grad[rows, :v_valid].copy_(chunk)
-            sums += loss.chunk(chunk, targets, rows, want_grad=want_grad)
+            sums += loss.chunk(logits_local[rows, :v_valid], targets, rows, want_grad=want_grad)
+        if grad is not None:
+            grad[:, v_valid:] = 0.0
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(sums)
         return sums[0].to(statistics_dtype(logits_local), copy=True), sums
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad.mul_(grad_outputs[0]), None, None

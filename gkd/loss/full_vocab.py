@@ -20,12 +20,10 @@ from torch import Tensor
 
 from gkd.loss.divergence import DIVERGENCES, forward_kl
 from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
-from gkd.loss.spec import LossSpec, LossTerm
-from gkd.loss.token_loss import TokenLosses, sampled_losses
+from gkd.loss.spec import LossSpec
+from gkd.loss.token_loss import PLAIN, TokenLosses, sampled_losses
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
 from gkd.types import TokenTargets
-
-_PLAIN = LossTerm("forward_kl")
 
 
 def full_vocab_losses(
@@ -75,7 +73,7 @@ def full_vocab_losses(
     losses.values["token_kl"], losses.values["overlap"] = token_kl, overlap
     shares = (log_sums_q - norm_q[:, None]).exp()
     losses.values["student_entropy"] = norm_q - (shares * means_q).sum(dim=-1)
-    if want_grad:
+    if want_grad and logits.numel():  # none on a rank that holds padding alone
         _write_gradient(logits, g, columns, slope, g_sum + slope, norm_q, temperature)
     return losses
 
@@ -93,8 +91,8 @@ def _divergence_sums(
             log_q = logits[rows] - norm_q[rows, None]
         else:
             log_q = (logits[rows].to(norm_q.dtype) / spec.temperature).sub_(norm_q[rows, None])
-        if _PLAIN.name not in names:
-            sums[rows, -3] = forward_kl(log_q, log_p, _PLAIN)
+        if PLAIN.name not in names:
+            sums[rows, -3] = forward_kl(log_q, log_p, PLAIN)
         sums[rows, -2] = torch.minimum(log_p, log_q).exp_().sum(dim=-1)
         log_q.requires_grad_(want_grad)
         with torch.set_grad_enabled(want_grad):
@@ -108,8 +106,8 @@ def _divergence_sums(
             g = torch.autograd.grad(total, log_q)[0] if terms else torch.zeros_like(log_q)
             sums[rows, -1] = g.sum(dim=-1)
             teacher_logits[rows] = g
-    if _PLAIN.name in names:
-        sums[:, -3] = sums[:, names.index(_PLAIN.name)]
+    if PLAIN.name in names:
+        sums[:, -3] = sums[:, names.index(PLAIN.name)]
     return sums, teacher_logits
 
 

@@ -16,6 +16,8 @@ name, and the names differ in the number that is reported.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,8 @@ from gkd.errors import ConfigError
 from gkd.loss.spec import POLICY_GRADIENT_NAMES
 
 
-def importance_weights(actor_logprobs: Tensor, rollout_logprobs: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """rho = q(y) / mu(y) of each token, at most `clip`; and where the limit was used.
+def log_importance_weights(actor_logprobs: Tensor, rollout_logprobs: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """log rho, rho = q(y) / mu(y), of each token, at most log `clip`; and where the limit was used.
 
     Args:
         actor_logprobs: [N] nats, of the weights that are trained now.
@@ -32,12 +34,12 @@ def importance_weights(actor_logprobs: Tensor, rollout_logprobs: Tensor, clip: f
         clip: largest weight (truncated importance sampling); 0 = no limit.
 
     Returns:
-        [N] weights, without gradient, and [N] bool.
+        [N] nats, without gradient, and [N] bool.
     """
-    weights = (actor_logprobs - rollout_logprobs.to(actor_logprobs.dtype)).detach().exp()
+    log_weights = (actor_logprobs - rollout_logprobs.to(actor_logprobs.dtype)).detach()
     if clip == 0:
-        return weights, torch.zeros_like(weights, dtype=torch.bool)
-    return weights.clamp(max=clip), weights > clip
+        return log_weights, torch.zeros_like(log_weights, dtype=torch.bool)
+    return log_weights.clamp(max=math.log(clip)), log_weights > math.log(clip)
 
 
 def reverse_kl_estimate(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
@@ -58,9 +60,15 @@ def surrogate(actor_logprobs: Tensor, *, value: Tensor, slope: Tensor) -> Tensor
     return value.detach() + slope.detach() * (actor_logprobs - actor_logprobs.detach())
 
 
-def policy_gradient_loss(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor, weights: Tensor) -> Tensor:
-    """weight * k_i of each token, with the gradient of the reverse KL; see the top of this file. [N] -> [N], nats."""
+def policy_gradient_loss(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor, log_weights: Tensor) -> Tensor:
+    """rho * k_i of each token, with the gradient of the reverse KL; see the top of this file. [N] -> [N], nats."""
     frozen = actor_logprobs.detach()
-    value = weights * reverse_kl_estimate(name, frozen, teacher_logprobs)
+    weights = log_weights.exp()
     slope = weights * reverse_kl_estimate("k1", frozen, teacher_logprobs)
+    if name == "k3":
+        # rho p/q as one exponential: where q has become tiny p/q overflows, and rho p/q = p/mu does not.
+        log_ratio = teacher_logprobs.to(frozen.dtype) - frozen
+        value = (log_weights + log_ratio).exp() - weights + slope
+    else:
+        value = weights * reverse_kl_estimate(name, frozen, teacher_logprobs)
     return surrogate(actor_logprobs, value=value, slope=slope)

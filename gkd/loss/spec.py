@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from gkd.config import DistillConfig
+from gkd.config import DistillConfig, LossTermConfig
 from gkd.errors import ConfigError
 
 Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
@@ -24,6 +24,7 @@ Signal: TypeAlias = Literal["topk", "logits", "hidden", "sampled"]
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
+_PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # who uses them
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
 
@@ -104,15 +105,28 @@ class LossSpec:
 
 def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
     """`distill.losses`, or the one loss `distill.loss` where that list is empty. Raises ConfigError."""
-    terms = []
-    for entry in distill.losses:
-        beta = distill.beta if entry.beta is None else entry.beta
-        alpha = distill.alpha if entry.alpha is None else entry.alpha
-        terms.append(LossTerm(entry.name, entry.weight, beta, alpha))
+    terms = [_term(i, entry, distill) for i, entry in enumerate(distill.losses)]
     if not terms:
         terms = [LossTerm(distill.loss, beta=distill.beta, alpha=distill.alpha)]
     tail: Tail = distill.tail  # type: ignore[assignment]  # LossSpec refuses anything else
     return LossSpec(tuple(terms), tail, temperature, distill.importance_clip)
+
+
+def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
+    where = f"distill.losses[{i}]"
+    for key, users in _PARAMETERS.items():
+        if getattr(entry, key) is not None and entry.name not in users:
+            fix = f"{key} belongs to {', '.join(users)}; remove it."
+            raise ConfigError(f"{where}.{key}", getattr(entry, key), f"{entry.name!r} has no {key}.", fix)
+    beta = distill.beta if entry.beta is None else entry.beta
+    alpha = distill.alpha if entry.alpha is None else entry.alpha
+    try:
+        return LossTerm(entry.name, entry.weight, beta, alpha)
+    except ConfigError as error:
+        name = {"distill.loss": "name", "distill.losses": "weight"}.get(error.key, error.key.rpartition(".")[2])
+        if name in _PARAMETERS and getattr(entry, name) is None:
+            raise  # the one that all terms share is wrong
+        raise ConfigError(f"{where}.{name}", error.value, error.problem, error.fix) from error
 
 
 def teacher_signals(spec: LossSpec, signal: Signal) -> tuple[Signal, ...]:

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from gkd.errors import DataError
 from gkd.loss.divergence import DIVERGENCES, forward_kl, outcome_tables
-from gkd.loss.policy_gradient import importance_weights, policy_gradient_loss
+from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate
 from gkd.loss.spec import LossSpec, LossTerm
 from gkd.types import TokenTargets
 
-_PLAIN = LossTerm("forward_kl")
+# Of the names below those that are about tokens the student wrote.
+ON_POLICY_VALUES = frozenset({"sampled_reverse_kl", "importance_weight", "importance_clipped"})
+
+PLAIN = LossTerm("forward_kl")
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class TokenLosses:
         student_topk_mass    the student's on the same ids
         overlap              sum over the list of min(p, q): 1 - total variation where the list is everything
         student_entropy      nats
+        sampled_reverse_kl   k3 of each on-policy token, not weighted: KL(student || teacher) in the mean
         importance_weight    after the clip, on-policy tokens
         importance_clipped   1 where the clip was used
     """
@@ -41,13 +45,15 @@ class TokenLosses:
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
-def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool) -> tuple[str, ...]:
+def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_sampled: bool) -> tuple[str, ...]:
     """The names in `TokenLosses.values`, in a fixed order: the same on every rank, whatever rows it has."""
     names = [term.name for term in spec.terms]
     if has_distribution:
         names += ["token_kl", "overlap"]
     if has_topk:
         names += ["teacher_topk_mass", "student_topk_mass"]
+    if has_sampled:
+        names += ["sampled_reverse_kl"]
     if spec.policy_gradients:
         names += ["importance_weight", "importance_clipped"]
     return tuple(dict.fromkeys([*names, "student_entropy"]))
@@ -69,7 +75,7 @@ def topk_losses(
     losses = sampled_losses(spec, targets, student_sampled, targets.sampled_logprobs)
     if student_topk is not None:
         if targets.topk_ids is None or targets.topk_logprobs is None:
-            raise DataError("the loss has top-k logprobs of the student, and no top-k table of the teacher")
+            raise DataError("the loss has the student's logprobs of a list, and no list of the teacher")
         listed = targets.topk_ids >= 0
         log_p = targets.topk_logprobs.to(student_topk.dtype)
         tables = outcome_tables(student_topk, log_p, spec.tail, listed=listed, tail_mass=targets.tail_mass)
@@ -79,7 +85,7 @@ def topk_losses(
             losses.values[term.name] = loss.detach()
         with torch.no_grad():
             if "token_kl" not in losses.values:
-                losses.values["token_kl"] = forward_kl(*tables, _PLAIN)
+                losses.values["token_kl"] = forward_kl(*tables, PLAIN)
             p, q = log_p.exp().masked_fill(~listed, 0.0), student_topk.exp().masked_fill(~listed, 0.0)
             losses.values["teacher_topk_mass"] = p.sum(dim=-1)
             losses.values["student_topk_mass"] = q.sum(dim=-1)
@@ -95,26 +101,28 @@ def sampled_losses(
 ) -> TokenLosses:
     """The terms that look at the sampled token alone: [N] logprobs of both -> their weighted sum."""
     losses = TokenLosses(torch.zeros_like(student_sampled))
+    others = ~targets.on_policy
+    # Masked before and after: a token of the other kind may hold an infinity, and 0 * inf in a backward pass is NaN.
+    actor = student_sampled.masked_fill(others, 0.0)
+    if teacher_sampled is not None:
+        teacher_sampled = teacher_sampled.masked_fill(others, 0.0)
+        k3 = reverse_kl_estimate("k3", actor.detach(), teacher_sampled)
+        losses.values["sampled_reverse_kl"] = k3.masked_fill(others, 0.0)
     if spec.policy_gradients:
         if teacher_sampled is None:
             raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher gave none")
-        weights, clipped = importance_weights(student_sampled, targets.rollout_logprobs, spec.importance_clip)
-        losses.values["importance_weight"] = weights.masked_fill(~targets.on_policy, 0.0)
-        losses.values["importance_clipped"] = (clipped & targets.on_policy).to(weights.dtype)
+        rollout = targets.rollout_logprobs.masked_fill(others, 0.0)
+        log_weights, clipped = log_importance_weights(actor, rollout, spec.importance_clip)
+        losses.values["importance_weight"] = log_weights.exp().masked_fill(others, 0.0)
+        losses.values["importance_clipped"] = (clipped & targets.on_policy).to(log_weights.dtype)
         for term in spec.policy_gradients:
-            _add(
-                losses,
-                term,
-                policy_gradient_loss(term.name, student_sampled, teacher_sampled, weights),
-                targets.on_policy,
-            )
+            _add(losses, term, policy_gradient_loss(term.name, actor, teacher_sampled, log_weights), targets.on_policy)
     if spec.sft is not None:
-        _add(losses, spec.sft, -student_sampled, ~targets.on_policy)
+        _add(losses, spec.sft, -student_sampled, others)
     return losses
 
 
 def _add(losses: TokenLosses, term: LossTerm, loss: Tensor, where: Tensor) -> None:
-    # A token of the other kind may hold anything, an infinity included; masked_fill keeps it out of the gradient, too.
     loss = loss.masked_fill(~where, 0.0)
     losses.total = losses.total + term.weight * loss
     losses.values[term.name] = loss.detach()

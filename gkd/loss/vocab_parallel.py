@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gkd.errors import NumericsError
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
@@ -42,9 +43,9 @@ class VocabShard:
         local = ids - self.start
         return torch.where((ids >= 0) & (local >= 0) & (local < self.n_columns(v_local)), local, -1)
 
-    def check(self, ids: Tensor) -> None:
-        """Raises NumericsError for an id that is neither -1 nor in the vocabulary."""
-        if ids.numel() and (int(ids.min()) < -1 or int(ids.max()) >= self.n_valid):
+    def check(self, ids: Tensor, *, lowest: int = 0) -> None:
+        """Raises NumericsError for an id that is not in the vocabulary; with `lowest` -1, neither that nor -1."""
+        if ids.numel() and (int(ids.min()) < lowest or int(ids.max()) >= self.n_valid):
             raise NumericsError(
                 f"token ids span [{int(ids.min())}, {int(ids.max())}], outside the student's vocabulary of "
                 f"{self.n_valid} tokens. The teacher and the student do not share a tokenizer; check both."
@@ -67,6 +68,7 @@ def vocab_parallel_logprobs(
     kernels: RowKernels,
     temperature: float = 1.0,
     overwrite_logits: bool = False,
+    check_ids: bool = True,
 ) -> RowLogprobs:
     """Log-softmax over the whole vocabulary, picked at `ids`; differentiable in `logits_local`.
 
@@ -78,6 +80,7 @@ def vocab_parallel_logprobs(
         temperature: divides the logits; > 0.
         overwrite_logits: the backward pass writes the gradient over the logits. They must have no other use; autograd
             raises RuntimeError if they do, or at a second backward pass.
+        check_ids: False for ids that have been checked already: on a GPU the check waits for the device.
 
     Returns:
         float32 tensors (float64 for float64 logits).
@@ -85,7 +88,8 @@ def vocab_parallel_logprobs(
     Raises:
         NumericsError: an id is outside the vocabulary.
     """
-    shard.check(ids)
+    if check_ids:
+        shard.check(ids, lowest=-1)
     return RowLogprobs(*_Logprobs.apply(logits_local, ids, shard, kernels, temperature, overwrite_logits))
 
 
@@ -110,6 +114,7 @@ class _Logprobs(torch.autograd.Function):
         return rows.logprobs, rows.entropy, rows.log_normalizer
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         logits_local, ids, columns, log_normalizer = ctx.saved_tensors
         grad = logits_local.detach() if ctx.overwrite else torch.empty_like(logits_local)
@@ -130,8 +135,7 @@ def row_logprobs(
     logits_local: Tensor, columns: Tensor, shard: VocabShard, *, kernels: RowKernels, temperature: float
 ) -> RowLogprobs:
     """`vocab_parallel_logprobs` without a gradient, for `columns = shard.columns(ids, V_local)`."""
-    n_rows, v_local = logits_local.shape
-    valid = logits_local[:, : shard.n_columns(v_local)]
+    valid = logits_local[:, : shard.n_columns(logits_local.shape[1])]
     log_sum, mean, picked = local_statistics(valid, columns, kernels=kernels, temperature=temperature)
     log_sums, means, picked = sum_over_shards(shard, [log_sum, mean], picked)
     log_normalizer = log_sums.logsumexp(dim=-1)
@@ -188,7 +192,8 @@ def write_logits_gradient(
 ) -> None:
     """Writes d loss / d logits [N, V_local] to `out`, which may be the logits, for d loss / d logprobs [N, C].
 
-    `grad_logprobs` covers the ids of all shards, and is 0 where an id is -1.
+    Args:
+        grad_logprobs: of the ids of all shards; 0 where an id is -1.
     """
     v_valid = shard.n_columns(logits_local.shape[1])
     if v_valid and len(logits_local):
@@ -201,4 +206,5 @@ def write_logits_gradient(
             log_normalizer=log_normalizer,
             temperature=temperature,
         )
+    # Also without padding: this is what tells autograd that logits were overwritten; a kernel's own writes do not.
     out[:, v_valid:] = 0.0

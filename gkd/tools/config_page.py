@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gkd.config import describe_keys
+from gkd.config_load import describe_keys
 
 _HEAD = """# Configuration
 

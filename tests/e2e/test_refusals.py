@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.config import load_config
+from gkd.config_load import load_config
 from gkd.errors import ConfigError, GkdError, TeacherUnavailable
 from gkd.preflight import preflight
 from tests.e2e.conftest import EOS, Lab

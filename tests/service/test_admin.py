@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import load_config
+from gkd.config_load import load_config
 from gkd.errors import ConfigError
-from gkd.preflight import ask_teacher
+from gkd.preflight_teacher import ask_teacher
 from tests.service.commands import asking, at, n_scored, run
 from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gkd.config import load_config
+from gkd.config_load import load_config
 from gkd.errors import ConfigError, TeacherError
 from gkd.teacher.base import validate_scores
 from gkd.teacher.client import ZmqTeacher

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Config, describe_keys, load_config, save_config
+from gkd.config import Config
 from gkd.config_check import _BETWEEN, _CHOICES, _NOT_NEGATIVE, _POSITIVE, _SHARES, all_keys, check_config
+from gkd.config_load import describe_keys, load_config, save_config
 from gkd.errors import ConfigError
-from gkd.preflight import full_scores_gib
+from gkd.preflight_teacher import scores_gib
 from gkd.tools.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +42,9 @@ def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
         ("rollot.n=2", "rollot", "rollout"),
         ("actor.tp=two", "actor.tp", "type"),
         ("teacher.n_gpus_per_node=4", "teacher.n_gpus_per_node", "process of its own"),
+        ("distill.losses=[{name: jsd, wieght: 1}]", "distill.losses[...].wieght", "distill.losses[...].weight?"),
+        ("distill.losses=[{name: jsd, weight: x}]", "distill.losses[...].weight", "type"),
+        ("distill.losses={name: jsd}", "distill.losses={name: jsd}", "a list of {name, weight}"),
         ("distill.lambda=0.5", "distill.lambda", "GKD's lambda is distill.on_policy_share"),
         ("distill.lmbda=0.5", "distill.lmbda", "GKD's lambda is distill.on_policy_share"),
         ("actor.tp", "override", "key=value"),
@@ -54,7 +58,7 @@ def test_a_wrong_override_names_key_value_and_fix(override: str, key: str, hint:
         load_config(None, [override])
     assert caught.value.key == key
     assert hint in str(caught.value)
-    if "=" in override and not override.startswith(("rollot", "trainer=")):
+    if "=" in override and not override.startswith(("rollot", "trainer=", "distill.losses")):
         assert str(caught.value.value) == override.partition("=")[2]
 
 
@@ -103,12 +107,20 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["teacher.mass=0.9", "teacher.signal=hidden"], "teacher.mass"),
         (["actor.logits_chunk_mib=0"], "actor.logits_chunk_mib"),
         (["distill.beta=1"], "distill.beta"),
-        (["distill.losses=[{name: jsd, beta: 0}]"], "distill.beta"),
+        (["distill.losses=[{name: jsd, beta: 0}]"], "distill.losses[0].beta"),
+        (["distill.losses=[{name: k1}, {name: skew_kl, alpha: 5}]"], "distill.losses[1].alpha"),
+        (["distill.losses=[{name: skew_kl, beta: 0.3}]"], "distill.losses[0].beta"),
+        (["distill.losses=[{weight: 0.5}]"], "distill.losses[0].name"),
+        (["distill.losses=[{name: jsd}]", "distill.beta=0"], "distill.beta"),
+        (["distill.loss=k1", "teacher.mass=0.9"], "teacher.mass"),
+        (["distill.losses=[{name: k1}, {name: jsd}]", "distill.on_policy_share=0"], "distill.on_policy_share"),
+        (["distill.loss=k2", "distill.on_policy_share=0.1", "trainer.global_batch_size=9"], "distill.on_policy_share"),
+        (["distill.loss=sft", "distill.on_policy_share=0.9", "trainer.global_batch_size=9"], "distill.on_policy_share"),
         (["distill.alpha=1"], "distill.alpha"),
         (["distill.importance_clip=0.5"], "distill.importance_clip"),
         (["distill.losses=[{name: jsd}, {name: jsd}]"], "distill.losses"),
-        (["distill.losses=[{name: jsd, weight: 0}]"], "distill.losses"),
-        (["distill.losses=[{name: kl}]"], "distill.loss"),
+        (["distill.losses=[{name: jsd, weight: 0}]"], "distill.losses[0].weight"),
+        (["distill.losses=[{name: kl}]"], "distill.losses[0].name"),
         (["distill.on_policy_share=1.1"], "distill.on_policy_share"),
         (["distill.on_policy_share=-0.1"], "distill.on_policy_share"),
         (["distill.on_policy_share=nan"], "distill.on_policy_share"),
@@ -139,13 +151,16 @@ def test_signals_that_say_what_the_loss_needs_pass(overrides: list[str]) -> None
 
 def test_the_memory_of_a_steps_scores_is_known_beforehand() -> None:
     """If it fails, the warning before a run whose scores fill the hosts comes never, or for every run."""
-    sizes = ["trainer.global_batch_size=64", "rollout.n=2", "data.max_response_length=1024"]
+    sizes = ["trainer.global_batch_size=64", "rollout.n=2", "data.max_response_length=1024", "teacher.topk=50"]
     n_tokens = 64 * 2 * 1024
-    for signal, bytes_per_token in (("logits", 2 * 150_000), ("hidden", 4 * 4096), ("topk", 0), ("sampled", 0)):
+    for signal, n_bytes in (("logits", 2 * 150_000), ("hidden", 4 * 4096), ("topk", 8 * 50), ("sampled", 4)):
         config = load_config(None, [*MINIMAL, *sizes, f"teacher.signal={signal}"])
-        assert full_scores_gib(config, 150_000, 4096) == n_tokens * bytes_per_token / 2**30
-    exact = load_config(None, [*MINIMAL, *sizes, "teacher.signal=logits", "teacher.wire=fp32"])
-    assert full_scores_gib(exact, 150_000, 4096) == n_tokens * 4 * 150_000 / 2**30
+        # Once in the object store, once where they are trained on.
+        assert scores_gib(config, 150_000, 4096, n_heldout=0) == 2 * n_tokens * n_bytes / 2**30
+    exact = load_config(None, [*MINIMAL, *sizes, "teacher.signal=logits", "teacher.wire=fp32", "actor.tp=3"])
+    assert scores_gib(exact, 150_000, 4096, n_heldout=0) == (1 + 3) * n_tokens * 4 * 150_000 / 2**30
+    evaluated = load_config(None, [*MINIMAL, *sizes, "teacher.signal=sampled", "eval.max_prompts=500"])
+    assert scores_gib(evaluated, 150_000, 4096, n_heldout=900) == 2 * 500 * 1024 * 4 / 2**30
 
 
 def test_a_minimal_config_passes() -> None:
@@ -159,7 +174,8 @@ def test_a_minimal_config_passes() -> None:
         ["distill.on_policy_share=0"],
         ["distill.on_policy_share=0", "distill.losses=[{name: sft}]"],
         ["distill.on_policy_share=0.5", "distill.losses=[{name: k1}, {name: sft}]"],
-        ["distill.on_policy_share=0", "distill.losses=[{name: k1}, {name: reverse_kl}]"],
+        ["distill.on_policy_share=0.001", "distill.losses=[{name: k1}, {name: reverse_kl}]"],
+        ["distill.on_policy_share=0.1", "distill.loss=k2", "trainer.global_batch_size=10"],
     ],
 )
 def test_mixtures_that_can_be_learned_from_pass(overrides: list[str]) -> None:

@@ -23,7 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gkd/wiring.py",
     ),
     "transformers": ("gkd/data.py", "gkd/actor/megatron/", "gkd/quickstart/", "teacher_server/"),
-    "omegaconf": ("gkd/config.py",),
+    "omegaconf": ("gkd/config_load.py",),
     "prometheus_client": ("teacher_server/metrics.py", "teacher_server/serve.py"),
     "yaml": ("teacher_server/settings.py",),
 }
@@ -49,6 +49,7 @@ DANGEROUS_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_ser
 # Floors 0 and 1: nothing heavy at all. torch only where named.
 WITHOUT_TORCH = {
     "gkd/config.py",
+    "gkd/config_load.py",
     "gkd/config_check.py",
     "gkd/errors.py",
     "gkd/log.py",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gkd.config import load_config
+from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.preflight import resolve_device
 from gkd.quickstart.summary import as_table, summarise, write_summary

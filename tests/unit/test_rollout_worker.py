@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.config import load_config
+from gkd.config_load import load_config
 from gkd.errors import DataError
 from gkd.roles import RolloutChunk
 from gkd.rollout.chunks import dataset_chunks

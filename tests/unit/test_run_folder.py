@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Config, load_config
+from gkd.config import Config
 from gkd.config_check import all_keys
+from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.run_folder import _FREE_IF_CONSTANT, _FREE_ON_RESUME, RunFolder, TrainerState, open_run_folder
 

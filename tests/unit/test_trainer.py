@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gkd.config import Config, load_config
+from gkd.config import Config
+from gkd.config_load import load_config
 from gkd.errors import NumericsError, TeacherUnavailable
 from gkd.metrics import read_metrics
 from gkd.mixing import on_policy_places
@@ -71,7 +72,7 @@ class World:
 
     def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
         self.events.append("evaluate")
-        extra = {"loss/token_kl": 0.3} if self.has_distribution else {}
+        extra = {"loss/token_kl": 0.3} if self.has_distribution else {"loss/sampled_reverse_kl": 0.2}
         return TrainStats(0.7, 4, extra=extra)
 
     def save(self, folder: Path) -> None:
@@ -220,7 +221,7 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
     ]
     (line, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert line["rollout/sequences"] == 8
-    assert line["rollout/on_policy_share"] == 0.75
+    assert line["rollout/on_policy_sequences"] == 0.75 * line["rollout/sequences"]
     assert line["rollout/response_length_mean"] == (2 * 3 + 6 * 2) / 8
     assert line["rollout/cut_share"] == 0.25
     assert line["staleness/max"] == 0
@@ -235,7 +236,7 @@ def test_without_on_policy_prompts_only_evaluations_sample(tmp_path: Path) -> No
         *["push 0", "generate n=1 seed=2147483648 v=0", "push 1", "push 2", "generate n=1 seed=2147483648 v=2"]
     ]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [line["rollout/on_policy_share"] for line in lines[1:]] == [0.0, 0.0]
+    assert [line["rollout/on_policy_sequences"] for line in lines[1:]] == [0.0, 0.0]
     assert [line["rollout/sequences"] for line in lines[1:]] == [2.0, 2.0]
 
 
@@ -269,5 +270,5 @@ def test_a_teacher_without_distribution_still_gives_an_evaluation(tmp_path: Path
     make(tmp_path, again, "trainer.total_steps=1", "trainer.resume=auto", val=PROMPTS[:1]).fit()
     assert "evaluate" not in again.events
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [line.get("eval/loss") for line in lines] == [0.7, 0.7]
+    assert [line.get("eval/reverse_kl") for line in lines] == [0.2, 0.2]
     assert not any("eval/kl" in line or "teacher/topk_mass" in line for line in lines)

@@ -29,6 +29,7 @@ from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.spec import SFT, LossSpec, Signal
+from gkd.loss.token_loss import ON_POLICY_VALUES
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
@@ -112,7 +113,7 @@ class MegatronStudent:
             self._zero_grads()
             raise NumericsError(
                 f"step {self.step}: loss = {loss}, gradient norm = {grad_norm}. The optimizer has not moved. "
-                "Look for non-finite teacher logprobs, or lower actor.optim.lr."
+                "Lower actor.optim.lr; with reverse_kl, look for tokens that the teacher gives probability 0."
             )
         lr = self.optim.lr_at(self.step)
         set_lr(self._optimizer, self.optim, lr)
@@ -153,7 +154,8 @@ class MegatronStudent:
         if head.ndim != 2 or len(head) < shard.n_valid:
             raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
         stop = shard.start + shard.n_columns(len(self.model.gpt.lm_head))
-        self.loss.teacher_head = torch.from_numpy(head[shard.start : stop].copy()).to(self.device)
+        rows = np.array(head[shard.start : stop], np.float32)  # a copy: the object store frees its own
+        self.loss.teacher_head = torch.from_numpy(rows).to(self.device)
 
     @property
     def teacher_hidden_size(self) -> int | None:
@@ -203,7 +205,7 @@ class MegatronStudent:
     def _diagnostics(self, sums: BatchSums) -> dict[str, float]:
         """Means over the tokens that each number is defined for; what is defined for none is left out."""
         spec = self.loss.spec
-        on_policy = {term.name for term in spec.policy_gradients} | {"importance_weight", "importance_clipped"}
+        on_policy = {term.name for term in spec.policy_gradients} | ON_POLICY_VALUES
         n_dataset = sums.n_loss_tokens - sums.n_on_policy
         means = {}
         for name, value in sums.values.items():
