@@ -5,6 +5,7 @@ run_dir/config.yaml            resolved settings
         metrics.jsonl          one line a step
         checkpoints/step_N/    actor/ + trainer.json + config.yaml; complete once it has this name
         samples/step_N.jsonl   greedy answers to held-out prompts
+        token_losses/step_N.jsonl  the numbers of each token of an evaluation, with eval.keep_token_losses
         export/                the trained student in Hugging Face format
 """
 
