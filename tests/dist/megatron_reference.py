@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gkd.types import MicroBatch
+from gkd.types import MicroBatch, TokenTargets
 
 VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 TOP_K = 6
@@ -85,9 +85,14 @@ def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
                 tokens=tokens,
                 position_ids=torch.arange(length).expand(n_sequences, length).contiguous(),
                 loss_index=loss_index,
-                target_ids=tokens.flatten()[loss_index + 1],
-                topk_ids=topk_ids,
-                topk_logprobs=probs.log(),
+                targets=TokenTargets(
+                    sampled_ids=tokens.flatten()[loss_index + 1],
+                    rollout_logprobs=torch.zeros(n_rows),
+                    on_policy=torch.ones(n_rows, dtype=torch.bool),
+                    topk_ids=topk_ids,
+                    topk_logprobs=probs.log(),
+                    tail_mass=1 - probs.sum(dim=-1),
+                ),
             )
         )
     return batches
@@ -95,9 +100,11 @@ def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
 
 def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Sum over loss rows of KL(teacher || student) on K + 1 outcomes, from [B, S, V] logits."""
+    targets = batch.targets
+    assert targets is not None and targets.topk_ids is not None and targets.topk_logprobs is not None
     log_q = torch.log_softmax(logits.flatten(0, 1)[batch.loss_index].float(), dim=-1)
-    picked = torch.gather(log_q, 1, batch.topk_ids)
-    p, q = batch.topk_logprobs.exp(), picked.exp()
+    picked = torch.gather(log_q, 1, targets.topk_ids)
+    p, q = targets.topk_logprobs.exp(), picked.exp()
     p_rest, q_rest = 1 - p.sum(-1), 1 - q.sum(-1)
     return (p * (p.log() - picked)).sum() + (p_rest * (p_rest.log() - q_rest.log())).sum()
 

@@ -104,7 +104,9 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result["no_checkpoint"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "nothing"))
     before = _weights(student)
     batches = make_micro_batches(0)
-    batches[1].topk_logprobs[0, 0] = torch.nan
+    targets = batches[1].targets
+    assert targets is not None and targets.topk_logprobs is not None
+    targets.topk_logprobs[0, 0] = torch.nan
     result["nan"] = _message(NumericsError, lambda: student.train_step(batches))
     result["nan_eval"] = _message(NumericsError, lambda: student.evaluate(batches))
     result["unmoved"] = _same(before, _weights(student)) and student.step == 0

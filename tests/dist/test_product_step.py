@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.types import Rollout, TeacherTopK, VersionSpan
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import BETAS, EPS, LR, TOP_K, VOCAB, make_hf_folder
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 
-def _scored_batch() -> tuple[list[Rollout], list[TeacherTopK]]:
+def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
     """Seven sequences of different lengths, one with a single response token; top-k mass between 0.3 and 0.9."""
     rng = np.random.default_rng(5)
     rollouts, scores = [], []
@@ -47,7 +47,7 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherTopK]]:
         weights = rng.random((n_response, TOP_K)) + 0.05
         probs = rng.uniform(0.3, 0.9, (n_response, 1)) * weights / weights.sum(1, keepdims=True)
         tail = (1 - probs.sum(1)).astype(np.float32)
-        scores.append(TeacherTopK(ids, np.log(probs).astype(np.float32), tail))
+        scores.append(TeacherScores(TeacherTopK(ids, np.log(probs).astype(np.float32), tail)))
     return rollouts, scores
 
 
@@ -58,7 +58,9 @@ def _reference(folder: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0)
     total, n_tokens = torch.zeros(()), 0
-    for rollout, score in zip(*_scored_batch(), strict=True):
+    for rollout, scores in zip(*_scored_batch(), strict=True):
+        score = scores.topk
+        assert score is not None
         tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()[None]
         logits = model(tokens).logits[0]
         for j in range(len(rollout.response_ids)):

@@ -1,0 +1,174 @@
+"""What is wrong with one rank's batch stops the step on all ranks, and leaves no trace. Two gloo processes, CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.actor.agree import same_error
+from gkd.batching import check_batch, make_micro_batches
+from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError
+from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
+
+SPEC = LossSpec((LossTerm("forward_kl"), LossTerm("k2", 0.5)))
+SIGNALS = teacher_signals(SPEC, "topk")
+LAYOUTS = {"dp2": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}  # name -> (TP, PP), all of two processes
+CPU = torch.device("cpu")
+Share = tuple[list[Rollout], list[TeacherScores]]
+
+
+def _sequences(step: int) -> Share:
+    """Four good sequences and what the teacher says of them."""
+    rng = np.random.default_rng(step)
+    rollouts, scores = [], []
+    for i, n in enumerate((4, 1, 6, 3)):
+        tokens = rng.integers(0, VOCAB, n + 3).astype(np.int32)
+        logprobs = rng.uniform(-8.0, -6.0, (2, n)).astype(np.float32)
+        rollouts.append(Rollout(i, i, tokens[:3], tokens[3:], logprobs[0], (VersionSpan(0, n, 0),), "stop"))
+        ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n)]).astype(np.int32)
+        probs = -np.sort(-rng.dirichlet(np.ones(TOP_K), n)) * 0.7
+        topk = TeacherTopK(ids, np.log(probs).astype(np.float32), np.full(n, 0.3, np.float32))
+        scores.append(TeacherScores(topk, logprobs[1]))
+    return rollouts, scores
+
+
+def _step(student: Any, share: Share, rank: int, *, checked: bool = True) -> Any:
+    """One step as the actor's worker makes it; `checked=False` leaves out the look at the sequences."""
+    rollouts, scores = share[0], share[1] if student.layout.is_last_stage else None
+    with same_error(CPU):
+        if checked:
+            check_batch(rollouts, scores, where=f"actor rank {rank}", n_vocab=VOCAB, wanted=SIGNALS)
+    return student.train_step(make_micro_batches(rollouts, scores, micro_batch_size=2))
+
+
+def _with_bad_token(share: Share) -> Share:
+    rollouts, scores = share
+    ids = rollouts[1].response_ids + np.int32(VOCAB)
+    return [rollouts[0], replace(rollouts[1], response_ids=ids), *rollouts[2:]], scores
+
+
+def _with_nan(share: Share, table: str) -> Share:
+    """A NaN in the second sequence's scores: of its list ("topk") or of its sampled tokens ("sampled")."""
+    rollouts, scores = share
+    topk, sampled = scores[1].topk, scores[1].sampled_logprobs
+    assert topk is not None and sampled is not None
+    nan = np.float32(np.nan)
+    bad = replace(scores[1], sampled_logprobs=sampled * nan)
+    if table == "topk":
+        bad = replace(scores[1], topk=replace(topk, topk_logprobs=topk.topk_logprobs * nan))
+    return rollouts, [scores[0], bad, *scores[2:]]
+
+
+def _caught(action: Any) -> tuple[str, str]:
+    """(type, text) of the GkdError that `action` ends with."""
+    try:
+        action()
+    except GkdError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def _layout(rank: int, root: Path, name: str) -> dict[str, Any]:
+    """Runs in a rank: good step, bad ones, good step; and a student that saw the good ones only."""
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import MegatronStudent
+
+    tp, pp = LAYOUTS[name]
+    layout = ParallelLayout(tp=tp, pp=pp, world_size=2, rank=rank)
+    # With a learning rate that changes and moments that remember, weights show whatever a bad step left behind.
+    optim = OptimSpec(lr=1e-3, schedule="cosine", total_steps=4)
+
+    def build() -> MegatronStudent:
+        loss = {"loss": SPEC, "signals": SIGNALS}
+        return MegatronStudent(root, layout, optim=optim, dtype=torch.float32, device=CPU, seed=1, **loss)  # type: ignore[arg-type]
+
+    def share(step: int) -> Share:
+        rollouts, scores = _sequences(step)
+        return rollouts[layout.dp_rank :: layout.dp], scores[layout.dp_rank :: layout.dp]
+
+    undisturbed, student = build(), build()
+    good = [_step(undisturbed, share(step), rank) for step in range(2)]
+    stats = [_step(student, share(0), rank)]
+    errors = {}
+    token = _with_bad_token(share(1))
+    errors["token on rank 1"] = _caught(lambda: _step(student, token if rank == 1 else share(1), rank))
+    errors["token on both"] = _caught(lambda: _step(student, token, rank))
+    scores = _with_nan(share(1), "topk")
+    errors["scores on rank 1"] = _caught(lambda: _step(student, scores if rank == 1 else share(1), rank))
+    for table in ("topk", "sampled"):
+        # One data-parallel rank's; ranks that split one model have the same batch.
+        bad = _with_nan(share(1), table) if layout.dp_rank == layout.dp - 1 else share(1)
+        errors[f"unseen {table}"] = _caught(lambda bad=bad: _step(student, bad, rank, checked=False))
+    step_after_errors = student.step
+    stats.append(_step(student, share(1), rank))
+    pairs = zip(undisturbed.export(), student.export(), strict=True)
+    return {
+        "errors": errors,
+        "step": step_after_errors,
+        "stats_equal": stats == good,
+        "weights_equal": all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs),
+    }
+
+
+def _every_type(rank: int) -> dict[str, tuple[str, str]]:
+    """Runs in a rank: what both see of each type of error that rank 1 raises."""
+
+    def fail(error: GkdError) -> None:
+        with same_error(CPU):
+            if rank == 1:
+                raise error
+
+    config = ConfigError("a.b", 3, "it is odd.", "use 2.")
+    others = [kind(f"{kind.__name__} of rank 1") for kind in _subclasses(GkdError) if kind is not ConfigError]
+    return {type(error).__name__: _caught(lambda error=error: fail(error)) for error in [config, *others]}
+
+
+def _subclasses(kind: type[GkdError]) -> list[type[GkdError]]:
+    """Those in `gkd.errors`, without what other modules make of them."""
+    direct = [k for k in kind.__subclasses__() if k.__module__ == GkdError.__module__]
+    return direct + [k for child in direct for k in _subclasses(child)]
+
+
+def _world(rank: int, world_size: int, root: Path) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+    from megatron.core import parallel_state
+
+    measured = {}
+    for name in LAYOUTS:
+        measured[name] = _layout(rank, root, name)
+        parallel_state.destroy_model_parallel()
+    return measured, _every_type(rank)
+
+
+@pytest.mark.dist
+def test_a_bad_batch_stops_all_ranks_and_leaves_no_trace(tmp_path: Path) -> None:
+    """Fails if a bad sequence on one rank hangs the others, is told in two ways, or moves weights, moments or step."""
+    results = run_gloo(_world, 2, make_hf_folder(tmp_path / "hf", "qwen3"), timeout_s=100.0)
+    for name in LAYOUTS:
+        first, second = (result[name] for result, _ in results)
+        errors = first["errors"]
+        assert errors == second["errors"], name
+        for case, kind, text in (
+            ("token on rank 1", DataError, "actor rank 1: prompt"),
+            ("token on both", DataError, "actor rank 0: prompt"),
+            ("scores on rank 1", TeacherError, "actor rank 1: prompt"),
+            ("unseen topk", NumericsError, "The optimizer has not moved"),
+            ("unseen sampled", NumericsError, "The optimizer has not moved"),
+        ):
+            assert errors[case][0] == kind.__name__ and text in errors[case][1], (name, case, errors[case])
+        for result in (first, second):
+            assert result["step"] == 1
+            assert result["stats_equal"] and result["weights_equal"], name
+    for _, types in results:
+        assert types["ConfigError"] == ("ConfigError", "a.b = 3: it is odd. Fix: use 2.")
+        assert len(types) >= 8
+        for kind, seen in types.items():
+            assert kind == "ConfigError" or seen == (kind, f"{kind} of rank 1")

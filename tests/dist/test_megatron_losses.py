@@ -1,0 +1,190 @@
+"""Losses on the Megatron student, LM head and loss fused, equal an HF model with dense losses. fp32, gloo, CPU.
+
+`test_megatron_parity` trains on the top-k forward KL; here are a mixture of every kind of loss, the teacher's hidden
+states, and hidden states that are split over the sequence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.loss.spec import LossSpec, LossTerm, Signal, teacher_signals
+from gkd.types import MicroBatch
+from tests.dist.dense_loss import dense_losses
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches
+
+KINDS = ("qwen3", "qwen2_tied")
+SIGNALS: tuple[Signal, ...] = ("topk", "hidden")
+LAYOUTS = {"tp2": (2, 2, 1), "pp2": (2, 1, 2), "tp2_pp2": (4, 2, 2)}  # name -> (world size, tp, pp)
+SPEC = LossSpec(
+    (LossTerm("jsd", 0.6, beta=0.3), LossTerm("reverse_kl", 0.4), LossTerm("k3", 0.5), LossTerm("sft", 0.3)),
+    temperature=0.9,
+)
+TEACHER_WIDTH = 5
+
+
+def _teacher_head() -> np.ndarray:
+    """[VOCAB, D] float32"""
+    return np.random.default_rng(8).normal(size=(VOCAB, TEACHER_WIDTH)).astype(np.float32)
+
+
+def _batches(signal: Signal) -> list[MicroBatch]:
+    """Micro-batches of uneven shapes; every third sequence's rows are the dataset's."""
+    batches = make_micro_batches(4)
+    generator = torch.Generator().manual_seed(4)
+    for batch in batches:
+        targets = batch.targets
+        assert targets is not None
+        n_rows = len(targets)
+        targets.on_policy = (batch.loss_index // batch.tokens.shape[1] + n_rows) % 3 != 0
+        targets.rollout_logprobs = targets.on_policy * (torch.rand(n_rows, generator=generator) - 7.0)
+        if signal == "hidden":
+            targets.topk_ids = targets.topk_logprobs = targets.tail_mass = None
+            targets.hidden = torch.randn((n_rows, TEACHER_WIDTH), generator=generator)
+        else:
+            targets.sampled_logprobs = torch.rand(n_rows, generator=generator) - 7.0
+    return batches
+
+
+def _reference(folder: Path, signal: Signal) -> tuple[float, dict[str, Tensor]]:
+    """Token mean and its gradients by HF name."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    total, n_tokens = torch.zeros(()), 0
+    for batch in _batches(signal):
+        targets = batch.targets
+        assert targets is not None
+        logits = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index]
+        log_p = None
+        if targets.hidden is not None:
+            log_p = (targets.hidden @ torch.from_numpy(_teacher_head()).T / SPEC.temperature).log_softmax(dim=-1)
+        total = total + dense_losses(SPEC, targets, logits, log_p).sum()
+        n_tokens += len(targets)
+    loss = total / n_tokens
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[tuple[str, str, str], Any]:
+    """Runs in a rank: (loss, gradients) by (layout, kind, signal)."""
+    from megatron.core import parallel_state
+
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import MegatronStudent
+
+    measured: dict[tuple[str, str, str], Any] = {}
+    for name in names:
+        _, tp, pp = LAYOUTS[name]
+        for kind in KINDS:
+            for signal in SIGNALS:
+                student = MegatronStudent(
+                    root / kind,
+                    ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank),
+                    optim=OptimSpec(lr=1e-3),
+                    loss=SPEC,
+                    dtype=torch.float32,
+                    device=torch.device("cpu"),
+                    seed=1,
+                    signals=teacher_signals(SPEC, signal),
+                )
+                # As small as the setting allows is larger than this model: a few rows a chunk, so that there are some.
+                student.loss.chunk_bytes = 5 * VOCAB * 4
+                if signal == "hidden":
+                    student.set_teacher_head(_teacher_head())
+                grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(_batches(signal)).items()}
+                measured[name, kind, signal] = student.evaluate(_batches(signal)).loss, grads
+        parallel_state.destroy_model_parallel()
+    return measured
+
+
+def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
+    """Runs in a rank: gradients against dense ones, of hidden states that are gathered from all ranks' positions."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    from gkd.actor.megatron.cpu_shim import install_cpu_shim
+    from gkd.loss.distill_loss import DistillLoss
+    from gkd.loss.row_kernels import TorchRows
+    from gkd.loss.vocab_parallel import VocabShard
+
+    install_cpu_shim()
+    (batch,) = make_micro_batches(7, count=1)
+    targets = batch.targets
+    assert targets is not None
+    n_positions, width, rows = 8, 6, (VOCAB + 1) // 2  # the sequence and one position more, which divides
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn((n_positions, 1, width), generator=generator, dtype=torch.float64)
+    head = torch.randn((rows * 2, width), generator=generator, dtype=torch.float64)
+    spec = LossSpec((LossTerm("forward_kl"), LossTerm("sft")))
+    targets.on_policy = torch.arange(len(targets)) % 2 == 0
+    loss = DistillLoss(spec, ("topk",), VocabShard(rank * rows, VOCAB, dist.group.WORLD), TorchRows(), 2 * rows * 8)
+
+    dense, dense_head = hidden.clone().requires_grad_(), head[:VOCAB].clone().requires_grad_()
+    dense_losses(spec, targets, dense[batch.loss_index, 0] @ dense_head.T).sum().backward()
+    assert dense.grad is not None and dense_head.grad is not None
+    off = {}
+    for reduce_hidden_grad in (False, True):
+        part = hidden.chunk(world_size)[rank].clone().requires_grad_()
+        own_head = head.chunk(world_size)[rank].clone().requires_grad_()
+        whole = gather_from_sequence_parallel_region(part, tensor_parallel_output_grad=True, group=dist.group.WORLD)
+        value, _ = loss.from_hidden(
+            whole[batch.loss_index, 0], own_head, targets, reduce_hidden_grad=reduce_hidden_grad
+        )
+        value.backward()
+        assert part.grad is not None and own_head.grad is not None
+        n_real = loss.shard.n_columns(rows)
+        off[f"hidden {reduce_hidden_grad}"] = float((part.grad - dense.grad.chunk(world_size)[rank]).abs().max())
+        off[f"head {reduce_hidden_grad}"] = float(
+            (own_head.grad[:n_real] - dense_head.grad[rank * rows :][:n_real]).abs().max()
+        )
+    return off
+
+
+def _world(rank: int, world_size: int, root: Path) -> tuple[dict[tuple[str, str, str], Any], dict[str, float]]:
+    names = [name for name, layout in LAYOUTS.items() if layout[0] == world_size]
+    return _measure(rank, world_size, root, names), _sequence_parallel(rank, world_size) if world_size == 2 else {}
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, list[Any]]]:
+    """A folder with one HF model of each kind, and what the ranks of each world size measured."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("losses")
+    for kind in KINDS:
+        make_hf_folder(root / kind, kind)
+    return root, {size: run_gloo(_world, size, root, timeout_s=150.0) for size in (2, 4)}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_plain_training(worlds: Any, kind: str, signal: Signal) -> None:
+    """Fails if the fused LM head loses or doubles a gradient under TP, PP or tied embeddings, or with hidden states."""
+    root, by_size = worlds
+    loss, wanted = _reference(root / kind, signal)
+    assert max(float(grad.abs().max()) for grad in wanted.values()) > 0.01  # else 1e-5 shows nothing
+    for name, (size, _, _) in LAYOUTS.items():
+        results = [measured[name, kind, signal] for measured, _ in by_size[size]]
+        assert [result[0] for result in results] == pytest.approx([loss] * size, abs=1e-5)
+        assert {key for _, grads in results for key in grads} == set(wanted)
+        for _, grads in results:
+            for key, grad in grads.items():
+                off = np.abs(grad - wanted[key].numpy()).max()
+                assert off <= 1e-5, (name, key, off)
+
+
+@pytest.mark.dist
+def test_sequence_parallel(worlds: Any) -> None:
+    """Fails if the gradient of hidden states split over the sequence is summed twice, or not at all."""
+    for _, off in worlds[1][2]:
+        assert max(off["hidden False"], off["head False"], off["head True"]) <= 1e-10, off
+        assert off["hidden True"] > 1e-3, off  # summed by the loss and by the gather: the test would see it

@@ -1,0 +1,146 @@
+"""How a global batch is cut does not change its loss or its gradient. The real Megatron student, fp32, gloo, CPU.
+
+    token mean = sum over all loss tokens of the global batch / their number
+
+A mean of means of micro-batches or of ranks is another number; the tests compute it, and it is far off.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.batching import make_micro_batches
+from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.dist.dense_loss import dense_losses
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
+
+SPEC = LossSpec((LossTerm("forward_kl", 0.7), LossTerm("k2", 0.5), LossTerm("sft", 0.3)))
+LENGTHS = [(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]  # (prompt, response) tokens
+SHARES = {1: [range(7)], 2: [range(5), range(5, 7)]}  # DP size -> sequences of each rank
+LAYOUTS = {"dp1_tp2": (2, 1), "dp2": (1, 2)}  # name -> (TP, DP), both of two processes
+MICRO_BATCH_SIZES = (1, 2, 8)
+
+
+def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
+    """Seven sequences; two of them are the dataset's."""
+    rng = np.random.default_rng(11)
+    rollouts, scores = [], []
+    for i, (n_prompt, n_response) in enumerate(LENGTHS):
+        on_policy = i not in (1, 5)
+        written = rng.uniform(-8.0, -6.0, n_response) if on_policy else np.zeros(n_response)
+        rollouts.append(
+            Rollout(
+                prompt_id=i,
+                sample_index=i,
+                prompt_ids=rng.integers(0, VOCAB, n_prompt).astype(np.int32),
+                response_ids=rng.integers(0, VOCAB, n_response).astype(np.int32),
+                rollout_logprobs=written.astype(np.float32),
+                version_spans=(VersionSpan(0, n_response, 0),) if on_policy else (),
+                finish_reason="stop",
+                on_policy=on_policy,
+            )
+        )
+        ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n_response)]).astype(np.int32)
+        weights = rng.random((n_response, TOP_K)) + 0.05
+        probs = rng.uniform(0.3, 0.9, (n_response, 1)) * weights / weights.sum(1, keepdims=True)
+        topk = TeacherTopK(ids, np.log(probs).astype(np.float32), (1 - probs.sum(1)).astype(np.float32))
+        scores.append(TeacherScores(topk, rng.uniform(-8.0, -6.0, n_response).astype(np.float32)))
+    return rollouts, scores
+
+
+def _per_sequence(folder: Path) -> list[tuple[int, float, dict[str, np.ndarray]]]:
+    """(loss tokens, sum of losses, gradients of that sum) of each sequence, alone and unpadded, on the HF model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    measured = []
+    for rollout, score in zip(*_scored_batch(), strict=True):
+        (batch,) = make_micro_batches([rollout], [score], micro_batch_size=1)
+        assert batch.targets is not None
+        logits = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index]
+        loss = dense_losses(SPEC, batch.targets, logits).sum()
+        model.zero_grad()
+        loss.backward()
+        grads = {name: p.grad.double().numpy() for name, p in model.named_parameters() if p.grad is not None}
+        measured.append((len(batch.targets), float(loss.detach()), grads))
+    return measured
+
+
+def _mean_of_means(
+    sequences: list[tuple[int, float, dict[str, np.ndarray]]], groups: list[list[int]]
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients if the token means of groups of sequences are averaged; one group: the token mean."""
+    loss, grads = 0.0, {name: np.zeros_like(grad) for name, grad in sequences[0][2].items()}
+    for group in groups:
+        divisor = sum(sequences[i][0] for i in group) * len(groups)
+        for i in group:
+            loss += sequences[i][1] / divisor
+            for name, grad in sequences[i][2].items():
+                grads[name] += grad / divisor
+    return loss, grads
+
+
+def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, bool], tuple[float, Any]]:
+    """Runs in a rank: (loss, gradients) by (layout, micro-batch size, fused)."""
+    from megatron.core import parallel_state
+
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import MegatronStudent
+
+    rollouts, scores = _scored_batch()
+    measured = {}
+    for name, (tp, dp) in LAYOUTS.items():
+        layout = ParallelLayout(tp=tp, pp=1, world_size=world_size, rank=rank)
+        mine = SHARES[dp][layout.dp_rank]
+        for fused in (True, False):
+            student = MegatronStudent(
+                root,
+                layout,
+                optim=OptimSpec(lr=1e-3),
+                loss=SPEC,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                seed=1,
+                signals=teacher_signals(SPEC, "topk"),
+                fused_lm_head=fused,
+            )
+            for size in MICRO_BATCH_SIZES:
+                batches = make_micro_batches(
+                    [rollouts[i] for i in mine], [scores[i] for i in mine], micro_batch_size=size
+                )
+                grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(batches).items()}
+                measured[name, size, fused] = student.evaluate(batches).loss, grads
+        parallel_state.destroy_model_parallel()
+    return measured
+
+
+def _difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
+
+
+@pytest.mark.dist
+def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
+    """Fails if a loss is averaged twice: short sequences, or ranks with few of them, would then weigh more."""
+    torch.set_num_threads(1)
+    folder = make_hf_folder(tmp_path / "hf", "qwen3")
+    ranks = run_gloo(_measure, 2, folder, timeout_s=100.0)
+    sequences = _per_sequence(folder)
+    loss, grads = _mean_of_means(sequences, [list(range(len(LENGTHS)))])
+    for measured in ranks:
+        for case, (got_loss, got_grads) in measured.items():
+            assert got_loss == pytest.approx(loss, abs=1e-6), case
+            assert _difference(got_grads, grads) <= 1e-6, case
+
+    by_two = [[0, 1], [2, 3], [4], [5, 6]]  # the micro-batches of size 2 with two ranks
+    for groups in (by_two, [list(share) for share in SHARES[2]]):
+        wrong_loss, wrong_grads = _mean_of_means(sequences, groups)
+        assert abs(wrong_loss - loss) > 1e-3 and _difference(wrong_grads, grads) > 1e-3, groups

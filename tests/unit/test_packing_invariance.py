@@ -1,0 +1,155 @@
+"""The loss does not know whether its rows come from padded or from packed sequences.
+
+The trainer pads. Packing would be another way to the same [N, H] hidden states: this shows that nothing after them
+depends on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.row_kernels import TorchRows
+from gkd.loss.spec import LossSpec, LossTerm, Signal, teacher_signals
+from gkd.loss.vocab_parallel import VocabShard
+from gkd.types import TokenTargets
+
+V, H, D, K = 53, 16, 6, 5
+LENGTHS = [(3, 5), (1, 9), (4, 1), (2, 7)]  # (prompt, response) tokens
+SPEC = LossSpec((LossTerm("forward_kl", 0.7), LossTerm("k2", 0.5), LossTerm("sft", 0.3)))
+SIGNALS: tuple[Signal, ...] = ("topk", "hidden")
+Loss = Callable[[list[int]], Tensor]  # sequences -> the sum of the losses of their response tokens
+
+
+class Attention(torch.nn.Module):
+    """One layer of attention over tokens with learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens, self.positions = torch.nn.Embedding(V, H), torch.nn.Embedding(16, H)
+        self.qkv, self.out = torch.nn.Linear(H, 3 * H), torch.nn.Linear(H, H)
+        self.head = torch.nn.Parameter(torch.randn(V, H) / 4)
+
+    def forward(self, tokens: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
+        """[B, S] tokens and positions, [S, S] or [B, S, S] bool of what sees what -> [B, S, H]."""
+        x = self.tokens(tokens) + self.positions(positions)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        hidden: Tensor = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=sees))
+        return hidden
+
+
+def _sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, V, (p + r,), generator=generator) for p, r in LENGTHS]
+
+
+def _targets(signal: Signal) -> list[TokenTargets]:
+    """What the response tokens of each sequence learn from; the second sequence is the dataset's."""
+    generator = torch.Generator().manual_seed(2)
+    targets = []
+    for i, ((prompt, n), tokens) in enumerate(zip(LENGTHS, _sequences(), strict=True)):
+        hidden = torch.randn((n, D), generator=generator)
+        log_p = (hidden @ _teacher_head().T).log_softmax(dim=-1)
+        written = torch.full((n,), i != 1)
+        row = TokenTargets(tokens[prompt:], written * (torch.rand(n, generator=generator) - 4.0), written)
+        if signal == "topk":
+            row.topk_logprobs, row.topk_ids = log_p.topk(K)
+            row.tail_mass = 1 - row.topk_logprobs.exp().sum(dim=-1)
+            row.sampled_logprobs = log_p.gather(1, row.sampled_ids[:, None])[:, 0]
+        else:
+            row.hidden = hidden
+        targets.append(row)
+    return targets
+
+
+def _teacher_head() -> Tensor:
+    return torch.randn((V, D), generator=torch.Generator().manual_seed(4))
+
+
+def _joined(targets: list[TokenTargets]) -> TokenTargets:
+    """The rows of some sequences, one after the other."""
+
+    def column(name: str) -> Any:
+        tables = [getattr(t, name) for t in targets]
+        return None if tables[0] is None else torch.cat(tables)
+
+    return TokenTargets(**{f.name: column(f.name) for f in fields(TokenTargets)})
+
+
+def _roads(model: Attention, signal: Signal, *, fused: bool, blocks: bool = True) -> tuple[Loss, Loss]:
+    """(padded, packed): the two ways to the loss of some sequences. Without `blocks`, packed ones see each other."""
+    shard = VocabShard(0, V, None)
+    # A few rows a chunk, so that the borders of chunks and of sequences do not agree.
+    loss = DistillLoss(SPEC, teacher_signals(SPEC, signal), shard, TorchRows(), 7 * V * 4, _teacher_head())
+    sequences, targets = _sequences(), _targets(signal)
+
+    def of_rows(hidden: Tensor, group: list[int]) -> Tensor:
+        rows = _joined([targets[i] for i in group])
+        if fused:
+            return loss.from_hidden(hidden, model.head, rows)[0]
+        return loss.from_logits(hidden @ model.head.T, rows)[0]
+
+    def padded(group: list[int]) -> Tensor:
+        tokens = torch.nn.utils.rnn.pad_sequence([sequences[i] for i in group], batch_first=True)
+        length = tokens.shape[1]
+        hidden = model(tokens, torch.arange(length).expand_as(tokens), torch.ones(length, length).tril().bool())
+        starts = [b * length + LENGTHS[i][0] - 1 for b, i in enumerate(group)]
+        index = [torch.arange(start, start + LENGTHS[i][1]) for start, i in zip(starts, group, strict=True)]
+        return of_rows(hidden.flatten(0, 1)[torch.cat(index)], group)
+
+    def packed(group: list[int]) -> Tensor:
+        lengths = torch.tensor([len(sequences[i]) for i in group])
+        owner = torch.repeat_interleave(torch.arange(len(group)), lengths)
+        sees = torch.ones(len(owner), len(owner)).tril().bool()
+        if blocks:
+            sees &= owner[:, None] == owner
+        positions = torch.cat([torch.arange(int(n)) for n in lengths])
+        hidden = model(torch.cat([sequences[i] for i in group])[None], positions[None], sees)[0]
+        starts = [int(lengths[:b].sum()) + LENGTHS[i][0] - 1 for b, i in enumerate(group)]
+        index = [torch.arange(start, start + LENGTHS[i][1]) for start, i in zip(starts, group, strict=True)]
+        return of_rows(hidden[torch.cat(index)], group)
+
+    return padded, packed
+
+
+def _step(model: Attention, loss: Loss, groups: list[list[int]], *, mean_of_means: bool = False) -> Tensor:
+    """[1 + parameters] token mean over all groups and its gradient, or what averaging twice would give."""
+    model.zero_grad()
+    n_all = sum(n for _, n in LENGTHS)
+    value = torch.zeros(())
+    for group in groups:
+        n_tokens = sum(LENGTHS[i][1] for i in group)
+        value = value + loss(group) / (n_tokens * len(groups) if mean_of_means else n_all)
+    value.backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    assert len(grads) == len(list(model.parameters()))
+    return torch.cat([value.detach()[None], *grads])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_packed_equals_padded(signal: Signal, fused: bool) -> None:
+    """Fails if a row's loss depends on its neighbours, on its place, or on how many share its micro-batch."""
+    model = Attention()
+    padded, packed = _roads(model, signal, fused=fused)
+    whole, pairs, single = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]
+    wanted = _step(model, padded, single)
+    for groups in (whole, pairs, single):
+        for loss in (padded, packed):
+            torch.testing.assert_close(_step(model, loss, groups), wanted, rtol=0, atol=1e-6)
+
+    def off(got: Tensor) -> tuple[float, float]:
+        """Difference from `wanted` of the loss, and the largest of the gradient."""
+        return float((got - wanted)[0].abs()), float((got - wanted)[1:].abs().max())
+
+    _, leaking = _roads(model, signal, fused=fused, blocks=False)
+    for wrong in (_step(model, packed, pairs, mean_of_means=True), _step(model, leaking, whole)):
+        assert min(off(wrong)) > 1e-3, off(wrong)
