@@ -121,7 +121,8 @@ def _x_log_ratio(log_x: Tensor, log_y: Tensor) -> Tensor:
 
 def _log_mixture(log_a: Tensor, log_b: Tensor, share_a: float) -> Tensor:
     """log(share_a * a + (1 - share_a) * b), elementwise."""
+    if share_a == 0:
+        return log_b
     absent = torch.isneginf(log_a) & torch.isneginf(log_b)
     a, b = log_a.masked_fill(absent, 0.0), log_b.masked_fill(absent, 0.0)
-    log_share_a = math.log(share_a) if share_a > 0 else -math.inf
-    return torch.logaddexp(a + log_share_a, b + math.log1p(-share_a)).masked_fill(absent, -torch.inf)
+    return torch.logaddexp(a + math.log(share_a), b + math.log1p(-share_a)).masked_fill(absent, -torch.inf)

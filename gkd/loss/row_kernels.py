@@ -23,7 +23,7 @@ log = get_logger("loss")
 
 # Float32 working memory of one piece. On CPU it should stay in the cache with the logits it is made of; on a GPU it
 # should be large enough to fill the machine.
-_PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+_PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 22}
 
 # exp(z) instead of exp(z - log_normalizer) is safe where nothing overflows and no share above 1e-16 is a denormal.
 _SAFE_NORMALIZER = 50.0
@@ -36,7 +36,8 @@ class RowKernels(Protocol):
         """Of z = logits / temperature, each row: log sum_v exp z_v, and sum_v softmax(z)_v z_v.
 
         Args:
-            logits: [n, v] any float dtype, v > 0, rows may be strided; -inf allowed, but not a whole row of it.
+            logits: [n, v] any float dtype, v > 0, rows may be strided; -inf allowed; a whole row of
+                it, all of whose mass is in another shard, gives -inf and 0.
 
         Returns:
             [n] and [n], float32 (float64 for float64 logits).
@@ -86,10 +87,14 @@ class TorchRows:
             # row. That factor is the same in all of the row, so it goes away in ratios to sums that are good.
             weights = torch.softmax(z, dim=-1, out=buffer[: _length(rows)])
             total = weights.sum(dim=-1)
-            log_sum[rows] = z.amax(dim=-1) + (total / weights.amax(dim=-1)).log()
+            row_max = z.amax(dim=-1)
+            log_sum[rows] = row_max + (total / weights.amax(dim=-1)).log()
             dot = weights.mul_(z).sum(dim=-1)
             if dot.isnan().any():  # 0 * -inf: a token that cannot be has no share in the mean
                 dot = weights.nansum(dim=-1)
+                nothing = row_max == -torch.inf
+                log_sum[rows] = log_sum[rows].masked_fill(nothing, -torch.inf)
+                dot, total = dot.masked_fill(nothing, 0.0), total.masked_fill(nothing, 1.0)
             mean[rows] = dot / total
         return log_sum, mean
 

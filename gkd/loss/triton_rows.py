@@ -160,13 +160,15 @@ def _statistics(
         total = kept * total + tl.sum(tl.sum(share, axis=2), axis=0)
         run_max = new_max
     row_max = tl.max(run_max, axis=0)
-    lane_log = tl.maximum((run_max - row_max) * scale, _NOTHING, propagate_nan=tl.PropagateNan.ALL)
+    base_row = tl.where(row_max == -float("inf"), 0.0, row_max)
+    lane_log = tl.maximum((run_max - base_row) * scale, _NOTHING, propagate_nan=tl.PropagateNan.ALL)
     lane_share = tl.exp2(lane_log)
     dot_row = tl.sum(lane_share * (dot + total * lane_log), axis=0)
     total_row = tl.sum(lane_share * total, axis=0)
     row_max = row_max * (scale * _LN_2)  # from here on in units of z
     tl.store(log_sum + row, row_max + tl.log(total_row))
-    tl.store(mean + row, row_max + dot_row / total_row * _LN_2)
+    # A row of nothing but -inf has no mean; 0 has no weight when the shards of a vocabulary are put together.
+    tl.store(mean + row, tl.where(total_row == 0.0, 0.0, row_max + dot_row / total_row * _LN_2))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The loss in one process: its value, its exact gradient, its edges."""
+"""Student logprobs from logits in one process: their value, their exact gradient, their edges. And the token mean."""
 
 from __future__ import annotations
 
@@ -6,177 +6,160 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.errors import ConfigError, DataError, NumericsError
-from gkd.loss import vocab_parallel
-from gkd.loss.divergence import DIVERGENCES, Tail, forward_kl, tail_logprob
+from gkd.errors import DataError, NumericsError
+from gkd.loss import row_kernels
 from gkd.loss.reduce import sum_over_group, token_mean
-from gkd.loss.spec import LossSpec
-from gkd.loss.vocab_parallel import vocab_parallel_topk_logprobs
-
-N, V, PADDED, K = 3, 11, 14, 4
-TAILS: tuple[Tail, ...] = ("bucket", "renorm", "drop")
-
-
-def _teacher(mass: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """[N, K] ids and float64 logprobs whose probabilities sum to `mass`."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(V, generator=generator)[:K] for _ in range(N)])
-    shares = torch.rand((N, K), generator=generator, dtype=torch.float64) + 0.1
-    return ids, (mass * shares / shares.sum(dim=-1, keepdim=True)).log()
-
-
-def _logits(seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn((N, PADDED), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+from gkd.loss.vocab_parallel import RowLogprobs, VocabShard, vocab_parallel_logprobs
+from tests.unit.loss_cases import (
+    KERNELS,
+    SHARD,
+    V_PADDED,
+    K,
+    N,
+    V,
+    normal,
+    one_thread,  # noqa: F401
+    topk_of_mass,
+)
 
 
-def _student(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    return vocab_parallel_topk_logprobs(
-        logits, ids, vocab_start=0, n_valid_vocab=V, tp_group=None, temperature=temperature
+def _logits(dtype: torch.dtype = torch.float64) -> Tensor:
+    return normal(N, V_PADDED, seed=1, dtype=dtype)
+
+
+def _rows(logits: Tensor, ids: Tensor, temperature: float = 1.0, *, overwrite: bool = False) -> RowLogprobs:
+    return vocab_parallel_logprobs(
+        logits, ids, SHARD, kernels=KERNELS, temperature=temperature, overwrite_logits=overwrite
     )
 
 
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("mass", [0.3, 0.7, 0.999])
-def test_forward_kl_gradcheck(tail: Tail, mass: float) -> None:
-    """Fails if the gradient is not that of the stated loss: q - p where truncation makes it mass * q - p, say."""
-    ids, teacher = _teacher(mass)
-    logits = _logits().requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: forward_kl(_student(z, ids, 0.7), teacher, tail), (logits,))
-
-
-@pytest.mark.parametrize("mass", [0.3, 0.999])
-def test_drop_gradient_is_mass_q_minus_p(mass: float) -> None:
-    """Fails if 'drop' loses the factor that the teacher's mass puts on the student's softmax."""
-    ids, teacher = _teacher(mass)
-    logits = _logits().requires_grad_()
-    forward_kl(_student(logits, ids), teacher, "drop").sum().backward()
-    q = torch.softmax(logits.detach()[:, :V], dim=-1)
-    wanted = (mass * q).scatter_add(1, ids, -teacher.exp())
-    torch.testing.assert_close(logits.grad[:, :V], wanted)  # type: ignore[index]
-
-
-def test_values_against_written_out_sums() -> None:
-    """Fails if a tail policy computes another sum than its definition."""
-    ids, teacher = _teacher(0.7)
-    student = _student(_logits(), ids)
-    p, q = teacher.exp(), student.exp()
-    inside = (p * (teacher - student)).sum(-1)
-    bucket = inside + 0.3 * (torch.log(torch.tensor(0.3)) - (1 - q.sum(-1)).log())
-    p_norm, q_norm = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    renorm = (p_norm * (p_norm.log() - q_norm.log())).sum(-1)
-    torch.testing.assert_close(forward_kl(student, teacher, "drop"), inside)
-    torch.testing.assert_close(forward_kl(student, teacher, "bucket"), bucket)
-    torch.testing.assert_close(forward_kl(student, teacher, "renorm"), renorm)
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_equal_distributions_cost_nothing(tail: Tail) -> None:
-    """Fails if a student that equals its teacher still has a loss or a gradient (float32, as in training)."""
-    logits = _logits(dtype=torch.float32).requires_grad_()
-    ids = torch.arange(K).expand(N, K)
-    teacher = _student(logits, ids).detach()
-    loss = forward_kl(_student(logits, ids), teacher, tail)
-    loss.sum().backward()
-    assert float(loss.detach().abs().max()) < 1e-6
-    if tail != "drop":  # there the teacher's missing mass still pulls
-        assert float(logits.grad.abs().max()) < 1e-6  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_extremes_stay_finite(tail: Tail) -> None:
-    """Fails if full mass, an absent (-inf) teacher entry or a student sure of one token makes a nan or an infinity."""
-    ids = torch.arange(K).expand(N, K)
-    teacher = torch.tensor([0.9, 0.1, 0.0, 0.0]).log().expand(N, K)
-    logits = torch.zeros((N, PADDED))
-    logits[:, 0] = 60.0
-    logits.requires_grad_()
-    loss = forward_kl(_student(logits, ids), teacher, tail)
-    loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.isfinite(logits.grad).all()  # type: ignore[arg-type]
-
-
-def test_tail_logprob_is_floored() -> None:
-    """Fails if rounding that pushes the mass over 1 gives a nan, or if an ordinary tail is changed by the floor."""
-    over = torch.tensor([[0.6, 0.4000002]]).log()
-    assert float(tail_logprob(over)) == pytest.approx(float(torch.log(torch.tensor(torch.finfo().eps))), abs=1e-3)
-    assert float(tail_logprob(torch.tensor([[0.5, 0.2]]).log())) == pytest.approx(-1.20397, abs=1e-5)
-
-
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_logprobs_equal_log_softmax(dtype: torch.dtype, temperature: float) -> None:
-    """Fails if padding takes probability, statistics are not float32, or the temperature is applied twice."""
-    logits = _logits(dtype=dtype)
+def test_logprobs_equal_log_softmax(dtype: torch.dtype, temperature: float, overwrite: bool) -> None:
+    """Fails if padding takes probability, statistics are not float32, or the temperature is lost in the backward."""
+    logits = _logits(dtype)
     logits[:, V:] = 100.0  # padding that would swallow the softmax
     untouched = logits.clone()
     logits.requires_grad_()
-    ids, _ = _teacher(0.5)
-    logprobs = _student(logits, ids, temperature)
-    dense = logits.detach().double()[:, :V].requires_grad_()
-    wanted = torch.log_softmax(dense / temperature, dim=-1).gather(1, ids)
-    assert logprobs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(logprobs.double(), wanted, atol=2e-6, rtol=1e-6)
+    ids, _ = topk_of_mass(0.5)
+    ids[0] = torch.tensor([0, V - 1, 1, V - 2])  # the edges
+    rows = _rows(logits, ids, temperature, overwrite=overwrite)
+    dense = untouched.double()[:, :V].requires_grad_()
+    every = torch.log_softmax(dense / temperature, dim=-1)
+    wanted = every.gather(1, ids)
+    assert {t.dtype for t in rows} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    torch.testing.assert_close(rows.logprobs.double(), wanted, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(rows.entropy.double(), -(every.exp() * every).sum(dim=-1), atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(rows.log_normalizer.double(), (dense / temperature).logsumexp(-1), atol=2e-6, rtol=1e-6)
+    assert torch.equal(logits, untouched)  # nothing is written before the backward pass
     weights = torch.linspace(-1, 2, N * K).view(N, K)
-    (logprobs * weights).sum().backward()
+    (rows.logprobs * weights).sum().backward()
     (wanted * weights).sum().backward()
     rounding = 1e-2 if dtype == torch.bfloat16 else 2e-6
-    torch.testing.assert_close(logits.grad[:, :V].double(), dense.grad, atol=rounding, rtol=rounding)  # type: ignore[index]
-    assert not logits.grad[:, V:].any()  # type: ignore[index]
-    assert torch.equal(logits, untouched)  # the primitive works in place on copies only
+    assert logits.grad is not None and dense.grad is not None
+    torch.testing.assert_close(logits.grad[:, :V].double(), dense.grad, atol=rounding, rtol=rounding)
+    assert not logits.grad[:, V:].any()
+    assert torch.equal(logits, untouched) != overwrite
+
+
+def test_only_logprobs_are_differentiable() -> None:
+    """Fails if entropy or normaliser pass for differentiable: a loss on them would silently get no gradient."""
+    rows = _rows(_logits().requires_grad_(), topk_of_mass(0.5)[0])
+    assert rows.logprobs.requires_grad and not rows.entropy.requires_grad and not rows.log_normalizer.requires_grad
 
 
 def test_repeated_ids_accumulate() -> None:
-    """Fails if two entries with one id lose a gradient to each other."""
-    logits = _logits().requires_grad_()
+    """Fails if two entries with one id lose a gradient to each other; the sampled id is often in the top-k."""
     ids = torch.tensor([[2, 2, 0, 0]]).expand(N, K)
-    assert torch.autograd.gradcheck(lambda z: _student(z, ids), (logits,))
+    assert torch.autograd.gradcheck(lambda z: _rows(z, ids).logprobs, (_logits().requires_grad_(),))
 
 
-def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a row at a chunk border is skipped or computed twice."""
-    ids, _ = _teacher(0.5)
-    whole, chunked = _logits().requires_grad_(), _logits().requires_grad_()
-    _student(whole, ids).square().sum().backward()
-    monkeypatch.setattr(vocab_parallel, "_CHUNK_ELEMENTS", 2 * V)
-    _student(chunked, ids).square().sum().backward()
-    assert torch.equal(whole.grad, chunked.grad)  # type: ignore[arg-type]
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_filling_has_no_gradient(overwrite: bool) -> None:
+    """Fails if an id of -1 pulls at some column or at the softmax: rows of a mass target are filled up with it."""
+    ids = torch.tensor([[1, 5, -1, -1]]).expand(N, K)
+    filled, plain = _logits().requires_grad_(), _logits().requires_grad_()
+    _rows(filled, ids, overwrite=overwrite).logprobs.mul(torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
+    _rows(plain, ids[:, :2]).logprobs.mul(torch.tensor([1.0, 2.0])).sum().backward()
+    torch.testing.assert_close(filled.grad, plain.grad)
 
 
-def test_no_loss_rows() -> None:
+def test_an_id_of_another_shard_is_not_column_0() -> None:
+    """Fails if ids before or after a rank's columns are clamped into them, or its first and last column are missed."""
+    shard = VocabShard(4, V, None)
+    ids = torch.tensor([[3, 4, V - 1, -1, 0, V]])
+    assert shard.columns(ids, 10).tolist() == [[-1, 0, V - 5, -1, -1, -1]]
+    assert shard.columns(ids, 5).tolist() == [[-1, 0, -1, -1, -1, -1]]
+    assert VocabShard(12, V, None).columns(ids, 4).tolist() == [[-1] * 6]
+    assert [VocabShard(start, V, None).n_columns(4) for start in (0, 8, 12)] == [4, 3, 0]
+
+
+def test_pieces_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a row at the border of two pieces is skipped or computed twice."""
+    ids, _ = topk_of_mass(0.5)
+    whole, pieces = _logits().requires_grad_(), _logits().requires_grad_()
+    _rows(whole, ids, 0.7).logprobs.square().sum().backward()
+    monkeypatch.setitem(row_kernels._PIECE_ELEMENTS, "cpu", 2 * V)
+    assert len(row_kernels.pieces(pieces)) > 1
+    _rows(pieces, ids, 0.7).logprobs.square().sum().backward()
+    assert torch.equal(whole.grad, pieces.grad)  # type: ignore[arg-type]
+
+
+def test_a_large_normalizer() -> None:
+    """Fails if the shortcut for small logits is taken where exp overflows: logits of +-300 in float32."""
+    logits = _logits(torch.float32) * 100
+    logits[0] += 300
+    logits[1] -= 300
+    logits.requires_grad_()
+    ids = torch.stack([logits[:, :V].argmax(-1), logits[:, :V].argmin(-1)], dim=1)
+    _rows(logits, ids).logprobs.sum().backward()
+    dense = logits.detach().double()[:, :V].requires_grad_()
+    dense.log_softmax(-1).gather(1, ids).sum().backward()
+    torch.testing.assert_close(logits.grad[:, :V].double(), dense.grad, atol=1e-5, rtol=1e-5)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_impossible_tokens_have_no_share_in_the_entropy(temperature: float) -> None:
+    """Fails if a logit of -inf makes the entropy 0 * -inf, a nan, in the report."""
+    logits = _logits(torch.float32)
+    possible = logits[:, 3:V].double() / temperature
+    logits[:, :3] = -torch.inf
+    rows = _rows(logits, torch.full((N, 1), 5), temperature)
+    log_q = possible.log_softmax(dim=-1)
+    torch.testing.assert_close(rows.entropy.double(), -(log_q.exp() * log_q).sum(dim=-1), atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_no_loss_rows(overwrite: bool) -> None:
     """Fails if a micro-batch without loss rows cannot be differentiated (idle DP ranks run one)."""
-    logits = torch.zeros((0, PADDED), requires_grad=True)
-    _student(logits, torch.zeros((0, K), dtype=torch.int64)).sum().backward()
-    assert logits.grad is not None and logits.grad.shape == (0, PADDED)
+    logits = torch.zeros((0, V_PADDED), requires_grad=True)
+    _rows(logits, torch.zeros((0, K), dtype=torch.int64), overwrite=overwrite).logprobs.sum().backward()
+    assert logits.grad is not None and logits.grad.shape == (0, V_PADDED)
 
 
-@pytest.mark.parametrize("bad_id", [-1, V, PADDED - 1])
+@pytest.mark.parametrize("bad_id", [-2, V, V_PADDED - 1])
 def test_foreign_ids_are_refused(bad_id: int) -> None:
     """Fails if ids of another tokenizer, or of padding rows, are scored as if they were tokens."""
-    ids = torch.full((N, K), bad_id)
     with pytest.raises(NumericsError, match="tokenizer"):
-        _student(_logits(), ids)
+        _rows(_logits(), torch.full((N, K), bad_id))
 
 
-def test_spec_names_the_wrong_key() -> None:
-    """Fails if a bad loss setting is accepted, or its error does not name key and choices."""
-    with pytest.raises(ConfigError, match=r"distill\.loss = 'kl'.*forward_kl"):
-        LossSpec(name="kl")
-    with pytest.raises(ConfigError, match=r"distill\.tail = 'keep'.*bucket"):
-        LossSpec(tail="keep")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"teacher\.temperature = 0"):
-        LossSpec(temperature=0.0)
-    with pytest.raises(ConfigError, match=r"distill\.tail"):
-        forward_kl(torch.zeros(1, 1), torch.zeros(1, 1), "keep")  # type: ignore[arg-type]
+def test_a_second_backward_pass_is_refused() -> None:
+    """Fails if a second pass over overwritten logits returns the gradient of a gradient instead of an error."""
+    logits = _logits().requires_grad_()
+    loss = _rows(logits, topk_of_mass(0.5)[0], overwrite=True).logprobs.sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
-def test_spec_evaluates_the_registered_divergence() -> None:
-    """Fails if a LossSpec computes another loss than the one it names."""
-    ids, teacher = _teacher(0.7)
-    student = _student(_logits(), ids)
-    for name, divergence in DIVERGENCES.items():
-        for tail in TAILS:
-            got = LossSpec(name=name, tail=tail).per_token(student, teacher)
-            assert torch.equal(got, divergence(student, teacher, tail))
+def test_overwriting_logits_in_use_is_refused() -> None:
+    """Fails if another part of the graph that saved the logits reads the gradient that was written over them."""
+    logits = _logits().requires_grad_().clone()
+    other = logits.square().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (other + _rows(logits, topk_of_mass(0.5)[0], overwrite=True).logprobs.sum()).backward()
 
 
 def test_token_mean() -> None:

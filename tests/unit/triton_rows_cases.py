@@ -40,7 +40,7 @@ def rows(n: int, v: int, dtype: torch.dtype, *, padding: int = 0) -> Tensor:
 def wanted_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     z = logits.double() / temperature
     mean = (z.softmax(-1) * z.masked_fill(z == -INF, 0.0)).sum(-1)
-    return z.logsumexp(-1), mean
+    return z.logsumexp(-1), mean.masked_fill((z == -INF).all(-1), 0.0)
 
 
 def check_statistics(logits: Tensor, temperature: float, kernels: RowKernels = SMALL) -> None:
@@ -96,11 +96,12 @@ def statistics_equal_float64() -> None:
 
 def statistics_of_impossible_tokens() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        logits = rows(4, 1601, dtype)
+        logits = rows(5, 1601, dtype)
         logits[0, :1100] = -INF  # nothing in two whole turns, and in part of the third
         logits[1, 3:] = -INF
         logits[2, :-1] = -INF
         logits[3, ::2] = torch.finfo(dtype).min
+        logits[4] = -INF  # another shard of the vocabulary has all of the row's mass
         check_statistics(logits, 1.0)
         check_statistics(logits, 0.7)
 

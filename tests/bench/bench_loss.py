@@ -1,0 +1,166 @@
+"""The losses on CPU, measured: time and memory of forward + backward, beside what people write instead.
+
+    python -m tests.bench.bench_loss [--only topk_32000,head] [--json FILE] [--rounds N] [--quick]
+
+Each measurement is one pass in a fresh process, so that its peak of memory is its own. The variants take
+turns; a ratio is the median over the rounds of ratios within a round. A run replaces the parts of the JSON
+file that it measured. About fifteen minutes on two idle cores, 12 GB of memory; see `cpu_of_others` in the
+JSON for how idle they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from tests.bench.loss_case import TOPK, Case, Measured, measure
+from tests.bench.loss_variants import CHUNK_BYTES
+from tests.bench.teacher_report import Figure, Observer, Part, Table, as_json, as_text, machine, merge_json
+
+_MIB = 1 << 20
+_NAMES = {
+    "dense": "dense autograd: log_softmax, gather",
+    "usual": "usual vocab-parallel, out of place",
+    "usual_in_place": "usual vocab-parallel, in place",
+    "ours": "ours",
+    "ours_overwrite": "ours, overwrite_logits",
+    "trl": "as TRL's generalized_jsd_loss",
+    "fused": "LM head and loss fused",
+    "unfused": "LM head, then loss",
+}
+Rounds = dict[str, list[Measured]]
+
+
+def topk(vocabulary: int, rounds: int, rows: int) -> Part:
+    """The forward KL on the teacher's top-k."""
+    variants = ("dense", "usual", "usual_in_place", "ours", "ours_overwrite")
+    cases = {variant: Case("topk", variant, rows, vocabulary) for variant in variants}
+    found = _rounds(cases | {"memcpy": Case("memcpy", "", rows, vocabulary)}, rounds)
+    figures = []
+    for ours in ("ours", "ours_overwrite"):
+        name, extra = _NAMES[ours], _extra(found["usual"])
+        figures += [
+            Figure(f"{name}: time / usual", _ratio(found, ours, "usual"), at_most=0.5),
+            Figure(f"{name}: extra memory / usual", _extra(found[ours]) / extra, at_most=0.25),
+            Figure(f"{name}: time / usual in place", _ratio(found, ours, "usual_in_place")),
+            Figure(f"{name}: time / dense", _ratio(found, ours, "dense")),
+            # A copy reads and writes once; the loss has to read twice and write once.
+            Figure(f"{name}: time / floor", _ratio(found, ours, "memcpy") / 1.5, note="floor: read, read, write"),
+        ]
+    what = f"Forward KL on the teacher's top-{TOPK}, from logits [{rows}, {vocabulary}], float32, forward + backward."
+    return Part(f"topk_{vocabulary}", what, figures, [_table(found)], {"rounds": rounds, "Liger-Kernel": _LIGER})
+
+
+def jsd(vocabulary: int, rounds: int, rows: int) -> Part:
+    """The JSD of whole distributions."""
+    found = _rounds({variant: Case("jsd", variant, rows, vocabulary) for variant in ("trl", "ours")}, rounds)
+    figures = [
+        Figure("ours: time / TRL's", _ratio(found, "ours", "trl")),
+        Figure("ours: extra memory / TRL's", _extra(found["ours"]) / _extra(found["trl"])),
+    ]
+    what = f"JSD of the student's and the teacher's logits, [{rows}, {vocabulary}] both, float32, forward + backward."
+    return Part(f"jsd_{vocabulary}", what, figures, [_table(found)], {"rounds": rounds, "Liger-Kernel": _LIGER})
+
+
+def head(vocabulary: int, rounds: int, rows: Sequence[int]) -> Part:
+    """LM head and loss."""
+    figures, tables, peaks = [], [], []
+    for n in rows:
+        cases = {variant: Case("head", variant, n, vocabulary) for variant in ("dense", "unfused", "fused")}
+        found = _rounds(cases, rounds)
+        tables.append(_table(found, f"{n} rows"))
+        figures.append(Figure(f"{n} rows: fused time / unfused", _ratio(found, "fused", "unfused")))
+        figures.append(Figure(f"{n} rows: fused time / dense", _ratio(found, "fused", "dense")))
+        peaks.append(_extra(found["fused"]))
+    note = f"logits of a chunk: {CHUNK_BYTES // _MIB} MiB"
+    growth = (peaks[-1] - peaks[0]) / _MIB
+    at_most = 0.1 * CHUNK_BYTES / _MIB  # nothing of the size of even a part of the logits
+    figures.append(Figure(f"fused: extra at {rows[-1]} rows - at {rows[0]}", growth, "MiB", at_most=at_most, note=note))
+    what = f"LM head and forward KL on the top-{TOPK}, hidden size 896, vocabulary {vocabulary}, float32."
+    return Part("head", what, figures, tables, {"rounds": rounds})
+
+
+# Its kernels are Triton's, and Triton compiles for GPUs; this benchmark is about the CPU.
+_LIGER = "not run: no GPU"
+
+
+def _rounds(cases: dict[str, Case], rounds: int) -> Rounds:
+    found: Rounds = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, case in cases.items():
+            found[name].append(measure(case))
+    losses = {name: runs[0].loss for name, runs in found.items() if cases[name].kind != "memcpy"}
+    expected = next(iter(losses.values()))
+    for name, loss in losses.items():
+        if abs(loss - expected) > 1e-4 * abs(expected):
+            raise RuntimeError(f"{name} has the loss {loss}, others {expected}: they do not compute the same")
+    return found
+
+
+def _ratio(found: Rounds, name: str, other: str) -> float:
+    return median(a.seconds / b.seconds for a, b in zip(found[name], found[other], strict=True))
+
+
+def _extra(runs: Sequence[Measured]) -> float:
+    return median(run.extra_bytes for run in runs)
+
+
+def _table(found: Rounds, title: str = "") -> Table:
+    columns = ("variant", "median, s", "fastest, s", "extra memory, MiB")
+    rows = []
+    for name, runs in found.items():
+        seconds = [run.seconds for run in runs]
+        if name == "memcpy":
+            rows.append(("floor: read, read, write at memcpy's speed", 1.5 * median(seconds), 1.5 * min(seconds), 0.0))
+        else:
+            rows.append((_NAMES[name], median(seconds), min(seconds), round(_extra(runs) / _MIB, 1)))
+    return Table(f"{title}{': ' if title else ''}extra: beyond inputs and their gradients", columns, rows)
+
+
+# (rounds, quick) -> what it found
+PARTS: dict[str, Callable[[int, bool], Part]] = {
+    "topk_32000": lambda rounds, quick: topk(32_000, rounds, 256 if quick else 2048),
+    "topk_151936": lambda rounds, quick: topk(151_936, rounds, 256 if quick else 2048),
+    # Fewer rows: TRL's formulation takes ten times the memory of the logits.
+    "jsd_32000": lambda rounds, quick: jsd(32_000, rounds, 128 if quick else 1024),
+    "jsd_151936": lambda rounds, quick: jsd(151_936, rounds, 64 if quick else 512),
+    "head": lambda rounds, quick: head(151_936, rounds, (256, 512) if quick else (256, 1024, 2048)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 1 if a figure missed its goal."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_loss", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,..", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="put the parts that ran into this file")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="few rows, two rounds, to see that it runs; noisy")
+    args = parser.parse_args(argv)
+    names = args.only.split(",")
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least one round")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    where, missed = machine(), 0
+    for name in names:
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        observer = Observer()
+        part = PARTS[name](2 if args.quick else args.rounds, args.quick)
+        result = as_json(part, where, observer.stop())
+        missed += sum(figure.met is False for figure in part.figures)
+        print(f"{as_text(part)}\n", flush=True)
+        if args.json is not None:
+            merge_json(args.json, {name: result})
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

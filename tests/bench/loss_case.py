@@ -1,0 +1,120 @@
+"""One measurement of `bench_loss`, in a process of its own so that its peak of memory is its own.
+
+    python -m tests.bench.loss_case '{"kind": "topk", "variant": "ours", "rows": 256, "vocabulary": 32000}'
+
+prints a JSON line. It stands alone, so that one case can be looked at with a profiler.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gkd.types import TokenTargets
+from tests.bench.loss_memory import PeakMeter
+from tests.bench.loss_variants import head_kl, jsd, topk_kl
+
+TOPK = 64
+_LOSSES: dict[str, Callable[..., Tensor]] = {"topk": topk_kl, "jsd": jsd, "head": head_kl}
+_BLOCK = 64  # rows of random numbers; the rows after them repeat, which no variant can notice
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    kind: str  # topk | jsd | head | memcpy
+    variant: str  # of `loss_variants`; "" for memcpy
+    rows: int
+    vocabulary: int
+    hidden: int = 896  # head only
+    threads: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of one forward and backward pass; memcpy: of one copy of [rows, vocabulary] float32 to memory in use."""
+
+    seconds: float
+    extra_bytes: int  # peak beyond the inputs and their gradients
+    loss: float  # the same for all variants of a kind, or the comparison means nothing
+
+
+def measure(case: Case, timeout_s: float = 600.0) -> Measured:
+    """Run the case in a fresh process. Raises subprocess.CalledProcessError, subprocess.TimeoutExpired."""
+    threads = str(case.threads)
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    command = [sys.executable, "-m", "tests.bench.loss_case", json.dumps(asdict(case))]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+    )
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def run(case: Case) -> Measured:
+    """In this process, whose first measurement it has to be."""
+    torch.set_num_threads(case.threads)
+    torch.manual_seed(0)
+    if case.kind == "memcpy":
+        return _memcpy(case)
+    _pass(replace(case, rows=_BLOCK, vocabulary=1000), PeakMeter())  # starts threads, loads what is loaded lazily
+    return _pass(case, PeakMeter())
+
+
+def _pass(case: Case, meter: PeakMeter) -> Measured:
+    targets = _targets(case)
+    if case.kind == "head":
+        hidden = torch.randn(case.rows, case.hidden)
+        inputs = [hidden, _random_rows(case.vocabulary, case.hidden).mul_(3.0 * case.hidden**-0.5)]
+    else:
+        inputs = [_random_rows(case.rows, case.vocabulary).mul_(3.0)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    with meter:
+        start = time.perf_counter()
+        loss = _LOSSES[case.kind](case.variant, *inputs, targets)
+        gradients = torch.autograd.grad(loss, inputs)
+        seconds = time.perf_counter() - start
+    # A gradient that took its input's place is no memory beyond the inputs.
+    own = [g for g, x in zip(gradients, inputs, strict=True) if g.data_ptr() != x.data_ptr()]
+    return Measured(seconds, meter.peak_bytes - sum(g.nbytes for g in own), float(loss.detach()))
+
+
+def _targets(case: Case) -> TokenTargets:
+    n, k = case.rows, TOPK
+    start = torch.randint(0, case.vocabulary, (n, 1))
+    ids = (start + torch.arange(k) * (case.vocabulary // k)) % case.vocabulary
+    targets = TokenTargets(ids[:, 0].clone(), torch.zeros(n), torch.ones(n, dtype=torch.bool))
+    if case.kind == "jsd":
+        targets.logits = _random_rows(n, case.vocabulary).mul_(3.0)
+        return targets
+    logprobs = (torch.randn(n, k) * 2.0).log_softmax(dim=-1).sort(dim=-1, descending=True).values
+    targets.topk_ids, targets.topk_logprobs = ids, logprobs - 0.1
+    targets.tail_mass = 1.0 - targets.topk_logprobs.exp().sum(dim=-1)
+    return targets
+
+
+def _random_rows(n: int, width: int) -> Tensor:
+    block, rows = torch.randn(_BLOCK, width), torch.empty(n, width)
+    for start in range(0, n, _BLOCK):
+        rows[start : start + _BLOCK] = block[: n - start]
+    return rows
+
+
+def _memcpy(case: Case) -> Measured:
+    source, target = torch.ones(case.rows, case.vocabulary), torch.zeros(case.rows, case.vocabulary)
+    start = time.perf_counter()
+    target.copy_(source)
+    return Measured(time.perf_counter() - start, 0, 0.0)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(run(Case(**json.loads(sys.argv[1]))))))

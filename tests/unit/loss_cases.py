@@ -1,0 +1,171 @@
+"""What the loss tests share: small batches, and every loss written out in probabilities, apart from the tested code.
+
+Letters as in `gkd.types`; V_PADDED columns of the student's LM head, the last ones padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.row_kernels import TorchRows
+from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Signal, Tail
+from gkd.loss.vocab_parallel import VocabShard
+from gkd.types import TokenTargets
+
+N, H, D, V, V_PADDED, K = 7, 4, 3, 11, 14, 4
+TAILS: tuple[Tail, ...] = ("bucket", "renorm", "drop")
+SHARD = VocabShard(0, V, None)
+KERNELS = TorchRows()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules that import it. Rows this small gain nothing by threads, and wait for them on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def topk_of_mass(mass: float, n: int = N, v: int = V, k: int = K, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """[n, k] distinct ids and float64 logprobs whose probabilities sum to `mass`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(v, generator=generator)[:k] for _ in range(n)])
+    shares = torch.rand((n, k), generator=generator, dtype=torch.float64) + 0.1
+    return ids, (mass * shares / shares.sum(dim=-1, keepdim=True)).log()
+
+
+def topk_targets(ids: Tensor, logprobs: Tensor, tail_mass: Tensor | None = None) -> TokenTargets:
+    """Targets of rows that have a top-k table and nothing else."""
+    n = len(ids)
+    on_policy = torch.ones(n, dtype=torch.bool)
+    sampled = torch.zeros(n, dtype=torch.int64)
+    return TokenTargets(
+        sampled, logprobs.new_zeros(n), on_policy, topk_ids=ids, topk_logprobs=logprobs, tail_mass=tail_mass
+    )
+
+
+def distill_loss(
+    spec: LossSpec,
+    *signals: Signal,
+    chunk_rows: int = 100,
+    teacher_head: Tensor | None = None,
+    shard: VocabShard = SHARD,
+) -> DistillLoss:
+    """A loss for float64 logits [n, V_PADDED] whose chunks have `chunk_rows` rows."""
+    loss = DistillLoss(spec, signals, shard, KERNELS, 1, teacher_head)
+    loss.chunk_bytes = chunk_rows * V_PADDED * (8 + (4 if loss.is_full else 0))
+    return loss
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N rows of a student and a teacher in float64; every signal can be had of it."""
+
+    hidden: Tensor = field(default_factory=lambda: normal(N, H, seed=1))
+    head: Tensor = field(default_factory=lambda: normal(V_PADDED, H, seed=2))
+    teacher_hidden: Tensor = field(default_factory=lambda: normal(N, D, seed=3))
+    teacher_head: Tensor = field(default_factory=lambda: normal(V, D, seed=4))
+    # 0 and V - 1 are the edges of the vocabulary.
+    sampled_ids: Tensor = field(default_factory=lambda: torch.tensor([0, 3, V - 1, 5, 0, 7, 2]))
+    rollout_logprobs: Tensor = field(default_factory=lambda: normal(N, seed=5) / 2 - 3.0)
+    on_policy: Tensor = field(default_factory=lambda: torch.tensor([True, True, False, True, False, True, False]))
+
+    def teacher_logprobs(self, temperature: float) -> Tensor:
+        """[N, V]"""
+        return (self.teacher_hidden @ self.teacher_head.T / temperature).log_softmax(dim=-1)
+
+    def targets(self, signal: Signal, temperature: float) -> TokenTargets:
+        """What arrives with `signal`; with topk the logprob of the sampled token, too."""
+        log_p = self.teacher_logprobs(temperature)
+        targets = TokenTargets(self.sampled_ids, self.rollout_logprobs, self.on_policy)
+        if signal in ("topk", "sampled"):
+            targets.sampled_logprobs = log_p.gather(1, self.sampled_ids[:, None])[:, 0]
+        if signal == "topk":
+            targets.topk_logprobs, targets.topk_ids = log_p.topk(K)
+            targets.tail_mass = 1 - targets.topk_logprobs.exp().sum(dim=-1)
+        if signal == "logits":
+            targets.logits = log_p + normal(N, 1, seed=6)  # logits are only defined up to a constant of the row
+        if signal == "hidden":
+            targets.hidden = self.teacher_hidden
+        return targets
+
+    def loss(self, spec: LossSpec, signal: Signal, chunk_rows: int = 100) -> DistillLoss:
+        signals: tuple[Signal, ...] = ("topk", "sampled") if signal == "topk" else (signal,)
+        return distill_loss(spec, *signals, chunk_rows=chunk_rows, teacher_head=self.teacher_head)
+
+
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    """sum a log(a / b) over the last dimension, for positive a and b."""
+    return (a * (a.log() - b.log())).sum(dim=-1)
+
+
+def _jsd(q: Tensor, p: Tensor, term: LossTerm) -> Tensor:
+    m = term.beta * p + (1 - term.beta) * q
+    return term.beta * kl(p, m) + (1 - term.beta) * kl(q, m)
+
+
+# Probabilities of student and teacher -> the divergence; see the table in docs/losses.md.
+REFERENCES: dict[str, Callable[[Tensor, Tensor, LossTerm], Tensor]] = {
+    "forward_kl": lambda q, p, term: kl(p, q),
+    "reverse_kl": lambda q, p, term: kl(q, p),
+    "jsd": _jsd,
+    "skew_kl": lambda q, p, term: kl(p, term.alpha * p + (1 - term.alpha) * q),
+    "skew_reverse_kl": lambda q, p, term: kl(q, (1 - term.alpha) * p + term.alpha * q),
+}
+
+
+def with_tail(listed: Tensor, tail: Tail) -> Tensor:
+    """[n, k] probabilities -> the outcomes that the policy makes of them."""
+    if tail == "bucket":
+        return torch.cat([listed, 1 - listed.sum(dim=-1, keepdim=True)], dim=-1)
+    return listed / listed.sum(dim=-1, keepdim=True) if tail == "renorm" else listed
+
+
+def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """All numbers of each token by name, and a scalar whose gradient in the logits is that of the summed loss."""
+    q = (logits[:, :V] / spec.temperature).softmax(dim=-1)
+    p = batch.teacher_logprobs(spec.temperature).exp()
+    values: dict[str, Tensor] = {"student_entropy": -(q * q.log()).sum(dim=-1)}
+    outcomes_q, outcomes_p = q, p
+    if signal == "topk":
+        p_list, ids = p.topk(K)
+        q_list = q.gather(1, ids)
+        outcomes_q, outcomes_p = with_tail(q_list, spec.tail), with_tail(p_list, spec.tail)
+        values |= {"teacher_topk_mass": p_list.sum(dim=-1), "student_topk_mass": q_list.sum(dim=-1)}
+        values["overlap"] = (p_list + q_list - (p_list - q_list).abs()).sum(dim=-1) / 2
+    else:
+        values["overlap"] = 1 - (p - q).abs().sum(dim=-1) / 2
+    values["token_kl"] = kl(outcomes_p, outcomes_q)
+    log_q = q.gather(1, batch.sampled_ids[:, None])[:, 0].log()
+    log_p = p.gather(1, batch.sampled_ids[:, None])[:, 0].log()
+    rho = (log_q.detach() - batch.rollout_logprobs).exp()
+    if spec.policy_gradients:
+        values["importance_clipped"] = ((rho > spec.importance_clip) & batch.on_policy).double()
+        rho = rho.clamp(max=spec.importance_clip)
+        values["importance_weight"] = rho * batch.on_policy
+    ratio = log_q.detach() - log_p
+    estimates = {"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}
+    values["sampled_reverse_kl"] = estimates["k3"] * batch.on_policy
+    scalar, total = logits.new_zeros(()), logits.new_zeros(len(logits))
+    for term in spec.terms:
+        if term.name in DIVERGENCE_NAMES:
+            values[term.name] = carrier = REFERENCES[term.name](outcomes_q, outcomes_p, term)
+        elif term.name == "sft":
+            values["sft"] = carrier = -log_q * ~batch.on_policy
+        else:
+            values[term.name] = rho * estimates[term.name] * batch.on_policy
+            carrier = rho * ratio * log_q * batch.on_policy
+        scalar = scalar + term.weight * carrier.sum()
+        total = total + term.weight * values[term.name].detach()
+    return {name: value.detach() for name, value in values.items()} | {"total": total}, scalar

@@ -1,0 +1,174 @@
+"""What can go wrong around the loss of a micro-batch: second passes, evaluation, frozen parts, chunk sizes, no rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.spec import LossSpec, LossTerm, Signal
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import (
+    KERNELS,
+    SHARD,
+    V_PADDED,
+    Batch,
+    H,
+    one_thread,  # noqa: F401
+)
+
+SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden")
+SPEC = LossSpec((LossTerm("jsd"), LossTerm("k3", 0.5), LossTerm("sft", 0.25)), temperature=0.7)
+
+
+def _forward(
+    loss: DistillLoss, hidden: Tensor, head: Tensor, targets: TokenTargets, fused: bool
+) -> tuple[Tensor, Tensor]:
+    return loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_a_second_backward_pass_is_refused(signal: Signal, fused: bool) -> None:
+    """Fails if a second pass, for which the memory was used already, returns wrong numbers instead of an error."""
+    batch = Batch()
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    total, _ = _forward(batch.loss(SPEC, signal, 3), hidden, head, batch.targets(signal, 0.7), fused)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_evaluation_gives_the_same_numbers(signal: Signal, fused: bool) -> None:
+    """Fails if a loss without gradient is another one; eval and training curves could not be compared."""
+    batch = Batch()
+    loss, targets = batch.loss(SPEC, signal, 3), batch.targets(signal, 0.7)
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    trained = _forward(loss, hidden, head, targets, fused)
+    with torch.no_grad():
+        evaluated = _forward(loss, hidden, head, targets, fused)
+    assert not evaluated[0].requires_grad
+    assert torch.equal(evaluated[0], trained[0]) and torch.equal(evaluated[1], trained[1])
+
+
+class _Watched(DistillLoss):
+    """Notes for each chunk whether its gradient was asked for."""
+
+    wanted: list[bool]
+
+    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, want_grad: bool) -> Tensor:
+        self.wanted.append(want_grad)
+        return super().chunk(logits, targets, rows, want_grad=want_grad)
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_evaluation_makes_no_gradient(signal: Signal) -> None:
+    """Fails if an evaluation pays for gradients that nobody takes: two more products with the head, and its memory."""
+    batch = Batch()
+    loss = _Watched(SPEC, (signal, "sampled"), SHARD, KERNELS, 1 << 10, batch.teacher_head)
+    loss.wanted = []
+    with torch.no_grad():
+        loss.from_hidden(batch.hidden, batch.head.clone().requires_grad_(), batch.targets(signal, 0.7))
+        if loss.is_full:
+            logits = (batch.hidden @ batch.head.T).requires_grad_()
+            loss.from_logits(logits, batch.targets(signal, 0.7))
+    assert loss.wanted and not any(loss.wanted)
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_inputs_and_targets_are_not_changed(signal: Signal) -> None:
+    """Fails if chunks overwrite the hidden states, the head or the targets, which the next pass reads again."""
+    batch, fresh = Batch(), Batch()
+    targets, before = batch.targets(signal, 0.7), fresh.targets(signal, 0.7)
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    _forward(batch.loss(SPEC, signal, 3), hidden, head, targets, True)[0].backward()
+    assert torch.equal(hidden, fresh.hidden) and torch.equal(head, fresh.head)
+    for name in ("topk_logprobs", "topk_ids", "tail_mass", "logits", "hidden", "sampled_logprobs", "sampled_ids"):
+        value, wanted = getattr(targets, name), getattr(before, name)
+        assert value is wanted is None or torch.equal(value, wanted), name
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_a_frozen_part_changes_nothing_for_the_other(signal: Signal) -> None:
+    """Fails if the gradient of the hidden states needs a trainable head, or the other way round."""
+    batch = Batch()
+    loss, targets = batch.loss(SPEC, signal, 3), batch.targets(signal, 0.7)
+    grads: list[dict[str, Tensor | None]] = []
+    for trainable in (("hidden", "head"), ("hidden",), ("head",)):
+        parts = {"hidden": batch.hidden.clone(), "head": batch.head.clone()}
+        for name in trainable:
+            parts[name].requires_grad_()
+        loss.from_hidden(parts["hidden"], parts["head"], targets)[0].backward()
+        grads.append({name: part.grad for name, part in parts.items()})
+    assert torch.equal(grads[0]["hidden"], grads[1]["hidden"])  # type: ignore[arg-type]
+    assert torch.equal(grads[0]["head"], grads[2]["head"])  # type: ignore[arg-type]
+    assert grads[1]["head"] is None and grads[2]["hidden"] is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("tables", [True, False])
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_no_loss_rows(signal: Signal, tables: bool, fused: bool) -> None:
+    """Fails if a rank without data, with empty tables or with none, cannot run forward and backward."""
+    batch = Batch()
+    all_targets = batch.targets(signal, 0.7)
+    targets = all_targets.rows(slice(0, 0))
+    if not tables:
+        targets = TokenTargets(targets.sampled_ids, targets.rollout_logprobs, targets.on_policy)
+    hidden = batch.hidden[:0].clone().requires_grad_()
+    head = batch.head.clone().requires_grad_()
+    loss = batch.loss(SPEC, signal, 3)
+    total, sums = _forward(loss, hidden, head, targets, fused)
+    total.backward()
+    assert float(total) == 0.0 and sums.shape == (len(loss.report_names),) and not sums.any()
+    assert hidden.grad is not None and hidden.grad.shape == (0, H)
+    assert head.grad is not None and not head.grad.any()
+
+
+def test_rows_of_a_chunk_fit_its_bytes() -> None:
+    """Fails if a chunk is larger than actor.logits_chunk_mib, has no row, or forgets the teacher's logits."""
+    topk = DistillLoss(SPEC, ("topk",), SHARD, KERNELS, chunk_bytes=1000)
+    whole = DistillLoss(SPEC, ("hidden",), SHARD, KERNELS, chunk_bytes=1000)
+    assert topk.rows_of_chunk(100, 2) == 5 and topk.rows_of_chunk(101, 2) == 4
+    assert whole.rows_of_chunk(100, 2) == 1 and whole.rows_of_chunk(16, 2) == 10
+    assert topk.rows_of_chunk(10**6, 2) == 1 and topk.rows_of_chunk(0, 2) >= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_heads_gradient_adds_up_in_float32(dtype: torch.dtype) -> None:
+    """Fails if chunks of a bfloat16 head's gradient are added in bfloat16, where 256 + 1 is 256."""
+    n = 400
+    batch = Batch(
+        hidden=torch.ones(n, H, dtype=dtype),
+        head=torch.zeros(V_PADDED, H, dtype=dtype),
+        sampled_ids=torch.full((n,), 3),
+        rollout_logprobs=torch.zeros(n),
+        on_policy=torch.zeros(n, dtype=torch.bool),
+    )
+    targets = TokenTargets(batch.sampled_ids, batch.rollout_logprobs, batch.on_policy, sampled_logprobs=torch.zeros(n))
+    loss = DistillLoss(LossSpec((LossTerm("sft"),)), ("sampled",), SHARD, KERNELS, chunk_bytes=1)
+    head = batch.head.clone().requires_grad_()
+    total, sums = loss.from_hidden(batch.hidden, head, targets)
+    total.backward()
+    assert total.dtype == torch.float32 and sums.dtype == torch.float64
+    assert head.grad is not None and head.grad.dtype == dtype
+    assert float(head.grad[3, 0]) == pytest.approx(-n * (1 - 1 / SHARD.n_valid), rel=1e-2)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_upstream_gradients_scale(fused: bool) -> None:
+    """Fails if the factor of the global mean is lost, or another use of hidden states and head in the graph is."""
+    batch = Batch()
+    loss, targets = batch.loss(SPEC, "topk", 3), batch.targets("topk", 0.7)
+    grads = []
+    for factor in (1.0, -2.5, 40.0):
+        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+        total, _ = _forward(loss, hidden * 2, head, targets, fused)
+        (factor * total + hidden.sum()).backward()
+        assert hidden.grad is not None and head.grad is not None
+        grads.append([(hidden.grad - 1) / factor, head.grad / factor])
+    torch.testing.assert_close(grads[1], grads[0])
+    torch.testing.assert_close(grads[2], grads[0])

@@ -1,0 +1,158 @@
+"""The gradient of every divergence under every tail policy, against differences of its value, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
+from gkd.loss.token_loss import topk_losses
+from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import (
+    KERNELS,
+    REFERENCES,
+    SHARD,
+    TAILS,
+    V_PADDED,
+    H,
+    N,
+    V,
+    distill_loss,
+    normal,
+    one_thread,  # noqa: F401
+    topk_of_mass,
+    topk_targets,
+    with_tail,
+)
+
+MASSES = (0.3, 0.7, 0.999)
+TEMPERATURES = (0.7, 1.0, 2.0)
+CASES = list(product(DIVERGENCE_NAMES, TAILS, MASSES))
+
+
+def _spec(name: str, tail: Tail, temperature: float = 1.0) -> LossSpec:
+    return LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature)
+
+
+def _table_losses(logits: Tensor, targets: TokenTargets, spec: LossSpec, shard: VocabShard = SHARD) -> Tensor:
+    assert targets.topk_ids is not None
+    ids = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1)
+    rows = vocab_parallel_logprobs(logits, ids, shard, kernels=KERNELS, temperature=spec.temperature)
+    return topk_losses(spec, targets, rows.logprobs[:, :-1], rows.logprobs[:, -1], rows.entropy).total
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_gradcheck(name: str, tail: Tail, temperature: float) -> None:
+    """Fails if the gradient is not that of the stated loss: q - p where truncation makes it mass * q - p, say.
+
+    One row for each mass; and for bucket, rows whose mass outside is left to us as well.
+    """
+    spec, shard = _spec(name, tail, temperature), VocabShard(0, 7, None)
+    ids, logprobs = (torch.cat(parts) for parts in zip(*(topk_of_mass(m, 1, 7, 3) for m in MASSES), strict=True))
+    logits = normal(len(MASSES), 8, seed=1).requires_grad_()
+    outside = 1 - logprobs.exp().sum(dim=-1)
+    for tail_mass in (outside, None) if tail == "bucket" else (outside,):
+        targets = topk_targets(ids, logprobs, tail_mass)
+
+        def losses(z: Tensor, targets: TokenTargets = targets) -> Tensor:
+            return _table_losses(z, targets, spec, shard)
+
+        assert torch.autograd.gradcheck(losses, (logits,))
+
+
+@pytest.mark.parametrize(("name", "tail", "mass"), CASES)
+def test_values_against_written_out_sums(name: str, tail: Tail, mass: float) -> None:
+    """Fails if a divergence or tail policy computes another sum than its definition."""
+    spec = _spec(name, tail, 0.7)
+    ids, logprobs = topk_of_mass(mass)
+    logits = normal(N, V_PADDED, seed=1)
+    q = (logits[:, :V] / 0.7).softmax(dim=-1).gather(1, ids)
+    wanted = REFERENCES[name](with_tail(q, tail), with_tail(logprobs.exp(), tail), spec.terms[0])
+    torch.testing.assert_close(_table_losses(logits, topk_targets(ids, logprobs), spec), wanted)
+
+
+def _slope(f: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> float:
+    """Fourth-order difference of f along `direction`."""
+    h = 1e-3
+    with torch.no_grad():
+        near = f(x + h * direction) - f(x - h * direction)
+        far = f(x + 2 * h * direction) - f(x - 2 * h * direction)
+    return float((8 * near - far) / (12 * h))
+
+
+@pytest.mark.parametrize(("name", "tail", "mass"), CASES)
+def test_slopes_of_the_fused_head(name: str, tail: Tail, mass: float) -> None:
+    """Fails if from_hidden returns a gradient that is not its value's; gradcheck itself would go backward twice."""
+    for temperature, chunk_rows in zip(TEMPERATURES, (1, 3, 100), strict=True):
+        ids, logprobs = topk_of_mass(mass)
+        targets = topk_targets(ids, logprobs, torch.full((N,), 1 - mass, dtype=torch.float64))
+        loss = distill_loss(_spec(name, tail, temperature), "topk", chunk_rows=chunk_rows)
+        hidden, head = normal(N, H, seed=1), normal(V_PADDED, H, seed=2)
+        a, b = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        loss.from_hidden(a, b, targets)[0].backward()
+        assert a.grad is not None and b.grad is not None
+        assert not b.grad[V:].any()
+        along_hidden, along_head = normal(N, H, seed=8), normal(V_PADDED, H, seed=9)
+
+        def of_hidden(x: Tensor, head: Tensor = head) -> Tensor:
+            return loss.from_hidden(x, head, targets)[0]  # noqa: B023  # called before the next turn
+
+        def of_head(x: Tensor, hidden: Tensor = hidden) -> Tensor:
+            return loss.from_hidden(hidden, x, targets)[0]  # noqa: B023
+
+        slopes = (_slope(of_hidden, hidden, along_hidden), _slope(of_head, head, along_head))
+        got = (float((a.grad * along_hidden).sum()), float((b.grad * along_head).sum()))
+        assert got == pytest.approx(slopes, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize(("name", "tail", "mass"), CASES)
+def test_slopes_of_from_logits(name: str, tail: Tail, mass: float) -> None:
+    """Fails if the gradient that is written over the logits is not the value's, or touches a padded column."""
+    for temperature in TEMPERATURES:
+        ids, logprobs = topk_of_mass(mass)
+        targets = topk_targets(ids, logprobs, torch.full((N,), 1 - mass, dtype=torch.float64))
+        loss = distill_loss(_spec(name, tail, temperature), "topk")
+        logits, direction = normal(N, V_PADDED, seed=1), normal(N, V_PADDED, seed=9)
+        leaf = logits.clone().requires_grad_()
+        loss.from_logits(leaf, targets)[0].backward()
+        assert leaf.grad is not None and not leaf.grad[:, V:].any()
+
+        def of_logits(x: Tensor) -> Tensor:
+            return loss.from_logits(x, targets)[0]  # noqa: B023
+
+        slope = _slope(of_logits, logits, direction)
+        assert float((leaf.grad * direction).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("mass", MASSES)
+def test_drop_gradient_is_mass_q_minus_p(mass: float) -> None:
+    """Fails if 'drop' loses the factor that the teacher's mass puts on the student's softmax."""
+    ids, logprobs = topk_of_mass(mass)
+    logits = normal(N, V_PADDED, seed=1).requires_grad_()
+    _table_losses(logits, topk_targets(ids, logprobs), _spec("forward_kl", "drop")).sum().backward()
+    q = torch.softmax(logits.detach()[:, :V], dim=-1)
+    wanted = (mass * q).scatter_add(1, ids, -logprobs.exp())
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[:, :V], wanted)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+def test_equal_distributions_cost_nothing(name: str, tail: Tail) -> None:
+    """Fails if a student that equals its teacher still has a loss or a gradient (float32, as in training)."""
+    logits = normal(N, V_PADDED, seed=1, dtype=torch.float32).requires_grad_()
+    ids = topk_of_mass(0.5)[0]
+    teacher = logits.detach()[:, :V].double().log_softmax(-1).gather(1, ids)
+    targets = topk_targets(ids, teacher.float(), 1 - teacher.exp().sum(-1).float())
+    losses = _table_losses(logits, targets, _spec(name, tail))
+    losses.sum().backward()
+    assert float(losses.detach().abs().max()) < 1e-6
+    if tail != "drop":  # there the teacher's missing mass still pulls
+        assert logits.grad is not None and float(logits.grad.abs().max()) < 1e-6

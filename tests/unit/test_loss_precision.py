@@ -1,0 +1,110 @@
+"""The loss at the precision of training: bfloat16 logits, the teacher through the fp16 wire, a vocabulary of 32000.
+
+Logits like a language model's: a Zipf slope with Gumbel noise, so a few tokens hold most of the mass, and a student
+close to its teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.row_kernels import TorchRows
+from gkd.loss.spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Signal, Tail
+from gkd.loss.vocab_parallel import VocabShard
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import TAILS, one_thread  # noqa: F401
+
+N, V, K = 16, 32000, 64
+
+
+def _language_model() -> tuple[Tensor, Tensor]:
+    """[N, V] float64 logits of the teacher and of the student."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand((N, V), generator=generator, dtype=torch.float64).clamp(min=1e-12)
+    slope = -1.5 * torch.arange(1, V + 1, dtype=torch.float64).log()
+    order = torch.stack([torch.randperm(V, generator=generator) for _ in range(N)])
+    teacher = (slope[order] - (-uniform.log()).log()) * 1.5 + 12.0
+    noise = torch.randn((N, V), generator=generator, dtype=torch.float64)
+    return teacher, teacher + 0.3 * noise
+
+
+TEACHER, STUDENT = _language_model()
+
+
+def _targets(signal: Signal, wire: Callable[[Tensor], Tensor] = lambda t: t) -> TokenTargets:
+    """What the teacher sends of TEACHER; `wire` is what the transport does to each floating-point table."""
+    log_p = TEACHER.log_softmax(-1)
+    sampled = log_p.topk(3).indices[:, 1]
+    rollout = STUDENT.log_softmax(-1).gather(1, sampled[:, None])[:, 0] + 0.01
+    targets = TokenTargets(sampled, rollout, torch.arange(N) % 2 == 0)
+    if signal == "topk":
+        values, targets.topk_ids = log_p.topk(K)
+        targets.topk_logprobs, targets.tail_mass = wire(values), 1 - values.exp().sum(-1)
+        targets.sampled_logprobs = wire(log_p.gather(1, sampled[:, None])[:, 0])
+    else:
+        targets.logits = wire(log_p)
+    return targets
+
+
+def _losses(spec: LossSpec, signal: Signal, logits: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
+    """[N] loss of each token, and its gradient [N, V]."""
+    rows: list[Tensor] = []
+    loss = DistillLoss(spec, (signal, "sampled"), VocabShard(0, V, None), TorchRows(), 1 << 20, on_rows=rows.append)
+    leaf = logits.clone().requires_grad_()
+    loss.from_logits(leaf, targets)[0].backward()
+    assert leaf.grad is not None
+    return torch.cat(rows)[:, 0].double(), leaf.grad.double()
+
+
+def test_the_logits_are_like_a_language_models() -> None:
+    """Fails if the case is too easy: everything below is about peaked distributions with a long tail."""
+    p = TEACHER.softmax(-1)
+    mass = p.topk(K).values.sum(-1)
+    assert 0.3 < float(p.amax(-1).mean()) < 0.95 and 0.8 < float(mass.mean()) < 0.9999
+    assert 0.005 < float((p * (TEACHER.log_softmax(-1) - STUDENT.log_softmax(-1))).sum(-1).mean()) < 0.3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("signal", ["topk", "logits"])
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_bfloat16_logits(name: str, signal: Signal, temperature: float) -> None:
+    """Fails if sums over the vocabulary are not made in float32: at 32000 tokens bfloat16 or half of one is far off."""
+    spec = LossSpec((LossTerm(name),), temperature=temperature)
+    logits = STUDENT.bfloat16()
+    targets = _targets(signal)
+    got, grad = _losses(spec, signal, logits, targets)
+    wanted, wanted_grad = _losses(spec, signal, logits.double(), targets)
+    torch.testing.assert_close(got, wanted, atol=1e-3, rtol=0.0)
+    torch.testing.assert_close(grad, wanted_grad, atol=1e-3, rtol=1e-2)  # a bfloat16 has 8 bits
+    plain, _ = _losses(spec, signal, STUDENT, targets)
+    assert abs(float((got - plain).mean())) < 2e-2  # what rounding the logits themselves does
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+def test_teacher_through_the_fp16_wire(name: str, tail: Tail) -> None:
+    """Fails if rounding the teacher's table to fp16, the default of the wire, moves the loss by more than 1e-3."""
+    spec = LossSpec((LossTerm(name),), tail)
+    exact, _ = _losses(spec, "topk", STUDENT.float(), _targets("topk"))
+    rounded, _ = _losses(spec, "topk", STUDENT.float(), _targets("topk", lambda t: t.half().float()))
+    assert float((exact - rounded).abs().max()) < 1e-3
+    assert float((exact - rounded).abs().max()) > 0
+    if tail != "drop":
+        assert float(rounded.min()) >= -1e-6
+
+
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+def test_rounding_of_the_wire_is_no_negative_loss(name: str) -> None:
+    """Fails if the rounded list and the tail beside it are compared although they do not sum to 1: the student that
+    equals its teacher would be rewarded for the rounding."""
+    targets = _targets("topk", lambda t: t.half().float())
+    assert targets.topk_logprobs is not None and targets.tail_mass is not None
+    sums = targets.topk_logprobs.double().exp().sum(dim=-1) + targets.tail_mass
+    assert float((sums - 1).min()) < -1e-5  # what there is to see
+    losses, _ = _losses(LossSpec((LossTerm(name),)), "topk", TEACHER.float(), targets)
+    assert float(losses.min()) >= -2e-7 and float(losses.max()) < 1e-5

@@ -1,0 +1,206 @@
+"""What holds for any student and teacher: invariances, bounds and limits of the divergences. Float64, ties included."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Signal, Tail
+from gkd.loss.vocab_parallel import VocabShard
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import TAILS, distill_loss, one_thread, topk_targets  # noqa: F401
+
+# The same examples in every run: a failure is then one of the change, and not of the day.
+examples = settings(max_examples=60, deadline=None, derandomize=True)
+
+TERMS = st.builds(
+    LossTerm,
+    st.sampled_from(DIVERGENCE_NAMES),
+    beta=st.sampled_from([0.1, 0.5, 0.9]),
+    alpha=st.sampled_from([0.0, 0.1, 0.7]),
+)
+
+
+class Row(NamedTuple):
+    """One token: logits of both over a vocabulary of v, and which ids the teacher lists."""
+
+    student: Tensor  # [v]
+    teacher: Tensor  # [v]
+    ids: Tensor  # [k] distinct
+
+
+@st.composite
+def rows(draw: st.DrawFn, largest: float = 6.0) -> Row:
+    v = draw(st.integers(2, 8))
+    logit = st.integers(-int(largest * 4), int(largest * 4)).map(lambda quarters: quarters / 4)  # ties are common
+    student, teacher = (draw(st.lists(logit, min_size=v, max_size=v)) for _ in range(2))
+    ids = draw(st.permutations(range(v)))[: draw(st.integers(1, v))]
+    return Row(torch.tensor(student).double(), torch.tensor(teacher).double(), torch.tensor(ids))
+
+
+def _run(spec: LossSpec, student: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
+    """Loss of the one token, and its gradient in the logits, by the road of training."""
+    logits = student[None].clone().requires_grad_()
+    signal: Signal = "logits" if targets.topk_ids is None else "topk"
+    loss = distill_loss(spec, signal, shard=VocabShard(0, len(student), None))
+    total, _ = loss.from_logits(logits, targets)
+    total.backward()
+    assert logits.grad is not None
+    return total.detach(), logits.grad[0]
+
+
+def _listed(row: Row, ids: Tensor | None = None) -> TokenTargets:
+    ids = row.ids if ids is None else ids
+    log_p = row.teacher.log_softmax(-1)
+    outside = 1 - log_p[ids].exp().sum()
+    return topk_targets(ids[None], log_p[ids][None], outside.clamp(min=0)[None])
+
+
+def _whole(teacher: Tensor) -> TokenTargets:
+    one = torch.zeros(1, dtype=torch.int64)
+    return TokenTargets(one, torch.zeros(1, dtype=torch.float64), one == 0, logits=teacher[None].clone())
+
+
+def _same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], atol: float = 1e-10) -> None:
+    torch.testing.assert_close(a, b, atol=atol, rtol=1e-8)
+
+
+@examples
+@given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), data=st.data())
+def test_order_of_the_topk(row: Row, term: LossTerm, tail: Tail, data: st.DataObject) -> None:
+    """Fails if the loss depends on where in the list an id stands, ties of the teacher included."""
+    order = torch.tensor(data.draw(st.permutations(range(len(row.ids)))))
+    spec = LossSpec((term,), tail)
+    _same(_run(spec, row.student, _listed(row)), _run(spec, row.student, _listed(row, row.ids[order])))
+
+
+@examples
+@given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS))
+def test_a_list_of_everything_is_the_full_vocabulary(row: Row, term: LossTerm, tail: Tail) -> None:
+    """Fails if the top-k and the whole-vocabulary roads compute different losses, or an empty tail costs something."""
+    spec = LossSpec((term,), tail)
+    everything = _listed(row, torch.arange(len(row.student)))
+    _same(_run(spec, row.student, everything), _run(spec, row.student, _whole(row.teacher)), atol=1e-9)
+
+
+@examples
+@given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), shift=st.integers(-40, 40))
+def test_a_constant_in_the_logits_changes_nothing(row: Row, term: LossTerm, tail: Tail, shift: int) -> None:
+    """Fails if something looks at logits that are not normalised, of the student or of the teacher."""
+    spec = LossSpec((term,), tail, temperature=0.7)
+    _same(_run(spec, row.student, _listed(row)), _run(spec, row.student + shift, _listed(row)))
+    moved = _run(spec, row.student - shift, _whole(row.teacher + shift))
+    _same(_run(spec, row.student, _whole(row.teacher)), moved)
+
+
+@examples
+@given(row=rows(), term=TERMS, tail=st.sampled_from(("bucket", "renorm")))
+def test_divergences_are_not_negative(row: Row, term: LossTerm, tail: Tail) -> None:
+    """Fails if what is compared are not two distributions, or a jsd is above log 2."""
+    spec = LossSpec((term,), tail)
+    for targets in (_listed(row), _whole(row.teacher)):
+        value, _ = _run(spec, row.student, targets)
+        assert float(value) >= -1e-12
+        if term.name == "jsd":
+            assert float(value) <= math.log(2) + 1e-12
+
+
+@examples
+@given(row=rows(), tail=st.sampled_from(("bucket", "renorm")))
+def test_jsd_is_symmetric_at_one_half(row: Row, tail: Tail) -> None:
+    """Fails if the shares of student and teacher in the mixture or in the sum are not what beta says."""
+    spec = LossSpec((LossTerm("jsd", beta=0.5),), tail)
+    swapped = Row(row.teacher, row.student, row.ids)
+    for there, back in (
+        (_run(spec, row.student, _listed(row)), _run(spec, swapped.student, _listed(swapped))),
+        (_run(spec, row.student, _whole(row.teacher)), _run(spec, row.teacher, _whole(row.student))),
+    ):
+        torch.testing.assert_close(there[0], back[0], atol=1e-10, rtol=1e-8)
+
+
+@examples
+@given(row=rows(largest=1.5), tail=st.sampled_from(("bucket", "renorm")))
+def test_limits_of_the_jsd(row: Row, tail: Tail) -> None:
+    """Fails if beta and 1 - beta are swapped: jsd / beta -> KL(P || Q) and jsd / (1 - beta) -> KL(Q || P)."""
+    for targets in (_listed(row), _whole(row.teacher)):
+        for beta, share, name in ((1e-7, 1e-7, "forward_kl"), (1 - 1e-7, 1e-7, "reverse_kl")):
+            value, grad = _run(LossSpec((LossTerm("jsd", beta=beta),), tail), row.student, targets)
+            wanted = _run(LossSpec((LossTerm(name),), tail), row.student, targets)
+            _same((value / share, grad / share), wanted, atol=2e-4)
+
+
+@examples
+@given(row=rows(), tail=st.sampled_from(TAILS))
+def test_skew_of_zero_is_the_plain_kl(row: Row, tail: Tail) -> None:
+    """Fails if alpha is the share of the wrong distribution."""
+    for skewed, plain in (("skew_kl", "forward_kl"), ("skew_reverse_kl", "reverse_kl")):
+        for targets in (_listed(row), _whole(row.teacher)):
+            got = _run(LossSpec((LossTerm(skewed, alpha=0.0),), tail), row.student, targets)
+            _same(got, _run(LossSpec((LossTerm(plain),), tail), row.student, targets))
+
+
+@examples
+@given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), n_filling=st.integers(1, 3))
+def test_filling_changes_nothing(row: Row, term: LossTerm, tail: Tail, n_filling: int) -> None:
+    """Fails if entries past a row's count (-1, -inf) take part: with a mass target most rows have some."""
+    filling = torch.full((1, n_filling), -1)
+    plain = _listed(row)
+    assert plain.topk_ids is not None and plain.topk_logprobs is not None
+    ids = torch.cat([plain.topk_ids, filling], dim=1)
+    filled = topk_targets(ids, torch.cat([plain.topk_logprobs, filling * torch.inf], dim=1), plain.tail_mass)
+    spec = LossSpec((term,), tail)
+    _same(_run(spec, row.student, filled), _run(spec, row.student, plain))
+
+
+def _is_infinite(term: LossTerm, q: Tensor, p: Tensor) -> bool:
+    """The true value: some x log(x / y) has y = 0 and x > 0."""
+    plain = term.alpha == 0
+    if term.name == "forward_kl" or (term.name == "skew_kl" and plain):
+        return bool(((p > 0) & (q == 0)).any())
+    if term.name == "reverse_kl" or (term.name == "skew_reverse_kl" and plain):
+        return bool(((q > 0) & (p == 0)).any())
+    return False
+
+
+@examples
+@given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), data=st.data())
+def test_impossible_tokens(row: Row, term: LossTerm, tail: Tail, data: st.DataObject) -> None:
+    """Fails if a probability of exactly 0 makes a nan, an infinity where the loss is finite, or a number where not."""
+    v = len(row.student)
+    # One id stays possible for both and in the list: with nothing possible there, renorm has nothing to compare.
+    kept = int(row.ids[0])
+    for logits in (row.student, row.teacher):
+        gone = data.draw(st.sets(st.integers(0, v - 1).filter(lambda i: i != kept)))
+        logits[sorted(gone)] = -torch.inf
+    p, q = row.teacher.softmax(-1), row.student.softmax(-1)
+    for targets, of in ((_whole(row.teacher), slice(None)), (_listed(row), row.ids)):
+        value, grad = _run(LossSpec((term,), tail), row.student, targets)
+        assert bool(value.isinf()) == _is_infinite(term, q[of], p[of])
+        assert not value.isnan()
+        if value.isfinite():
+            assert grad.isfinite().all()
+
+
+@examples
+@given(v=st.integers(2, 6), name=st.sampled_from(DIVERGENCE_NAMES), tail=st.sampled_from(TAILS))
+def test_all_ties(v: int, name: str, tail: Tail) -> None:
+    """Fails if equal logits, of which any order is a valid top-k, give a nan or a loss between equals."""
+    flat = Row(torch.zeros(v).double(), torch.zeros(v).double(), torch.arange(v - 1))
+    for targets in (_listed(flat), _whole(flat.teacher)):
+        value, grad = _run(LossSpec((LossTerm(name),), tail), flat.student, targets)
+        assert abs(float(value)) < 1e-12 and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "skew_kl"])
+def test_an_impossible_token_still_pulls(name: str) -> None:
+    """Fails if an infinite forward KL has a nan gradient where the gradient, q - p, is finite; skewed by 0, too."""
+    teacher, student = torch.zeros(3).double(), torch.tensor([0.0, -torch.inf, 0.0]).double()
+    value, grad = _run(LossSpec((LossTerm(name, alpha=0.0),)), student, _whole(teacher))
+    assert float(value) == math.inf
+    torch.testing.assert_close(grad, student.softmax(-1) - teacher.softmax(-1))

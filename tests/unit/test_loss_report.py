@@ -1,0 +1,102 @@
+"""What is reported beside the loss: each number of each token is its definition, and sums are in the order of names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.loss.spec import LossSpec, LossTerm, Signal
+from gkd.loss.token_loss import report_names, topk_losses
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import (
+    Batch,
+    N,
+    normal,
+    one_thread,  # noqa: F401
+    topk_targets,
+    written_out,
+)
+
+_MASSES = ("teacher_topk_mass", "student_topk_mass")
+MIXTURE = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+@pytest.mark.parametrize("signal", ["topk", "logits", "hidden"])
+def test_numbers_of_every_token(signal: Signal, temperature: float, fused: bool) -> None:
+    """Fails if a diagnostic is another number than its name says, or token rows come in another order."""
+    spec, batch = LossSpec(MIXTURE, temperature=temperature, importance_clip=1.0), Batch()
+    values, _ = written_out(spec, batch, signal, batch.hidden @ batch.head.T)
+    loss = batch.loss(spec, signal, 3)
+    tables: list[Tensor] = []
+    loss.on_rows = tables.append
+    targets = batch.targets(signal, temperature)
+    if fused:
+        _, sums = loss.from_hidden(batch.hidden, batch.head, targets)
+    else:
+        _, sums = loss.from_logits(batch.hidden @ batch.head.T, targets)
+    table = torch.cat(tables)
+    assert set(loss.report_names) == set(values) and len(set(loss.report_names)) == len(loss.report_names)
+    assert table.shape == (N, len(loss.report_names))
+    for column, name in zip(table.T, loss.report_names, strict=True):
+        torch.testing.assert_close(column, values[name], msg=f"{name}: {column} is not {values[name]}")
+    torch.testing.assert_close(sums, table.sum(dim=0))
+    assert 0 < int(values["importance_clipped"].sum()) < N  # the case has both kinds
+
+
+def test_names_and_their_order() -> None:
+    """Fails if the order depends on the rows of a rank: ranks add up their sums by place."""
+    terms, distribution, masses = ("reverse_kl", "k2", "sft"), ("token_kl", "overlap"), _MASSES
+    last = ("sampled_reverse_kl", "importance_weight", "importance_clipped", "student_entropy")
+    spec = LossSpec(MIXTURE)
+    assert report_names(spec, has_distribution=True, has_topk=True, has_sampled=True) == (
+        *terms,
+        *distribution,
+        *masses,
+        *last,
+    )
+    whole = report_names(spec, has_distribution=True, has_topk=False, has_sampled=True)
+    assert whole == (*terms, *distribution, *last)
+    sampled = report_names(LossSpec(MIXTURE[1:]), has_distribution=False, has_topk=False, has_sampled=True)
+    assert sampled == (*terms[1:], *last)
+    plain = report_names(LossSpec(), has_distribution=True, has_topk=True, has_sampled=False)
+    assert plain == ("forward_kl", *distribution, *masses, "student_entropy")
+
+
+@pytest.mark.parametrize("signal", ["topk", "logits", "hidden", "sampled"])
+def test_names_are_those_of_the_values(signal: Signal) -> None:
+    """Fails if a loss computes a number that is not reported, or reports one that it does not compute."""
+    terms = MIXTURE[1:] if signal == "sampled" else MIXTURE
+    loss, batch = Batch().loss(LossSpec(terms), signal), Batch()
+    assert loss.report_names[0] == "total"
+    total, sums = loss.from_hidden(batch.hidden, batch.head, batch.targets(signal, 1.0))
+    assert sums.shape == (len(loss.report_names),) and float(sums[0]) == float(total)
+    empty = TokenTargets(batch.sampled_ids[:0], batch.rollout_logprobs[:0], batch.on_policy[:0])
+    assert loss.from_logits(normal(0, 14), empty)[1].shape == sums.shape
+
+
+def test_token_kl_is_the_forward_kl_whatever_is_trained() -> None:
+    """Fails if token_kl, by which runs with different losses are compared, follows the trained loss."""
+    batch = Batch()
+    for signal in ("topk", "logits"):
+        reports = []
+        for name in ("forward_kl", "reverse_kl", "jsd"):
+            loss = batch.loss(LossSpec((LossTerm(name),)), signal)
+            sums = loss.from_hidden(batch.hidden, batch.head, batch.targets(signal, 1.0))[1]
+            reports.append(dict(zip(loss.report_names, sums.tolist(), strict=True)))
+        assert reports[0]["token_kl"] == reports[0]["forward_kl"]
+        assert {report["token_kl"] for report in reports} == {reports[0]["forward_kl"]}
+
+
+def test_filling_is_not_in_the_masses() -> None:
+    """Fails if the entries past a row's count, which stand for no token, add to masses or overlap."""
+    ids = torch.tensor([[2, 5, -1], [1, -1, -1]])
+    log_p = torch.tensor([[0.5, 0.2, 0.0], [0.9, 0.0, 0.0]]).log()
+    student = torch.tensor([[0.4, 0.3, 0.3], [0.1, 0.6, 0.3]]).log()
+    targets = topk_targets(ids, log_p, torch.tensor([0.3, 0.1]))
+    values = topk_losses(LossSpec(), targets, student, torch.zeros(2), torch.zeros(2)).values
+    torch.testing.assert_close(values["teacher_topk_mass"], torch.tensor([0.7, 0.9]))
+    torch.testing.assert_close(values["student_topk_mass"], torch.tensor([0.7, 0.1]))
+    torch.testing.assert_close(values["overlap"], torch.tensor([0.6, 0.1]))

@@ -1,0 +1,174 @@
+"""Every loss by every road (signal, fused head or logits, chunks) against the loss written out in probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.errors import DataError, NumericsError
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Signal, Tail
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import (
+    TAILS,
+    V_PADDED,
+    Batch,
+    N,
+    V,
+    distill_loss,
+    one_thread,  # noqa: F401
+    written_out,
+)
+
+MIXTURE = (
+    LossTerm("jsd", 1.5, beta=0.1),
+    LossTerm("skew_kl", 0.25, alpha=0.3),
+    LossTerm("k3", 0.5),
+    LossTerm("k1", 0.125),
+    LossTerm("sft", 0.75),
+)
+SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden", "sampled")
+CASES = [
+    *(((LossTerm(name, 2.0, beta=0.3, alpha=0.2),), signal) for name in LOSS_NAMES for signal in SIGNALS[:3]),
+    *(((LossTerm(name, 2.0),), "sampled") for name in ("k1", "k2", "k3", "sft")),
+    *((MIXTURE, signal) for signal in SIGNALS[:3]),
+]
+
+
+def _name(value: object) -> str:
+    return "+".join(term.name for term in value) if isinstance(value, tuple) else str(value)
+
+
+def _train(loss: DistillLoss, batch: Batch, targets: TokenTargets, *, fused: bool) -> list[Tensor]:
+    """[loss, its sums, gradient of the hidden states, of the head], the loss scaled as by a global mean."""
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
+    (total * 0.3).backward()
+    assert hidden.grad is not None and head.grad is not None
+    return [total.detach(), sums, hidden.grad, head.grad]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize(("terms", "signal"), CASES, ids=_name)
+def test_every_road_is_the_written_out_loss(terms: tuple[LossTerm, ...], signal: Signal, temperature: float) -> None:
+    """Fails if a road, a chunk border, a padded column or the temperature changes a loss, a report or a gradient."""
+    spec, batch = LossSpec(terms, temperature=temperature), Batch()
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    values, scalar = written_out(spec, batch, signal, hidden @ head.T)
+    (scalar * 0.3).backward()
+    for fused, chunk_rows in ((True, 1), (True, 3), (True, N), (True, 100), (False, 3), (False, 100)):
+        loss = batch.loss(spec, signal, chunk_rows)
+        total, sums, *grads = _train(loss, batch, batch.targets(signal, temperature), fused=fused)
+        torch.testing.assert_close(total, values["total"].sum())
+        torch.testing.assert_close(sums, torch.stack([values[name].sum() for name in loss.report_names]))
+        torch.testing.assert_close(grads, [hidden.grad, head.grad])
+        assert not grads[1][V:].any()
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+def test_tails_by_every_road(name: str, tail: Tail) -> None:
+    """Fails if the fused head or the logits' road forgets the tail policy of its spec."""
+    spec, batch = LossSpec((LossTerm(name),), tail), Batch()
+    values, _ = written_out(spec, batch, "topk", batch.hidden @ batch.head.T)
+    for fused in (True, False):
+        total, *_ = _train(batch.loss(spec, "topk", 3), batch, batch.targets("topk", 1.0), fused=fused)
+        torch.testing.assert_close(total, values["total"].sum())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", SIGNALS[:3])
+def test_a_mixture_is_the_weighted_sum_of_its_terms(signal: Signal, fused: bool) -> None:
+    """Fails if the terms of a mixture share a weight or a parameter, or one of them is dropped."""
+    batch = Batch()
+    targets = batch.targets(signal, 1.0)
+    mixed = _train(batch.loss(LossSpec(MIXTURE), signal, 3), batch, targets, fused=fused)
+    sums = [torch.zeros_like(t) for t in (mixed[0], mixed[2], mixed[3])]
+    for term in MIXTURE:
+        plain = LossTerm(term.name, 1.0, term.beta, term.alpha)
+        one = _train(batch.loss(LossSpec((plain,)), signal, 3), batch, targets, fused=fused)
+        sums = [s + term.weight * t for s, t in zip(sums, (one[0], one[2], one[3]), strict=True)]
+    torch.testing.assert_close([mixed[0], mixed[2], mixed[3]], sums)
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize(("name", "on_policy"), [("k1", True), ("k2", True), ("k3", True), ("sft", False)])
+def test_rows_of_the_other_kind_are_left_alone(name: str, on_policy: bool, signal: Signal) -> None:
+    """Fails if the dataset's tokens are trained by policy gradient, or the student's own by cross-entropy."""
+    batch = Batch()
+    other = batch.on_policy != on_policy
+    loss = batch.loss(LossSpec((LossTerm(name),)), signal, 3)
+    rows: list[Tensor] = []
+    loss.on_rows = rows.append
+    _, sums, grad, _ = _train(loss, batch, batch.targets(signal, 1.0), fused=True)
+    assert not grad[other].any() and grad[~other].all()
+    values = torch.cat(rows)[:, loss.report_names.index(name)]
+    assert not values[other].any() and values[~other].all()
+    torch.testing.assert_close(sums[0], values.sum())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", ["topk", "logits", "sampled"])
+def test_what_cannot_be_on_a_row_of_the_other_kind_does_no_harm(signal: Signal, fused: bool) -> None:
+    """Fails if an infinity on a token that a term is not defined for makes its gradient nan.
+
+    The teacher may find a token of the dataset impossible; k3 is of the student's tokens alone.
+    """
+    batch = Batch()
+    targets = batch.targets(signal, 1.0)
+    if targets.logits is not None:
+        targets.logits.scatter_(1, batch.sampled_ids[:, None], -torch.inf)
+    elif targets.sampled_logprobs is not None:
+        targets.sampled_logprobs.fill_(-torch.inf)
+    targets.on_policy = torch.zeros(N, dtype=torch.bool)
+    mixture = LossSpec((LossTerm("k3"), LossTerm("sft")))
+    both = _train(batch.loss(mixture, signal, 3), batch, targets, fused=fused)
+    sft = _train(batch.loss(LossSpec((LossTerm("sft"),)), signal, 3), batch, targets, fused=fused)
+    torch.testing.assert_close(both[2:], sft[2:])
+
+
+def test_padded_columns_may_hold_anything() -> None:
+    """Fails if padding rows of the head, which nothing trains, leak into loss or gradient: here they are infinite."""
+    for signal in SIGNALS[:3]:
+        batch = Batch()
+        loss = batch.loss(LossSpec(MIXTURE), signal, 3)
+        targets = batch.targets(signal, 1.0)
+        wanted = _train(loss, batch, targets, fused=True)
+        batch.head[V:] = torch.inf
+        torch.testing.assert_close(_train(loss, batch, targets, fused=True), wanted)
+        hidden, head = batch.hidden.clone(), batch.head.clone()
+        logits = torch.nan_to_num(hidden @ head.T, nan=3e38, posinf=3e38, neginf=3e38).requires_grad_()
+        total, sums = loss.from_logits(logits, targets)
+        total.backward()
+        torch.testing.assert_close([total.detach(), sums], wanted[:2])
+        assert logits.grad is not None and not logits.grad[:, V:].any() and logits.grad[:, :V].isfinite().all()
+
+
+def test_errors_before_any_work() -> None:
+    """Fails if foreign ids or missing tables reach the arithmetic, where they would be wrong numbers or IndexErrors."""
+    batch = Batch()
+    logits = batch.hidden @ batch.head.T
+    loss = batch.loss(LossSpec(), "topk")
+    for field, bad in (("sampled_ids", V), ("topk_ids", V_PADDED - 1)):
+        targets = batch.targets("topk", 1.0)
+        ids = getattr(targets, field).clone()
+        ids[1] = bad
+        setattr(targets, field, ids)
+        with pytest.raises(NumericsError, match="tokenizer"):
+            loss.from_logits(logits, targets)
+        with pytest.raises(NumericsError, match="tokenizer"):
+            loss.from_hidden(batch.hidden, batch.head, targets)
+    none = TokenTargets(batch.sampled_ids, batch.rollout_logprobs, batch.on_policy)
+    with pytest.raises(DataError, match="top-k, and the micro-batch has none"):
+        loss.from_logits(logits, none)
+    with pytest.raises(DataError, match="micro-batch has none"):
+        batch.loss(LossSpec(), "hidden").from_hidden(batch.hidden, batch.head, none)
+    with pytest.raises(DataError, match="micro-batch has none"):
+        distill_loss(LossSpec(), "logits").from_logits(logits, none)
+    with pytest.raises(DataError, match="LM head"):
+        distill_loss(LossSpec(), "hidden").from_logits(logits, batch.targets("hidden", 1.0))
+    half = batch.targets("topk", 1.0)
+    half.topk_logprobs = None
+    with pytest.raises(DataError, match="no list of the teacher"):
+        loss.from_logits(logits, half)

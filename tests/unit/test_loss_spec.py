@@ -1,0 +1,126 @@
+"""The settings of the loss: what is refused, and that the error names the key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gkd.config import DistillConfig, LossTermConfig
+from gkd.errors import ConfigError
+from gkd.loss.divergence import DIVERGENCES, outcome_tables
+from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Signal, loss_spec, teacher_signals
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        ({"name": "kl"}, r"distill\.loss = 'kl'.*forward_kl"),
+        ({"name": "jsd", "beta": 0.0}, r"distill\.beta = 0\.0.*forward_kl"),
+        ({"name": "jsd", "beta": 1.0}, r"distill\.beta = 1\.0.*reverse_kl"),
+        ({"name": "jsd", "beta": float("nan")}, r"distill\.beta"),
+        ({"name": "skew_kl", "alpha": 1.0}, r"distill\.alpha = 1\.0"),
+        ({"name": "skew_kl", "alpha": -0.1}, r"distill\.alpha = -0\.1"),
+        ({"weight": 0.0}, r"distill\.losses = 0\.0.*weight of forward_kl"),
+        ({"weight": -1.0}, r"distill\.losses = -1\.0"),
+        ({"weight": float("inf")}, r"distill\.losses = inf"),
+        ({"weight": float("nan")}, r"distill\.losses = nan"),
+    ],
+)
+def test_a_wrong_term_names_its_key(term: dict[str, object], message: str) -> None:
+    """Fails if a value without meaning is accepted, or its error does not say which key to change."""
+    with pytest.raises(ConfigError, match=message):
+        LossTerm(**term)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"terms": ()}, r"distill\.losses.*no loss"),
+        ({"terms": (LossTerm("k1"), LossTerm("k1", 2.0))}, r"distill\.losses = \['k1', 'k1'\].*twice"),
+        ({"tail": "keep"}, r"distill\.tail = 'keep'.*bucket"),
+        ({"temperature": 0.0}, r"teacher\.temperature = 0"),
+        ({"temperature": float("nan")}, r"teacher\.temperature"),
+        ({"importance_clip": 0.5}, r"distill\.importance_clip = 0\.5"),
+        ({"importance_clip": -2.0}, r"distill\.importance_clip = -2"),
+        ({"importance_clip": float("nan")}, r"distill\.importance_clip"),
+        ({"importance_clip": float("inf")}, r"distill\.importance_clip"),
+    ],
+)
+def test_a_wrong_spec_names_its_key(spec: dict[str, object], message: str) -> None:
+    """Fails if a value without meaning is accepted, or its error does not say which key to change."""
+    with pytest.raises(ConfigError, match=message):
+        LossSpec(**spec)  # type: ignore[arg-type]
+
+
+def test_limits_that_have_a_meaning() -> None:
+    """Fails if alpha 0 (the plain KL), clip 0 (none) or clip 1 is refused."""
+    LossSpec((LossTerm("skew_kl", alpha=0.0),), importance_clip=0)
+    LossSpec((LossTerm("k1"),), importance_clip=1.0)
+
+
+def test_an_unknown_tail_is_refused_by_the_arithmetic() -> None:
+    """Fails if a tail policy that is in no spec is taken for one of the others."""
+    with pytest.raises(ConfigError, match=r"distill\.tail = 'keep'"):
+        outcome_tables(torch.zeros(1, 1), torch.zeros(1, 1), "keep")  # type: ignore[arg-type]
+
+
+def test_every_name_has_its_function() -> None:
+    """Fails if a name that a config may hold has no divergence, or a divergence no name."""
+    assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
+    assert all(function.__name__ == name for name, function in DIVERGENCES.items())
+
+
+def test_spec_from_the_settings() -> None:
+    """Fails if a term of a list ignores its own parameters, does not inherit, or the list does not replace the loss."""
+    single = loss_spec(DistillConfig(loss="jsd", beta=0.2, alpha=0.3, tail="drop", importance_clip=3.0), 0.7)
+    assert single == LossSpec((LossTerm("jsd", 1.0, 0.2, 0.3),), "drop", 0.7, 3.0)
+    losses = [LossTermConfig("skew_kl", 2.0, alpha=0.0), LossTermConfig("k3", 0.5), LossTermConfig("sft", 0.25)]
+    mixed = loss_spec(DistillConfig(losses=losses, beta=0.2, alpha=0.3), 1.0)
+    assert mixed.terms == (
+        LossTerm("skew_kl", 2.0, 0.2, 0.0),
+        LossTerm("k3", 0.5, 0.2, 0.3),
+        LossTerm("sft", 0.25, 0.2, 0.3),
+    )
+    assert [t.name for t in mixed.divergences] == ["skew_kl"]
+    assert [t.name for t in mixed.policy_gradients] == ["k3"]
+    assert mixed.sft == mixed.terms[2] and single.sft is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (LossTermConfig("kl", 1.0), r"distill\.losses\[1\]\.name = 'kl'"),
+        (LossTermConfig("jsd", -1.0), r"distill\.losses\[1\]\.weight = -1\.0"),
+        (LossTermConfig("jsd", 1.0, beta=1.0), r"distill\.losses\[1\]\.beta = 1\.0"),
+        (LossTermConfig("skew_kl", 1.0, alpha=1.0), r"distill\.losses\[1\]\.alpha = 1\.0"),
+        (LossTermConfig("k1", 1.0, beta=0.5), r"distill\.losses\[1\]\.beta = 0\.5.*'k1' has no beta"),
+        (LossTermConfig("jsd", 1.0, alpha=0.5), r"distill\.losses\[1\]\.alpha = 0\.5.*'jsd' has no alpha"),
+    ],
+)
+def test_a_wrong_entry_names_its_place(entry: LossTermConfig, message: str) -> None:
+    """Fails if the error of one entry of a list does not say which, or a parameter without effect is accepted."""
+    with pytest.raises(ConfigError, match=message):
+        loss_spec(DistillConfig(losses=[LossTermConfig("sft", 1.0), entry]), 1.0)
+
+
+def test_a_wrong_shared_parameter_names_its_own_key() -> None:
+    """Fails if an entry is blamed for a value that it takes from distill.beta."""
+    with pytest.raises(ConfigError, match=r"distill\.beta = 0\.0"):
+        loss_spec(DistillConfig(losses=[LossTermConfig("jsd", 1.0)], beta=0.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("names", "signal", "wanted"),
+    [
+        (("jsd",), "topk", ("topk",)),
+        (("jsd", "sft"), "topk", ("topk",)),
+        (("k3", "sft"), "topk", ("sampled",)),
+        (("jsd", "k3"), "topk", ("topk", "sampled")),
+        (("jsd", "k3"), "logits", ("logits",)),
+        (("k1",), "hidden", ("hidden",)),
+        (("k2",), "sampled", ("sampled",)),
+    ],
+)
+def test_signals_of_a_mixture(names: tuple[str, ...], signal: Signal, wanted: tuple[Signal, ...]) -> None:
+    """Fails if the teacher is asked for less than the loss needs, or for a table that nobody reads."""
+    assert teacher_signals(LossSpec(tuple(map(LossTerm, names))), signal) == wanted

@@ -1,0 +1,199 @@
+"""k1, k2, k3: what they estimate, and what their gradient is in expectation, enumerated over a vocabulary of 5."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.errors import ConfigError, DataError
+from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate, surrogate
+from gkd.loss.spec import POLICY_GRADIENT_NAMES, LossSpec, LossTerm
+from gkd.loss.token_loss import topk_losses
+from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
+from gkd.types import TokenTargets
+from tests.unit.loss_cases import (
+    KERNELS,
+    distill_loss,
+    kl,
+    normal,
+    one_thread,  # noqa: F401
+)
+
+V, V_PADDED, T = 5, 7, 0.7
+SHARD = VocabShard(0, V, None)
+Z = normal(V_PADDED, seed=1)
+LOG_P = normal(V, seed=2).log_softmax(dim=-1)
+LOG_MU = normal(V, seed=3).log_softmax(dim=-1)  # what the tokens are drawn from: not the student
+
+
+def _every_token() -> TokenTargets:
+    """One row for each token that could have been sampled."""
+    return TokenTargets(torch.arange(V), LOG_MU, torch.ones(V, dtype=torch.bool), sampled_logprobs=LOG_P)
+
+
+def _spec(name: str, clip: float = 0) -> LossSpec:
+    return LossSpec((LossTerm(name),), temperature=T, importance_clip=clip)
+
+
+def _student(z: Tensor) -> Tensor:
+    return (z[:V] / T).log_softmax(dim=-1)
+
+
+def _exact(which: str) -> tuple[Tensor, Tensor]:
+    """KL and its gradient in the V logits, by autograd."""
+    z = Z.clone().requires_grad_()
+    q, p = _student(z).exp(), LOG_P.exp()
+    value = kl(q, p) if which == "reverse" else kl(p, q)
+    (grad,) = torch.autograd.grad(value, z)
+    return value.detach(), grad
+
+
+def _sampled_losses(spec: LossSpec, logits: Tensor) -> Tensor:
+    rows = vocab_parallel_logprobs(logits, torch.arange(V)[:, None], SHARD, kernels=KERNELS, temperature=T)
+    return topk_losses(spec, _every_token(), None, rows.logprobs[:, 0], rows.entropy).total
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENT_NAMES)
+def test_expected_gradient_is_the_reverse_kls(name: str) -> None:
+    """Fails if the mean over y ~ mu of the surrogate's gradient is not the exact gradient of KL(Q || P)."""
+    z = Z.clone().requires_grad_()
+    losses = _sampled_losses(_spec(name), z.expand(V, V_PADDED))
+    (LOG_MU.exp() * losses).sum().backward()
+    torch.testing.assert_close(z.grad, _exact("reverse")[1])
+
+
+@pytest.mark.parametrize("road", ["from_hidden", "from_logits"])
+@pytest.mark.parametrize("name", POLICY_GRADIENT_NAMES)
+def test_expected_gradient_of_the_whole_road(name: str, road: str) -> None:
+    """Fails if the fused head or the overwritten logits lose an importance weight or the temperature."""
+    loss = distill_loss(_spec(name), "sampled", chunk_rows=2, shard=SHARD)
+    logits = Z.repeat(V, 1).requires_grad_()
+    if road == "from_logits":
+        loss.from_logits(logits, _every_token())[0].backward()
+    else:  # with the identity for a head, hidden states are logits
+        loss.from_hidden(logits, torch.eye(V_PADDED, dtype=torch.float64), _every_token())[0].backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(LOG_MU.exp() @ logits.grad, _exact("reverse")[1])
+
+
+@pytest.mark.parametrize("name", POLICY_GRADIENT_NAMES)
+def test_gradcheck_of_the_frozen_surrogate(name: str) -> None:
+    """Fails if value or slope are differentiated: each token's gradient is rho * (log q - log p) * grad log q."""
+    rho = (_student(Z) - LOG_MU).exp()
+    slope = rho * (_student(Z) - LOG_P)
+
+    def frozen(logits: Tensor) -> Tensor:
+        rows = vocab_parallel_logprobs(logits, torch.arange(V)[:, None], SHARD, kernels=KERNELS, temperature=T)
+        return slope * rows.logprobs[:, 0]
+
+    logits = Z.repeat(V, 1).requires_grad_()
+    assert torch.autograd.gradcheck(frozen, (logits,))
+    (wanted,) = torch.autograd.grad(frozen(logits).sum(), logits)
+    (got,) = torch.autograd.grad(_sampled_losses(_spec(name), logits).sum(), logits)
+    torch.testing.assert_close(got, wanted)
+    values = rho * reverse_kl_estimate(name, _student(Z), LOG_P)
+    torch.testing.assert_close(_sampled_losses(_spec(name), logits), values)
+
+
+def test_surrogate_has_value_and_slope_as_given() -> None:
+    """Fails if gradients leak into value or slope, which are constants of the surrogate."""
+    x, value, slope = (normal(4, seed=seed).requires_grad_() for seed in (1, 2, 3))
+    loss = surrogate(x, value=value, slope=slope)
+    torch.testing.assert_close(loss, value)
+    loss.sum().backward()
+    torch.testing.assert_close(x.grad, slope.detach())
+    assert value.grad is None and slope.grad is None
+
+
+def test_k1_and_k3_are_unbiased_and_k2_is_not() -> None:
+    """Fails if an estimator has another mean than it claims; the report would be called a KL and be none."""
+    exact = _exact("reverse")[0]
+    rho = log_importance_weights(_student(Z), LOG_MU, 0)[0].exp()
+    mean = {
+        name: (LOG_MU.exp() * rho * reverse_kl_estimate(name, _student(Z), LOG_P)).sum()
+        for name in POLICY_GRADIENT_NAMES
+    }
+    torch.testing.assert_close(mean["k1"], exact)
+    torch.testing.assert_close(mean["k3"], exact)
+    assert abs(float(mean["k2"] - exact)) > 0.05
+
+
+def test_values_of_the_estimators() -> None:
+    """Fails if an estimator is not its formula; k3 is never negative, which k1 may be."""
+    r = (LOG_P - _student(Z)).exp()
+    torch.testing.assert_close(reverse_kl_estimate("k1", _student(Z), LOG_P), -r.log())
+    torch.testing.assert_close(reverse_kl_estimate("k2", _student(Z), LOG_P), r.log() ** 2 / 2)
+    torch.testing.assert_close(reverse_kl_estimate("k3", _student(Z), LOG_P), r - 1 - r.log())
+    assert (reverse_kl_estimate("k1", _student(Z), LOG_P) < 0).any()
+    assert (reverse_kl_estimate("k3", _student(Z), LOG_P) >= 0).all()
+    with pytest.raises(ConfigError, match=r"distill\.loss = 'k4'.*k1, k2, k3"):
+        reverse_kl_estimate("k4", LOG_P, LOG_P)
+
+
+def test_differentiating_k3_trains_the_forward_kl() -> None:
+    """Documents why there is a surrogate: the mean gradient of k3 under the sample is that of KL(P || Q)."""
+    z = Z.clone().requires_grad_()
+    q = _student(z)
+    (q.detach().exp() * reverse_kl_estimate("k3", q, LOG_P)).sum().backward()
+    torch.testing.assert_close(z.grad, _exact("forward")[1])
+    assert not torch.allclose(z.grad, _exact("reverse")[1], atol=1e-2)  # type: ignore[arg-type]
+
+
+def test_differentiating_k1_trains_nothing() -> None:
+    """Documents why there is a surrogate: the mean gradient of k1 under the sample is zero."""
+    z = Z.clone().requires_grad_()
+    q = _student(z)
+    (q.detach().exp() * reverse_kl_estimate("k1", q, LOG_P)).sum().backward()
+    torch.testing.assert_close(z.grad, torch.zeros_like(Z))
+
+
+def test_clip_bounds_the_weight_and_says_where() -> None:
+    """Fails if a weight above the limit passes, one below is changed, or the report counts the wrong tokens."""
+    actor, rollout = torch.tensor([0.0, 0.0, 0.0, -1.0]), torch.tensor([-3.0, -0.5, 0.0, 0.0])
+    log_weights, clipped = log_importance_weights(actor, rollout, 2.0)
+    torch.testing.assert_close(log_weights.exp(), torch.tensor([2.0, 1.6487213, 1.0, 0.3678794]))
+    assert clipped.tolist() == [True, False, False, False]
+    log_weights, clipped = log_importance_weights(actor.requires_grad_(), rollout, 0)
+    assert float(log_weights[0]) == 3.0
+    assert not clipped.any() and not log_weights.requires_grad
+
+
+def test_clip_in_loss_and_report() -> None:
+    """Fails if the clipped weight is in the report and not in the loss or its gradient, or the other way round."""
+    rho = (_student(Z) - LOG_MU).exp()
+    clip = 1.1
+    assert 0 < int((rho > clip).sum()) < V
+    loss = distill_loss(_spec("k1", clip), "sampled", shard=SHARD)
+    logits = Z.repeat(V, 1).requires_grad_()
+    total, sums = loss.from_logits(logits, _every_token())
+    report = dict(zip(loss.report_names, sums.tolist(), strict=True))
+    bounded = rho.clamp(max=clip)
+    assert report["importance_clipped"] == int((rho > clip).sum())
+    assert report["importance_weight"] == pytest.approx(float(bounded.sum()))
+    assert float(total) == report["k1"] == pytest.approx(float((bounded * (_student(Z) - LOG_P)).sum()))
+    total.backward()
+    q = _student(Z).exp()
+    wanted = (bounded * (_student(Z) - LOG_P))[:, None] * (torch.eye(V, dtype=torch.float64) - q) / T
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[:, :V], wanted)
+    assert not logits.grad[:, V:].any()
+
+
+def test_k3_of_a_token_that_the_student_has_left() -> None:
+    """Fails if k3 overflows where q has become tiny: p/q is infinite in float32, and rho p/q = p/mu is not."""
+    actor, teacher, rollout = torch.tensor([-100.0]), torch.tensor([-0.5]), torch.tensor([-1.0])
+    log_weights, _ = log_importance_weights(actor, rollout, 2.0)
+    assert reverse_kl_estimate("k3", actor, teacher).isinf()
+    loss = policy_gradient_loss("k3", actor, teacher, log_weights)
+    assert float(loss) == pytest.approx(math.exp(0.5))
+
+
+def test_without_the_teachers_logprob() -> None:
+    """Fails if k1-k3 train on something else when the teacher did not score the sampled tokens."""
+    targets = _every_token()
+    targets.sampled_logprobs = None
+    with pytest.raises(DataError, match="sampled token"):
+        distill_loss(_spec("k3"), "sampled", shard=SHARD).from_logits(Z.repeat(V, 1), targets)
