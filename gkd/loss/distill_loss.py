@@ -176,8 +176,9 @@ class DistillLoss:
         self.shard.check(targets.sampled_ids)
         if targets.topk_ids is not None:
             self.shard.check(targets.topk_ids, lowest=-1)
-        if "topk" in self.signals and targets.topk_ids is None and len(targets):
-            raise DataError("the loss wants the teacher's top-k, and the micro-batch has none")
+        for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
+            if signal in self.signals and table is None and len(targets):
+                raise DataError(f"the loss wants the teacher's {signal} table, and the micro-batch has none")
 
 
 def _picked_ids(targets: TokenTargets) -> Tensor:

@@ -18,25 +18,78 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
 
 
-def test_hidden_states_and_logits_train_the_same(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a signal's road (client, endpoint, LM head, chunks, TP) changes the teacher's distribution."""
-    exact = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.metric=none")
-    runs = {
-        "hidden": ("teacher.signal=hidden", "trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1"),
-        "logits": ("teacher.signal=logits", "actor.fused_lm_head=false"),
-    }
-    lines = {}
-    for name, overrides in runs.items():
-        done = lab.train_run(lab.root / f"run_{name}", teacher_port, *exact, *overrides)
-        assert done.returncode == 0, done.stderr[-4000:]
-        lines[name] = steps_of(lab.root / f"run_{name}")
+EXACT = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.metric=none")
+
+
+@pytest.fixture(scope="module")
+def hidden_run(lab: Lab, teacher_port: int) -> dict[int, dict[str, Any]]:
+    """JSD on the teacher's hidden states and LM head: TP 2, several chunks."""
+    run_dir = lab.root / "run_hidden"
+    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1")
+    done = lab.train_run(run_dir, teacher_port, *EXACT, "teacher.signal=hidden", *layout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return steps_of(run_dir)
+
+
+def test_hidden_states_train(hidden_run: dict[int, dict[str, Any]]) -> None:
+    """If it fails, the teacher's LM head does not reach the actor, or what is made of it does not teach."""
     for step in (1, 2):
-        hidden, logits = lines["hidden"][step], lines["logits"][step]
-        assert hidden["loss/total"] == pytest.approx(hidden["loss/jsd"]) and hidden["loss/total"] > 0
+        m = hidden_run[step]
+        assert m["loss/total"] == pytest.approx(m["loss/jsd"]) and m["loss/total"] > 0
+        assert 0 < m["loss/overlap"] < 1 and m["loss/student_entropy"] > 0
+        assert "teacher/topk_mass" not in m
+    assert hidden_run[2]["eval/kl"] < hidden_run[0]["eval/kl"], "JSD must bring the student closer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(("teacher.signal=logits", "actor.fused_lm_head=false"), id="logits-unfused"),
+        pytest.param(
+            ("teacher.signal=hidden", "trainer.n_gpus_per_node=4", "actor.pp=2", "rollout.n_gpus_per_node=2"),
+            id="hidden-pp2-dp2",
+        ),
+    ],
+)
+def test_other_roads_of_the_whole_distribution_train_the_same(
+    hidden_run: dict[int, dict[str, Any]], lab: Lab, teacher_port: int, settings: tuple[str, ...]
+) -> None:
+    """If it fails, a signal's road (client, endpoint, LM head, chunks, layout) changes the teacher's distribution."""
+    run_dir = lab.root / f"run_{abs(hash(settings))}"
+    done = lab.train_run(run_dir, teacher_port, *EXACT, *settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    other = steps_of(run_dir)
+    for step in (1, 2):
         for key in ("loss/total", "loss/token_kl", "loss/overlap", "loss/student_entropy", "optim/grad_norm"):
-            assert hidden[key] == pytest.approx(logits[key], rel=1e-4 if step == 1 else 1e-3), (step, key)
-        assert "teacher/topk_mass" not in hidden
-    assert lines["hidden"][2]["eval/kl"] < lines["hidden"][0]["eval/kl"], "JSD must bring the student closer"
+            rel = 1e-4 if step == 1 else 1e-3
+            assert other[step][key] == pytest.approx(hidden_run[step][key], rel=rel), (step, key)
+
+
+@pytest.mark.slow
+def test_sampled_tokens_alone_train(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a run whose teacher tells one number a token has no gradient, or no evaluation."""
+    run_dir = lab.root / "run_sampled"
+    settings = ("teacher.signal=sampled", "distill.loss=k3", "rollout.n=8", "trainer.total_steps=6", "eval.metric=none")
+    done = lab.train_run(run_dir, teacher_port, *settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = steps_of(run_dir)
+    assert lines[6]["eval/reverse_kl"] < lines[0]["eval/reverse_kl"]
+    assert "eval/kl" not in lines[0] and lines[1]["loss/importance_clipped"] == 0.0
+
+
+@pytest.mark.slow
+def test_the_dataset_alone_trains(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a step without any rollout breaks the loop."""
+    run_dir = lab.root / "run_dataset"
+    losses = "distill.losses=[{name: forward_kl}, {name: sft, weight: 0.1}]"
+    done = lab.train_run(run_dir, teacher_port, losses, "distill.on_policy_share=0", "trainer.total_steps=3")
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = steps_of(run_dir)
+    for step in (1, 2, 3):
+        assert lines[step]["rollout/on_policy_sequences"] == 0 and lines[step]["rollout/sequences"] == 6
+        assert lines[step]["loss/sft"] > 0
+    assert lines[3]["loss/forward_kl"] < lines[1]["loss/forward_kl"]
 
 
 def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int) -> None:
