@@ -6,7 +6,7 @@
     full_vocab.py       the same where the teacher's distribution is there as a whole
     row_kernels.py      the passes over the logits: torch here, Triton in triton_rows.py
     token_loss.py       tables of logprobs -> the loss of each token and what to report
-    divergence.py       the divergences, written as they are defined
+    divergence.py       the divergences, written as they are defined; divergence_slopes.py their derivatives
     policy_gradient.py  k1, k2, k3 on the sampled token
     reduce.py           per-token losses of all ranks -> the global token mean
 

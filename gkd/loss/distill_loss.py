@@ -28,7 +28,13 @@ from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
 from gkd.loss.spec import LossSpec, Signal
 from gkd.loss.token_loss import TokenLosses, report_names, topk_losses
-from gkd.loss.vocab_parallel import VocabShard, row_logprobs, vocab_parallel_logprobs, write_logits_gradient
+from gkd.loss.vocab_parallel import (
+    RowLogprobs,
+    VocabShard,
+    row_logprobs,
+    vocab_parallel_logprobs,
+    write_logits_gradient,
+)
 from gkd.types import TokenTargets
 
 
@@ -107,11 +113,12 @@ class DistillLoss:
             _picked_ids(targets),
             self.shard,
             kernels=self.kernels,
+            n_listed=_n_listed(targets),
             temperature=self.spec.temperature,
             overwrite_logits=True,
             check_ids=False,
         )
-        losses = self._from_table(rows.logprobs, rows.entropy, targets)
+        losses = self._from_table(rows, targets)
         return losses.total.sum(), self._sums(losses)
 
     def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, want_grad: bool) -> Tensor:
@@ -128,18 +135,27 @@ class DistillLoss:
                 logits, teacher, chunk, self.spec, self.shard, kernels=self.kernels, want_grad=want_grad
             )
             return self._sums(losses)
-        temperature = self.spec.temperature
-        ids = _picked_ids(chunk)
-        columns = self.shard.columns(ids, logits.shape[1])
-        table, entropy, norm = row_logprobs(logits, columns, self.shard, kernels=self.kernels, temperature=temperature)
+        ids, n_listed, temperature = _picked_ids(chunk), _n_listed(chunk), self.spec.temperature
+        rows_out = row_logprobs(
+            logits, ids, self.shard, kernels=self.kernels, n_listed=n_listed, temperature=temperature
+        )
         with torch.enable_grad():
-            losses = self._from_table(table.requires_grad_(), entropy, chunk)
+            logprobs, tail = rows_out.logprobs.requires_grad_(), rows_out.tail.requires_grad_()
+            losses = self._from_table(rows_out, chunk)
             total = losses.total.sum()
         if want_grad:
-            (grad,) = torch.autograd.grad(total, table)
-            grad = grad.masked_fill_(ids < 0, 0.0)
+            grads = torch.autograd.grad(total, (logprobs, tail), allow_unused=True, materialize_grads=True)
             write_logits_gradient(
-                logits, logits, grad, columns, norm, self.shard, kernels=self.kernels, temperature=temperature
+                logits,
+                logits,
+                ids,
+                RowLogprobs(*(t.detach() for t in rows_out)),
+                self.shard,
+                grad_logprobs=grads[0],
+                grad_tail=grads[1],
+                kernels=self.kernels,
+                n_listed=n_listed,
+                temperature=temperature,
             )
         return self._sums(losses)
 
@@ -147,10 +163,11 @@ class DistillLoss:
         """Rows whose logits fill `chunk_bytes`; at least one."""
         return max(1, self.chunk_bytes // max(1, n_columns * (itemsize + (4 if self.is_full else 0))))
 
-    def _from_table(self, table: Tensor, entropy: Tensor, targets: TokenTargets) -> TokenLosses:
-        """[n, K + 1] logprobs of the top-k and the sampled id."""
-        student_topk = table[:, :-1] if targets.topk_ids is not None else None
-        return topk_losses(self.spec, targets, student_topk, table[:, -1], entropy)
+    def _from_table(self, rows: RowLogprobs, targets: TokenTargets) -> TokenLosses:
+        """Of the logprobs of `_picked_ids`."""
+        has_list = targets.topk_ids is not None
+        student_topk = rows.logprobs[:, :-1] if has_list else None
+        return topk_losses(self.spec, targets, student_topk, rows.logprobs[:, -1], rows.entropy, student_tail=rows.tail)
 
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
         """[n, v] the teacher's logits / temperature for this rank's columns."""
@@ -177,7 +194,7 @@ class DistillLoss:
         if targets.topk_ids is not None:
             self.shard.check(targets.topk_ids, lowest=-1)
         for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
-            if signal in self.signals and table is None and len(targets):
+            if signal in self.signals and table is None and len(targets) and not self.is_full:
                 raise DataError(f"the loss wants the teacher's {signal} table, and the micro-batch has none")
 
 
@@ -185,6 +202,10 @@ def _picked_ids(targets: TokenTargets) -> Tensor:
     """[n, K + 1] ids whose logprobs the losses look at: the top-k, and last the sampled one."""
     sampled = targets.sampled_ids[:, None]
     return sampled if targets.topk_ids is None else torch.cat([targets.topk_ids, sampled], dim=1)
+
+
+def _n_listed(targets: TokenTargets) -> int:
+    return 0 if targets.topk_ids is None else targets.topk_ids.shape[1]
 
 
 class _HeadLoss(torch.autograd.Function):

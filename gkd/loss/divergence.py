@@ -69,7 +69,13 @@ DIVERGENCES: dict[str, Divergence] = {
 
 
 def outcome_tables(
-    log_q: Tensor, log_p: Tensor, tail: Tail, *, listed: Tensor | None = None, tail_mass: Tensor | None = None
+    log_q: Tensor,
+    log_p: Tensor,
+    tail: Tail,
+    *,
+    listed: Tensor | None = None,
+    log_q_tail: Tensor | None = None,
+    tail_mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Top-k logprobs -> tables of outcomes (student's, teacher's) for the divergences: [N, M] both.
 
@@ -78,7 +84,10 @@ def outcome_tables(
         log_p: [N, K] like it, the teacher's; -inf = impossible.
         tail: the policy; M is K + 1 for bucket, else K.
         listed: [N, K] bool, False where an entry is filling; None: all are real.
-        tail_mass: [N] the teacher's probability outside the list, used by bucket; None: 1 - sum of the list.
+        log_q_tail: [N] the student's logprob of everything outside the list, used by bucket; -inf: there is nothing
+            outside. None: 1 - sum of the list, which keeps no digit where the list holds nearly everything.
+        tail_mass: [N] the teacher's probability outside the list, used by bucket; None: 1 - sum of the list. Floored
+            at the machine epsilon, about what the wire rounds to 0.
 
     With bucket the teacher's K + 1 probabilities are scaled to sum to 1: the wire rounds them, and a
     divergence of what does not sum to 1 may be negative.
@@ -92,8 +101,12 @@ def outcome_tables(
         return log_q, log_p
     if tail == "bucket":
         outside = tail_logprob(log_p) if tail_mass is None else _floored_log(tail_mass.to(log_q.dtype))
+        if log_q_tail is None:
+            log_q_tail = tail_logprob(log_q)
+        else:  # a list of the whole vocabulary leaves no outcome
+            outside = outside.masked_fill(log_q_tail == -torch.inf, -torch.inf)
         log_p = torch.cat([log_p, outside[:, None]], dim=-1)
-        return torch.cat([log_q, tail_logprob(log_q)[:, None]], dim=-1), log_p.log_softmax(dim=-1)
+        return torch.cat([log_q, log_q_tail[:, None]], dim=-1), log_p.log_softmax(dim=-1)
     raise ConfigError("distill.tail", tail, "is not a tail policy.", f"use one of {', '.join(get_args(Tail))}.")
 
 
@@ -108,7 +121,7 @@ def tail_logprob(topk_logprobs: Tensor) -> Tensor:
 
 
 def _floored_log(mass: Tensor) -> Tensor:
-    # The same floor as the student's, so that a list of the whole vocabulary leaves both the same nothing.
+    # The same floor as in `tail_logprob`, so that a list of the whole vocabulary leaves both the same nothing.
     return mass.clamp(min=torch.finfo(mass.dtype).eps).log()
 
 

@@ -6,8 +6,7 @@ g_v = d loss / d log q_v the gradient in z = logits / temperature is
     d loss / d z_v = g_v - q_v sum_u g_u
 
 Two all-reduces a chunk: one for what normalises both sides, one for the sums. The elementwise part
-goes through `gkd.loss.divergence` itself, in pieces that fit the cache, so there is nothing here that
-could differ from the reference.
+(`gkd.loss.divergence_slopes`) goes over pieces that fit the cache.
 
 Letters: n rows of the chunk, v vocabulary columns of this rank (no padding).
 """
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.loss.divergence import DIVERGENCES, forward_kl
+from gkd.loss.divergence_slopes import SLOPES, forward_kl
 from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
 from gkd.loss.spec import LossSpec
 from gkd.loss.token_loss import PLAIN, TokenLosses, sampled_losses
@@ -83,31 +82,19 @@ def _divergence_sums(
 ) -> tuple[Tensor, Tensor]:
     """This rank's [n, D + 3] sums (each divergence, forward KL, overlap, g) and g [n, v], which is `teacher_logits`."""
     terms = spec.divergences
-    names = [term.name for term in terms]
     sums = norm_q.new_zeros((len(norm_q), len(terms) + 3))
     for rows in pieces(logits):
         log_p = teacher_logits[rows].sub_(norm_p[rows, None])
-        if spec.temperature == 1.0:
-            log_q = logits[rows] - norm_q[rows, None]
-        else:
-            log_q = (logits[rows].to(norm_q.dtype) / spec.temperature).sub_(norm_q[rows, None])
-        if PLAIN.name not in names:
-            sums[rows, -3] = forward_kl(log_q, log_p, PLAIN)
+        log_q = (logits[rows].to(norm_q.dtype) / spec.temperature).sub_(norm_q[rows, None])
+        sums[rows, -3] = forward_kl(log_q, log_p, PLAIN)[0]
         sums[rows, -2] = torch.minimum(log_p, log_q).exp_().sum(dim=-1)
-        log_q.requires_grad_(want_grad)
-        with torch.set_grad_enabled(want_grad):
-            parts = [DIVERGENCES[term.name](log_q, log_p, term) for term in terms]
-            total = log_q.new_zeros(())
-            for term, part in zip(terms, parts, strict=True):
-                total = total + term.weight * part.sum()
-        for i, part in enumerate(parts):
-            sums[rows, i] = part.detach()
+        g = torch.zeros_like(log_q)
+        for i, term in enumerate(terms):
+            sums[rows, i], slope = SLOPES[term.name](log_q, log_p, term)
+            g.add_(slope, alpha=term.weight)
         if want_grad:
-            g = torch.autograd.grad(total, log_q)[0] if terms else torch.zeros_like(log_q)
             sums[rows, -1] = g.sum(dim=-1)
             teacher_logits[rows] = g
-    if PLAIN.name in names:
-        sums[:, -3] = sums[:, names.index(PLAIN.name)]
     return sums, teacher_logits
 
 

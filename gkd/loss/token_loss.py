@@ -60,7 +60,13 @@ def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_
 
 
 def topk_losses(
-    spec: LossSpec, targets: TokenTargets, student_topk: Tensor | None, student_sampled: Tensor, entropy: Tensor
+    spec: LossSpec,
+    targets: TokenTargets,
+    student_topk: Tensor | None,
+    student_sampled: Tensor,
+    entropy: Tensor,
+    *,
+    student_tail: Tensor | None = None,
 ) -> TokenLosses:
     """Losses where the teacher gave a top-k table, its logprob of the sampled token, or both.
 
@@ -68,6 +74,7 @@ def topk_losses(
         student_topk: [N, K] nats, over the full vocabulary, of targets.topk_ids (anything where that is -1).
         student_sampled: [N] nats, of targets.sampled_ids.
         entropy: [N] nats, the student's.
+        student_tail: [N] nats, of all ids that are not listed together; None: 1 - sum of the list.
 
     Raises:
         DataError: a term needs a table that `targets` lacks.
@@ -78,7 +85,9 @@ def topk_losses(
             raise DataError("the loss has the student's logprobs of a list, and no list of the teacher")
         listed = targets.topk_ids >= 0
         log_p = targets.topk_logprobs.to(student_topk.dtype)
-        tables = outcome_tables(student_topk, log_p, spec.tail, listed=listed, tail_mass=targets.tail_mass)
+        tables = outcome_tables(
+            student_topk, log_p, spec.tail, listed=listed, log_q_tail=student_tail, tail_mass=targets.tail_mass
+        )
         for term in spec.divergences:
             loss = DIVERGENCES[term.name](*tables, term)
             losses.total = losses.total + term.weight * loss

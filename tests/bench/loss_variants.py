@@ -30,6 +30,17 @@ def topk_kl(variant: str, logits: Tensor, targets: TokenTargets) -> Tensor:
     """The sum over rows of the forward KL on the teacher's top-k, tail as one bucket."""
     assert targets.topk_ids is not None
     ids = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1)
+    if variant.startswith("ours"):
+        rows = vocab_parallel_logprobs(
+            logits,
+            ids,
+            VocabShard(0, logits.shape[1], None),
+            kernels=TorchRows(),
+            n_listed=targets.topk_ids.shape[1],
+            overwrite_logits=variant == "ours_overwrite",
+        )
+        table, entropy = rows.logprobs, rows.entropy
+        return topk_losses(SPEC, targets, table[:, :-1], table[:, -1], entropy, student_tail=rows.tail).total.sum()
     table = _logprobs(variant, logits, ids)
     # No one but us has the entropy at hand; it is a diagnostic, and its row of zeros costs nothing.
     return topk_losses(SPEC, targets, table[:, :-1], table[:, -1], torch.zeros(len(table))).total.sum()
@@ -65,11 +76,8 @@ def _distill_loss(spec: LossSpec, signal: Any, vocabulary: int) -> DistillLoss:
 def _logprobs(variant: str, logits: Tensor, ids: Tensor) -> Tensor:
     if variant == "dense":
         return logits.log_softmax(dim=-1).gather(1, ids)
-    if variant in ("usual", "usual_in_place"):
-        picked: Tensor = _UsualLogprobs.apply(logits, ids, variant == "usual_in_place")
-        return picked
-    shard, overwrite = VocabShard(0, logits.shape[1], None), variant == "ours_overwrite"
-    return vocab_parallel_logprobs(logits, ids, shard, kernels=TorchRows(), overwrite_logits=overwrite).logprobs
+    picked: Tensor = _UsualLogprobs.apply(logits, ids, variant == "usual_in_place")
+    return picked
 
 
 class _UsualLogprobs(torch.autograd.Function):

@@ -39,11 +39,18 @@ def _spec(name: str, tail: Tail, temperature: float = 1.0) -> LossSpec:
     return LossSpec((LossTerm(name, beta=0.3, alpha=0.2),), tail, temperature)
 
 
-def _table_losses(logits: Tensor, targets: TokenTargets, spec: LossSpec, shard: VocabShard = SHARD) -> Tensor:
+def _table_losses(
+    logits: Tensor, targets: TokenTargets, spec: LossSpec, shard: VocabShard = SHARD, *, exact_tail: bool = True
+) -> Tensor:
     assert targets.topk_ids is not None
-    ids = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1)
-    rows = vocab_parallel_logprobs(logits, ids, shard, kernels=KERNELS, temperature=spec.temperature)
-    return topk_losses(spec, targets, rows.logprobs[:, :-1], rows.logprobs[:, -1], rows.entropy).total
+    ids, n_listed = torch.cat([targets.topk_ids, targets.sampled_ids[:, None]], dim=1), targets.topk_ids.shape[1]
+    rows = vocab_parallel_logprobs(
+        logits, ids, shard, kernels=KERNELS, n_listed=n_listed if exact_tail else 0, temperature=spec.temperature
+    )
+    tail = rows.tail if exact_tail else None
+    return topk_losses(
+        spec, targets, rows.logprobs[:, :-1], rows.logprobs[:, -1], rows.entropy, student_tail=tail
+    ).total
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -52,17 +59,19 @@ def _table_losses(logits: Tensor, targets: TokenTargets, spec: LossSpec, shard: 
 def test_gradcheck(name: str, tail: Tail, temperature: float) -> None:
     """Fails if the gradient is not that of the stated loss: q - p where truncation makes it mass * q - p, say.
 
-    One row for each mass; and for bucket, rows whose mass outside is left to us as well.
+    One row for each mass; for bucket, the student's mass outside from the vocabulary and from the list, and rows whose
+    teacher's mass outside is left to us as well.
     """
     spec, shard = _spec(name, tail, temperature), VocabShard(0, 7, None)
     ids, logprobs = (torch.cat(parts) for parts in zip(*(topk_of_mass(m, 1, 7, 3) for m in MASSES), strict=True))
     logits = normal(len(MASSES), 8, seed=1).requires_grad_()
     outside = 1 - logprobs.exp().sum(dim=-1)
-    for tail_mass in (outside, None) if tail == "bucket" else (outside,):
+    cases = ((outside, True), (outside, False), (None, True)) if tail == "bucket" else ((outside, True),)
+    for tail_mass, exact in cases:
         targets = topk_targets(ids, logprobs, tail_mass)
 
-        def losses(z: Tensor, targets: TokenTargets = targets) -> Tensor:
-            return _table_losses(z, targets, spec, shard)
+        def losses(z: Tensor, targets: TokenTargets = targets, exact: bool = exact) -> Tensor:
+            return _table_losses(z, targets, spec, shard, exact_tail=exact)
 
         assert torch.autograd.gradcheck(losses, (logits,))
 

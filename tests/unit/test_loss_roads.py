@@ -160,7 +160,7 @@ def test_errors_before_any_work() -> None:
         with pytest.raises(NumericsError, match="tokenizer"):
             loss.from_hidden(batch.hidden, batch.head, targets)
     none = TokenTargets(batch.sampled_ids, batch.rollout_logprobs, batch.on_policy)
-    with pytest.raises(DataError, match="top-k, and the micro-batch has none"):
+    with pytest.raises(DataError, match="topk table, and the micro-batch has none"):
         loss.from_logits(logits, none)
     with pytest.raises(DataError, match="micro-batch has none"):
         batch.loss(LossSpec(), "hidden").from_hidden(batch.hidden, batch.head, none)

@@ -195,5 +195,5 @@ def test_without_the_teachers_logprob() -> None:
     """Fails if k1-k3 train on something else when the teacher did not score the sampled tokens."""
     targets = _every_token()
     targets.sampled_logprobs = None
-    with pytest.raises(DataError, match="sampled token"):
+    with pytest.raises(DataError, match="sampled table"):
         distill_loss(_spec("k3"), "sampled", shard=SHARD).from_logits(Z.repeat(V, 1), targets)

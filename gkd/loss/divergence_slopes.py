@@ -1,0 +1,80 @@
+"""The divergences of `divergence.py` with their slopes in closed form, for rows over a whole vocabulary.
+
+A top-k table is small and autograd differentiates it. Over a vocabulary autograd would keep some ten
+tensors of the rows' size; here it is two or three. Each function gives, for [n, v] logprobs,
+
+    value [n]      sum_v f(log p_v, log q_v)
+    slope [n, v]   d f / d log q_v
+
+A probability that is zero, or too small for its dtype, contributes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gkd.loss.spec import LossTerm
+
+ValueAndSlope: TypeAlias = Callable[[Tensor, Tensor, LossTerm], tuple[Tensor, Tensor]]
+
+
+def forward_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
+    p = log_p.exp()
+    return _parts(p, log_p, log_q).sum(dim=-1), p.neg_()
+
+
+def reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
+    q = log_q.exp()
+    parts = _parts(q, log_q, log_p)
+    return parts.sum(dim=-1), parts.add_(q)
+
+
+def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
+    # What log q does to the mixture's logarithm cancels in the sum of the two parts.
+    p, q, beta = log_p.exp(), log_q.exp(), term.beta
+    log_m = _log(torch.lerp(q, p, beta))
+    teacher, student = _parts(p, log_p, log_m).sum(dim=-1), _parts(q, log_q, log_m)
+    return beta * teacher + (1.0 - beta) * student.sum(dim=-1), student.mul_(1.0 - beta)
+
+
+def skew_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
+    if term.alpha == 0:  # the mixture is q, which may be too small for anything but its logarithm
+        return forward_kl(log_q, log_p, term)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = _log(torch.lerp(q, p, term.alpha))
+    share = (log_q - log_m).exp_()  # q / m
+    return _parts(p, log_p, log_m).sum(dim=-1), share.mul_(p).mul_(term.alpha - 1.0)
+
+
+def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
+    if term.alpha == 0:
+        return reverse_kl(log_q, log_p, term)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = _log(torch.lerp(p, q, term.alpha))
+    parts = _parts(q, log_q, log_m)
+    share = (log_q - log_m).exp_()
+    return parts.sum(dim=-1), parts.add_(q.mul_(1.0 - term.alpha * share))
+
+
+SLOPES: dict[str, ValueAndSlope] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "skew_kl": skew_kl,
+    "skew_reverse_kl": skew_reverse_kl,
+}
+
+
+def _parts(x: Tensor, log_x: Tensor, log_y: Tensor) -> Tensor:
+    """x (log x - log y), elementwise, with 0 log 0 = 0."""
+    parts = (log_x - log_y).mul_(x)
+    return parts.masked_fill_(x == 0, 0.0)  # where it may be 0 * inf
+
+
+def _log(m: Tensor) -> Tensor:
+    """log m in the memory of m. Where both parts of a mixture have vanished, any finite number will do."""
+    return m.clamp_(min=torch.finfo(m.dtype).tiny).log_()
