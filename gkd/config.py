@@ -115,7 +115,8 @@ class ActorConfig:
     # Size of such a chunk's logits, MiB, the teacher's included where there are any (teacher.signal hidden or logits:
     # then there are chunks without fused_lm_head, too).
     logits_chunk_mib: int = 128
-    # Softmax kernels of the top-k losses: auto (triton on cuda, torch on cpu) | torch | triton.
+    # Softmax kernels of the losses: auto (triton on cuda, torch on cpu) | torch | triton. What else is done to a whole
+    # distribution of the teacher (teacher.signal hidden, logits) is torch on either.
     loss_kernel: str = "auto"
     optim: OptimConfig = field(default_factory=OptimConfig)
 

@@ -6,6 +6,7 @@ Pure: looks at the config only. What needs a look at files or sockets is in `gkd
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import cast, get_args
 
 from gkd.config import Config
@@ -261,8 +262,9 @@ def _check_mixture(config: Config) -> None:
         )
     # A step without a token to learn from would still move the weights: by momentum and weight decay.
     only_student, only_dataset = len(spec.policy_gradients) == len(spec.terms), spec.terms == (spec.sft,)
-    each_step = share * n_prompts if only_student else (1 - share) * n_prompts if only_dataset else 1.0
-    if each_step < 1.0:
+    exact = Fraction(repr(share))  # as written, and as `gkd.mixing` counts
+    each_step = exact * n_prompts if only_student else (1 - exact) * n_prompts if only_dataset else 1
+    if each_step < 1:
         kind = "student" if only_student else "dataset"
         raise ConfigError(
             "distill.on_policy_share",

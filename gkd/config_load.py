@@ -36,7 +36,8 @@ def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] 
             raise _unknown_key(key, _value_at(source, key)) from error
         except TypeError as error:  # a mapping where a list belongs
             problem = f"{str(error).rstrip('.')}."
-            raise ConfigError(where, "?", problem, "distill.losses is a list of {name, weight}.") from error
+            fix = "write it as the key's type says; a list is given whole, like distill.losses=[{name: jsd}]."
+            raise ConfigError(where, "?", problem, fix) from error
         except ValidationError as error:
             key = _full_key(error) if error.full_key else where
             problem = str(error).splitlines()[0].rstrip(".") + "."
@@ -60,7 +61,13 @@ def _full_key(error: OmegaConfBaseException) -> str:
 
 
 def _value_at(source: Any, key: str) -> object:
-    return "?" if "[...]" in key else OmegaConf.select(source, key)
+    """What the source says there; "?" where that cannot be told."""
+    if "[...]" in key or "=" in key:
+        return "?"
+    try:
+        return OmegaConf.select(source, key)
+    except OmegaConfBaseException:  # an interpolation that leads nowhere
+        return "?"
 
 
 def save_config(config: Config, path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from gkd.config import Config
 from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
-from gkd.loss.spec import loss_spec
+from gkd.loss.spec import Signal, loss_spec, teacher_signals
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
@@ -103,7 +103,9 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
             "cut the student's padded embedding rows, or use a teacher with at least as many.",
         )
     n_vocab = student_vocab
-    if config.teacher.signal == "topk" and config.teacher.topk > n_vocab:
+    spec = loss_spec(config.distill, config.teacher.temperature)
+    asks_for_a_list = "topk" in teacher_signals(spec, cast(Signal, config.teacher.signal))
+    if asks_for_a_list and config.teacher.topk > n_vocab:
         raise ConfigError(
             "teacher.topk",
             config.teacher.topk,
@@ -125,18 +127,18 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
 def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:
     """Most that the teacher's scores of one step or evaluation can take on the hosts, GiB.
 
-    They are held once in the object store and once by each tensor-parallel rank that trains on them.
+    They are held once in the object store and once by each tensor-parallel rank that trains on them (ids in 64 bits).
     """
     bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
-    bytes_per_token = {
-        "logits": bytes_per_logit * n_vocab,
-        "hidden": 4 * hidden_size,
-        "topk": 8 * config.teacher.topk,
-        "sampled": 4,
-    }[config.teacher.signal]
+    logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
+    stored = {"logits": logits, "hidden": hidden, "topk": 8 * topk, "sampled": 4}
+    trained_on = stored | {"topk": 12 * topk}
+    spec = loss_spec(config.distill, config.teacher.temperature)
+    signals = teacher_signals(spec, cast(Signal, config.teacher.signal))
+    bytes_per_token = sum(stored[signal] + config.actor.tp * trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
     n_sequences = max(config.trainer.global_batch_size * config.rollout.n, evaluated)
-    return n_sequences * config.data.max_response_length * bytes_per_token * (1 + config.actor.tp) / 2**30
+    return n_sequences * config.data.max_response_length * bytes_per_token / 2**30
 
 
 def warn_of_the_losses(config: Config, gib: float) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -89,10 +90,14 @@ class RunFolder:
         file.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
 
     def write_token_losses(self, step: int, records: Sequence[TokenRecord]) -> None:
-        """One JSON line a sequence of an evaluation; see `TokenRecord`."""
+        """One JSON line a sequence of an evaluation; see `TokenRecord`. Infinities are null, as in the metrics."""
         file = self.root / "token_losses" / f"step_{step:08d}.jsonl"
         file.parent.mkdir(exist_ok=True)
-        file.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records))
+        lines = []
+        for record in records:
+            values = {name: [v if math.isfinite(v) else None for v in row] for name, row in record.values.items()}
+            lines.append(json.dumps(asdict(record) | {"values": values}) + "\n")
+        file.write_text("".join(lines))
 
     def save_checkpoint(self, state: TrainerState, save_actor: Callable[[Path], None], keep_last: int) -> Path:
         """Write into a temporary folder, sync it to disk, rename, then delete the ones beyond `keep_last`.

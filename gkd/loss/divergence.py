@@ -127,9 +127,10 @@ def _floored_log(mass: Tensor) -> Tensor:
 
 def _x_log_ratio(log_x: Tensor, log_y: Tensor) -> Tensor:
     """x (log x - log y), elementwise, with 0 log 0 = 0."""
-    # An entry of -inf would give 0 * inf = nan in the value and in the gradient.
-    absent = torch.isneginf(log_x)
-    return log_x.exp() * (log_x.masked_fill(absent, 0.0) - log_y.masked_fill(absent, 0.0))
+    # An entry of -inf, or one too small for the dtype, could give 0 * inf = nan in the value and in the gradient.
+    x = log_x.exp()
+    absent = x == 0
+    return x * (log_x.masked_fill(absent, 0.0) - log_y.masked_fill(absent, 0.0))
 
 
 def _log_mixture(log_a: Tensor, log_b: Tensor, share_a: float) -> Tensor:

@@ -71,7 +71,7 @@ def full_vocab_losses(
     token_kl, overlap, g_sum = sums[:, -3:].unbind(dim=1)
     losses.values["token_kl"], losses.values["overlap"] = token_kl, overlap
     shares = (log_sums_q - norm_q[:, None]).exp()
-    losses.values["student_entropy"] = norm_q - (shares * means_q).sum(dim=-1)
+    losses.values["student_entropy"] = (shares * (norm_q[:, None] - means_q)).sum(dim=-1)
     if want_grad and logits.numel():  # none on a rank that holds padding alone
         _write_gradient(logits, g, columns, slope, g_sum + slope, norm_q, temperature)
     return losses

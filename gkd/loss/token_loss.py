@@ -93,8 +93,7 @@ def topk_losses(
             losses.total = losses.total + term.weight * loss
             losses.values[term.name] = loss.detach()
         with torch.no_grad():
-            if "token_kl" not in losses.values:
-                losses.values["token_kl"] = forward_kl(*tables, PLAIN)
+            losses.values["token_kl"] = forward_kl(*tables, PLAIN)
             p, q = log_p.exp().masked_fill(~listed, 0.0), student_topk.exp().masked_fill(~listed, 0.0)
             losses.values["teacher_topk_mass"] = p.sum(dim=-1)
             losses.values["student_topk_mass"] = q.sum(dim=-1)

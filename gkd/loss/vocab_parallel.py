@@ -158,9 +158,11 @@ def row_logprobs(
     parts = torch.cat([log_sums, listed], dim=1)
     log_normalizer = parts.logsumexp(dim=-1)
     means = torch.cat([means, listed.masked_fill(listed == -torch.inf, 0.0)], dim=1)
-    mean = ((parts - log_normalizer[:, None]).exp() * means).sum(dim=-1)
+    # Each part's distance from the normalizer: the shares sum to 1 only up to rounding, and large logits would show it.
+    shares = (parts - log_normalizer[:, None]).exp()
+    entropy = (shares * (log_normalizer[:, None] - means)).sum(dim=-1)
     tail = log_sums.logsumexp(dim=-1) - log_normalizer
-    return RowLogprobs(picked - log_normalizer[:, None], tail, log_normalizer - mean, log_normalizer)
+    return RowLogprobs(picked - log_normalizer[:, None], tail, entropy, log_normalizer)
 
 
 def local_statistics(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def summarise(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s:
         "kl": "teacher || student" if key == "eval/kl" else "student || teacher",
         "kl_before": before[key],
         "kl_after": after[key],
-        "kl_drop": 1.0 - after[key] / before[key],
+        "kl_drop": 1.0 - after[key] / before[key] if before[key] and after[key] is not None else math.nan,
         "export_equals_engine": export_match,
         "steps": steps[-1]["step"],
         "training_s": step_s,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.batching import check_batch, make_micro_batches
+from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.errors import DataError, GkdError, TeacherError
 from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
 
@@ -249,3 +249,21 @@ def test_scores_of_another_number_of_sequences_are_refused() -> None:
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 2, 2)]
     with pytest.raises(GkdError, match="actor rank 3: 1 sequences are scored, expected the 2 rollouts"):
         check(rollouts, [make_scores(rollouts[0])])
+
+
+@pytest.mark.parametrize("max_tokens", [0, 30])
+def test_each_tokens_numbers_find_their_sequence(max_tokens: int) -> None:
+    """If it fails, token_losses/ shows one sequence's numbers at another's tokens."""
+    rollouts = [make_rollout(i, n_prompt=2 + i, n_response=3 + i % 2, sample=5 - i) for i in range(5)]
+    batches = make_micro_batches(
+        rollouts, [make_scores(r) for r in rollouts], micro_batch_size=2, max_tokens=max_tokens
+    )
+    # A number that says which token it is about.
+    tables = [torch.stack([targets_of(b).sampled_ids.float(), targets_of(b).on_policy.float()], dim=1) for b in batches]
+    records = token_records(batches, tables, ("token", "on_policy"), rollouts[1:])
+    assert {r.sample_index for r in records} == {r.sample_index for r in rollouts[1:]}
+    for record in records:
+        assert record.values["token"] == record.response_ids and set(record.values["on_policy"]) == {1.0}
+        assert record.prompt_id == 5 - record.sample_index
+    with pytest.raises(DataError, match="numbers of 2 tokens"):
+        token_records(batches, [torch.zeros(2, 2)], ("token", "on_policy"), rollouts)

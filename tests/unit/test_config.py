@@ -44,7 +44,8 @@ def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
         ("teacher.n_gpus_per_node=4", "teacher.n_gpus_per_node", "process of its own"),
         ("distill.losses=[{name: jsd, wieght: 1}]", "distill.losses[...].wieght", "distill.losses[...].weight?"),
         ("distill.losses=[{name: jsd, weight: x}]", "distill.losses[...].weight", "type"),
-        ("distill.losses={name: jsd}", "distill.losses={name: jsd}", "a list of {name, weight}"),
+        ("distill.losses={name: jsd}", "distill.losses={name: jsd}", "a list is given whole"),
+        ("actor.optm=${foo}", "actor.optm", "actor.optim"),
         ("distill.lambda=0.5", "distill.lambda", "GKD's lambda is distill.on_policy_share"),
         ("distill.lmbda=0.5", "distill.lmbda", "GKD's lambda is distill.on_policy_share"),
         ("actor.tp", "override", "key=value"),
@@ -58,7 +59,7 @@ def test_a_wrong_override_names_key_value_and_fix(override: str, key: str, hint:
         load_config(None, [override])
     assert caught.value.key == key
     assert hint in str(caught.value)
-    if "=" in override and not override.startswith(("rollot", "trainer=", "distill.losses")):
+    if "=" in override and not override.startswith(("rollot", "trainer=", "distill.losses", "actor.optm")):
         assert str(caught.value.value) == override.partition("=")[2]
 
 
@@ -153,13 +154,21 @@ def test_the_memory_of_a_steps_scores_is_known_beforehand() -> None:
     """If it fails, the warning before a run whose scores fill the hosts comes never, or for every run."""
     sizes = ["trainer.global_batch_size=64", "rollout.n=2", "data.max_response_length=1024", "teacher.topk=50"]
     n_tokens = 64 * 2 * 1024
-    for signal, n_bytes in (("logits", 2 * 150_000), ("hidden", 4 * 4096), ("topk", 8 * 50), ("sampled", 4)):
-        config = load_config(None, [*MINIMAL, *sizes, f"teacher.signal={signal}"])
-        # Once in the object store, once where they are trained on.
-        assert scores_gib(config, 150_000, 4096, n_heldout=0) == 2 * n_tokens * n_bytes / 2**30
+    # Once in the object store, once where they are trained on.
+    for signal, loss, n_bytes in (
+        ("logits", "jsd", 2 * 2 * 150_000),
+        ("hidden", "jsd", 2 * 4 * 4096),
+        ("topk", "jsd", (8 + 12) * 50),
+        ("topk", "k3", 2 * 4),
+        ("sampled", "k3", 2 * 4),
+    ):
+        config = load_config(None, [*MINIMAL, *sizes, f"teacher.signal={signal}", f"distill.loss={loss}"])
+        assert scores_gib(config, 150_000, 4096, n_heldout=0) == n_tokens * n_bytes / 2**30
     exact = load_config(None, [*MINIMAL, *sizes, "teacher.signal=logits", "teacher.wire=fp32", "actor.tp=3"])
     assert scores_gib(exact, 150_000, 4096, n_heldout=0) == (1 + 3) * n_tokens * 4 * 150_000 / 2**30
-    evaluated = load_config(None, [*MINIMAL, *sizes, "teacher.signal=sampled", "eval.max_prompts=500"])
+    evaluated = load_config(
+        None, [*MINIMAL, *sizes, "teacher.signal=sampled", "distill.loss=k3", "eval.max_prompts=500"]
+    )
     assert scores_gib(evaluated, 150_000, 4096, n_heldout=900) == 2 * 500 * 1024 * 4 / 2**30
 
 
@@ -176,6 +185,7 @@ def test_a_minimal_config_passes() -> None:
         ["distill.on_policy_share=0.5", "distill.losses=[{name: k1}, {name: sft}]"],
         ["distill.on_policy_share=0.001", "distill.losses=[{name: k1}, {name: reverse_kl}]"],
         ["distill.on_policy_share=0.1", "distill.loss=k2", "trainer.global_batch_size=10"],
+        ["distill.on_policy_share=0.9", "distill.loss=sft", "trainer.global_batch_size=10"],
     ],
 )
 def test_mixtures_that_can_be_learned_from_pass(overrides: list[str]) -> None:

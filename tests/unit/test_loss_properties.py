@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gkd.loss.divergence import DIVERGENCES
 from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Signal, Tail
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
@@ -204,3 +205,12 @@ def test_an_impossible_token_still_pulls(name: str) -> None:
     value, grad = _run(LossSpec((LossTerm(name, alpha=0.0),)), student, _whole(teacher))
     assert float(value) == math.inf
     torch.testing.assert_close(grad, student.softmax(-1) - teacher.softmax(-1))
+
+
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+def test_a_probability_too_small_for_its_dtype_makes_no_nan(name: str) -> None:
+    """Fails if 0 * inf gets into a loss where the student's probability has underflowed and the teacher's is 0."""
+    log_q = torch.tensor([[0.0, -200.0]], requires_grad=True)
+    loss = DIVERGENCES[name](log_q, torch.tensor([[0.0, -torch.inf]]), LossTerm(name)).sum()
+    loss.backward()
+    assert loss.isfinite() and log_q.grad is not None and log_q.grad.isfinite().all()

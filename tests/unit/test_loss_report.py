@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.row_kernels import TorchRows
 from gkd.loss.spec import LossSpec, LossTerm, Signal
 from gkd.loss.token_loss import report_names, topk_losses
+from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.unit.loss_cases import (
     Batch,
@@ -100,3 +103,24 @@ def test_filling_is_not_in_the_masses() -> None:
     torch.testing.assert_close(values["teacher_topk_mass"], torch.tensor([0.7, 0.9]))
     torch.testing.assert_close(values["student_topk_mass"], torch.tensor([0.7, 0.1]))
     torch.testing.assert_close(values["overlap"], torch.tensor([0.6, 0.1]))
+
+
+@pytest.mark.parametrize("signal", ["topk", "logits"])
+def test_the_entropy_of_large_logits(signal: Signal) -> None:
+    """Fails if the entropy is the difference of two large numbers, and a sure student's is lost in their rounding: by 3e-4."""
+    v, k = 1000, 64
+    logits = torch.full((4, v), 88.0) + torch.randn((4, v), generator=torch.Generator().manual_seed(0))
+    logits[:, 3] = 103.0
+    log_q = logits.double().log_softmax(-1)
+    targets = TokenTargets(torch.full((4,), 3), torch.zeros(4), torch.ones(4, dtype=torch.bool))
+    if signal == "topk":
+        targets.topk_logprobs, targets.topk_ids = log_q.topk(k)
+        targets.tail_mass = 1 - targets.topk_logprobs.exp().sum(-1)
+    else:
+        targets.logits = log_q
+    rows: list[Tensor] = []
+    loss = DistillLoss(LossSpec(), (signal,), VocabShard(0, v, None), TorchRows(), 1 << 20, on_rows=rows.append)
+    loss.from_logits(logits, targets)
+    entropy = torch.cat(rows)[:, loss.report_names.index("student_entropy")]
+    # A logit near 100 is known to 4e-6 in float32, and so is each mean of them.
+    torch.testing.assert_close(entropy.double(), -(log_q.exp() * log_q).sum(-1), atol=6e-5, rtol=0.0)

@@ -11,6 +11,7 @@ from gkd.config import Config
 from gkd.config_check import all_keys
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ConfigError
+from gkd.roles import TokenRecord
 from gkd.run_folder import _FREE_IF_CONSTANT, _FREE_ON_RESUME, RunFolder, TrainerState, open_run_folder
 
 
@@ -137,3 +138,12 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
         (path / "trainer.json").write_text(text)
         with pytest.raises(CheckpointError, match="step_00000001"):
             folder.newest_checkpoint()
+
+
+def test_an_infinite_token_loss_is_still_json(tmp_path: Path) -> None:
+    """If it fails, the lines that people want to look at most are those that no JSON reader takes."""
+    folder = _open(config(tmp_path / "run"))
+    folder.write_token_losses(3, [TokenRecord(7, 0, [5, 6], {"total": [0.5, float("inf")]})])
+    (line,) = (tmp_path / "run" / "token_losses" / "step_00000003.jsonl").read_text().splitlines()
+    wanted = {"prompt_id": 7, "sample_index": 0, "response_ids": [5, 6], "values": {"total": [0.5, None]}}
+    assert json.loads(line, parse_constant=pytest.fail) == wanted

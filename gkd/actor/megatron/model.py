@@ -73,7 +73,7 @@ class StudentGPT(GPTModel):
             length, n_sequences, _ = hidden_states.shape  # [S, B, H]: position-major, unlike `rows`
             position_major = self._rows % length * n_sequences + self._rows // length
             hidden_states = hidden_states.flatten(0, 1).index_select(0, position_major)[:, None]  # [N, 1, H]
-        if not self._want_logits:
+        if self.post_process and not self._want_logits:
             return hidden_states if self._rows is not None else hidden_states.transpose(0, 1)
         output: Tensor = super()._postprocess(hidden_states, *args, **kwargs)
         return output
