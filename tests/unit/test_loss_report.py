@@ -107,7 +107,7 @@ def test_filling_is_not_in_the_masses() -> None:
 
 @pytest.mark.parametrize("signal", ["topk", "logits"])
 def test_the_entropy_of_large_logits(signal: Signal) -> None:
-    """Fails if the entropy is the difference of two large numbers, and a sure student's is lost in their rounding: by 3e-4."""
+    """Fails if the entropy is the difference of two large numbers, and a sure one is lost in their rounding (3e-4)."""
     v, k = 1000, 64
     logits = torch.full((4, v), 88.0) + torch.randn((4, v), generator=torch.Generator().manual_seed(0))
     logits[:, 3] = 103.0
