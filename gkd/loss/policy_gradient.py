@@ -4,7 +4,7 @@ With y ~ mu (the rollout engine's distribution), q the student, p the teacher, r
 
     k1 = log q - log p          unbiased, high variance, may be negative
     k2 = (log q - log p)^2 / 2  biased, low variance
-    k3 = p/q - 1 - log(p/q)     unbiased, low variance, never negative
+    k3 = p/q - 1 - log(p/q)     unbiased, never negative, low variance while p and q are close
 
 (http://joschu.net/blog/kl-approx.html.) These are estimators of the *value*. Differentiating one under
 the sample is another matter: the gradient of k1 has mean zero, and that of k3 has the mean of the

@@ -36,7 +36,7 @@ class TokenLosses:
         student_topk_mass    the student's on the same ids
         overlap              sum over the list of min(p, q): 1 - total variation where the list is everything
         student_entropy      nats
-        sampled_reverse_kl   k3 of each on-policy token, not weighted: KL(student || teacher) in the mean
+        sampled_reverse_kl   k1 of each on-policy token, not weighted: KL(student || teacher) in the mean
         importance_weight    after the clip, on-policy tokens
         importance_clipped   1 where the clip was used
     """
@@ -114,8 +114,9 @@ def sampled_losses(
     actor = student_sampled.masked_fill(others, 0.0)
     if teacher_sampled is not None:
         teacher_sampled = teacher_sampled.masked_fill(others, 0.0)
-        k3 = reverse_kl_estimate("k3", actor.detach(), teacher_sampled)
-        losses.values["sampled_reverse_kl"] = k3.masked_fill(others, 0.0)
+        # Not k3: its p/q is heavy-tailed where the two are far apart, as they are when a distillation begins.
+        k1 = reverse_kl_estimate("k1", actor.detach(), teacher_sampled)
+        losses.values["sampled_reverse_kl"] = k1.masked_fill(others, 0.0)
     if spec.policy_gradients:
         if teacher_sampled is None:
             raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher gave none")

@@ -156,7 +156,7 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
         values["importance_weight"] = rho * batch.on_policy
     ratio = log_q.detach() - log_p
     estimates = {"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}
-    values["sampled_reverse_kl"] = estimates["k3"] * batch.on_policy
+    values["sampled_reverse_kl"] = estimates["k1"] * batch.on_policy
     scalar, total = logits.new_zeros(()), logits.new_zeros(len(logits))
     for term in spec.terms:
         if term.name in DIVERGENCE_NAMES:
