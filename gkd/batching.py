@@ -15,10 +15,10 @@ import torch
 from numpy.typing import DTypeLike
 
 from gkd.errors import DataError
-from gkd.loss.spec import Signal
 from gkd.roles import TokenRecord
 from gkd.teacher.base import validate_scores
 from gkd.types import MicroBatch, Rollout, TeacherScores, TokenTargets
+from teacher_server.protocol import Signal
 
 T = TypeVar("T")
 

@@ -195,10 +195,10 @@ class LossTermConfig:
 class DistillConfig:
     # forward_kl: KL(teacher || student) | reverse_kl: KL(student || teacher) | jsd: GKD's, with distill.beta |
     # skew_kl, skew_reverse_kl: DistiLLM's, with distill.alpha | k1, k2, k3: the reverse KL's gradient from the sampled
-    # token alone; the names differ in the estimator that is reported.
+    # token alone; the names differ in the estimator that is reported | sft: cross-entropy on the dataset's responses
+    # (distill.on_policy_share below 1).
     loss: str = "forward_kl"
-    # A weighted sum instead of distill.loss: a list of {name, weight}, each with its own beta or alpha if it likes;
-    # besides the names above there is sft: cross-entropy on the dataset's responses (distill.on_policy_share below 1).
+    # A weighted sum instead of distill.loss: a list of {name, weight}, each with its own beta or alpha if it likes.
     losses: list[LossTermConfig] = field(default_factory=list)
     # jsd: share of the teacher in the mixture, between 0 and 1; near 0 the forward KL's shape, near 1 the reverse KL's.
     beta: float = 0.5

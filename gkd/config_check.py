@@ -11,8 +11,8 @@ from typing import cast, get_args
 
 from gkd.config import Config
 from gkd.errors import ConfigError
-from gkd.loss.spec import LOSS_NAMES, Signal, loss_spec, teacher_signals
-from teacher_server.protocol import MAX_K
+from gkd.loss.spec import LOSS_NAMES, loss_spec, teacher_signals
+from teacher_server.protocol import MAX_K, Signal
 
 _CHOICES = {
     "data.truncation": ("error", "drop", "left", "right"),

@@ -9,11 +9,11 @@ import numpy as np
 from gkd.config import Config
 from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
-from gkd.loss.spec import Signal, loss_spec, teacher_signals
+from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
-from teacher_server.protocol import tokenizer_fingerprint
+from teacher_server.protocol import Signal, tokenizer_fingerprint
 
 log = get_logger("preflight")
 

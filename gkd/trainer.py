@@ -10,7 +10,6 @@ rollout (`gkd.mixing`); from there on both kinds go the same road.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -177,8 +176,7 @@ class Trainer:
             if stats.tokens:
                 self.folder.write_token_losses(self.step, stats.tokens)
             kl = stats.extra.get("loss/token_kl")
-            sampled = stats.extra.get("loss/sampled_reverse_kl", math.nan)
-            numbers = {"eval/reverse_kl": sampled} if kl is None else {"eval/kl": kl}
+            numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if self.config.eval.metric == "exact_match":
                 report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)

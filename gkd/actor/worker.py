@@ -24,11 +24,12 @@ from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.cluster.assignment import RankPlace, free_port, this_place
 from gkd.config import Config, OptimConfig
 from gkd.log import get_logger
-from gkd.loss.spec import Signal, loss_spec, teacher_signals
+from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch, Rollout, TeacherScores
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+from teacher_server.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.megatron.optim import OptimSpec

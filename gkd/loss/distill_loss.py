@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from gkd.errors import DataError
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.spec import LossSpec, Signal
+from gkd.loss.spec import LossSpec
 from gkd.loss.token_loss import TokenLosses, report_names, topk_losses
 from gkd.loss.vocab_parallel import (
     RowLogprobs,
@@ -36,6 +36,7 @@ from gkd.loss.vocab_parallel import (
     write_logits_gradient,
 )
 from gkd.types import TokenTargets
+from teacher_server.protocol import Signal
 
 
 @dataclass(slots=True)

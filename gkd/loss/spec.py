@@ -17,9 +17,9 @@ from typing import Literal, TypeAlias, get_args
 
 from gkd.config import DistillConfig, LossTermConfig
 from gkd.errors import ConfigError
+from teacher_server.protocol import Signal
 
 Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
-Signal: TypeAlias = Literal["topk", "logits", "hidden", "sampled"]
 
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")

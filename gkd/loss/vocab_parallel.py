@@ -4,6 +4,8 @@ Road of one batch: the step between the student's LM head and the tables of `gkd
 
     logprob[n, c] = z[n, ids[n, c]] - log sum_v exp(z[n, v]),      z = logits / temperature
 
+and the log probability of all tokens that a list of ids leaves out.
+
 The vocabulary of the sum is the model's true one: rows that exist only because the vocabulary was
 padded to a multiple of TP take no part in it and get a gradient of exactly zero. Nothing of size
 [N, V] is kept or made beside the logits and their gradient: both passes walk over pieces of rows

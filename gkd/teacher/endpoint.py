@@ -17,10 +17,10 @@ import numpy as np
 
 from gkd.config import Config
 from gkd.errors import TeacherError
-from gkd.loss.spec import Signal, loss_spec, teacher_signals
+from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores
-from teacher_server.protocol import Wire
+from teacher_server.protocol import Signal, Wire
 
 _FIELDS: dict[Signal, str] = {"topk": "topk", "sampled": "sampled_logprobs", "hidden": "hidden"}
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.loss.spec import LossSpec, LossTerm, Signal, teacher_signals
+from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
+from teacher_server.protocol import Signal
 from gkd.types import MicroBatch
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_gloo

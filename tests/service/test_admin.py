@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from gkd.config_load import load_config
 from gkd.errors import ConfigError
 from gkd.preflight_teacher import ask_teacher
 from tests.service.commands import asking, at, n_scored, run
+from tests.service.engine_host import save_engine_model
 from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
 
 pytestmark = pytest.mark.service
@@ -192,3 +195,18 @@ def test_the_trainer_names_a_wrong_teacher(server: ServerProcess) -> None:
     with pytest.raises(ConfigError, match="bad_request") as caught:
         ask_teacher(config)
     assert caught.value.key == "teacher.name"
+
+
+def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path: Path) -> None:
+    """Would break if signal `hidden` failed only after both pools are up, as a teacher's error without a key."""
+    model = save_engine_model(tmp_path / "phi", kind="Phi", num_key_value_heads=2)
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    weights["lm_head.bias"] = torch.ones(len(weights["lm_head.bias"]))
+    save_file(weights, file, {"format": "pt"})
+    with ServerProcess(model, tmp_path) as server:
+        base = [f"teacher.server_port={server.port}"]
+        assert ask_teacher(load_config(None, base)).vocab_size > 0
+        with pytest.raises(ConfigError, match="more than a matrix") as caught:
+            ask_teacher(load_config(None, [*base, "teacher.signal=hidden"]))
+    assert caught.value.key == "teacher.signal"

@@ -24,6 +24,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "transformers": ("gkd/data.py", "gkd/actor/megatron/", "gkd/quickstart/", "teacher_server/"),
     "omegaconf": ("gkd/config_load.py",),
+    "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/metrics.py", "teacher_server/serve.py"),
     "yaml": ("teacher_server/settings.py",),
 }

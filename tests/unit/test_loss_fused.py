@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.spec import LossSpec, LossTerm, Signal
+from gkd.loss.spec import LossSpec, LossTerm
 from gkd.types import TokenTargets
+from teacher_server.protocol import Signal
 from tests.unit.loss_cases import (
     KERNELS,
     SHARD,

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Signal, Tail
+from gkd.loss.spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Tail
 from gkd.types import TokenTargets
+from teacher_server.protocol import Signal
 from tests.unit.loss_cases import (
     TAILS,
     V_PADDED,

@@ -8,7 +8,8 @@ import torch
 from gkd.config import DistillConfig, LossTermConfig
 from gkd.errors import ConfigError
 from gkd.loss.divergence import DIVERGENCES, outcome_tables
-from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Signal, loss_spec, teacher_signals
+from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, loss_spec, teacher_signals
+from teacher_server.protocol import Signal
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.spec import LossSpec, LossTerm, Signal, teacher_signals
+from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
+from teacher_server.protocol import Signal
 
 V, H, D, K = 53, 16, 6, 5
 LENGTHS = [(3, 5), (1, 9), (4, 1), (2, 7)]  # (prompt, response) tokens

@@ -28,12 +28,13 @@ from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
-from gkd.loss.spec import SFT, LossSpec, Signal
+from gkd.loss.spec import SFT, LossSpec
 from gkd.loss.token_loss import ON_POLICY_VALUES
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 from gkd.weight_sync.export import iter_hf_tensors
+from teacher_server.protocol import Signal
 
 
 class MegatronStudent:
