@@ -65,12 +65,17 @@ class TrainerConfig:
     global_batch_size: int = 64
     # Everything a run writes: resolved config, metrics.jsonl, checkpoints, the HF export. Required.
     run_dir: str = ""
-    # auto: go on from the newest checkpoint in run_dir | never: refuse a run_dir that holds another run.
+    # auto: go on from the newest undamaged checkpoint in run_dir | never: refuse a run_dir that holds another run | a
+    # checkpoint's folder (.../checkpoints/step_N): go on from exactly that one, in its own run_dir or in a new one.
     resume: str = "never"
     # Steps between checkpoints; 0 = only at the end.
     save_every: int = 0
-    # Checkpoints kept; older ones are deleted after a newer one is complete.
+    # Newest checkpoints kept; older ones are deleted after a newer one is complete.
     keep_last: int = 2
+    # Checkpoints of every so many steps are kept for good; 0 = none of them.
+    keep_every: int = 0
+    # Write checkpoints while training goes on; a step waits only for the copy to host memory.
+    async_save: bool = True
     # Seconds the pools may take to start before the run gives up and names who is missing.
     init_timeout_s: float = 600.0
     # Seconds the run waits for a training step, for scores, or for the next finished rollout before it gives up.
@@ -89,26 +94,56 @@ class OptimConfig:
     weight_decay: float = 0.01
     # Global gradient norm limit; 0 = off.
     clip_grad: float = 1.0
-    # constant | linear | cosine; after the warm-up, down to min_lr_ratio x lr at the last step.
+    # constant | linear | cosine | wsd (warm-up, stable, decay); after the warm-up, down to min_lr_ratio x lr at the last
+    # step.
     schedule: str = "constant"
     # Steps of linear warm-up, the first at lr / warmup_steps.
     warmup_steps: int = 0
-    # Share of lr that a linear or cosine schedule ends at.
+    # wsd: the last so many steps decay, linearly; before them lr is constant.
+    decay_steps: int = 0
+    # Share of lr that a linear, cosine or wsd schedule ends at.
     min_lr_ratio: float = 0.0
 
 
 @dataclass
+class LoraConfig:
+    # Rank of the adapters; 0 = train all weights. actor.strategy fsdp2 only.
+    rank: int = 0
+    # Their product is scaled by alpha / rank.
+    alpha: float = 16.0
+    # Endings of the names of the linear layers that get one.
+    targets: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+@dataclass
 class ActorConfig:
-    # megatron: Megatron-core.
+    # megatron: Megatron-core, for the architectures that docs/student.md lists | fsdp2: torch's fully_shard around the
+    # Hugging Face model, for any causal language model; every rank of the pool is data parallel.
     strategy: str = "megatron"
     # Tensor parallel size.
     tp: int = 1
     # Pipeline parallel size.
     pp: int = 1
+    # Model chunks of each pipeline stage (interleaved 1F1B): smaller pipeline bubbles, more messages; 1 = off.
+    vpp: int = 1
+    # Expert parallel size: experts are spread over so many data-parallel ranks. Mixture-of-experts students only.
+    ep: int = 1
+    # Split the activations between tensor-parallel regions along the sequence, too; needs tp > 1.
+    sequence_parallel: bool = False
+    # Recompute in the backward pass instead of keeping activations: none | selective (attention) | full (whole layers).
+    recompute: str = "none"
+    # fsdp2: keep sharded parameters, gradients and optimizer state in host memory.
+    fsdp_cpu_offload: bool = False
+    # Put the sequences of a micro-batch one after the other instead of padding each to the longest.
+    packing: bool = True
     # Sequences of one forward pass; used where max_tokens_per_micro_batch is 0.
     micro_batch_size: int = 8
-    # Padded tokens of one forward pass, at least one longest sequence; 0 = use micro_batch_size.
+    # Tokens of one forward pass, padding included, at least one longest sequence; 0 = use micro_batch_size.
     max_tokens_per_micro_batch: int = 0
+    # Spread the sequences of a step over the data-parallel groups so that each has about as many tokens.
+    balance: bool = True
     # Compute LM head and loss together, a chunk of rows at a time, so that the logits never exist as a whole. Off: all
     # logits of a micro-batch at once.
     fused_lm_head: bool = True
@@ -119,6 +154,7 @@ class ActorConfig:
     # distribution of the teacher (teacher.signal hidden, logits) is torch on either.
     loss_kernel: str = "auto"
     optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

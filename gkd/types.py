@@ -126,7 +126,10 @@ class TokenTargets:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward pass. Right-padded tokens; the loss rows are a flat list, so nothing is padded to [B, S, K].
+    """One forward pass; the loss rows are a flat list, so nothing is padded to [B, S, K].
+
+    Padded: B sequences, each filled up on the right to S tokens. Packed ("thd"): B = 1, and the sequences stand one
+    after the other in that row; attention and positions begin anew at each of `cu_seqlens`.
 
     Logits at position t predict token t + 1, so the row of `loss_index` for response token j of a
     sequence with P prompt tokens is position P - 1 + j: exactly R rows a sequence, the
@@ -134,10 +137,12 @@ class MicroBatch:
     """
 
     tokens: torch.Tensor  # [B, S] int64
-    position_ids: torch.Tensor  # [B, S] int64
+    position_ids: torch.Tensor  # [B, S] int64, counted from 0 in each sequence
     loss_index: torch.Tensor  # [N] int64, into the flattened [B * S] positions
     targets: TokenTargets | None  # of the N rows; None on ranks that compute no loss
-    samples: tuple[tuple[int, int], ...] = ()  # (sample_index, rows) of the B sequences, in the order of their rows
+    samples: tuple[tuple[int, int], ...] = ()  # (sample_index, rows) of the sequences, in the order of their rows
+    # [n_sequences + 1] int32, packed only: sequence i is columns cu_seqlens[i] to cu_seqlens[i + 1]; from 0 to S.
+    cu_seqlens: torch.Tensor | None = None
 
     @property
     def n_loss_tokens(self) -> int:
