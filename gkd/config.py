@@ -94,8 +94,8 @@ class OptimConfig:
     weight_decay: float = 0.01
     # Global gradient norm limit; 0 = off.
     clip_grad: float = 1.0
-    # constant | linear | cosine | wsd (warm-up, stable, decay); after the warm-up, down to min_lr_ratio x lr at the last
-    # step.
+    # constant | linear | cosine | wsd (warm-up, stable, decay). All but the first go down, after the warm-up, to
+    # min_lr_ratio x lr at the last step.
     schedule: str = "constant"
     # Steps of linear warm-up, the first at lr / warmup_steps.
     warmup_steps: int = 0
