@@ -109,6 +109,9 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
+        # What an earlier call left there would change the batches of this one, and with them its rounding: a resumed run
+        # would not write what the uninterrupted one wrote. Samples of one prompt still share their prefix.
+        self._forget_prefixes()
         waiting: dict[str, tuple[Prompt, int]] = {}
         try:
             for place, prompt in zip(places or range(len(prompts)), prompts, strict=True):
@@ -163,10 +166,13 @@ class RolloutEngine:
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
         """Take one weight version (blocks until every sender sent it) and forget cached prefixes of the old one."""
         n_bytes = self.llm.collective_rpc("gkd_receive", args=(plans,))[0]
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache of the old weights could not be reset: requests are still running")
+        self._forget_prefixes()
         self.policy_version = policy_version
         return int(n_bytes)
+
+    def _forget_prefixes(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset: requests are still running")
 
     def digests(self) -> dict[str, str]:
         """Digest by Hugging Face name of every tensor the engine holds."""

@@ -85,7 +85,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="session")
 def teacher_port(lab: Lab) -> Iterator[int]:
-    with ServerProcess(lab.teacher, lab.root) as server:
+    # Each sequence alone, so that what it is worth does not depend on what arrives beside it: runs repeat to the bit.
+    with ServerProcess(lab.teacher, lab.root, options=("--max-batch-tokens", "2")) as server:
         yield server.port
 
 
