@@ -109,8 +109,8 @@ class RolloutEngine:
         from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
-        # What an earlier call left there would change the batches of this one, and with them its rounding: a resumed run
-        # would not write what the uninterrupted one wrote. Samples of one prompt still share their prefix.
+        # What an earlier call left there would change the batches of this one, and with them its rounding: a resumed
+        # run would not write what the uninterrupted one wrote. Samples of one prompt still share their prefix.
         self._forget_prefixes()
         waiting: dict[str, tuple[Prompt, int]] = {}
         try:

@@ -72,7 +72,10 @@ class Lab:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    root = tmp_path_factory.mktemp("lab")
+    return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+def make_lab(root: Path) -> Lab:
     made = Lab(root, root / "teacher", root / "student", root / "train.jsonl", root / "heldout.jsonl")
     _save_model(made.teacher, seed=0, layers=2)
     _save_model(made.student, seed=1, layers=2)
@@ -88,6 +91,17 @@ def teacher_port(lab: Lab) -> Iterator[int]:
     # Each sequence alone, so that what it is worth does not depend on what arrives beside it: runs repeat to the bit.
     with ServerProcess(lab.teacher, lab.root, options=("--max-batch-tokens", "2")) as server:
         yield server.port
+
+
+@pytest.fixture(scope="session")
+def base_run(lab: Lab, teacher_port: int) -> Path:
+    """Four steps on one actor rank and one engine, every sync verified, a checkpoint every second step."""
+    run_dir = lab.root / "base_run"
+    done = lab.train_run(
+        run_dir, teacher_port, "trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always"
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run_dir
 
 
 def _words(rng: np.random.Generator) -> str:

@@ -1,0 +1,104 @@
+"""`python -m tests.e2e.killed_main POINT NTH AFTER_S VICTIM -- <arguments of gkd.main_gkd>`: the real run, and its end.
+
+The NTH time that the run comes to POINT, a clock of AFTER_S starts; when it is over, VICTIM is killed with SIGKILL:
+`all` processes of the run, the `driver` alone, an `actor` rank or a rollout `engine`. 0 seconds: right there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gkd import main_gkd
+from gkd.metrics import MetricsWriter, StageTimers
+from gkd.run_folder import RunFolder
+
+STAGES = ("data", "rollout", "teacher", "train", "weight_sync", "checkpoint", "eval")
+# Every place where the run makes something visible under its final name, and the two ends of the road.
+CALLS: dict[str, tuple[Any, str]] = {
+    "metrics": (MetricsWriter, "write"),
+    "export": (RunFolder, "clear_export"),
+    "rename": (Path, "rename"),
+    "replace": (Path, "replace"),
+}
+POINTS = (*STAGES, *(f"{edge}_{name}" for name in CALLS for edge in ("before", "after")))
+VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}
+
+
+class Killer:
+    """Counts the visits of one point, and kills at the one that is meant."""
+
+    def __init__(self, point: str, nth: int, after_s: float, victim: str) -> None:
+        self._point, self._left, self._after_s, self._victim = point, nth, after_s, victim
+
+    def visit(self, point: str) -> None:
+        if point != self._point:
+            return
+        self._left -= 1
+        if self._left:
+            return
+        if self._after_s > 0:
+            threading.Thread(target=self._later, daemon=True).start()
+        else:
+            self._kill()
+
+    def _later(self) -> None:
+        time.sleep(self._after_s)
+        self._kill()
+
+    def _kill(self) -> None:
+        me = psutil.Process()
+        family = me.children(recursive=True)
+        if self._victim in VICTIMS:
+            title = VICTIMS[self._victim]
+            chosen = next(p for p in family if title in " ".join(p.cmdline()))  # Ray titles its actors by their class
+            chosen.kill()
+            return
+        if self._victim == "all":
+            for process in family:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue  # went while we were counting
+        os.kill(me.pid, signal.SIGKILL)
+
+
+def install(killer: Killer) -> None:
+    """Makes the run report its points."""
+    enter_stage = StageTimers.__call__
+
+    def stage(self: StageTimers, name: str) -> Any:
+        killer.visit(name)
+        return enter_stage(self, name)
+
+    StageTimers.__call__ = stage  # type: ignore[method-assign]
+    for point, (owner, name) in CALLS.items():
+        setattr(owner, name, _reporting(getattr(owner, name), point, killer))
+
+
+def _reporting(call: Callable[..., Any], point: str, killer: Killer) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        killer.visit(f"before_{point}")
+        result = call(*args, **kwargs)
+        killer.visit(f"after_{point}")
+        return result
+
+    return reporting
+
+
+if __name__ == "__main__":
+    point, nth, after_s, victim, _, *arguments = sys.argv[1:]
+    if point not in POINTS or victim not in ("all", "driver", *VICTIMS):
+        sys.exit(f"points: {', '.join(POINTS)}; victims: all, driver, {', '.join(VICTIMS)}")
+    install(Killer(point, int(nth), float(after_s), victim))
+    sys.exit(main_gkd.main(arguments))
