@@ -10,16 +10,14 @@ JSON for how idle they were.
 
 from __future__ import annotations
 
-import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
+from tests.bench.command import parsed, parser, run_parts
 from tests.bench.loss_case import TOPK, Case, Measured, measure
 from tests.bench.loss_variants import CHUNK_BYTES
-from tests.bench.teacher_report import Figure, Observer, Part, Table, as_json, as_text, machine, merge_json
+from tests.bench.teacher_report import Figure, Part, Table
 
 _MIB = 1 << 20
 _NAMES = {
@@ -134,29 +132,10 @@ PARTS: dict[str, Callable[[int, bool], Part]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 1 if a figure missed its goal."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_loss", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,..", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="put the parts that ran into this file")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="few rows, two rounds, to see that it runs; noisy")
-    args = parser.parse_args(argv)
-    names = args.only.split(",")
-    if unknown := [name for name in names if name not in PARTS]:
-        parser.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least one round")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    where, missed = machine(), 0
-    for name in names:
-        print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        observer = Observer()
-        part = PARTS[name](2 if args.quick else args.rounds, args.quick)
-        result = as_json(part, where, observer.stop())
-        missed += sum(figure.met is False for figure in part.figures)
-        print(f"{as_text(part)}\n", flush=True)
-        if args.json is not None:
-            merge_json(args.json, {name: result})
-    return 1 if missed else 0
+    made = parser("tests.bench.bench_loss", __doc__ or "", PARTS, rounds=5)
+    made.add_argument("--quick", action="store_true", help="few rows, two rounds, to see that it runs; noisy")
+    args = parsed(made, PARTS, argv)
+    return run_parts(args, lambda name: PARTS[name](2 if args.quick else args.rounds, args.quick))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+"""What the benchmark commands have in common: which parts to run, and what becomes of the results."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from tests.bench.teacher_report import Observer, Part, as_json, as_text, machine, merge_json
+
+
+def parser(prog: str, description: str, parts: Collection[str], rounds: int) -> argparse.ArgumentParser:
+    """--only, --json, --rounds."""
+    made = argparse.ArgumentParser(prog=f"python -m {prog}", description=description.splitlines()[0])
+    made.add_argument("--only", default=",".join(parts), metavar="PART,..", help="default: %(default)s")
+    made.add_argument("--json", type=Path, metavar="FILE", help="put the parts that ran into this file")
+    made.add_argument("--rounds", type=int, default=rounds, metavar="N", help="default: %(default)s")
+    return made
+
+
+def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence[str] | None) -> argparse.Namespace:
+    """Exits with a usage error for a part that does not exist or no rounds."""
+    args = made.parse_args(argv)
+    if unknown := [name for name in args.only.split(",") if name not in parts]:
+        made.error(f"--only {args.only}: no part {unknown[0]!r}; there are {', '.join(parts)}")
+    if args.rounds < 1:
+        made.error(f"--rounds {args.rounds}: at least one round")
+    return args
+
+
+def run_parts(args: argparse.Namespace, measure: Callable[[str], Part]) -> int:
+    """Measures, prints and keeps each part that was asked for. Exit code: 1 if a figure missed its goal."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    where, missed = machine(), 0
+    for name in args.only.split(","):
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        observer = Observer()
+        part = measure(name)
+        result = as_json(part, where, observer.stop())
+        missed += sum(figure.met is False for figure in part.figures)
+        print(f"{as_text(part)}\n", flush=True)
+        if args.json is not None:
+            merge_json(args.json, {name: result})
+    return 1 if missed else 0

@@ -1,0 +1,217 @@
+"""One measurement of `bench_student`: training steps of several variants, in turns, in a process of their own.
+
+    python -m tests.bench.student_case '{"variants": ["hf", "megatron"], "mix": "even"}'
+
+prints a JSON line. All variants start from the same weights and train on the same sequences and teacher scores, so that
+their losses must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.batching import make_micro_batches
+from gkd.loss.spec import LossSpec
+from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, VersionSpan
+
+VOCAB, TOPK, LR = 4096, 64, 1e-4
+# 5.8 million parameters: small enough that a step takes seconds on a core, large enough that matrices dominate it.
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+# name -> ((prompt, response) tokens of each sequence, from a generator)
+MIXES: dict[str, Callable[[np.random.Generator], list[tuple[int, int]]]] = {
+    "even": lambda rng: [(64, 192)] * 16,
+    # Most answers are short and some are very long, as those of a reasoning model.
+    "long_tailed": lambda rng: [
+        (int(rng.integers(16, 65)), int(np.clip(rng.lognormal(np.log(80), 0.9), 8, 1024))) for _ in range(48)
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`variants`: hf, and <backend>, <backend>:padded, <backend>:budget, <backend>:budget:padded."""
+
+    variants: tuple[str, ...]
+    mix: str
+    rounds: int = 5
+    threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """`seconds`: of each variant's steps, by round; the first step of each, which warms up, is left out."""
+
+    seconds: dict[str, list[float]]
+    losses: dict[str, float]  # of the first step
+    n_tokens: int  # of a step, padding not counted
+
+
+def measure(case: Case, timeout_s: float = 900.0) -> Measured:
+    """Runs the case in a fresh process. Raises subprocess.CalledProcessError, subprocess.TimeoutExpired."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(case.threads), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.bench.student_case", json.dumps(asdict(case))]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+    )
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def run(case: Case) -> Measured:
+    """In this process."""
+    torch.set_num_threads(case.threads)
+    rollouts, scores = sequences(case.mix)
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+        save_model(Path(folder))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        try:
+            steps = {variant: _step(variant, Path(folder), rollouts, scores) for variant in case.variants}
+            losses = {variant: step() for variant, step in steps.items()}
+            seconds: dict[str, list[float]] = {variant: [] for variant in case.variants}
+            for _ in range(case.rounds):
+                for variant, step in steps.items():
+                    start = time.perf_counter()
+                    step()
+                    seconds[variant].append(time.perf_counter() - start)
+        finally:
+            dist.destroy_process_group()
+    return Measured(seconds, losses, sum(r.n_tokens for r in rollouts))
+
+
+def save_model(folder: Path, **sizes: Any) -> None:
+    """A random Qwen3 of `SIZES`, or of others."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**(SIZES | sizes))).save_pretrained(folder)
+
+
+def sequences(mix: str, vocab: int = VOCAB) -> tuple[list[Rollout], list[TeacherScores]]:
+    """Random tokens of the mix's lengths, and a teacher whose top-k holds 0.8 of the mass."""
+    rng = np.random.default_rng(3)
+    rollouts, scores = [], []
+    for i, (n_prompt, n_response) in enumerate(MIXES[mix](rng)):
+        rollouts.append(
+            Rollout(
+                prompt_id=i,
+                sample_index=i,
+                prompt_ids=rng.integers(0, vocab, n_prompt, dtype=np.int32),
+                response_ids=rng.integers(0, vocab, n_response, dtype=np.int32),
+                rollout_logprobs=np.zeros(n_response, np.float32),
+                version_spans=(VersionSpan(0, n_response, 0),),
+                finish_reason="stop",
+            )
+        )
+        first = rng.integers(0, vocab, (n_response, 1))
+        ids = ((first + np.arange(TOPK) * (vocab // TOPK)) % vocab).astype(np.int32)
+        shares = rng.random((n_response, TOPK)) + 0.05
+        logprobs = np.log(0.8 * shares / shares.sum(1, keepdims=True)).astype(np.float32)
+        scores.append(TeacherScores(TeacherTopK(ids, logprobs, np.full(n_response, 0.2, np.float32))))
+    return rollouts, scores
+
+
+def _step(
+    variant: str, folder: Path, rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]
+) -> Callable[[], float]:
+    """Makes one optimizer step on all sequences and gives its loss."""
+    backend, *how = variant.split(":")
+    batches = make_micro_batches(
+        rollouts,
+        scores,
+        micro_batch_size=8,
+        max_tokens=2048 if "budget" in how else 0,
+        packed="padded" not in how and backend != "hf",
+    )
+    if backend == "hf":
+        return PlainStep(folder, list(batches))
+    student = make_student(backend, folder)
+    return lambda: float(student.train_step(batches).loss)
+
+
+def make_student(backend: str, folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A student of one rank."""
+    from gkd.actor.optim_spec import OptimSpec
+
+    settings: dict[str, Any] = {
+        "optim": OptimSpec(lr=LR, weight_decay=0.0, clip_grad=1.0),
+        "loss": LossSpec(),
+        "dtype": dtype,
+        "device": torch.device(device),
+        "seed": 1,
+    }
+    if backend == "megatron":
+        from gkd.actor.megatron.layout import ParallelLayout
+        from gkd.actor.megatron.student import MegatronStudent
+
+        return MegatronStudent(folder, ParallelLayout(tp=1, pp=1, world_size=1, rank=0), **settings)
+    from gkd.actor.fsdp.student import FsdpStudent
+
+    return FsdpStudent(folder, **settings)
+
+
+class PlainStep:
+    """What people write: the HF model, autograd, torch's AdamW. The LM head sees the loss rows alone, as ours does."""
+
+    def __init__(
+        self, folder: Path, batches: list[MicroBatch], dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        self._model: Any = model.to(device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+        self._batches, self._device = batches, torch.device(device)
+
+    def __call__(self) -> float:
+        n_tokens = sum(batch.n_loss_tokens for batch in self._batches)
+        self._optimizer.zero_grad()
+        total = 0.0
+        for batch in self._batches:
+            hidden = self._model.model(
+                batch.tokens.to(self._device), position_ids=batch.position_ids.to(self._device), use_cache=False
+            )
+            rows = hidden.last_hidden_state.flatten(0, 1)[batch.loss_index.to(self._device)]
+            loss = self._loss(self._model.lm_head(rows).float(), batch) / n_tokens
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        return total
+
+    def _loss(self, logits: Tensor, batch: MicroBatch) -> Tensor:
+        """Forward KL on the top-k and the rest as one outcome."""
+        assert batch.targets is not None
+        targets = batch.targets.on(self._device)
+        assert targets.topk_ids is not None and targets.topk_logprobs is not None and targets.tail_mass is not None
+        log_q = logits.log_softmax(dim=-1).gather(1, targets.topk_ids)
+        log_p = targets.topk_logprobs
+        rest = targets.tail_mass * (targets.tail_mass.log() - (1 - log_q.exp().sum(-1)).log())
+        return (log_p.exp() * (log_p - log_q)).sum() + rest.sum()
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(run(Case(**json.loads(sys.argv[1]))))))
