@@ -162,7 +162,7 @@ class CheckpointStore:
                 verified(folder)
             except CheckpointError as error:
                 damages.append(str(error))
-                log.error("damaged checkpoint: %s; looking for the one before", error)
+                log.error("damaged checkpoint: %s; looking for the one before", damages[-1])
             else:
                 return folder
         if damages:
