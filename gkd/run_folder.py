@@ -30,6 +30,7 @@ from gkd.manifest import NAME as MANIFEST
 from gkd.manifest import Manifest
 from gkd.roles import FileDigest, Sample, TokenRecord
 
+_ORIGIN = "branched_from"
 # Keys a resumed run may change: they say how and where the same thing is computed, not what. A checkpoint can be loaded
 # in another layout, so the pools may be split anew.
 _FREE_ON_RESUME = {
@@ -73,7 +74,6 @@ _FREE_ON_RESUME = {
     "teacher.request_timeout_s",
     "teacher.outage_budget_s",
 }
-_ORIGIN = "branched_from"
 _FREE_SECTIONS = ("cluster.", "eval.", "weight_sync.")
 # The end of the run shapes every step of a schedule that ends there, and none of a constant one.
 _FREE_IF_CONSTANT = {"trainer.total_steps", "trainer.total_epochs"}
@@ -297,7 +297,7 @@ def _check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> 
             now.teacher.server_port,
             f"the server there has the model {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
             f"{before['name']} ({before['fingerprint'][:12]}).",
-            "start the server with the old model to resume, or name another trainer.run_dir.",
+            "start the server with the old model to resume, or start a new run in another trainer.run_dir.",
         )
 
 

@@ -63,13 +63,13 @@ class Saver:
         if state.step == self._saved_step:
             return {}
         numbers = self.finish()
-        self._under_way = _Save(state, self._clock())
+        began_s = self._clock()
         try:
             self._actor.save(self._folder.store.begin(state.step) / ACTOR)
         except GkdError:
             self._give_up()
             raise
-        self._saved_step = state.step
+        self._under_way, self._saved_step = _Save(state, began_s), state.step
         return numbers if self._in_background else numbers | self.finish()
 
     def poll(self) -> dict[str, float]:

@@ -225,7 +225,7 @@ class Trainer:
                 self.saver.save(self._state())
             self.saver.finish()
         except GkdError as second:
-            log.error("and the checkpoint could not be finished: %s", second)
+            log.error("the newest state could not be saved on the way out: %s", second)
             return
         if isinstance(error, TeacherUnavailable):
             log.error(
