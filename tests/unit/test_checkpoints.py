@@ -190,6 +190,7 @@ def test_kill_9_at_random_moments(in_memory: Path, n_kills: int) -> None:
         )  # fmt: skip
         assert process.stdout is not None
         said = [process.stdout.readline()]
+        assert said[0].startswith("from "), "the child cannot start; its error is on stderr"
         if kill % 2:  # the others are killed within their first save
             began = time.monotonic()
             said.append(process.stdout.readline())
