@@ -70,9 +70,14 @@ def _value_at(source: Any, key: str) -> object:
         return "?"
 
 
+def config_yaml(config: Config) -> str:
+    """The resolved settings as YAML; `load_config` of a file with it gives the same config."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved settings as YAML; `load_config` of it gives the same config."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    """Write the resolved settings to a file that `load_config` takes."""
+    path.write_text(config_yaml(config))
 
 
 def describe_keys() -> list[tuple[str, str, Any, str]]:

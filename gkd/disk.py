@@ -19,3 +19,11 @@ def fsync_tree(root: Path) -> None:
     """Flush a folder and everything below it. Raises OSError."""
     for path in [*root.rglob("*"), root]:
         fsync(path)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a whole file and flush it; its name lasts once its folder is flushed, too. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

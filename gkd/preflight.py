@@ -15,7 +15,7 @@ from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
 from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
-from gkd.run_folder import RunFolder, open_run_folder
+from gkd.run_folder import RunFolder, named_checkpoint, open_run_folder
 from gkd.teacher.base import TeacherInfo
 from gkd.types import Prompt
 
@@ -42,9 +42,11 @@ def preflight(config: Config) -> Plan:
     Raises:
         ConfigError: the first thing that is wrong, with its key, its value and the fix.
         ModelError: the student names no end-of-sequence token.
+        CheckpointError: what trainer.resume goes on from is damaged.
         TeacherUnavailable: no teacher server answers at teacher.server_ip:server_port.
     """
     check_config(config)
+    named_checkpoint(config)  # its folder is looked for now, and read last
     device = resolve_device(config)
     if device == "cpu" and config.actor.loss_kernel == "triton":
         raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")

@@ -88,6 +88,14 @@ class SyncReport:
     verified_tensors: int  # 0 = not verified this time
 
 
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a writer says of a file that it wrote to disk: enough to find any later damage."""
+
+    n_bytes: int
+    xxh3_128: str  # 32 hex digits
+
+
 class RolloutRole(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
@@ -130,9 +138,27 @@ class ActorRole(Protocol):
         """The same loss, nothing learned; with the numbers of each token of the first `keep_tokens` sequences."""
         ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Start a save: returns when every rank has a host copy of its state, so that training may go on.
 
-    def load(self, folder: Path) -> None: ...
+        The files appear in the background in `folder`, which is not there yet; its parent is.
+        """
+        ...
+
+    def save_finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """What the save wrote: file, relative to its folder, in POSIX form -> digest. All of it has reached the disk.
+
+        Args:
+            wait: block until all is written. Otherwise None = not yet.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continue from the files of an earlier save, which may be one of another layout. Raises CheckpointError."""
+        ...
 
     def export_hf(self, folder: Path) -> None: ...
 

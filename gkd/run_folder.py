@@ -3,7 +3,8 @@
 run_dir/config.yaml            resolved settings
         teacher.json           who scores: name and fingerprint of the teacher's weights
         metrics.jsonl          one line a step
-        checkpoints/step_N/    actor/ + trainer.json + config.yaml; complete once it has this name
+        checkpoints/           see `gkd.checkpoints`
+        branched_from          the checkpoint of another run that this one began with, if it did
         samples/step_N.jsonl   greedy answers to held-out prompts
         token_losses/step_N.jsonl  the numbers of each token of an evaluation, with eval.keep_token_losses
         export/                the trained student in Hugging Face format
@@ -14,18 +15,22 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from gkd.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state, step_of, verified
 from gkd.config import Config
-from gkd.config_load import load_config, save_config
-from gkd.disk import fsync, fsync_tree
-from gkd.errors import CheckpointError, ConfigError
-from gkd.roles import Sample, TokenRecord
+from gkd.config_load import config_yaml, load_config
+from gkd.errors import ConfigError
+from gkd.manifest import NAME as MANIFEST
+from gkd.manifest import Manifest
+from gkd.roles import FileDigest, Sample, TokenRecord
 
+_ORIGIN = "branched_from"
 # Keys a resumed run may change: they say how and where the same thing is computed, not what. A checkpoint can be loaded
 # in another layout, so the pools may be split anew.
 _FREE_ON_RESUME = {
@@ -74,23 +79,22 @@ _FREE_SECTIONS = ("cluster.", "eval.", "weight_sync.")
 _FREE_IF_CONSTANT = {"trainer.total_steps", "trainer.total_epochs"}
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What the driver needs to go on; the rest is in the actor's part of the checkpoint."""
-
-    step: int
-    sampler_position: int
-
-
 class RunFolder:
-    """Paths and checkpoints of one run. Made by `open_run_folder`, which decides whether it may be used."""
+    """Paths and checkpoints of one run. Made by `open_run_folder`, which decides whether it may be used.
 
-    def __init__(self, root: Path, config: Config, lock: TextIO) -> None:
-        self.root, self.config = root, config
+    Args:
+        start: the checkpoint that the run goes on from, of this run or of another; None: it begins at step 0.
+    """
+
+    def __init__(
+        self, root: Path, config: Config, teacher: Mapping[str, str], lock: TextIO, start: Path | None
+    ) -> None:
+        self.root, self.config, self.start = root, config, start
+        self._teacher = teacher
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
         self.export = root / "export"
-        self.checkpoints = root / "checkpoints"
+        self.store = CheckpointStore(root / "checkpoints")
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """One JSON line a greedy answer."""
@@ -108,60 +112,53 @@ class RunFolder:
             lines.append(json.dumps(asdict(record) | {"values": values}) + "\n")
         file.write_text("".join(lines))
 
-    def save_checkpoint(self, state: TrainerState, save_actor: Callable[[Path], None], keep_last: int) -> Path:
-        """Write into a temporary folder, sync it to disk, rename, then delete the ones beyond `keep_last`.
+    def commit_checkpoint(self, state: TrainerState, actor: Mapping[str, FileDigest]) -> Manifest:
+        """Make a finished save the newest checkpoint, then delete those that trainer.keep_last and keep_every let go.
 
         Raises:
             CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
         """
-        final = self.checkpoints / f"step_{state.step:08d}"
-        work = self.checkpoints / f".tmp_step_{state.step:08d}"
-        try:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            save_actor(work / "actor")
-            save_config(self.config, work / "config.yaml")
-            (work / "trainer.json").write_text(json.dumps(asdict(state)))
-            fsync_tree(work)
-            shutil.rmtree(final, ignore_errors=True)
-            work.rename(final)
-            fsync(self.checkpoints)
-            for old in self._complete()[:-keep_last]:
-                shutil.rmtree(old)
-        except OSError as error:
-            raise CheckpointError(f"checkpoint {final} could not be written: {error}") from error
-        return final
+        documents = {
+            STATE: state.to_bytes(),
+            "config.yaml": config_yaml(self.config).encode(),
+            "teacher.json": _teacher_json(self._teacher).encode(),
+        }
+        manifest = self.store.commit(state.step, documents, actor)
+        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every)
+        return manifest
+
+    def resume(self, load_actor: Callable[[Path], None]) -> TrainerState | None:
+        """Load the checkpoint that the run goes on from; None: it begins at step 0.
+
+        Of the run's own checkpoints later ones are given up as soon as this one is loaded.
+        """
+        if self.start is None:
+            return None
+        state = read_state(self.start)
+        load_actor(self.start / ACTOR)
+        if self.start.parent == self.store.root:
+            self.store.go_on_from(self.start)
+        return state
 
     def clear_export(self) -> None:
         """Remove the export of an earlier end of this run; it is written again at the new end."""
         if self.export.exists():
             shutil.rmtree(self.export)
 
-    def newest_checkpoint(self) -> tuple[TrainerState, Path] | None:
-        """State and actor folder of the newest complete checkpoint."""
-        complete = self._complete()
-        if not complete:
-            return None
-        file = complete[-1] / "trainer.json"
-        try:
-            state = TrainerState(**json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{file} is damaged: {error}. Delete its folder to use the one before.") from error
-        return state, complete[-1] / "actor"
-
-    def _complete(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step_*"))
-
 
 def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
-    """Take `trainer.run_dir` for this run, and hold it: a new folder, or (resume: auto) the same run's.
+    """Take `trainer.run_dir` for this run, and hold it: a new folder, or (unless resume: never) the same run's.
+
+    Reads the whole checkpoint that the run goes on from. A refused run changes nothing.
 
     Args:
         teacher: name and fingerprint of the model that scores; a resumed run must have the same fingerprint.
 
     Raises:
-        ConfigError: it holds another run and trainer.resume is never, or the teacher or settings that shape the result
-            have changed; another process holds it; it is a folder of something else; it cannot be written.
+        ConfigError: it holds another run and trainer.resume is never or a checkpoint of another run, or the teacher or
+            settings that shape the result have changed; trainer.resume is no checkpoint; another process holds it; it
+            is a folder of something else; it cannot be written.
+        CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are.
     """
     root = Path(config.trainer.run_dir)
     if root.exists() and not root.is_dir():
@@ -170,7 +167,10 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
     if root.exists() and any(root.iterdir()) and not is_ours:
         problem = "it is not empty and holds no whole run of ours."
         raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
-    if is_ours and _has_begun(root):
+    store, named = CheckpointStore(root / "checkpoints"), named_checkpoint(config)
+    if named is not None and named.parent == store.root.resolve():
+        named = store.root / named.name
+    elif is_ours and _has_begun(root):
         if config.trainer.resume != "auto":
             raise ConfigError(
                 "trainer.run_dir",
@@ -178,16 +178,65 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
                 "it holds a run already.",
                 "name another folder, or set trainer.resume=auto to go on with that run.",
             )
-        _check_same_run(load_config(root / "config.yaml"), config)
+        _check_same_run(root / "config.yaml", config)
         _check_same_teacher(root / "teacher.json", teacher, config)
+    if named is not None:
+        _check_checkpoint(named, teacher, config)
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = _hold(root)
-        _replace(root / "teacher.json", lambda path: path.write_text(json.dumps(teacher, indent=2) + "\n"))
-        _replace(root / "config.yaml", lambda path: save_config(config, path))
+        try:
+            start = named
+            if config.trainer.resume == "auto":
+                start = store.newest() or _origin(root, teacher, config)
+            store.remove_leftovers()
+            _replace(root / "teacher.json", _teacher_json(teacher))
+            _replace(root / "config.yaml", config_yaml(config))
+            if start is not None and start.parent != store.root:
+                _replace(root / _ORIGIN, f"{start}\n")
+            elif config.trainer.resume == "never":
+                (root / _ORIGIN).unlink(missing_ok=True)
+        except BaseException:
+            lock.close()
+            raise
     except OSError as error:
         raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
-    return RunFolder(root, config, lock)
+    return RunFolder(root, config, teacher, lock, start)
+
+
+def named_checkpoint(config: Config) -> Path | None:
+    """The folder that trainer.resume names; None where it is auto or never.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no checkpoint.
+    """
+    resume = config.trainer.resume
+    if resume in ("auto", "never"):
+        return None
+    problem = "it is neither auto nor never, and there is no such folder."
+    if os.path.isdir(resume):
+        folder = Path(resume).resolve()
+        if step_of(folder) is not None and any((folder / file).exists() for file in (MANIFEST, STATE)):
+            return folder
+        problem = "that folder is no checkpoint."
+    raise ConfigError("trainer.resume", resume, problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
+
+
+def _origin(root: Path, teacher: Mapping[str, str], config: Config) -> Path | None:
+    """The other run's checkpoint that a branch began with: where it goes on from until it has saved one of its own."""
+    file = root / _ORIGIN
+    if not file.exists():
+        return None
+    folder = Path(file.read_text().removesuffix("\n"))
+    _check_checkpoint(folder, teacher, config)
+    return folder
+
+
+def _check_checkpoint(folder: Path, teacher: Mapping[str, str], config: Config) -> None:
+    """Is this checkpoint whole, and may a run of this config and teacher go on from it?"""
+    verified(folder)
+    _check_same_run(folder / "config.yaml", config)
+    _check_same_teacher(folder / "teacher.json", teacher, config)
 
 
 def _hold(root: Path) -> TextIO:
@@ -203,21 +252,26 @@ def _hold(root: Path) -> TextIO:
     return lock
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def _replace(path: Path, text: str) -> None:
     """Write beside `path` and rename: a kill in between leaves the old file whole."""
     fresh = path.with_name(f".{path.name}.tmp")
-    write(fresh)
+    fresh.write_text(text)
     fresh.replace(path)
+
+
+def _teacher_json(teacher: Mapping[str, str]) -> str:
+    return json.dumps(teacher, indent=2) + "\n"
 
 
 def _has_begun(root: Path) -> bool:
     """Is there anything of a run to lose? A config alone is that of a run that never came to its first number."""
     metrics = root / "metrics.jsonl"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any((root / "checkpoints").glob("step_*"))
+    return (metrics.is_file() and metrics.stat().st_size > 0) or CheckpointStore(root / "checkpoints").has_any()
 
 
-def _check_same_run(before: Config, now: Config) -> None:
-    old, new = _flat(asdict(before)), _flat(asdict(now))
+def _check_same_run(before: Path, now: Config) -> None:
+    """Args: before: the config.yaml of the run or of the checkpoint that is to go on."""
+    old, new = _flat(asdict(load_config(before))), _flat(asdict(now))
     free_keys = _FREE_ON_RESUME | (_FREE_IF_CONSTANT if now.actor.optim.schedule == "constant" else set())
     for key in sorted(new):
         free = key in free_keys or key.startswith(_FREE_SECTIONS)
@@ -225,12 +279,12 @@ def _check_same_run(before: Config, now: Config) -> None:
             raise ConfigError(
                 key,
                 new[key],
-                f"the run in {now.trainer.run_dir} was started with {old.get(key)!r}.",
-                "keep the old value to resume, or name another trainer.run_dir.",
+                f"{before.parent} was started with {old.get(key)!r}.",
+                "keep the old value to resume, or start a new run in another trainer.run_dir.",
             )
 
 
-def _check_same_teacher(file: Path, teacher: dict[str, str], now: Config) -> None:
+def _check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> None:
     try:
         before = json.loads(file.read_text())
         before["fingerprint"], before["name"]
@@ -243,7 +297,7 @@ def _check_same_teacher(file: Path, teacher: dict[str, str], now: Config) -> Non
             now.teacher.server_port,
             f"the server there has the model {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
             f"{before['name']} ({before['fingerprint'][:12]}).",
-            "start the server with the old model to resume, or name another trainer.run_dir.",
+            "start the server with the old model to resume, or start a new run in another trainer.run_dir.",
         )
 
 

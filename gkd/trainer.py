@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from gkd.checkpoints import TrainerState
 from gkd.config import Config
-from gkd.errors import NumericsError, TeacherUnavailable
+from gkd.errors import GkdError, NumericsError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
 from gkd.mixing import on_policy_places
@@ -28,8 +29,9 @@ from gkd.roles import (
     TrainStats,
     WeightSyncRole,
 )
-from gkd.run_folder import RunFolder, TrainerState
+from gkd.run_folder import RunFolder
 from gkd.sampler import PromptSampler
+from gkd.saver import Saver
 from gkd.types import Prompt
 
 log = get_logger("trainer")
@@ -70,15 +72,17 @@ class Trainer:
         )
         self.total_steps = total_steps
         self.step = 0
-        self._saved_step = -1
+        self.saver = Saver(folder, roles.actor, in_background=config.trainer.async_save)
 
     def fit(self) -> None:
         """Train to the end.
 
         Raises:
             TeacherUnavailable: after a checkpoint of the last finished step is saved.
-            NumericsError, TeacherError: at once; the batch has not moved the weights.
-            ClusterError, WeightSyncError: at once; resume goes on from the newest checkpoint.
+            NumericsError, TeacherError: the batch has not moved the weights.
+            ClusterError, WeightSyncError: resume goes on from the newest checkpoint.
+            CheckpointError: a save failed, which in the background is found out one step later or more.
+            All of them after a save under way has come to its end.
         """
         resumed = self._resume()
         metrics = MetricsWriter(self.folder.metrics_file, keep_through=self.step if resumed else -1)
@@ -86,11 +90,8 @@ class Trainer:
             self._begin(metrics)
             while self.step < self.total_steps:
                 timers = self.new_timers()
-                if self._due(self.config.trainer.save_every):
-                    # Of the step before: its line is written, so whoever resumes from this has the lines up to it.
-                    with timers("checkpoint"):
-                        self._save()
-                numbers = self._one_step(timers)
+                saved = self._checkpoint(timers)
+                numbers = self._one_step(timers) | saved
                 try:
                     if self._evaluation_is_due():
                         numbers |= self._evaluate(timers)
@@ -98,15 +99,13 @@ class Trainer:
                     numbers |= with_rate(numbers, timers)
                     metrics.write(self.step, numbers)
                 log.info(step_line(self.step, self.total_steps, numbers))
-            self._save()
+            self.saver.save(self._state())
+            self.saver.finish()
             self.folder.clear_export()
             self.roles.actor.export_hf(self.folder.export)
             log.info("exported the student to %s", self.folder.export)
-        except TeacherUnavailable:
-            self._save()
-            log.error(
-                "stopped after step %d; trainer.resume=auto goes on from there once the teacher is back", self.step
-            )
+        except GkdError as error:
+            self._keep_what_can_be_kept(error)
             raise
         finally:
             metrics.close()
@@ -204,23 +203,42 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _save(self) -> None:
-        if self.step in (0, self._saved_step):
-            return  # before the first step there is nothing that a new start would not have
-        state = TrainerState(step=self.step, sampler_position=self.sampler.position)
-        self.folder.save_checkpoint(state, self.roles.actor.save, self.config.trainer.keep_last)
-        self._saved_step = self.step
+    def _checkpoint(self, timers: StageTimers) -> dict[str, float]:
+        """Commit a save that is written; begin one where it is due. The numbers of a save that came to its end."""
+        with timers("checkpoint"):
+            numbers = self.saver.poll()
+            if self._due(self.config.trainer.save_every):
+                # Of the step before: its line is written, so whoever resumes from this has the lines up to it.
+                numbers |= self.saver.save(self._state())
+        return numbers
+
+    def _state(self) -> TrainerState:
+        return TrainerState(step=self.step, sampler_position=self.sampler.position)
+
+    def _keep_what_can_be_kept(self, error: GkdError) -> None:
+        """The run ends with this error: finish the save under way and, if only the teacher is gone, save this step.
+
+        A save that fails now is logged, so that `error` is what the user is told.
+        """
+        try:
+            if isinstance(error, TeacherUnavailable):
+                self.saver.save(self._state())
+            self.saver.finish()
+        except GkdError as second:
+            log.error("the newest state could not be saved on the way out: %s", second)
+            return
+        if isinstance(error, TeacherUnavailable):
+            log.error(
+                "stopped after step %d; trainer.resume=auto goes on from there once the teacher is back", self.step
+            )
 
     def _resume(self) -> bool:
-        """Go on from the newest checkpoint; False if there is none."""
-        found = self.folder.newest_checkpoint()
-        if found is None:
+        """Go on from a checkpoint; False if the run begins at step 0."""
+        state = self.saver.resume()
+        if state is None:
             return False
-        state, path = found
-        self.roles.actor.load(path)
-        self.step = self._saved_step = state.step
-        self.sampler.position = state.sampler_position
-        log.info("resumed from %s: step %d", path, self.step)
+        self.step, self.sampler.position = state.step, state.sampler_position
+        log.info("resumed from %s: step %d", self.folder.start, self.step)
         return True
 
 

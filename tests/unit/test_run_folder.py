@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from gkd.checkpoints import TrainerState
 from gkd.config import Config
 from gkd.config_check import all_keys
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import TokenRecord
-from gkd.run_folder import _FREE_IF_CONSTANT, _FREE_ON_RESUME, RunFolder, TrainerState, open_run_folder
+from gkd.run_folder import _FREE_IF_CONSTANT, _FREE_ON_RESUME, RunFolder, open_run_folder
+from tests.unit.checkpoint_files import check_actor, write_actor
 
 
 def config(run_dir: Path, *overrides: str) -> Config:
@@ -24,9 +27,20 @@ def _open(settings: Config, fingerprint: str = "abc") -> RunFolder:
     return open_run_folder(settings, {"name": "teacher", "fingerprint": fingerprint})
 
 
-def write_actor(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "weights").write_text("w")
+def save(folder: RunFolder, step: int) -> Path:
+    folder.commit_checkpoint(TrainerState(step, 6 * step), write_actor(folder.store.begin(step) / "actor", step))
+    return folder.store.root / f"step_{step:08d}"
+
+
+def resumed_step(folder: RunFolder) -> int | None:
+    """Where a run of this folder goes on; its student's files are looked at, too."""
+    loaded: list[Path] = []
+    state = folder.resume(loaded.append)
+    if state is None:
+        return None
+    assert state.sampler_position == 6 * state.step
+    check_actor(loaded[0], state.step)
+    return state.step
 
 
 def test_a_folder_with_a_run_is_refused_or_resumed(tmp_path: Path) -> None:
@@ -99,45 +113,120 @@ def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
         _open(config(tmp_path / "x" / "y"))
 
 
-def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
-    """If it fails, a resume starts from an older state, or from one whose writing was interrupted."""
-    folder = _open(config(tmp_path / "run"))
-    assert folder.newest_checkpoint() is None
-    for step in (2, 10):
-        folder.save_checkpoint(TrainerState(step, step * 6), write_actor, keep_last=9)
-    (folder.checkpoints / ".tmp_step_00000012").mkdir()
-    found = folder.newest_checkpoint()
-    assert found is not None
-    assert found[0] == TrainerState(10, 60)
-    assert (found[1] / "weights").read_text() == "w"
-    assert load_config(found[1].parent / "config.yaml") == folder.config
+def run_with_checkpoints(run_dir: Path, *overrides: str) -> list[Path]:
+    """A run that came to step 6 and saved 2, 4 and 6; nobody holds it any more."""
+    folder = _open(config(run_dir, "trainer.keep_last=9", *overrides))
+    folder.metrics_file.write_text("{}\n")
+    return [save(folder, step) for step in (2, 4, 6)]
 
 
-def test_a_failed_save_keeps_the_older_checkpoints(tmp_path: Path) -> None:
-    """If it fails, a full disk costs the checkpoint that could still be resumed from."""
-    folder = _open(config(tmp_path / "run"))
-    folder.save_checkpoint(TrainerState(1, 6), write_actor, keep_last=1)
+def test_auto_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
+    """Fails if a resume ignores a checkpoint, uses a damaged one, or leaves the pointer at what it did not use."""
+    auto = config(tmp_path / "run", "trainer.resume=auto", "trainer.keep_last=9")
+    assert resumed_step(_open(auto)) is None
+    *_, newest = run_with_checkpoints(tmp_path / "run")
+    assert load_config(newest / "config.yaml") == config(tmp_path / "run", "trainer.keep_last=9")
+    assert resumed_step(_open(auto)) == 6
+    (newest / "actor" / "common.pt").write_text("")
+    folder = _open(auto)
+    assert folder.store.newest() == newest.with_name("step_00000004")
+    assert resumed_step(folder) == 4
+    assert (folder.store.root / "latest").read_text() == "step_00000004\n"
+    save(folder, 5)
+    assert [path.name[-1] for path in folder.store.committed()] == ["2", "4", "5"]
+    del folder
+    for path in newest.parent.glob("step_*"):
+        (path / "trainer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_00000005.*step_00000004.*step_00000002"):
+        _open(auto)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        _open(config(tmp_path / "run"))
 
-    def full_disk(path: Path) -> None:
-        write_actor(path)
-        raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="No space left"):
-        folder.save_checkpoint(TrainerState(2, 12), full_disk, keep_last=1)
-    found = folder.newest_checkpoint()
-    assert found is not None and found[0].step == 1
-    folder.save_checkpoint(TrainerState(2, 12), write_actor, keep_last=1)
-    assert [p.name for p in folder.checkpoints.iterdir()] == ["step_00000002"]
+def test_exactly_the_named_checkpoint_of_the_same_run(tmp_path: Path) -> None:
+    """Fails if going back to an earlier step is not possible, loses the later ones at once, or mixes both futures."""
+    run_dir = tmp_path / "run"
+    two, four, six = run_with_checkpoints(run_dir)
+    again = ("trainer.keep_last=9", f"trainer.resume={four}")
+    with pytest.raises(ConfigError, match="started with 1e-06"):
+        _open(config(run_dir, *again, "actor.optim.lr=0.1"))
+    with pytest.raises(ConfigError, match="scored by teacher"):
+        _open(config(run_dir, *again), fingerprint="other")
+    assert (two.parent / "latest").read_text() == "step_00000006\n", "a refused run changes nothing"
+    folder = _open(config(run_dir, *again))
+    assert folder.store.newest() == six, "nor does one that has not loaded it yet"
+    assert resumed_step(folder) == 4
+    assert folder.store.newest() == four and six.is_dir()
+    save(folder, 7)
+    assert [path.name[-1] for path in folder.store.committed()] == ["2", "4", "7"]
+    assert not six.exists()
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
-    """If it fails, a damaged checkpoint is an unexplained crash."""
-    folder = _open(config(tmp_path / "run"))
-    path = folder.save_checkpoint(TrainerState(1, 6), write_actor, keep_last=1)
-    for text in ("{", json.dumps({"step": 1})):
-        (path / "trainer.json").write_text(text)
-        with pytest.raises(CheckpointError, match="step_00000001"):
-            folder.newest_checkpoint()
+def test_a_branch_goes_its_own_way(tmp_path: Path) -> None:
+    """Fails if a new run cannot begin with the checkpoint of another, or changes that other run."""
+    two, *_ = run_with_checkpoints(tmp_path / "run", "actor.optim.lr=0.5")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    branch = ("trainer.keep_last=9", f"trainer.resume={two}")
+    with pytest.raises(ConfigError, match="started with 0.5") as caught:
+        _open(config(tmp_path / "branch", *branch))
+    assert caught.value.key == "actor.optim.lr"
+    branch = (*branch, "actor.optim.lr=0.5")
+    with pytest.raises(ConfigError, match="scored by teacher"):
+        _open(config(tmp_path / "branch", *branch), fingerprint="other")
+    assert not (tmp_path / "branch").exists(), "a refused run leaves no trace"
+    assert resumed_step(_open(config(tmp_path / "branch", *branch))) == 2
+    assert resumed_step(_open(config(tmp_path / "branch", *branch))) == 2, "nothing had come of the first start"
+    folder = _open(config(tmp_path / "branch", *branch))
+    folder.metrics_file.write_text("{}\n")
+    del folder
+    with pytest.raises(ConfigError, match="holds a run already"):
+        _open(config(tmp_path / "branch", *branch))
+    auto = config(tmp_path / "branch", "trainer.resume=auto", "actor.optim.lr=0.5")
+    folder = _open(auto)
+    assert resumed_step(folder) == 2, "a branch without a checkpoint of its own does not begin at step 0"
+    save(folder, 3)
+    del folder
+    assert resumed_step(_open(auto)) == 3
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_was_to_be_a_branch_can_begin_anew(tmp_path: Path) -> None:
+    """Fails if a run that was told to begin at step 0 begins with the checkpoint of an earlier, failed start."""
+    two, *_ = run_with_checkpoints(tmp_path / "run")
+    _open(config(tmp_path / "branch", f"trainer.resume={two}"))
+    assert resumed_step(_open(config(tmp_path / "branch"))) is None
+    assert resumed_step(_open(config(tmp_path / "branch", "trainer.resume=auto"))) is None
+
+
+def test_what_is_no_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
+    """Fails if a mistyped trainer.resume starts a run at step 0, or a damaged checkpoint is used since it was named."""
+    two, four, six = run_with_checkpoints(tmp_path / "run")
+    empty = tmp_path / "step_00000001"
+    empty.mkdir()
+    renamed = shutil.copytree(two, tmp_path / "best")
+    for wrong in ("Auto", "", "always", two / "trainer.json", two.parent, tmp_path / "run", empty, renamed, "x" * 999):
+        with pytest.raises(ConfigError) as caught:
+            _open(config(tmp_path / "new", f"trainer.resume={wrong}"))
+        assert caught.value.key == "trainer.resume", wrong
+    (two / "actor" / "common.pt").write_text("")
+    (four / "manifest.json").unlink()
+    for damaged, file in ((two, "common.pt"), (four, "manifest.json")):
+        for run_dir in (tmp_path / "new", tmp_path / "run"):
+            with pytest.raises(CheckpointError, match=file):
+                _open(config(run_dir, f"trainer.resume={damaged}"))
+    assert not (tmp_path / "new").exists()
+    assert resumed_step(_open(config(tmp_path / "run", "trainer.resume=auto"))) == 6
+    link = tmp_path / "link"
+    link.symlink_to(six)
+    assert resumed_step(_open(config(tmp_path / "new", f"trainer.resume={link}"))) == 6
+
+
+def test_a_commit_lets_old_ones_go(tmp_path: Path) -> None:
+    """Fails if trainer.keep_last or trainer.keep_every does nothing."""
+    folder = _open(config(tmp_path / "run", "trainer.keep_last=1", "trainer.keep_every=2"))
+    for step in (1, 2, 3):
+        save(folder, step)
+    assert [path.name[-1] for path in folder.store.committed()] == ["2", "3"]
 
 
 def test_an_infinite_token_loss_is_still_json(tmp_path: Path) -> None:

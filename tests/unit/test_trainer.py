@@ -1,4 +1,7 @@
-"""The loop's own logic, against fakes that only record: order of the stages, commit and resume, evaluation, refusal."""
+"""The loop's own logic, against fakes that only record: order of the stages, commit and resume, evaluation, refusal.
+
+The fake actor's files are real ones, and what becomes of them is the real store's.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gkd.checkpoints import step_of
 from gkd.config import Config
 from gkd.config_load import load_config
-from gkd.errors import NumericsError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.metrics import read_metrics
 from gkd.mixing import on_policy_places
-from gkd.roles import GreedyReport, RolloutChunk, ScoredChunk, SyncReport, TrainStats
+from gkd.roles import FileDigest, GreedyReport, RolloutChunk, ScoredChunk, SyncReport, TrainStats
 from gkd.run_folder import open_run_folder
 from gkd.sampler import PromptSampler
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
+from tests.unit.checkpoint_files import check_actor, write_actor
 
 PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
 
@@ -33,7 +38,12 @@ class World:
         self.has_distribution = True  # of the teacher: top-k and its mass, so that there is a KL
         self.trained: list[list[tuple[int, bool]]] = []  # (prompt id, on-policy) of each batch's chunks
         self.places: list[list[int]] = []  # of the prompts of each call
+        self.polls_per_save = 0  # at which the ranks are still writing
+        self.save_fails_at: int | None = None  # the step whose files cannot be written
+        self.rank_dies_at: int | None = None
         self._pending: list[RolloutChunk] = []
+        self._saving: tuple[Path, int] | None = None
+        self._polls_left = 0
 
     def generate(
         self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
@@ -66,6 +76,8 @@ class World:
         return [ScoredChunk(chunk, None, mass, 10) for chunk in pending]
 
     def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        if self.rank_dies_at == self.engine_version:
+            raise ClusterError("actor rank 1: the process died")
         self.events.append("train")
         self.trained.append([(chunk.rollouts.ref, chunk.rollouts.on_policy) for chunk in batch])
         return TrainStats(1.0, 4, 0.1, 0.01)
@@ -76,10 +88,25 @@ class World:
         return TrainStats(0.7, 4, extra=extra)
 
     def save(self, folder: Path) -> None:
+        assert self._saving is None, "one save at a time"
+        assert folder.parent.is_dir() and not folder.exists()
         self.events.append("save")
-        folder.mkdir(parents=True)
+        self._saving, self._polls_left = (folder, self.engine_version), self.polls_per_save
+
+    def save_finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        assert self._saving is not None
+        (folder, step), self._polls_left = self._saving, self._polls_left - 1
+        if self._polls_left >= 0 and not wait:
+            return None
+        self._saving = None
+        written = write_actor(folder, step)
+        if step == self.save_fails_at:
+            raise CheckpointError(f"actor rank 0: {folder} cannot be written: No space left on device")
+        self.events.append(f"saved {step}")
+        return written
 
     def load(self, folder: Path) -> None:
+        check_actor(folder, step_of(folder.parent) or 0)
         self.events.append("load")
 
     def export_hf(self, folder: Path) -> None:
@@ -108,6 +135,10 @@ def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = 
     return Trainer(config, roles, PROMPTS, val, folder, total_steps=config.trainer.total_steps)
 
 
+def checkpoints(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+
+
 def test_the_road_of_one_batch(tmp_path: Path) -> None:
     """If it fails, stages run in another order: training on unscored rollouts, or rolling out with old weights."""
     world = World()
@@ -118,6 +149,7 @@ def test_the_road_of_one_batch(tmp_path: Path) -> None:
         *["generate n=3 seed=10 v=0", *road, "push 1"],
         *["generate n=3 seed=11 v=1", *road, "push 2"],
         "save",
+        "saved 2",
         "export",
     ]
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
@@ -139,7 +171,7 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> N
     assert [line["step"] for line in lines if "eval/kl" in line] == [0, 2, 4]
     assert world.events.count("greedy") == 3
     assert world.events.count("save") == 4, "the last step is saved once"
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["step_00000003", "step_00000004"]
+    assert checkpoints(tmp_path) == ["latest", "step_00000003", "step_00000004"]
     assert len({event for event in world.events if event.startswith("generate n=1 seed=2147483648")}) == 3
     assert all((line["eval/accuracy"], line["eval/kl"]) == (0.5, 0.3) for line in lines if "eval/kl" in line)
 
@@ -193,7 +225,7 @@ def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
     world.teacher_dies_at = 2
     with pytest.raises(TeacherUnavailable):
         make(tmp_path, world, "trainer.total_steps=4").fit()
-    assert world.events[-1] == "save"
+    assert world.events[-2:] == ["save", "saved 2"]
     again = World()
     make(tmp_path, again, "trainer.total_steps=4", "trainer.resume=auto").fit()
     assert again.events[:2] == ["load", "push 2"]
@@ -272,3 +304,98 @@ def test_a_teacher_without_distribution_still_gives_an_evaluation(tmp_path: Path
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line.get("eval/reverse_kl") for line in lines] == [0.2, 0.2]
     assert not any("eval/kl" in line or "teacher/topk_mass" in line for line in lines)
+
+
+def of_saves(world: World) -> list[str]:
+    """Saves and steps, in order."""
+    return [event for event in world.events if event.startswith(("save", "train", "export"))]
+
+
+@pytest.mark.parametrize(
+    ("async_save", "polls", "wanted"),
+    [
+        (True, 0, ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]),
+        (True, 9, ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]),
+        (False, 9, ["train", "save", "saved 1", "train", "save", "saved 2", "train", "save", "saved 3", "export"]),
+    ],
+)
+def test_saves_go_on_beside_the_steps(tmp_path: Path, async_save: bool, polls: int, wanted: list[str]) -> None:
+    """Fails if trainer.async_save does nothing, two saves overlap, or the run ends before its last one is written."""
+    world = World()
+    world.polls_per_save = polls
+    make(tmp_path, world, "trainer.total_steps=3", "trainer.save_every=1", f"trainer.async_save={async_save}").fit()
+    assert of_saves(world) == wanted
+    assert checkpoints(tmp_path) == ["latest", "step_00000002", "step_00000003"]
+
+
+def test_a_save_is_committed_at_the_first_step_that_finds_it_written(tmp_path: Path) -> None:
+    """Fails if a save is only committed when the next one is due, or its numbers stand in another step's line."""
+    world = World()
+    world.polls_per_save = 1
+    make(tmp_path, world, "trainer.total_steps=6", "trainer.save_every=3").fit()
+    # Begun after step 3; step 4's line is of the step in which it was begun; found written one boundary later.
+    assert of_saves(world)[2:8] == ["train", "save", "train", "train", "saved 3", "train"]
+    lines = {line["step"]: line for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    assert [step for step, line in lines.items() if "perf/checkpoint_bytes" in line] == [6]
+    kept = tmp_path / "run" / "checkpoints" / "step_00000003"
+    n_bytes = sum(p.stat().st_size for p in kept.rglob("*") if p.is_file() and p.name != "manifest.json")
+    assert lines[6]["perf/checkpoint_bytes"] == n_bytes
+    assert lines[6]["perf/checkpoint_write_s"] > 0
+    assert all(line["time/checkpoint_s"] >= 0 for line in lines.values())
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_save_that_fails_stops_the_run(tmp_path: Path, async_save: bool) -> None:
+    """Fails if a run goes on for days without a checkpoint because nobody looked whether its saves were written."""
+    world = World()
+    world.save_fails_at = 2
+    with pytest.raises(CheckpointError, match="No space left"):
+        make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=1", f"trainer.async_save={async_save}").fit()
+    assert len(world.trained) == (3 if async_save else 2)
+    assert checkpoints(tmp_path) == ["latest", "step_00000001"], "no partial files"
+    again = World()
+    make(tmp_path, again, "trainer.total_steps=3", "trainer.resume=auto").fit()
+    assert again.events[:2] == ["load", "push 1"]
+
+
+def test_a_save_under_way_outlives_the_error_that_ends_the_run(tmp_path: Path) -> None:
+    """Fails if a finished copy of the student is thrown away because a rank died while it was being written."""
+    world = World()
+    world.polls_per_save, world.rank_dies_at = 9, 2
+    with pytest.raises(ClusterError, match="rank 1"):
+        make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
+    assert of_saves(world) == ["train", "train", "save", "saved 2"]
+    assert checkpoints(tmp_path) == ["latest", "step_00000002"]
+
+
+@pytest.mark.parametrize("error", [ClusterError, TeacherUnavailable])
+def test_a_save_that_fails_on_the_way_out_hides_nothing(tmp_path: Path, error: type[Exception]) -> None:
+    """Fails if the user reads of a full disk and not of what ended the run."""
+    world = World()
+    world.polls_per_save = 9
+    world.save_fails_at = 2
+    if error is ClusterError:
+        world.rank_dies_at = 2
+    else:
+        world.teacher_dies_at = 2
+    with pytest.raises(error):
+        make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    """Fails if trainer.resume=PATH goes on from another step, or steps that were given up stay in the metrics."""
+    settings = ("trainer.total_steps=5", "trainer.save_every=1", "trainer.keep_last=9")
+    whole = World()
+    make(tmp_path, whole, *settings).fit()
+    two = tmp_path / "run" / "checkpoints" / "step_00000002"
+    again, branch = World(), World()
+    make(tmp_path / "branch", branch, *settings, f"trainer.resume={two}").fit()
+    make(tmp_path, again, *settings, f"trainer.resume={two}").fit()
+    for world in (again, branch):
+        assert world.events[:2] == ["load", "push 2"]
+        assert whole.trained[2:] == world.trained
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_metrics(tmp_path / "branch" / "run" / "metrics.jsonl")] == [3, 4, 5]
+    assert checkpoints(tmp_path)[1:] == [f"step_0000000{i}" for i in (1, 2, 3, 4, 5)]
+    assert checkpoints(tmp_path / "branch")[1:] == [f"step_0000000{i}" for i in (3, 4, 5)]

@@ -1,0 +1,272 @@
+"""A run's checkpoints on disk: whole or absent, however the process or the machine ends. Floor 1.
+
+checkpoints/step_N/{actor/..., trainer.json, config.yaml, teacher.json, manifest.json}
+            latest            name of the newest committed one
+            .tmp_step_N/      being written
+            .trash_step_N/    being deleted
+
+    begin -> the ranks write into .tmp_step_N/actor -> commit: documents, manifest, flush, rename, flush, `latest`
+
+Committed is what `latest` reaches: the folder that it names and those of earlier steps. A folder of a later step was
+renamed by a save that was killed before its end, or belongs to a future that was given up when a run went back to an
+earlier checkpoint; nobody uses it, and the next commit removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gkd.disk import fsync, write_synced
+from gkd.errors import CheckpointError
+from gkd.log import get_logger
+from gkd.manifest import NAME as MANIFEST
+from gkd.manifest import Manifest, check_sizes, digest_bytes, verify
+from gkd.roles import FileDigest
+
+log = get_logger("checkpoints")
+
+ACTOR, STATE = "actor", "trainer.json"
+_POINTER, _TMP, _TRASH = "latest", ".tmp_", ".trash_"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What the driver needs to go on; the rest is in the actor's part of the checkpoint."""
+
+    step: int
+    sampler_position: int
+
+    def to_bytes(self) -> bytes:
+        """As it is stored in trainer.json."""
+        return (json.dumps(asdict(self)) + "\n").encode()
+
+
+def read_state(folder: Path) -> TrainerState:
+    """The driver's part of a checkpoint. Raises CheckpointError: it is missing, damaged or of another step."""
+    file = folder / STATE
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {STATE} cannot be read ({error})") from error
+    keys = set(TrainerState.__slots__)
+    if not isinstance(content, dict) or set(content) != keys:
+        raise CheckpointError(f"{folder}: {STATE} has {content!r} where {', '.join(sorted(keys))} were expected")
+    if not all(type(value) is int and value >= 0 for value in content.values()):
+        raise CheckpointError(f"{folder}: {STATE} has {content!r} where counts were expected")
+    if content["step"] != step_of(folder):
+        raise CheckpointError(f"{folder}: {STATE} is of step {content['step']}")
+    return TrainerState(**content)
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's folder is named after; None: that is no checkpoint's name."""
+    digits = folder.name.removeprefix("step_")
+    is_one = re.fullmatch("[0-9]{8,}", digits) and folder.name == _folder_name(int(digits))
+    return int(digits) if is_one else None
+
+
+def _folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def verified(folder: Path) -> tuple[TrainerState, Manifest]:
+    """A checkpoint's state, after every byte of it was read and compared. Raises CheckpointError naming the file."""
+    manifest = verify(folder)
+    if manifest.step != step_of(folder):
+        raise CheckpointError(f"{folder}: {MANIFEST} is of step {manifest.step}")
+    return read_state(folder), manifest
+
+
+class CheckpointStore:
+    """The checkpoints of one run; one process at a time may write. Nothing is created before the first `begin`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the files of a save; it becomes a checkpoint by `commit`. Raises CheckpointError."""
+        work = self._work(step)
+        with _named(work):
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.remove_leftovers()
+            work.mkdir()
+        return work
+
+    def commit(self, step: int, documents: Mapping[str, bytes], actor: Mapping[str, FileDigest]) -> Manifest:
+        """Make what was written since `begin` the newest checkpoint; on an error it is removed. Blocks on the disk.
+
+        Args:
+            documents: file name -> content, of the driver's files.
+            actor: what the ranks wrote and flushed into actor/, relative to it.
+
+        Raises:
+            CheckpointError: the disk is full or read-only, or a file is not what the ranks say; earlier checkpoints
+                are untouched.
+        """
+        work, final = self._work(step), self._folder(step)
+        newest = self._pointer()
+        assert newest is None or newest < step, f"step {step} is committed after step {newest}"
+        try:
+            with _named(final):
+                manifest = self._finish(work, step, documents, actor)
+                reached = self.committed()
+                for folder in self._folders():
+                    if folder not in reached:  # `latest` would reach it from now on, and it is of another history
+                        self._delete(folder)
+                work.rename(final)
+                fsync(self.root)
+                self._point_to(final)
+        except CheckpointError:
+            if not work.exists() and self._pointer() != step:  # renamed, and nothing reaches it
+                _remove(final)
+            self.remove_leftovers()
+            raise
+        return manifest
+
+    def prune(self, keep_last: int, keep_every: int) -> None:
+        """Delete all but the newest `keep_last` and those whose step `keep_every` divides (0: none of them).
+
+        A folder is renamed before its files go, so a kill in between leaves no half of a checkpoint. One that cannot be
+        deleted is logged and tried again at the next save: it costs space, not the run.
+        """
+        for folder in self.committed()[:-keep_last]:
+            if not keep_every or (step_of(folder) or 0) % keep_every:
+                try:
+                    self._delete(folder)
+                except OSError as error:
+                    log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
+
+    def newest(self) -> Path | None:
+        """The newest committed checkpoint that is undamaged, each byte read; damaged ones are logged. None: no save.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all are damaged; names each and what is wrong with it.
+        """
+        damages = []
+        newest, folders, committed = self._pointer(), self._folders(), self.committed()
+        if newest is not None and not self._folder(newest).is_dir():
+            damages.append(f"{self._folder(newest)} is missing ({_POINTER} names it)")
+            log.error("damaged checkpoint: %s; looking for the one before", damages[-1])
+        if newest is None and committed:
+            log.error("%s is lost or garbled; looking for the newest whole checkpoint", self.root / _POINTER)
+        if folders and not committed:
+            log.warning("%s was never committed (its save was killed) and is not used", folders[0])
+        for folder in reversed(committed):
+            try:
+                verified(folder)
+            except CheckpointError as error:
+                damages.append(str(error))
+                log.error("damaged checkpoint: %s; looking for the one before", damages[-1])
+            else:
+                return folder
+        if damages:
+            raise CheckpointError(
+                f"no checkpoint in {self.root} can be used: {'; '.join(damages)}. Restore one, name another in "
+                "trainer.resume, or delete the folder to begin anew."
+            )
+        return None
+
+    def go_on_from(self, folder: Path) -> None:
+        """The run goes on from this one of its checkpoints: later ones are not committed any more.
+
+        Raises:
+            CheckpointError: `latest` cannot be written.
+        """
+        if self._pointer() != step_of(folder):
+            with _named(self.root / _POINTER):
+                self._point_to(folder)
+
+    def committed(self) -> list[Path]:
+        """The folders that `latest` reaches, oldest first."""
+        folders, newest = self._folders(), self._pointer()
+        if newest is not None:
+            return [folder for folder in folders if (step_of(folder) or 0) <= newest]
+        # A killed first save leaves one folder without a pointer, and never more: so then the pointer was lost, and
+        # each of them was whole when it was renamed.
+        return folders if (self.root / _POINTER).exists() or len(folders) > 1 else []
+
+    def has_any(self) -> bool:
+        """Is there anything of a run to lose, committed or not?"""
+        return bool(self._folders()) or (self.root / _POINTER).exists()
+
+    def remove_leftovers(self) -> None:
+        """Delete what killed saves and deletions left behind; no other process may be writing."""
+        for path in [*self.root.glob(f"{_TMP}*"), *self.root.glob(f"{_TRASH}*")]:
+            _remove(path)
+
+    def _finish(
+        self, work: Path, step: int, documents: Mapping[str, bytes], actor: Mapping[str, FileDigest]
+    ) -> Manifest:
+        """The driver's files, the manifest last; all names flushed."""
+        if not actor:
+            raise CheckpointError(f"{work}: the actor wrote nothing")
+        files = {f"{ACTOR}/{name}": digest for name, digest in actor.items()}
+        files |= {name: digest_bytes(data) for name, data in documents.items()}
+        for name, data in documents.items():
+            write_synced(work / name, data)
+        manifest = Manifest(step, files)
+        check_sizes(work, manifest)
+        write_synced(work / MANIFEST, manifest.to_bytes())
+        for folder in {parent for name in files for parent in (work / name).parents if parent.is_relative_to(work)}:
+            fsync(folder)
+        return manifest
+
+    def _point_to(self, folder: Path) -> None:
+        fresh = self.root / f"{_TMP}{_POINTER}"
+        write_synced(fresh, f"{folder.name}\n".encode())
+        fresh.replace(self.root / _POINTER)
+        fsync(self.root)
+
+    def _pointer(self) -> int | None:
+        """The step that `latest` names; None: there is no such file, or it is garbled."""
+        file = self.root / _POINTER
+        try:
+            text = file.read_bytes().decode(errors="replace")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        step = step_of(Path(text.removesuffix("\n")))
+        return step if step is not None and text == f"{_folder_name(step)}\n" else None
+
+    def _folders(self) -> list[Path]:
+        found = [path for path in self.root.glob("step_*") if step_of(path) is not None and path.is_dir()]
+        return sorted(found, key=lambda path: step_of(path) or 0)
+
+    def _folder(self, step: int) -> Path:
+        return self.root / _folder_name(step)
+
+    def _work(self, step: int) -> Path:
+        return self.root / f"{_TMP}{_folder_name(step)}"
+
+    def _delete(self, folder: Path) -> None:
+        trash = folder.with_name(f"{_TRASH}{folder.name}")
+        folder.rename(trash)
+        fsync(self.root)
+        _remove(trash)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or folder that nobody needs; what cannot be deleted is logged and left."""
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be removed: %s", path, error)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError inside is a CheckpointError that names the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error

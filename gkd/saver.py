@@ -1,0 +1,102 @@
+"""Saves beside the training: the loop waits for a copy of the student in host memory, the files follow.
+
+    save      wait for the save before -> every rank copies its state -> back to training
+    poll      at each later step: have all ranks written? Then commit
+    finish    the same, waiting: before the next save and before the run ends
+
+One save at a time, so no more than one copy in host memory. A save that fails stops the run at the next of these calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gkd.checkpoints import ACTOR, TrainerState
+from gkd.errors import GkdError
+from gkd.log import get_logger
+from gkd.roles import ActorRole
+from gkd.run_folder import RunFolder
+
+log = get_logger("saver")
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save under way."""
+
+    state: TrainerState
+    began_s: float
+
+
+class Saver:
+    """Begins, watches and commits the saves of one run.
+
+    Args:
+        in_background: False: `save` returns when the checkpoint is committed.
+    """
+
+    def __init__(
+        self, folder: RunFolder, actor: ActorRole, *, in_background: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._actor, self._in_background, self._clock = folder, actor, in_background, clock
+        self._under_way: _Save | None = None
+        self._saved_step = 0  # before the first step there is nothing that a new start would not have
+
+    def resume(self) -> TrainerState | None:
+        """Load what the run goes on from; None: it begins at step 0. Raises CheckpointError."""
+        state = self._folder.resume(self._actor.load)
+        if state is not None:
+            self._saved_step = state.step
+        return state
+
+    def save(self, state: TrainerState) -> dict[str, float]:
+        """Begin to save this step, unless it is saved already; blocks for the copy, and for a save still under way.
+
+        Returns:
+            The numbers of a save that came to its end in here.
+
+        Raises:
+            CheckpointError: this save or the one under way failed; what it wrote is removed.
+        """
+        if state.step == self._saved_step:
+            return {}
+        numbers = self.finish()
+        began_s = self._clock()
+        try:
+            self._actor.save(self._folder.store.begin(state.step) / ACTOR)
+        except GkdError:
+            self._give_up()
+            raise
+        self._under_way, self._saved_step = _Save(state, began_s), state.step
+        return numbers if self._in_background else numbers | self.finish()
+
+    def poll(self) -> dict[str, float]:
+        """Commit the save under way if all ranks have written it; its numbers if so. Raises CheckpointError."""
+        return self._commit(wait=False)
+
+    def finish(self) -> dict[str, float]:
+        """Wait for the save under way, if there is one, and commit it; its numbers. Raises CheckpointError."""
+        return self._commit(wait=True)
+
+    def _commit(self, *, wait: bool) -> dict[str, float]:
+        save = self._under_way
+        if save is None:
+            return {}
+        try:
+            written = self._actor.save_finished(wait=wait)
+            if written is None:
+                return {}
+            manifest = self._folder.commit_checkpoint(save.state, written)
+        except GkdError:
+            self._give_up()
+            raise
+        self._under_way = None
+        seconds = self._clock() - save.began_s
+        log.info("checkpoint of step %d: %d bytes in %.1f s", save.state.step, manifest.n_bytes, seconds)
+        return {"perf/checkpoint_write_s": seconds, "perf/checkpoint_bytes": float(manifest.n_bytes)}
+
+    def _give_up(self) -> None:
+        self._under_way = None
+        self._folder.store.remove_leftovers()

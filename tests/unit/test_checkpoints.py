@@ -1,0 +1,546 @@
+"""The store of checkpoints: whole or absent after any kill, damage found and survived, retention, a full disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gkd.checkpoints import CheckpointStore, TrainerState, read_state, step_of, verified
+from gkd.errors import CheckpointError
+from gkd.manifest import Manifest, digest_bytes, digest_file, read_manifest, verify
+from gkd.roles import FileDigest
+from tests.unit.checkpoint_files import FILES, check_actor, commit, write_actor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder where flushing is free: what a kill of a process leaves does not depend on the disk."""
+    if not os.path.isdir("/dev/shm"):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    """What the store has logged; the project's loggers don't propagate to where caplog listens."""
+    logger = logging.getLogger("gkd.checkpoints")
+    logger.addHandler(caplog.handler)
+    yield lambda: caplog.text
+    logger.removeHandler(caplog.handler)
+
+
+def steps(store: CheckpointStore) -> list[int | None]:
+    return [step_of(folder) for folder in store.committed()]
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.root.iterdir())
+
+
+def newest_step(store: CheckpointStore) -> int | None:
+    folder = store.newest()
+    if folder is None:
+        return None
+    state, _ = verified(folder)
+    check_actor(folder / "actor", state.step)
+    return state.step
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Runs `work` in a forked process; its exit code (0 done, 1 raised), or minus the signal that ended it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_at(n: int) -> None:
+    """This process ends by SIGKILL right before its n-th operation on the names of files and folders."""
+    left = n
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        nonlocal left
+        if event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def test_what_was_committed_is_found_again(store: CheckpointStore) -> None:
+    """Fails if a resume starts from an older state, or from one whose writing was interrupted."""
+    assert store.newest() is None
+    commit(store, 2)
+    folder = commit(store, 10)
+    store.begin(12)
+    assert store.newest() == folder
+    state, manifest = verified(folder)
+    assert state == TrainerState(10, 60)
+    assert set(manifest.files) == {"trainer.json", "config.yaml", *(f"actor/{name}" for name in FILES)}
+    assert manifest.n_bytes == sum((folder / name).stat().st_size for name in manifest.files)
+    assert (store.root / "latest").read_text() == "step_00000010\n"
+
+
+def test_a_kill_at_every_operation_of_a_save(in_memory: Path) -> None:
+    """Fails if there is a moment of a save, of a deletion or of a return to an earlier one that costs what was there.
+
+    Every open, mkdir, rename, remove and rmdir of: go back to step 4 where 6 is the newest, save 5, keep only it.
+    """
+    before = CheckpointStore(in_memory / "before")
+    for step in (2, 4, 6):
+        commit(before, step)
+    before.begin(8)
+    n, seen = 0, set()
+    while True:
+        n += 1
+        store = CheckpointStore(in_memory / "now")
+        shutil.rmtree(store.root, ignore_errors=True)
+        shutil.copytree(before.root, store.root)
+        committed = in_memory / "committed"
+        committed.unlink(missing_ok=True)
+
+        def work(n: int = n, store: CheckpointStore = store, committed: Path = committed) -> None:
+            kill_at(n)
+            store.go_on_from(store.root / "step_00000004")
+            commit(store, 5)
+            os.close(os.open(committed, os.O_CREAT | os.O_WRONLY))
+            store.prune(keep_last=1, keep_every=0)
+
+        code = in_child(work)
+        found = newest_step(store)
+        assert found in ({5} if committed.exists() else {4, 5, 6}), (n, found)
+        seen.add(found)
+        for folder in store.committed():
+            verified(folder)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, (n, code)
+        # The next run goes on from what was found, and its save leaves nothing of the killed one.
+        store.go_on_from(store.root / f"step_{found:08d}")
+        commit(store, 7)
+        assert newest_step(store) == 7
+        assert not [name for name in names(store) if name.startswith(".")]
+        assert set(steps(store)) <= {2, 4, 5, 6, 7} and steps(store)[-2] == found, (
+            "no step of a given-up future is back"
+        )
+    assert n > 30, "the hook counts the operations"
+    assert seen == {4, 5, 6}
+    assert names(store) == ["latest", "step_00000005"]
+
+
+# Saves for ever; says which step is committed. Every third start goes back by one checkpoint.
+SAVING = """
+import sys
+from pathlib import Path
+from gkd.checkpoints import CheckpointStore, step_of
+from tests.unit.checkpoint_files import commit
+
+store = CheckpointStore(Path(sys.argv[1]))
+newest, committed = store.newest(), store.committed()
+if newest is not None:
+    if int(sys.argv[2]) % 3 == 2 and len(committed) > 1:
+        newest = committed[-2]
+    store.go_on_from(newest)
+step = step_of(newest) if newest else 0
+print("from", step, flush=True)
+while True:
+    step += 1
+    commit(store, step)
+    print("committed", step, flush=True)
+    store.prune(keep_last=2, keep_every=5)
+"""
+
+
+@pytest.mark.parametrize("n_kills", [8, pytest.param(80, marks=pytest.mark.slow)])
+def test_kill_9_at_random_moments(in_memory: Path, n_kills: int) -> None:
+    """Fails if a killed process leaves a checkpoint that is damaged, or loses one that it had committed."""
+    store = CheckpointStore(in_memory / "checkpoints")
+    rng, n_cut_short, n_committed, save_s = random.Random(n_kills), 0, 0, 0.005
+    for kill in range(n_kills):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVING, str(store.root), str(kill)],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        said = [process.stdout.readline()]
+        assert said[0].startswith("from "), "the child cannot start; its error is on stderr"
+        if kill % 2:  # the others are killed within their first save
+            began = time.monotonic()
+            said.append(process.stdout.readline())
+            save_s = time.monotonic() - began
+        time.sleep(rng.uniform(0, save_s))
+        process.kill()
+        said += process.stdout.read().splitlines()
+        process.wait()
+        assert (newest_step(store) or 0) >= int(said[-1].split()[1]), (kill, said)
+        for folder in store.committed():
+            verified(folder)
+        n_committed += len(said) - 1
+        n_cut_short += store.root.exists() and any(name.startswith(".") for name in names(store))
+    assert n_committed >= n_kills // 2
+    assert n_cut_short >= n_kills // 8, "some kills must hit a save for this test to mean much"
+    print(f"{n_kills} kills: {n_cut_short} left something half-made, {n_committed} commits were reported")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["actor/rank_1/weights", "trainer.json", "manifest.json"])
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
+def test_a_damaged_checkpoint_costs_only_itself(
+    store: CheckpointStore, said: Callable[[], str], name: str, harm: Callable[[Path], None]
+) -> None:
+    """Fails if a resume loads other bytes than were saved, ignores the one before, or does not say why."""
+    commit(store, 1)
+    folder = commit(store, 2)
+    harm(folder / name)
+    if (name, harm) == ("manifest.json", cut):
+        assert newest_step(store) == 2, "the last byte is a newline"
+        cut(folder / name)
+    assert newest_step(store) == 1
+    assert f"{folder}: {name} " in said()
+
+
+def test_every_byte_of_the_manifest_counts(store: CheckpointStore) -> None:
+    """Fails if damage of the list of files can hide damage of a file."""
+    folder, rng = commit(store, 1), random.Random(0)
+    whole = read_manifest(folder)
+    data = (folder / "manifest.json").read_bytes()
+    n_refused = 0
+    for i in range(len(data)):
+        damaged = bytearray(data)
+        damaged[i] ^= 1 << rng.randrange(8)
+        (folder / "manifest.json").write_bytes(damaged)
+        try:
+            assert read_manifest(folder) == whole, i  # a space became another blank
+        except CheckpointError:
+            n_refused += 1
+    assert n_refused > 0.9 * len(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        '{"format": 2}',
+        '{"format": 1, "step": 1, "files": {}}',
+        "null",
+        "\xff",
+        '{"files": 1, "xxh3_128": 1}',
+    ],
+)
+def test_a_foreign_manifest_is_refused(store: CheckpointStore, text: str) -> None:
+    """Fails if a manifest of another format is a crash, or is taken for one of ours."""
+    folder = commit(store, 1)
+    (folder / "manifest.json").write_bytes(text.encode("latin1"))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        verify(folder)
+
+
+def test_a_manifest_cannot_lead_out_of_its_folder(store: CheckpointStore) -> None:
+    """Fails if a checkpoint vouches for files that a copy of it would leave behind."""
+    folder = commit(store, 1)
+    for name in ("../x", "/etc/hostname"):
+        (folder / "manifest.json").write_bytes(Manifest(1, {name: digest_bytes(b"")}).to_bytes())
+        with pytest.raises(CheckpointError, match="outside"):
+            read_manifest(folder)
+
+
+def test_a_further_file_does_no_harm(store: CheckpointStore) -> None:
+    """Fails if a note that someone put into a checkpoint makes it useless."""
+    folder = commit(store, 1)
+    (folder / "actor" / "NOTE").write_text("keep this one")
+    assert newest_step(store) == 1
+
+
+def test_a_checkpoint_under_another_name_is_refused(store: CheckpointStore) -> None:
+    """Fails if a folder that was renamed by hand resumes at a step that it is not of."""
+    folder = commit(store, 1)
+    other = shutil.copytree(folder, store.root / "step_00000002")
+    with pytest.raises(CheckpointError, match="is of step 1"):
+        verified(other)
+
+
+@pytest.mark.parametrize("pointer", ["", "step_2", "step_00000002", "step_00000002\n\n", "garbage\n", "\0" * 14])
+def test_a_garbled_pointer_costs_nothing(store: CheckpointStore, said: Callable[[], str], pointer: str) -> None:
+    """Fails if damage of `latest`, which says nothing that the folders don't, costs a checkpoint."""
+    commit(store, 1)
+    folder = commit(store, 2)
+    (store.root / "latest").write_text(pointer)
+    assert store.newest() == folder
+    assert "latest is lost or garbled" in said()
+    store.go_on_from(folder)
+    assert (store.root / "latest").read_text() == "step_00000002\n"
+
+
+def test_a_lost_pointer_is_told_from_a_first_save_that_was_killed(
+    store: CheckpointStore, said: Callable[[], str]
+) -> None:
+    """Fails if a folder that was never committed is used, or if a deleted `latest` makes a run begin anew."""
+    commit(store, 1)
+    (store.root / "latest").unlink()
+    assert store.newest() is None
+    assert "step_00000001 was never committed" in said()
+    commit(store, 1)
+    commit(store, 2)
+    (store.root / "latest").unlink()
+    assert newest_step(store) == 2
+
+
+def test_a_pointer_to_nothing_leads_to_the_one_before(store: CheckpointStore, said: Callable[[], str]) -> None:
+    """Fails if deleting the newest folder by hand ends the run."""
+    commit(store, 1)
+    folder = commit(store, 2)
+    shutil.rmtree(folder)
+    assert newest_step(store) == 1
+    assert f"{folder} is missing" in said()
+
+
+def test_where_all_are_damaged_each_is_named(store: CheckpointStore) -> None:
+    """Fails if a run whose checkpoints are all damaged begins anew over them, or does not say what is wrong."""
+    for step in (1, 2, 3):
+        commit(store, step)
+    shutil.rmtree(store.root / "step_00000003")
+    flip(store.root / "step_00000002" / "actor" / "common.pt")
+    cut(store.root / "step_00000001" / "config.yaml")
+    with pytest.raises(CheckpointError) as caught:
+        store.newest()
+    for part in ("step_00000003 is missing", "step_00000002: actor/common.pt has other", "00001: config.yaml has 4"):
+        assert part in str(caught.value)
+
+
+def test_a_given_up_future_is_ignored_and_replaced(store: CheckpointStore) -> None:
+    """Fails if a run that went back mixes the checkpoints of two histories: 3 and 5 would be of the old one."""
+    for step in (1, 3, 5):
+        commit(store, step)
+    store.go_on_from(store.root / "step_00000001")
+    assert newest_step(store) == 1
+    assert names(store)[1:] == ["step_00000001", "step_00000003", "step_00000005"], "lost only to a save"
+    commit(store, 4)
+    assert steps(store) == [1, 4]
+    assert names(store) == ["latest", "step_00000001", "step_00000004"]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (1, 0, [8]),
+        (2, 0, [7, 8]),
+        (9, 0, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (1, 3, [3, 6, 8]),
+        (2, 4, [4, 7, 8]),
+        (1, 1, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (1, 100, [8]),
+    ],
+)
+def test_retention(store: CheckpointStore, keep_last: int, keep_every: int, kept: list[int]) -> None:
+    """Fails if trainer.keep_last or trainer.keep_every keeps others than it says."""
+    for step in range(1, 9):
+        commit(store, step)
+        store.prune(keep_last, keep_every)
+    work = store.begin(9)
+    store.prune(keep_last, keep_every)
+    assert work.is_dir(), "one that is being written is not old"
+    assert steps(store) == kept
+    assert newest_step(store) == 8
+
+
+def test_leftovers_go_at_the_next_save(store: CheckpointStore) -> None:
+    """Fails if every killed save costs the space of a checkpoint for good."""
+    commit(store, 1)
+    (store.begin(2) / "half").write_text("x")
+    (store.root / ".trash_step_00000000").mkdir()
+    (store.root / ".tmp_latest").write_text("step_")
+    commit(store, 3)
+    assert names(store) == ["latest", "step_00000001", "step_00000003"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"step": 1}', "were expected"),
+        ('{"step": 1, "sampler_position": 6, "epoch": 0}', "were expected"),
+        ('{"step": true, "sampler_position": 6}', "counts"),
+        ('{"step": 1, "sampler_position": -6}', "counts"),
+        ('{"step": 1.0, "sampler_position": 6}', "counts"),
+        ('{"step": 2, "sampler_position": 6}', "is of step 2"),
+        ("[]", "were expected"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_the_state_is_read_strictly(tmp_path: Path, text: str, problem: str) -> None:
+    """Fails if the state of another version is half understood: the sampler would go back to its beginning."""
+    folder = tmp_path / "step_00000001"
+    folder.mkdir()
+    (folder / "trainer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=problem):
+        read_state(folder)
+
+
+def test_digests_are_those_of_the_bytes(tmp_path: Path) -> None:
+    """Fails if the chunked digest of a file differs from that of its bytes, so that no checkpoint would verify."""
+    data = random.Random(0).randbytes((4 << 20) + 17)
+    (tmp_path / "f").write_bytes(data)
+    (tmp_path / "empty").touch()
+    assert digest_file(tmp_path / "f") == digest_bytes(data)
+    # The published digest of no bytes: XXH3_128bits("") with seed 0.
+    assert digest_file(tmp_path / "empty") == FileDigest(0, "99aa06d3014798d86001c324468d497f")
+
+
+@pytest.mark.parametrize("wrong", ["missing", "longer", "none"])
+def test_what_the_ranks_did_not_write_is_not_committed(store: CheckpointStore, wrong: str) -> None:
+    """Fails if a checkpoint is committed that its own manifest refuses."""
+    commit(store, 1)
+    actor = write_actor(store.begin(2) / "actor", 2)
+    if wrong == "missing":
+        actor["gone"] = digest_bytes(b"x")
+    elif wrong == "longer":
+        actor["common.pt"] = digest_bytes(b"x")
+    else:
+        actor.clear()
+    with pytest.raises(CheckpointError, match={"missing": "gone", "longer": "common.pt", "none": "nothing"}[wrong]):
+        store.commit(2, {"trainer.json": TrainerState(2, 12).to_bytes()}, actor)
+    assert names(store) == ["latest", "step_00000001"]
+    assert newest_step(store) == 1
+
+
+@pytest.mark.parametrize("limit", [0, 40, 300])
+def test_a_file_that_cannot_grow_costs_only_the_save(store: CheckpointStore, limit: int) -> None:
+    """Fails if a driver's file that could not be written whole is committed, or its failure costs an earlier save.
+
+    The limit on file sizes fails trainer.json (0 bytes), config.yaml (40) and manifest.json (300) with a real EFBIG.
+    """
+    commit(store, 1)
+
+    def work() -> None:
+        actor = write_actor(store.begin(2) / "actor", 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        documents = {"trainer.json": TrainerState(2, 12).to_bytes(), "config.yaml": b"#" * 200}
+        with pytest.raises(CheckpointError, match=r"step_00000002 cannot be written: .*File too large"):
+            store.commit(2, documents, actor)
+
+    assert in_child(work) == 0
+    assert names(store) == ["latest", "step_00000001"]
+    assert newest_step(store) == 1
+
+
+def test_a_pointer_that_cannot_be_written_takes_its_checkpoint_back(store: CheckpointStore) -> None:
+    """Fails if a save that ended in an error is used by the next run, or its leftovers stay."""
+    commit(store, 1)
+    actor = write_actor(store.begin(2) / "actor", 2)
+    (store.root / ".tmp_latest").mkdir()  # where the new pointer is written first
+    with pytest.raises(CheckpointError, match="step_00000002 cannot be written: .*Is a directory"):
+        store.commit(2, {}, actor)
+    assert names(store) == ["latest", "step_00000001"]
+    assert newest_step(store) == 1
+
+
+def test_everything_is_flushed_before_it_is_relied_on(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a power cut after a commit may leave names without content: no kill of a process can show that."""
+    commit(store, 1)
+    flushed: list[str] = []
+
+    def fsync(descriptor: int, flush: Callable[[int], None] = os.fsync) -> None:
+        flush(descriptor)
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{store.root}"))
+
+    actor = write_actor(store.begin(2) / "actor", 2)
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.commit(2, {"trainer.json": b"x", "config.yaml": b"y"}, actor)
+    work = "/.tmp_step_00000002"
+    *contents, folder, pointer, last = flushed
+    assert sorted(contents) == [
+        work,
+        *(f"{work}/actor{sub}" for sub in ("", "/rank_0", "/rank_1")),
+        *(f"{work}/{name}" for name in ("config.yaml", "manifest.json", "trainer.json")),
+    ], "the ranks have flushed their files, not the folders"
+    assert (folder, pointer, last) == ("", "/.tmp_latest", ""), "the rename, the pointer, the pointer's rename"
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from gkd.checkpoints import CheckpointStore
+from gkd.errors import CheckpointError
+from tests.unit.checkpoint_files import commit
+
+store = CheckpointStore(Path(sys.argv[1]) / "checkpoints")
+step, last = 0, 0
+while True:
+    step += 1
+    try:
+        commit(store, step)
+    except (CheckpointError, OSError) as error:
+        assert "No space left" in str(error), error
+        assert step > 3, "some saves fit"
+        store.remove_leftovers()
+        break
+names = sorted(path.name for path in store.root.iterdir())
+assert names == ["latest", *(f"step_{i:08d}" for i in range(1, step))], names
+assert store.newest() == store.root / f"step_{step - 1:08d}"
+"""
+
+
+@pytest.mark.parametrize("kib", [128, 132, 136, 140, 144, 148, 152, 156, 160])
+def test_a_full_disk_costs_only_the_save(tmp_path: Path, kib: int) -> None:
+    """Fails if a disk that fills up at some moment of a save costs an earlier one. Needs a mount namespace."""
+    mount = ["unshare", "-rm", "sh", "-c"]
+    script = f'mount -t tmpfs -o size={kib}k none "$1" || exit 77; exec "$2" -c "$3" "$1"'
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare")
+    done = subprocess.run(
+        [*mount, script, "sh", str(tmp_path), sys.executable, FULL_DISK],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"no mount namespace for this user: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(store: CheckpointStore) -> None:
+    """Fails if a path that cannot be a folder ends in a traceback instead of an error that names it."""
+    store.root.write_text("")
+    with pytest.raises(CheckpointError, match="step_00000001 cannot be written: .*File exists"):
+        store.begin(1)
+    store.root.unlink()
+    work = store.begin(1)
+    actor = write_actor(work / "actor", 1)
+    (store.root / "step_00000001").write_text("")
+    with pytest.raises(CheckpointError, match="step_00000001 cannot be written"):
+        store.commit(1, {}, actor)
+    assert names(store) == ["step_00000001"] and (store.root / "step_00000001").is_file(), "not ours to delete"
