@@ -175,8 +175,13 @@ def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None)
     return reference
 
 
-def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int) -> list[float]:
-    """Token mean of each step in bfloat16, with float32 master weights and float32 sums of gradients."""
+def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_masters: bool = True) -> list[float]:
+    """Token mean of each step in bfloat16, with float32 master weights and float32 sums of gradients.
+
+    Args:
+        n_batches: as of `train_reference`.
+        keep_masters: False: what an update leaves below bfloat16's precision is lost.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -206,5 +211,7 @@ def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int) -> list[
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):
                 param.copy_(master)
+                if not keep_masters:
+                    master.copy_(param)
         losses.append(loss_sum / n_tokens)
     return losses
