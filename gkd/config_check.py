@@ -177,6 +177,17 @@ def _check_pools(config: Config) -> None:
             f"actor.tp {a.tp} x actor.pp {a.pp} = {a.tp * a.pp} does not divide.",
             "make the pool a multiple of actor.tp x actor.pp.",
         )
+    if a.vpp > 1 and a.pp == 1:
+        raise ConfigError(
+            "actor.vpp", a.vpp, "there is no pipeline to interleave with actor.pp 1.", "use 1, or actor.pp > 1."
+        )
+    if a.sequence_parallel and a.tp == 1:
+        raise ConfigError(
+            "actor.sequence_parallel",
+            True,
+            "with actor.tp 1 there are no ranks to split the sequence over.",
+            "use false, or actor.tp > 1.",
+        )
     if t.n_gpus_per_node % a.tp and t.nnodes > 1:
         raise ConfigError(
             "actor.tp",
@@ -203,6 +214,7 @@ def _check_sizes(config: Config) -> None:
             f"the actor pool has {dp} data-parallel groups and each needs a prompt.",
             f"use at least {dp}, or a larger actor.tp / actor.pp.",
         )
+    _check_schedule(config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     budget = config.actor.max_tokens_per_micro_batch
     if 0 < budget < longest:
@@ -224,6 +236,22 @@ def _check_sizes(config: Config) -> None:
     if config.weight_sync.transport == "nccl" and t.device == "cpu":
         raise ConfigError(
             "weight_sync.transport", "nccl", "trainer.device is cpu and NCCL needs GPUs.", "use auto or gloo."
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    """Does the learning rate have steps to decay in? `OptimSpec` asks again, of the number that the data gives."""
+    o, total_steps = config.actor.optim, config.trainer.total_steps
+    if o.schedule != "wsd":
+        return
+    if not o.decay_steps:
+        raise ConfigError("actor.optim.decay_steps", 0, "schedule wsd needs steps to decay in.", "use at least 1.")
+    if 0 < total_steps < o.warmup_steps + o.decay_steps:
+        raise ConfigError(
+            "actor.optim.decay_steps",
+            o.decay_steps,
+            f"with actor.optim.warmup_steps {o.warmup_steps} these are more than trainer.total_steps {total_steps}.",
+            "shorten one of them.",
         )
 
 

@@ -142,7 +142,8 @@ def check_student(config: Config) -> HfDims:
     except ModelError as error:
         raise ConfigError("model.path", path, f"{error}", "name a whole model folder of that kind.") from error
     world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    ParallelLayout(tp=config.actor.tp, pp=config.actor.pp, world_size=world_size, rank=0).check_model(dims)
+    actor = config.actor
+    ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp).check_model(dims)
     tp = config.rollout.tp
     for what, count in (("attention heads", dims.n_heads), ("MLP columns", dims.ffn_size)):
         if count % tp:

@@ -20,7 +20,9 @@ class ActorPool:
         self._workers, self._config = list(workers), config
         self._timeout_s = config.trainer.stage_timeout_s
         self._layouts = [
-            ParallelLayout(tp=config.actor.tp, pp=config.actor.pp, world_size=len(workers), rank=rank)
+            ParallelLayout(
+                tp=config.actor.tp, pp=config.actor.pp, world_size=len(workers), rank=rank, vpp=config.actor.vpp
+            )
             for rank in range(len(workers))
         ]
         self.dp_size = self._layouts[0].dp

@@ -80,7 +80,7 @@ class ActorWorker:
         self._log.info("joined the actor group of %d", world_size)
         self._loss = loss_spec(config.distill, config.teacher.temperature)
         self._signals = teacher_signals(self._loss, cast(Signal, config.teacher.signal))
-        self._layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank)
+        self._layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp)
         self._student = MegatronStudent(
             config.model.path,
             self._layout,
@@ -92,6 +92,8 @@ class ActorWorker:
             fused_lm_head=actor.fused_lm_head,
             logits_chunk_mib=actor.logits_chunk_mib,
             loss_kernel=actor.loss_kernel,
+            recompute=actor.recompute,
+            sequence_parallel=actor.sequence_parallel,
             seed=config.data.seed,
         )
         self._log.info("student built and loaded")
@@ -184,5 +186,6 @@ def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
         schedule=optim.schedule,
         warmup_steps=optim.warmup_steps,
         total_steps=total_steps,
+        decay_steps=optim.decay_steps,
         min_lr_ratio=optim.min_lr_ratio,
     )

@@ -19,15 +19,15 @@ LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
 KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
 
 
-def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
-    """A randomly initialised HF model of 2 layers in `folder`; norms and biases random too, so that none is inert."""
+def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, n_layers: int = 2) -> Path:
+    """A randomly initialised HF model in `folder`; norms and biases random too, so that none is inert."""
     import transformers as tf
 
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": n_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
@@ -98,6 +98,26 @@ def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
     return batches
 
 
+def pack(batch: MicroBatch) -> MicroBatch:
+    """The same sequences one after the other in a single row, without padding."""
+    width = batch.tokens.shape[1]
+    tokens, positions, rows, borders = [], [], [], [0]
+    for b, row in enumerate(batch.tokens):
+        own_rows = batch.loss_index[batch.loss_index // width == b] % width
+        length = int(own_rows.max()) + 2  # the last row predicts the last token
+        tokens.append(row[:length])
+        positions.append(torch.arange(length))
+        rows.append(own_rows + borders[-1])
+        borders.append(borders[-1] + length)
+    return MicroBatch(
+        tokens=torch.cat(tokens)[None],
+        position_ids=torch.cat(positions)[None],
+        loss_index=torch.cat(rows),
+        targets=batch.targets,
+        cu_seqlens=torch.tensor(borders, dtype=torch.int32),
+    )
+
+
 def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Sum over loss rows of KL(teacher || student) on K + 1 outcomes, from [B, S, V] logits."""
     targets = batch.targets
@@ -121,8 +141,12 @@ class Reference:
     weights_after_one: dict[str, Tensor]
 
 
-def train_reference(folder: Path, n_steps: int) -> Reference:
-    """`n_steps` of AdamW on `make_micro_batches(step)`, without weight decay on norms and biases."""
+def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None) -> Reference:
+    """`n_steps` of AdamW on `make_micro_batches(step)`, without weight decay on norms and biases.
+
+    Args:
+        n_batches: number of different global batches, again and again; None: a new one each step.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -135,7 +159,7 @@ def train_reference(folder: Path, n_steps: int) -> Reference:
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     reference = Reference(probe, probe_logits, [], [], {}, {})
     for step in range(n_steps):
-        batches = make_micro_batches(step)
+        batches = make_micro_batches(step % (n_batches or n_steps))
         n_tokens = sum(batch.n_loss_tokens for batch in batches)
         loss = torch.stack([dense_bucket_loss_sum(model(b.tokens).logits, b) for b in batches]).sum() / n_tokens
         optimizer.zero_grad()
@@ -149,3 +173,45 @@ def train_reference(folder: Path, n_steps: int) -> Reference:
         if step == 0:
             reference.weights_after_one = {name: p.detach().clone() for name, p in model.named_parameters()}
     return reference
+
+
+def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_masters: bool = True) -> list[float]:
+    """Token mean of each step in bfloat16, with float32 master weights and float32 sums of gradients.
+
+    Args:
+        n_batches: as of `train_reference`.
+        keep_masters: False: what an update leaves below bfloat16's precision is lost.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(p.detach().float()) for p in params]
+    groups = [
+        {"params": [p for p in masters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in masters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    losses = []
+    for step in range(n_steps):
+        batches = make_micro_batches(step % n_batches)
+        n_tokens = sum(batch.n_loss_tokens for batch in batches)
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        loss_sum = 0.0
+        for batch in batches:
+            loss = dense_bucket_loss_sum(model(batch.tokens).logits, batch)
+            grads = torch.autograd.grad(loss, params)
+            for master, grad in zip(masters, grads, strict=True):
+                assert master.grad is not None
+                master.grad += grad.float() / n_tokens
+            loss_sum += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(masters, CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(params, masters, strict=True):
+                param.copy_(master)
+                if not keep_masters:
+                    master.copy_(param)
+        losses.append(loss_sum / n_tokens)
+    return losses

@@ -80,6 +80,10 @@ def test_learning_rates() -> None:
     assert [linear.lr_at(step) for step in range(6)] == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
     cosine = OptimSpec(lr=2.0, schedule="cosine", warmup_steps=1, total_steps=4)
     assert [cosine.lr_at(step) for step in range(4)] == pytest.approx([2.0, 2.0, 1.0, 0.0])
+    wsd = OptimSpec(lr=2.0, schedule="wsd", warmup_steps=2, decay_steps=4, total_steps=7, min_lr_ratio=0.5)
+    assert [wsd.lr_at(step) for step in range(8)] == [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+    no_plateau = OptimSpec(lr=2.0, schedule="wsd", warmup_steps=2, decay_steps=2, total_steps=4)
+    assert [no_plateau.lr_at(step) for step in range(4)] == [1.0, 2.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,8 @@ def test_learning_rates() -> None:
         ({"schedule": "step"}, "actor.optim.schedule"),
         ({"lr": -1.0}, "actor.optim.lr"),
         ({"clip_grad": float("nan")}, "actor.optim.clip_grad"),
+        ({"schedule": "wsd", "total_steps": 9}, "actor.optim.decay_steps"),
+        ({"schedule": "wsd", "total_steps": 9, "warmup_steps": 4, "decay_steps": 6}, "actor.optim.decay_steps"),
     ],
 )
 def test_bad_settings_are_named(setting: dict[str, float], key: str) -> None:

@@ -14,8 +14,8 @@ import torch
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 
-# name -> (tp, pp, state sharded over DP), all of two processes
-LAYOUTS = {"tp2": (2, 1, True), "pp2": (1, 2, True), "dp2_sharded": (1, 1, True), "dp2": (1, 1, False)}
+# name -> (tp, pp), all of two processes
+LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1)}
 
 
 def _student(folder: Path, name: str, rank: int, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -27,13 +27,13 @@ def _student(folder: Path, name: str, rank: int, *, dtype: torch.dtype = torch.f
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.loss.spec import LossSpec
 
-    tp, pp, sharded = LAYOUTS[name]
+    tp, pp = LAYOUTS[name]
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     return MegatronStudent(
         folder,
         ParallelLayout(tp=tp, pp=pp, world_size=2, rank=rank),
-        optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6, shard_over_dp=sharded),
+        optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6),
         loss=LossSpec(),
         dtype=dtype,
         device=torch.device("cpu"),
@@ -61,7 +61,7 @@ def _resume(rank: int, world_size: int, root: Path) -> dict[str, dict[str, Any]]
     for name in LAYOUTS:
         result: dict[str, Any] = {}
         # bfloat16 in one layout: its float32 main weights are part of what must survive.
-        dtype = torch.bfloat16 if name == "dp2_sharded" else torch.float32
+        dtype = torch.bfloat16 if name == "dp2" else torch.float32
         path = root / f"ckpt_{name}"
         student = _student(root / "hf", name, rank, dtype=dtype)
         for step in range(2):
@@ -76,7 +76,7 @@ def _resume(rank: int, world_size: int, root: Path) -> dict[str, dict[str, Any]]
         again = [resumed.train_step(_mine(resumed, step)) for step in (2, 3)]
         result["stats_equal"] = stats == again
         result["weights_equal"] = _same(_weights(student), _weights(resumed))
-        if previous is not None and LAYOUTS[name][2]:
+        if previous is not None:
             resharded = _student(root / "hf", name, rank)
             resharded.load_checkpoint(root / f"ckpt_{previous}")
             losses = [resharded.train_step(_mine(resharded, step)).loss for step in (2, 3)]
@@ -100,7 +100,6 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     save_hf(student.model, root / "out_sharded", root / "hf", max_shard_bytes=100_000)
     # From here on `student` is pp2.
     result["exists"] = _message(ModelError, lambda: student.save_hf(root / "out_pp2", root / "hf"))
-    result["other_format"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "ckpt_dp2"))
     result["no_checkpoint"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "nothing"))
     before = _weights(student)
     batches = make_micro_batches(0)
@@ -156,8 +155,8 @@ def test_resume(world: tuple[Path, list[Any]]) -> None:
             assert result["step"] == 2, name
             assert result["rng_equal"] and result["stats_equal"] and result["weights_equal"], (name, result)
             assert result.get("resharded_diff", 0.0) <= 1e-5, (name, result)
-        assert results["dp2_sharded"]["losses"] == pytest.approx(results["pp2"]["losses"], rel=0.02)  # bf16 and fp32
-        assert "resharded_diff" in results["pp2"] and "resharded_diff" in results["dp2_sharded"]
+        assert results["dp2"]["losses"] == pytest.approx(results["pp2"]["losses"], rel=0.02)  # bf16 and fp32
+        assert "resharded_diff" in results["pp2"] and "resharded_diff" in results["dp2"]
 
 
 @pytest.mark.dist
@@ -183,9 +182,9 @@ def test_errors(world: tuple[Path, list[Any]]) -> None:
     """Fails if a bad input is trained on, moves the weights, is not explained, or breaks the steps after it."""
     for _, result in world[1]:
         assert "out_pp2" in result["exists"] and "exists already" in result["exists"]
-        assert "nothing" in result["no_checkpoint"] and "shard_over_dp" in result["other_format"]
+        assert "nothing" in result["no_checkpoint"]
         assert "nan" in result["nan"] and "optimizer has not moved" in result["nan"] and "nan" in result["nan_eval"]
         assert result["unmoved"]
-        assert "right-padded" in result["packed"] and "no loss token" in result["empty"]
+        assert "padded on the right" in result["packed"] and "no loss token" in result["empty"]
         assert "rank" in result["wrong_world"] and "tp=1 pp=2" in result["other_groups"]
         assert result["idle_rank_loss"] == pytest.approx(result["healthy_after_nan"], abs=1e-5)

@@ -79,6 +79,13 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     [
         (["actor.tp=2"], "trainer.n_gpus_per_node"),
         (["trainer.n_gpus_per_node=3", "trainer.nnodes=2", "actor.tp=2"], "actor.tp"),
+        (["actor.vpp=2"], "actor.vpp"),
+        (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
+        (["actor.optim.schedule=wsd"], "actor.optim.decay_steps"),
+        (
+            ["actor.optim={schedule: wsd, decay_steps: 5, warmup_steps: 6}", "trainer.total_steps=10"],
+            "actor.optim.decay_steps",
+        ),
         (["rollout.n_gpus_per_node=3", "rollout.tp=2"], "rollout.tp"),
         (["trainer.n_gpus_per_node=4", "trainer.global_batch_size=2"], "trainer.global_batch_size"),
         (["trainer.stage_timeout_s=300"], "trainer.stage_timeout_s"),

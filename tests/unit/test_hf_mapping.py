@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
 from gkd.actor.megatron.hf_mapping import expected_hf_tensors, stage_entries
+from gkd.actor.megatron.layer_spec import local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model import torch_dtype
 from gkd.errors import ConfigError, ModelError
@@ -203,6 +206,35 @@ def test_layout_coordinates_and_errors(folders: Path) -> None:
         ParallelLayout(tp=4, pp=1, world_size=4, rank=0).check_model(dims)
     with pytest.raises(ConfigError, match=r"actor\.pp = 4: does not divide the model's 2 layers"):
         ParallelLayout(tp=1, pp=4, world_size=4, rank=0).check_model(dims)
+    with pytest.raises(ConfigError, match=r"actor\.vpp = 2: there is no pipeline"):
+        ParallelLayout(tp=1, pp=1, world_size=4, rank=0, vpp=2)
+    with pytest.raises(ConfigError, match=r"actor\.vpp = 2: actor\.pp \* actor\.vpp = 2 \* 2 does not divide"):
+        ParallelLayout(tp=1, pp=2, world_size=4, rank=0, vpp=2).check_model(dims)
+
+
+def test_chunks_cover_the_model_once(folders: Path) -> None:
+    """Fails if interleaved chunks drop or repeat a layer, or two of a stage's parameters get the same name."""
+    dims = replace(read_hf_dims(folders / "qwen2_tied"), n_layers=8)
+    layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank, vpp=2) for rank in range(2)]
+    assert [[list(layout.layer_range(dims, chunk)) for chunk in range(2)] for layout in layouts] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    stages = [stage_entries(dims, layout) for layout in layouts]
+    assert all(len({entry.param for entry in entries}) == len(entries) for entries in stages)
+    exported = [name for entries in stages for entry in entries if entry.exported for name in entry.hf_names]
+    assert sorted(exported) == sorted(expected_hf_tensors(dims))
+    second_copy = [entry for entries in stages for entry in entries if not entry.exported]
+    assert [entry.param for entry in second_copy] == ["chunk1.output_layer.weight"]
+
+
+def test_fused_norms_have_the_names_of_the_table() -> None:
+    """Fails if a model of Transformer Engine's layers, whose norms are parts of matrices, could not be filled."""
+    renamed = get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map  # Megatron's own: local -> fused
+    assert len(renamed) == 2
+    for local, fused in renamed.items():
+        assert local_name(f"chunk1.decoder.layers.0.{fused}weight") == f"chunk1.decoder.layers.0.{local}weight"
+    assert local_name("decoder.layers.0.mlp.linear_fc1.weight") == "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def test_training_dtypes() -> None:

@@ -1,25 +1,23 @@
-"""Causal attention on torch's scaled_dot_product_attention, for Megatron's local layer spec.
+"""This project's causal attention as a module of Megatron's layers.
 
-Megatron's own local attention materialises [B * heads, S, S] scores; the one that does not needs
-Transformer Engine. This one runs on both devices and keeps no S x S matrix.
+Megatron's own local attention materialises [B * heads, S, S] scores and refuses packed sequences; the one that does
+neither needs Transformer Engine. This one runs on both devices.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from gkd.actor.attention import causal_attention
+
 
 class CausalSdpaAttention(MegatronModule):
-    """Drop-in for Megatron's `DotProductAttention` in a causal decoder without attention dropout.
-
-    Sequences are padded on the right, so the causal mask alone keeps real tokens from seeing padding.
-    """
+    """Drop-in for Megatron's `DotProductAttention` in a causal decoder without attention dropout."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
@@ -35,9 +33,15 @@ class CausalSdpaAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[S, B, heads, D] queries, [S, B, kv_heads, D] keys and values -> [S, B, heads * D]."""
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("CausalSdpaAttention masks causally and nothing else; pass no mask, bias or packing")
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, S, D]
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return context.permute(2, 0, 1, 3).flatten(2)
+        """Padded: [S, B, heads, D] queries, [S, B, kv_heads, D] keys and values -> [S, B, heads * D].
+
+        Packed ("thd"): the same without the dimension B.
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("CausalSdpaAttention masks causally and nothing else; pass no mask and no bias")
+        if packed_seq_params is None:
+            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, S, D]
+            return causal_attention(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, S, D]
+        context = causal_attention(q, k, v, packed_seq_params.cu_seqlens_q, max_length=packed_seq_params.max_seqlen_q)
+        return context[0].transpose(0, 1).flatten(1)

@@ -3,7 +3,6 @@
 The format (torch_dist, `fully_reshardable`) stores tensors by name and global shape, so a
 checkpoint can be loaded under another TP, PP or DP size. In the same layout the resume is
 bit-exact; in another one the RNG states, which belong to ranks, stay as they are after seeding.
-Only the choice of a DP-sharded optimizer is fixed: Megatron stores the two kinds differently.
 
 Atomicity of the folder (temporary name, rename) is the caller's, who has more to put into it.
 """
@@ -24,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.model import StudentModel
+from gkd.actor.megatron.model import StudentGPT, StudentModel
 from gkd.errors import CheckpointError
 
 
@@ -41,7 +40,6 @@ def save_checkpoint(path: str | Path, model: StudentModel, optimizer: MegatronOp
         state = _sharded_state(model, optimizer, is_loading=False)
         state["step"] = step
         state["layout"] = _layout_of(model.layout)
-        state["shard_over_dp"] = optimizer.config.use_distributed_optimizer
         dist_checkpointing.save(state, str(folder))
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"the student's checkpoint cannot be written to {folder}: {error}") from error
@@ -59,16 +57,12 @@ def load_checkpoint(path: str | Path, model: StudentModel, optimizer: MegatronOp
     folder = Path(path)
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
-        if common["shard_over_dp"] != optimizer.config.use_distributed_optimizer:
-            raise CheckpointError(
-                f"{folder} was saved with OptimSpec.shard_over_dp = {common['shard_over_dp']}; resume with the same."
-            )
         same_layout = common["layout"] == _layout_of(model.layout)
         state = _sharded_state(model, optimizer, is_loading=True)
         if not same_layout:
             del state["rng"]
         loaded = dist_checkpointing.load(state, str(folder))
-        model.gpt.load_state_dict(loaded["model"])
+        _only_chunk(model).load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
     except (OSError, KeyError, RuntimeError, ValueError, CheckpointingException, CheckpointException) as error:
         raise CheckpointError(f"{folder} is not a checkpoint that this student can continue from: {error}") from error
@@ -85,13 +79,19 @@ def _sharded_state(model: StudentModel, optimizer: MegatronOptimizer, *, is_load
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": model.groups.dp_cp,
     }
-    model_state = model.gpt.sharded_state_dict(metadata=metadata)
+    model_state = _only_chunk(model).sharded_state_dict(metadata=metadata)
     rank, world_size = model.layout.rank, model.layout.world_size
     return {
         "model": model_state,
         "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
         "rng": ShardedObject("rng", _rng_state(), (world_size,), (rank,), replica_id=0),
     }
+
+
+def _only_chunk(model: StudentModel) -> StudentGPT:
+    if len(model.chunks) > 1:
+        raise CheckpointError(f"checkpoints of actor.vpp = {model.layout.vpp} are not supported; use actor.vpp = 1.")
+    return model.chunks[0]
 
 
 def _layout_of(layout: ParallelLayout) -> dict[str, int]:

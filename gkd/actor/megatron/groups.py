@@ -30,15 +30,18 @@ def init_groups(layout: ParallelLayout) -> ProcessGroupCollection:
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         )
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
-    if sizes != (layout.tp, layout.pp):
+    if sizes != (layout.tp, layout.pp, layout.vpp):
         raise ClusterError(
-            f"Megatron's groups of this process are tp={sizes[0]} pp={sizes[1]}, wanted tp={layout.tp} pp={layout.pp}; "
-            "they are global to a process, so start a new one."
+            f"Megatron's groups of this process are tp={sizes[0]} pp={sizes[1]} vpp={sizes[2]}, wanted tp={layout.tp} "
+            f"pp={layout.pp} vpp={layout.vpp}; they are global to a process, so start a new one."
         )
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -203,28 +203,38 @@ _LAYER_RULES = (
 class TensorEntry:
     """A rule applied to one parameter of one stage."""
 
-    param: str  # full name in the stage's Megatron model, layers numbered from 0 in the stage
+    param: str  # full name in the stage's Megatron model, layers numbered from 0 in the stage; see `chunk_prefix`
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
     layout: TensorLayout
     exported: bool = True  # False for the second copy of a tied embedding
 
 
+def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
+    """What stands before the Megatron names of a chunk's parameters, where a stage has several."""
+    return f"chunk{chunk}." if layout.vpp > 1 else ""
+
+
 def stage_entries(dims: HfDims, layout: ParallelLayout) -> list[TensorEntry]:
     """Every parameter of this rank's pipeline stage, in the order of the model; the same on all its TP ranks."""
-    entries = [_entry(_EMBEDDING, dims)] if layout.is_first_stage else []
-    for local, number in enumerate(layout.layer_range(dims)):
+    return [entry for chunk in range(layout.vpp) for entry in _chunk_entries(dims, layout, chunk)]
+
+
+def _chunk_entries(dims: HfDims, layout: ParallelLayout, chunk: int) -> list[TensorEntry]:
+    prefix = chunk_prefix(layout, chunk)
+    entries = [_entry(_EMBEDDING, dims, prefix)] if layout.holds_embedding(chunk) else []
+    for local, number in enumerate(layout.layer_range(dims, chunk)):
         for rule in _LAYER_RULES:
             if rule.when(dims):
-                entries.append(_entry(rule, dims, f"decoder.layers.{local}.", f"model.layers.{number}."))
-    if layout.is_last_stage:
-        entries.append(_entry(_FINAL_NORM, dims))
+                entries.append(_entry(rule, dims, f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."))
+    if layout.holds_head(chunk):
+        entries.append(_entry(_FINAL_NORM, dims, prefix))
         if not dims.tied_embeddings:
-            entries.append(_entry(_LM_HEAD, dims))
+            entries.append(_entry(_LM_HEAD, dims, prefix))
         elif not layout.is_first_stage:
             # The last stage has its own copy of the tied matrix; Megatron sums the two gradients.
             entries.append(
-                TensorEntry(_LM_HEAD.param, _EMBEDDING.hf, _vocab_shape(dims), _LM_HEAD.layout, exported=False)
+                TensorEntry(prefix + _LM_HEAD.param, _EMBEDDING.hf, _vocab_shape(dims), _LM_HEAD.layout, exported=False)
             )
     return entries
 

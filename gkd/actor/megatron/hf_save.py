@@ -70,7 +70,7 @@ def save_hf(
 def _all_stages(model: StudentModel, plans: list[list[tuple[str, Shape, torch.dtype]]]) -> Iterator[tuple[str, Tensor]]:
     """On rank 0: its own stage's tensors, then those that the other stages send, in the order of the plans."""
     yield from iter_hf_tensors(model)
-    device = next(model.gpt.parameters()).device
+    device = model.device
     for stage, plan in list(enumerate(plans))[1:]:
         for name, shape, dtype in plan:
             tensor = torch.empty(shape, dtype=dtype, device=device)

@@ -3,6 +3,8 @@
 Order tp-dp-pp, Megatron's own: TP ranks are neighbours (they talk most), then DP, then PP.
 
     rank = tp_rank + tp * (dp_rank + dp * pp_rank)
+
+With virtual pipeline stages (vpp > 1) a stage holds vpp chunks of layers, and a micro-batch visits it vpp times.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ class ParallelLayout:
     """This rank's place. Checked when it is made.
 
     Raises:
-        ConfigError: naming actor.tp or actor.pp, if the sizes do not divide the world.
+        ConfigError: naming actor.tp, actor.pp or actor.vpp, if the sizes do not divide the world or fit together.
     """
 
     tp: int
     pp: int
     world_size: int
     rank: int
+    vpp: int = 1  # model chunks of each stage
 
     def __post_init__(self) -> None:
-        for key, value in (("actor.tp", self.tp), ("actor.pp", self.pp)):
+        for key, value in (("actor.tp", self.tp), ("actor.pp", self.pp), ("actor.vpp", self.vpp)):
             if value < 1:
                 raise ConfigError(key, value, "must be at least 1.", "Use 1 to switch this parallelism off.")
         if self.world_size % (self.tp * self.pp):
@@ -36,6 +39,10 @@ class ParallelLayout:
                 self.tp,
                 f"actor.tp * actor.pp = {self.tp} * {self.pp} does not divide the actor's {self.world_size} processes.",
                 "Change actor.tp, actor.pp or the number of GPUs of the actor pool.",
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(
+                "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "Use 1, or actor.pp > 1."
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")
@@ -65,7 +72,7 @@ class ParallelLayout:
         return self.pp_rank == self.pp - 1
 
     def check_model(self, dims: HfDims) -> None:
-        """Raises ConfigError naming actor.tp or actor.pp if this layout cannot split a model of `dims`."""
+        """Raises ConfigError naming actor.tp, actor.pp or actor.vpp if this layout cannot split a model of `dims`."""
         for what, count in (
             ("attention heads", dims.n_heads),
             ("key/value heads", dims.n_kv_heads),
@@ -86,10 +93,27 @@ class ParallelLayout:
                 f"Choose a divisor of {dims.n_layers}.",
             )
 
-    def layer_range(self, dims: HfDims) -> range:
-        """Global numbers of the layers that this stage holds."""
-        per_stage = dims.n_layers // self.pp
-        return range(self.pp_rank * per_stage, (self.pp_rank + 1) * per_stage)
+        if dims.n_layers % (self.pp * self.vpp):
+            raise ConfigError(
+                "actor.vpp",
+                self.vpp,
+                f"actor.pp * actor.vpp = {self.pp} * {self.vpp} does not divide the model's {dims.n_layers} layers.",
+                f"Choose a divisor of {dims.n_layers // self.pp}.",
+            )
+
+    def holds_embedding(self, chunk: int) -> bool:
+        """Chunk number `chunk` of this stage is where tokens go in."""
+        return self.is_first_stage and chunk == 0
+
+    def holds_head(self, chunk: int) -> bool:
+        """Chunk number `chunk` of this stage is where hidden states come out."""
+        return self.is_last_stage and chunk == self.vpp - 1
+
+    def layer_range(self, dims: HfDims, chunk: int = 0) -> range:
+        """Global numbers of the layers in chunk number `chunk` of this stage."""
+        n_layers = dims.n_layers // (self.pp * self.vpp)
+        start = (chunk * self.pp + self.pp_rank) * n_layers
+        return range(start, start + n_layers)
 
     def padded_vocab_size(self, dims: HfDims) -> int:
         """The vocabulary rounded up to a multiple of TP; Megatron wants equal shards."""

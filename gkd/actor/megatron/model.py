@@ -1,6 +1,7 @@
-"""Builds this rank's part of the student: a Megatron GPTModel with the weights of a HF folder.
+"""Builds this rank's part of the student: Megatron GPTModels with the weights of a HF folder.
 
-Letters: B sequences, S padded length, H hidden size, N selected rows, V_local padded vocabulary / TP.
+Letters: B sequences, S padded or packed length, S' the same filled up for sequence parallelism, H hidden size,
+N selected rows, V_local padded vocabulary / TP.
 """
 
 from __future__ import annotations
@@ -13,20 +14,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from gkd.actor.megatron.attention import CausalSdpaAttention
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
-from gkd.actor.megatron.hf_mapping import stage_entries
+from gkd.actor.megatron.hf_mapping import chunk_prefix, stage_entries
+from gkd.actor.megatron.layer_spec import layer_spec, local_name, use_transformer_engine
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
+from gkd.log import get_logger
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# actor.recompute -> Megatron's settings
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 class StudentGPT(GPTModel):
@@ -37,29 +45,47 @@ class StudentGPT(GPTModel):
     may be left to the loss.
     """
 
-    _rows: Tensor | None = None
+    _position_major: Tensor | None = None
     _want_logits = True
 
     def forward(
-        self, tokens: Tensor, position_ids: Tensor, rows: Tensor | None = None, want_logits: bool = True
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        rows: Tensor,
+        cu_seqlens: Tensor | None = None,
+        want_logits: bool = True,
     ) -> Tensor:
-        """One stage's forward pass.
+        """One chunk's forward pass.
 
         Args:
-            tokens: [B, S] int64, right-padded.
-            position_ids: [B, S] int64. Unused by rotary embeddings, which count columns.
-            rows: [N] int64 into the flattened [B * S] positions; None for all of them, in that order.
+            tokens: [B, S] int64, right-padded or, with `cu_seqlens`, packed.
+            position_ids: [B, S] int64. Unused by rotary embeddings, which count columns of a sequence.
+            rows: [N] int64 into the flattened [B * S] positions.
+            cu_seqlens: [n + 1] int32 borders of the packed sequences, on the CPU.
             want_logits: False: the last stage ends before its LM head.
 
         Returns:
-            [N, V_local] logits or [N, H] hidden states on the last stage, [S, B, H] hidden states on the others.
+            [N, V_local] logits or [N, H] hidden states at the end of the last stage, [S', B, H] hidden states, or this
+            rank's part of their positions, elsewhere.
         """
-        self._rows, self._want_logits = rows, want_logits
+        n_sequences, length = tokens.shape
+        if self.config.sequence_parallel:
+            tokens, position_ids, cu_seqlens = _fill_up(
+                tokens, position_ids, cu_seqlens, self.config.tensor_model_parallel_size
+            )
+        self._position_major = rows % length * n_sequences + rows // length
+        self._want_logits = want_logits
         try:
-            output: Tensor = super().forward(tokens, position_ids, attention_mask=None)
+            output: Tensor = super().forward(
+                tokens,
+                position_ids,
+                attention_mask=None,
+                packed_seq_params=None if cu_seqlens is None else _packed_params(cu_seqlens, tokens.device),
+            )
         finally:
-            self._rows, self._want_logits = None, True
-        return output.flatten(0, 1) if self.post_process else output
+            self._position_major, self._want_logits = None, True
+        return output
 
     @property
     def lm_head(self) -> Tensor:
@@ -69,28 +95,78 @@ class StudentGPT(GPTModel):
         return weight
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.post_process and self._rows is not None:
-            length, n_sequences, _ = hidden_states.shape  # [S, B, H]: position-major, unlike `rows`
-            position_major = self._rows % length * n_sequences + self._rows // length
-            hidden_states = hidden_states.flatten(0, 1).index_select(0, position_major)[:, None]  # [N, 1, H]
-        if self.post_process and not self._want_logits:
-            return hidden_states if self._rows is not None else hidden_states.transpose(0, 1)
-        output: Tensor = super()._postprocess(hidden_states, *args, **kwargs)
-        return output
+        if not self.post_process:
+            return hidden_states
+        assert self._position_major is not None
+        if self.config.sequence_parallel:
+            # Each rank's gradient is that of its own vocabulary rows; the way back sums them here, and only here.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.pg_collection.tp)
+        hidden_states = hidden_states.flatten(0, 1).index_select(0, self._position_major)  # [N, H]
+        if not self._want_logits:
+            return hidden_states
+        if self.config.sequence_parallel:  # output_layer would gather positions of its own
+            return F.linear(hidden_states, self.lm_head)
+        output: Tensor = super()._postprocess(hidden_states[:, None], *args, **kwargs)  # [1, N, V_local]
+        return output.flatten(0, 1)
+
+
+def _fill_up(
+    tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None, multiple: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Columns on the right, until TP ranks can share them evenly; of a pack they are a sequence of their own."""
+    length = tokens.shape[1]
+    missing = -length % multiple
+    if missing == 0:
+        return tokens, position_ids, cu_seqlens
+    if cu_seqlens is not None:
+        cu_seqlens = F.pad(cu_seqlens, (0, 1), value=length + missing)
+    return F.pad(tokens, (0, missing)), F.pad(position_ids, (0, missing)), cu_seqlens
+
+
+def _packed_params(cu_seqlens: Tensor, device: torch.device) -> PackedSeqParams:
+    """What Megatron passes on to the rotary embedding and to attention."""
+    on_device = cu_seqlens.to(device, non_blocking=True)
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
+        # The rotary embedding prefers these, and makes a list of them in every layer: on the CPU nobody waits for that.
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StudentModel:
     """This rank's stage of the student and where it stands; what import and export work on."""
 
-    gpt: StudentGPT
+    chunks: tuple[StudentGPT, ...]  # layout.vpp of them, in the order in which a micro-batch passes them
     dims: HfDims
     layout: ParallelLayout
     groups: ProcessGroupCollection
 
     def named_params(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """(Megatron name, parameter) of this stage, each once."""
-        yield from self.gpt.named_parameters()
+        """(name as in `stage_entries`, parameter) of this stage, each once."""
+        for number, chunk in enumerate(self.chunks):
+            for name, param in chunk.named_parameters():
+                yield chunk_prefix(self.layout, number) + local_name(name), param
+
+    @property
+    def config(self) -> TransformerConfig:
+        config: TransformerConfig = self.chunks[0].config
+        return config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.chunks[0].parameters()).device
+
+    @property
+    def lm_head(self) -> Tensor:
+        """[V_local, H] this rank's rows of the LM head; last stage only."""
+        return self.chunks[-1].lm_head
 
     @property
     def vocab_start(self) -> int:
@@ -112,37 +188,51 @@ def build_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    recompute: bool = False,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
 ) -> StudentModel:
     """Builds this rank's stage and fills it from the HF folder `model_path`.
 
     Args:
         dtype: of parameters and activations; gradients and optimizer states are float32 anyway.
-        recompute: recompute every layer in the backward pass instead of keeping its activations.
+        recompute: none | selective | full; what the backward pass computes again instead of finding it in memory.
+        sequence_parallel: split activations over TP along the sequence where TP does not split them otherwise.
 
     Raises:
-        ModelError: unsupported or damaged folder. ConfigError: the layout cannot split this model.
+        ModelError: unsupported or damaged folder. ConfigError: the layout cannot split this model, or `recompute` or
+            `sequence_parallel` does not fit.
     """
     dims = read_hf_dims(model_path)
     layout.check_model(dims)
-    config = transformer_config(dims, layout, dtype=dtype, device=device, recompute=recompute)
-    gpt = StudentGPT(
-        config=config,
-        transformer_layer_spec=_layer_spec(config),
-        vocab_size=layout.padded_vocab_size(dims),
-        max_sequence_length=dims.max_positions,
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
-        share_embeddings_and_output_weights=dims.tied_embeddings,
-        position_embedding_type="rope",
-        pg_collection=groups,
+    config = transformer_config(
+        dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel
     )
-    gpt.to(device=device, dtype=dtype)  # Megatron leaves the norms in float32
-    gpt.rotary_pos_emb.inv_freq = torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device)
-    params = dict(gpt.named_parameters())
+    get_logger(f"actor.{layout.rank}").info(
+        "layers of %s", "Transformer Engine" if use_transformer_engine(device) else "Megatron's local modules"
+    )
+    chunks = []
+    for number in range(layout.vpp):
+        vp_stage = number if layout.vpp > 1 else None
+        chunk = StudentGPT(
+            config=config,
+            transformer_layer_spec=layer_spec(config, device, chunk=vp_stage),
+            vocab_size=layout.padded_vocab_size(dims),
+            max_sequence_length=dims.max_positions,
+            pre_process=layout.holds_embedding(number),
+            post_process=layout.holds_head(number),
+            share_embeddings_and_output_weights=dims.tied_embeddings,
+            position_embedding_type="rope",
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        chunk.to(device=device, dtype=dtype)  # Megatron leaves the norms in float32
+        chunk.rotary_pos_emb.inv_freq = torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device)
+        chunks.append(chunk)
+    model = StudentModel(chunks=tuple(chunks), dims=dims, layout=layout, groups=groups)
+    params = dict(model.named_params())
     load_hf_weights(model_path, params, dims, layout)
     _mark_tp_shards(params, dims, layout)
-    return StudentModel(gpt=gpt, dims=dims, layout=layout, groups=groups)
+    return model
 
 
 def _mark_tp_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout: ParallelLayout) -> None:
@@ -159,9 +249,20 @@ def _mark_tp_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layo
 
 
 def transformer_config(
-    dims: HfDims, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device, recompute: bool
+    dims: HfDims,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    recompute: str,
+    sequence_parallel: bool,
 ) -> TransformerConfig:
     """Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder."""
+    if recompute not in _RECOMPUTE:
+        choices = ", ".join(_RECOMPUTE)
+        raise ConfigError("actor.recompute", recompute, "is not one of the choices.", f"Choose one of {choices}.")
+    if sequence_parallel and layout.tp == 1:
+        raise ConfigError("actor.sequence_parallel", True, "there is one TP rank.", "Use false, or actor.tp > 1.")
     return TransformerConfig(
         num_layers=dims.n_layers,
         hidden_size=dims.hidden_size,
@@ -180,6 +281,12 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=sequence_parallel,
+        # Interleaved stages send forward and backward at once. Batched, and with two stages, where the next one is also
+        # the previous one, a gradient is taken for an activation, and the model trains on it.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -191,9 +298,7 @@ def transformer_config(
         # Weights come from the HF folder, so random initialisation would be thrown away.
         perform_initialization=False,
         use_cpu_initialization=device.type == "cpu",
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        **_RECOMPUTE[recompute],
         # Fusions need CUDA extensions (apex, Transformer Engine) or torch.compile.
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -202,11 +307,3 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-
-
-def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers with this project's attention in each."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = CausalSdpaAttention
-    return spec

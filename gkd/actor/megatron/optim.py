@@ -1,6 +1,6 @@
 """The student's optimizer: AdamW, global-norm clipping and the learning rate of each step.
 
-Megatron builds it (float32 main weights for bfloat16 models, state sharded over DP if wanted); this
+Megatron builds it (float32 main weights for bfloat16 models, state sharded over DP); this
 file gives it an AdamW of torch's arithmetic and sets the learning rate explicitly from the step number, so
 that the step number is the whole state of the schedule.
 """
@@ -8,7 +8,7 @@ that the step number is the whole state of the schedule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 
 from gkd.errors import ConfigError
 
-_SCHEDULES = ("constant", "linear", "cosine")
+_SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,33 @@ class OptimSpec:
     eps: float = 1e-8
     weight_decay: float = 0.01  # decoupled; not applied to biases and norms
     clip_grad: float = 1.0  # limit of the global gradient norm; 0 = off
-    schedule: str = "constant"  # constant | linear | cosine
+    schedule: str = "constant"  # constant | linear | cosine | wsd
     warmup_steps: int = 0  # linear, reaching the peak at this step
     total_steps: int = 1  # the decay ends at the last of them
+    decay_steps: int = 0  # wsd: the last so many steps go down, linearly
     min_lr_ratio: float = 0.0  # of the peak, at the last step
-    shard_over_dp: bool = True  # keep 1/DP of the optimizer state on each rank
 
     def __post_init__(self) -> None:
         if self.schedule not in _SCHEDULES:
             raise ConfigError(
                 "actor.optim.schedule", self.schedule, "is not a schedule.", f"Choose one of {', '.join(_SCHEDULES)}."
             )
-        for name in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "min_lr_ratio"):
+        for name in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "decay_steps", "min_lr_ratio"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(
                     f"actor.optim.{name}", value, "must be a finite number >= 0.", "Remove it for the default."
+                )
+        if self.schedule == "wsd":
+            if not self.decay_steps:
+                raise ConfigError("actor.optim.decay_steps", 0, "wsd needs steps to decay in.", "Use at least 1.")
+            if self.warmup_steps + self.decay_steps > self.total_steps:
+                raise ConfigError(
+                    "actor.optim.decay_steps",
+                    self.decay_steps,
+                    f"with actor.optim.warmup_steps {self.warmup_steps} these are more than the run's "
+                    f"{self.total_steps} steps.",
+                    "Shorten one of them.",
                 )
 
     def lr_at(self, step: int) -> float:
@@ -58,6 +69,9 @@ class OptimSpec:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
+        if self.schedule == "wsd":
+            decayed = max(0, step + 1 - (self.total_steps - self.decay_steps))  # decay steps made, this one included
+            return self.lr * (1.0 - (1.0 - self.min_lr_ratio) * min(1.0, decayed / self.decay_steps))
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps))
         remaining = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * remaining)
@@ -111,15 +125,17 @@ class GroupStepAdamW(torch.optim.Optimizer):
             group["step"] += 1
 
 
-def build_optimizer(ddp: DistributedDataParallel, spec: OptimSpec, *, dtype: torch.dtype) -> MegatronOptimizer:
-    """Megatron's optimizer over `ddp`'s parameters; collective over the whole world.
+def build_optimizer(
+    ddps: Sequence[DistributedDataParallel], spec: OptimSpec, *, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Megatron's optimizer over the parameters of all chunks; collective over the whole world.
 
     Args:
-        ddp: built with `use_distributed_optimizer == spec.shard_over_dp`.
+        ddps: this stage's model chunks, built with `use_distributed_optimizer`.
         dtype: of the parameters; bfloat16 ones get float32 main weights.
     """
     _install_adamw()
-    if spec.shard_over_dp:
+    for ddp in ddps:
         _keep_bucket_padding(ddp)
     config = OptimizerConfig(
         optimizer="adam",
@@ -131,9 +147,9 @@ def build_optimizer(ddp: DistributedDataParallel, spec: OptimSpec, *, dtype: tor
         clip_grad=spec.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=spec.shard_over_dp,
+        use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [ddp])
+    return get_megatron_optimizer(config, list(ddps))
 
 
 def set_lr(optimizer: MegatronOptimizer, spec: OptimSpec, lr: float) -> None:

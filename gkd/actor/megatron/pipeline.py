@@ -1,9 +1,10 @@
-"""Forward and backward of one rank's micro-batches through Megatron's pipeline schedule (1F1B if PP > 1).
+"""Forward and backward of one rank's micro-batches through Megatron's pipeline schedule (1F1B if PP > 1, interleaved if
+a stage has several model chunks).
 
     micro-batches -> hidden states of the loss rows -> LM head and loss -> gradients, reduced and
     divided by the global number of loss tokens
 
-Letters: B sequences, S padded length, N loss rows, H hidden size, V_local vocabulary / TP.
+Letters: B sequences, S padded or packed length, N loss rows, H hidden size, V_local vocabulary / TP.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class BatchSums:
 
 
 def run_batch(
-    ddp: DistributedDataParallel,
+    ddps: Sequence[DistributedDataParallel],
     model: StudentModel,
     micro_batches: Sequence[MicroBatch],
     loss: DistillLoss,
@@ -48,6 +49,7 @@ def run_batch(
     """Runs one global batch; gradients end up in the parameters' `main_grad`. Collective over the world.
 
     Args:
+        ddps: the model chunks of this stage, in the order of `model.chunks`.
         micro_batches: of this DP rank, on any device; may be empty, and differ in number and size
             between DP ranks. TP and PP ranks of one DP rank pass the same ones, except that only
             the last stage reads `targets`.
@@ -56,16 +58,17 @@ def run_batch(
         force_all_reduce: full gradients on every DP rank, even if the optimizer is sharded over DP.
 
     Raises:
-        DataError: a micro-batch's positions are not those of right-padded sequences, or its rows
-            and its targets disagree.
+        DataError: a micro-batch's positions are not those of right-padded or packed sequences, or its
+            rows and its targets disagree.
     """
-    device = next(model.gpt.parameters()).device
+    device = model.device
     # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
     batches = list(micro_batches) or [_empty_micro_batch()]
     for batch in batches:
         _check(batch, needs_scores=model.layout.is_last_stage)
     outputs = _schedule(
-        ddp,
+        ddps,
+        model,
         batches,
         partial(_forward_step, model=model, loss=loss, fused=fused, device=device),
         forward_only=forward_only,
@@ -83,17 +86,18 @@ def run_batch(
 
 
 @torch.no_grad()
-def run_logits(ddp: DistributedDataParallel, model: StudentModel, tokens: Tensor) -> Tensor | None:
+def run_logits(ddps: Sequence[DistributedDataParallel], model: StudentModel, tokens: Tensor) -> Tensor | None:
     """[B, S, V] float32 logits of [B, S] `tokens`, gathered over TP, on the last stage; None elsewhere. Collective."""
-    device = next(model.gpt.parameters()).device
+    device = model.device
     batch = _empty_micro_batch()
     batch.tokens = tokens
 
     def forward_step(batches: Iterator[MicroBatch], module: DistributedDataParallel) -> tuple[Tensor, None]:
         step_tokens = next(batches).tokens.to(device)
-        return module(step_tokens, _column_numbers(step_tokens)), None
+        all_rows = torch.arange(step_tokens.numel(), device=device)
+        return module(step_tokens, _column_numbers(step_tokens), all_rows), None
 
-    outputs = _schedule(ddp, [batch], forward_step, forward_only=True, force_all_reduce=False)
+    outputs = _schedule(ddps, model, [batch], forward_step, forward_only=True, force_all_reduce=False)
     if not model.layout.is_last_stage:
         return None
     shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]
@@ -103,19 +107,27 @@ def run_logits(ddp: DistributedDataParallel, model: StudentModel, tokens: Tensor
 
 
 def _schedule(
-    ddp: DistributedDataParallel,
+    ddps: Sequence[DistributedDataParallel],
+    model: StudentModel,
     batches: list[MicroBatch],
     forward_step: Callable[..., Any],
     *,
     forward_only: bool,
     force_all_reduce: bool,
 ) -> list[Tensor]:
-    """Megatron's schedule for this process's pipeline; what the loss function returned, last stage only."""
+    """Megatron's schedule for this process's pipeline; what the loss function returned, last stage only.
+
+    An interleaved pipeline takes micro-batches in groups of PP: ones without loss fill up the last group, and what they
+    returned comes last.
+    """
+    interleaved = len(ddps) > 1
+    if interleaved:
+        batches = batches + [_empty_micro_batch()] * (-len(batches) % model.layout.pp)
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[ddp],
+            data_iterator=[iter(batches) for _ in ddps] if interleaved else iter(batches),
+            model=list(ddps),
             num_microbatches=len(batches),
             # Only upper bounds: stages tell each other the shape of each micro-batch.
             seq_length=max(batch.tokens.shape[1] for batch in batches),
@@ -138,7 +150,11 @@ def _forward_step(
     """One micro-batch through this stage, and the function that turns the last stage's output into a loss."""
     batch = next(batches)
     output = module(
-        batch.tokens.to(device), batch.position_ids.to(device), batch.loss_index.to(device), want_logits=not fused
+        batch.tokens.to(device),
+        batch.position_ids.to(device),
+        batch.loss_index.to(device),
+        cu_seqlens=None if batch.cu_seqlens is None else batch.cu_seqlens.cpu(),
+        want_logits=not fused,
     )
     return output, partial(_loss_sums, batch=batch, model=model, loss=loss, fused=fused)
 
@@ -155,7 +171,9 @@ def _loss_sums(
     if targets is None:
         raise DataError("the last pipeline stage got a micro-batch without targets")
     if fused:
-        loss_sum, values = loss.from_hidden(output, model.gpt.lm_head, targets)
+        # Hidden states that were gathered over the sequence sum their gradient on the way back.
+        reduce_hidden_grad = not model.config.sequence_parallel
+        loss_sum, values = loss.from_hidden(output, model.lm_head, targets, reduce_hidden_grad=reduce_hidden_grad)
     else:
         loss_sum, values = loss.from_logits(output, targets)
     n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
@@ -168,12 +186,34 @@ def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
     n_rows, n_positions = batch.n_loss_tokens, batch.tokens.numel()
     if n_rows and not 0 <= int(batch.loss_index.min()) <= int(batch.loss_index.max()) < n_positions:
         raise DataError(f"loss_index leaves the {n_positions} positions of its micro-batch")
-    # Attention is causal over columns and the rotary embedding counts columns.
-    columns = _column_numbers(batch.tokens).flatten()
-    if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
-        raise DataError("position_ids are not column numbers: the Megatron student takes right-padded sequences only")
+    # Attention is causal over columns and the rotary embedding counts columns, of a row or of a packed sequence.
+    if batch.cu_seqlens is not None:
+        _check_pack(batch, batch.cu_seqlens)
+    else:
+        columns = _column_numbers(batch.tokens).flatten()
+        if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
+            raise DataError(
+                "position_ids are not column numbers: without cu_seqlens, sequences are padded on the right"
+            )
     if needs_scores and (batch.targets is None or len(batch.targets) != n_rows):
         raise DataError(f"{n_rows} loss rows, and targets for {0 if batch.targets is None else len(batch.targets)}")
+
+
+def _check_pack(batch: MicroBatch, cu_seqlens: Tensor) -> None:
+    if batch.tokens.shape[0] != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        raise DataError(
+            "packed sequences stand in one row, and their borders are a list of int32: tokens "
+            f"{list(batch.tokens.shape)}, cu_seqlens {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    lengths = cu_seqlens.diff()
+    ends = (int(cu_seqlens[0]), int(cu_seqlens[-1])) if len(lengths) else None
+    if ends != (0, batch.tokens.shape[1]) or int(lengths.min()) < 1:
+        raise DataError(
+            f"cu_seqlens {cu_seqlens.tolist()} does not ascend from 0 to the {batch.tokens.shape[1]} tokens of the pack"
+        )
+    columns = _column_numbers(batch.tokens)[0]
+    if not torch.equal(batch.position_ids[0], columns - cu_seqlens[:-1].repeat_interleave(lengths)):
+        raise DataError("position_ids do not begin anew at each of cu_seqlens")
 
 
 def _column_numbers(tokens: Tensor) -> Tensor:

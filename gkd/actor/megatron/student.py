@@ -54,7 +54,8 @@ class MegatronStudent:
         fused_lm_head: bool = True,
         logits_chunk_mib: int = 128,
         loss_kernel: str = "auto",
-        recompute: bool = False,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
     ) -> None:
         """Builds the model from a HF folder. torch.distributed must be initialised; blocks for all ranks.
 
@@ -65,7 +66,7 @@ class MegatronStudent:
             signals: what the teacher gives; `hidden` needs `set_teacher_head` before the first batch.
             fused_lm_head: LM head and loss together, `logits_chunk_mib` of logits at a time; else all of a micro-batch.
             loss_kernel: see `gkd.loss.row_kernels.row_kernels`.
-            recompute: trade a second forward pass for the memory of the layers' activations.
+            recompute, sequence_parallel: see `build_model`.
 
         Raises:
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
@@ -76,15 +77,20 @@ class MegatronStudent:
         groups = init_groups(layout)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self.model = build_model(model_path, layout, groups, dtype=dtype, device=device, recompute=recompute)
-        config = self.model.gpt.config
-        self._ddp = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=optim.shard_over_dp, overlap_grad_reduce=False
-            ),
-            self.model.gpt,
+        self.model = build_model(
+            model_path,
+            layout,
+            groups,
+            dtype=dtype,
+            device=device,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
         )
+        config = self.model.config
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+        )
+        self._ddps = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.model.chunks]
         self.loss = DistillLoss(
             loss,
             tuple(signals),
@@ -92,9 +98,10 @@ class MegatronStudent:
             row_kernels(loss_kernel, device),
             chunk_bytes=logits_chunk_mib << 20,
         )
-        config.no_sync_func = self._ddp.no_sync
+        no_sync = [ddp.no_sync for ddp in self._ddps]
+        config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
         config.finalize_model_grads_func = finalize_model_grads
-        self._optimizer = build_optimizer(self._ddp, optim, dtype=dtype)
+        self._optimizer = build_optimizer(self._ddps, optim, dtype=dtype)
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
         """One optimizer step on one global batch; `self.step` grows by one.
@@ -132,7 +139,7 @@ class MegatronStudent:
         """
         self.loss.on_rows = on_rows
         try:
-            sums = run_batch(self._ddp, self.model, micro_batches, self.loss, fused=self._fused, forward_only=True)
+            sums = run_batch(self._ddps, self.model, micro_batches, self.loss, fused=self._fused, forward_only=True)
         finally:
             self.loss.on_rows = None
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
@@ -154,7 +161,7 @@ class MegatronStudent:
         shard = self.loss.shard
         if head.ndim != 2 or len(head) < shard.n_valid:
             raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
-        stop = shard.start + shard.n_columns(len(self.model.gpt.lm_head))
+        stop = shard.start + shard.n_columns(len(self.model.lm_head))
         rows = np.array(head[shard.start : stop], np.float32)  # a copy: the object store frees its own
         self.loss.teacher_head = torch.from_numpy(rows).to(self.device)
 
@@ -182,7 +189,7 @@ class MegatronStudent:
 
     def forward_logits(self, tokens: Tensor) -> Tensor | None:
         """[B, S] tokens -> [B, S, V] float32 logits on the last stage, None elsewhere. For tests."""
-        return run_logits(self._ddp, self.model, tokens)
+        return run_logits(self._ddps, self.model, tokens)
 
     def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """This stage's gradients of one global batch, full float32 tensors by HF name; makes no step. For diagnosis."""
@@ -194,7 +201,7 @@ class MegatronStudent:
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], *, force_all_reduce: bool = False) -> BatchSums:
         self._zero_grads()
         return run_batch(
-            self._ddp,
+            self._ddps,
             self.model,
             micro_batches,
             self.loss,
@@ -216,5 +223,6 @@ class MegatronStudent:
         return means
 
     def _zero_grads(self) -> None:
-        self._ddp.zero_grad_buffer()
+        for ddp in self._ddps:
+            ddp.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -1,0 +1,282 @@
+"""Loss curves of the Megatron student in every layout equal plain HF + AdamW. gloo, CPU.
+
+Models of four layers, so that two stages can hold two chunks each. A layout's curve is wrong in its later steps if any
+gradient of an earlier one was; the first step's gradients are compared by name as well. The negative controls make
+mistakes on purpose and show that these curves would tell.
+
+What this does not prove: NCCL, CUDA kernels, Transformer Engine's layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gkd.types import MicroBatch
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import (
+    BETAS,
+    CLIP,
+    EPS,
+    LR,
+    WEIGHT_DECAY,
+    Reference,
+    make_hf_folder,
+    make_micro_batches,
+    pack,
+    train_bf16_reference,
+    train_reference,
+)
+
+N_STEPS = 20
+N_STEPS_SHORT = 5
+N_BATCHES = 2  # of the run, in turn, so that the curve goes down
+N_LAYERS = 4
+FLOAT32_BOUND, BFLOAT16_BOUND, VISIBLE = 1e-5, 2e-3, 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and how it is trained."""
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    packed: bool = False
+    fused: bool = True
+    kind: str = "qwen3"
+    dtype: torch.dtype = torch.float32
+    saved: bool = False
+    mistake: str = ""
+
+
+# In CI: sequences that TP ranks cannot share evenly, packed; and chunks that are not neighbours, with tied embeddings.
+SHORT = {
+    "tp2_sp_packed_selective": Case(2, tp=2, sequence_parallel=True, packed=True, recompute="selective"),
+    "pp2_vpp2_tied": Case(2, pp=2, vpp=2, kind="qwen2_tied", saved=True),
+}
+LONG = {
+    "tp1_packed": Case(1, packed=True),
+    "tp2": Case(2, tp=2),
+    "tp2_packed": Case(2, tp=2, packed=True),
+    "tp2_sp": Case(2, tp=2, sequence_parallel=True),
+    "tp2_sp_logits": Case(2, tp=2, sequence_parallel=True, fused=False),
+    "tp2_sp_tied_full": Case(2, tp=2, sequence_parallel=True, kind="qwen2_tied", recompute="full", packed=True),
+    "pp2": Case(2, pp=2),
+    "pp2_packed": Case(2, pp=2, packed=True),
+    "pp2_vpp2": Case(2, pp=2, vpp=2),
+    "pp2_vpp2_packed_full": Case(2, pp=2, vpp=2, packed=True, recompute="full"),
+    "dp2": Case(2),
+    "dp2_packed": Case(2, packed=True),
+    "full": Case(1, recompute="full"),
+    "full_packed": Case(1, recompute="full", packed=True),
+    "selective": Case(1, recompute="selective"),
+    "selective_packed": Case(1, recompute="selective", packed=True),
+    "tp2_pp2": Case(4, tp=2, pp=2),
+    "tp2_pp2_sp_packed": Case(4, tp=2, pp=2, sequence_parallel=True, packed=True),
+    "tp2_pp2_vpp2_sp_packed_tied": Case(4, tp=2, pp=2, vpp=2, sequence_parallel=True, packed=True, kind="qwen2_tied"),
+    "tp2_dp2": Case(4, tp=2),
+    "tp2_dp2_sp_packed": Case(4, tp=2, sequence_parallel=True, packed=True),
+    "pp2_dp2": Case(4, pp=2),
+    "pp2_dp2_vpp2_packed": Case(4, pp=2, vpp=2, packed=True),
+    "bf16": Case(1, dtype=torch.bfloat16),
+    "bf16_tp2_sp_packed": Case(2, tp=2, sequence_parallel=True, packed=True, dtype=torch.bfloat16),
+    "bf16_pp2_vpp2": Case(2, pp=2, vpp=2, dtype=torch.bfloat16),
+    "bf16_dp2": Case(2, dtype=torch.bfloat16),
+}
+MISTAKES = {
+    mistake: Case(2, tp=2, packed=True, mistake=mistake)
+    for mistake in ("no finalize_model_grads", "loss_index + 1", "mean per micro-batch")
+}
+CASES = SHORT | LONG | MISTAKES
+
+
+def _world(rank: int, world_size: int, root: Path, names: list[str], n_steps: int) -> dict[str, dict[str, Any]]:
+    """Runs in a rank: one curve after the other, in fresh Megatron groups."""
+    from megatron.core import parallel_state
+
+    measured = {}
+    for name in names:
+        measured[name] = _curve(rank, CASES[name], root, n_steps)
+        parallel_state.destroy_model_parallel()
+    return measured
+
+
+def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
+    from gkd.actor.megatron import attention, pipeline
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.loss.spec import LossSpec
+
+    layout = ParallelLayout(tp=case.tp, pp=case.pp, world_size=case.world_size, rank=rank, vpp=case.vpp)
+    student = MegatronStudent(
+        root / case.kind,
+        layout,
+        optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
+        loss=LossSpec(),
+        dtype=case.dtype,
+        device=torch.device("cpu"),
+        seed=1,
+        fused_lm_head=case.fused,
+        recompute=case.recompute,
+        sequence_parallel=case.sequence_parallel,
+    )
+    mine = partial(_mine, case=case, layout=layout)
+    reference: Reference = torch.load(root / f"{case.kind}.pt", weights_only=False)
+    if case.saved:
+        student.save_hf(root / f"saved_{case.kind}", root / case.kind)
+    with patch.object(attention, "causal_attention", wraps=attention.causal_attention) as counted:
+        grads = student.grads_by_hf_name(mine(0))
+    group = case.pp if case.vpp > 1 else 1  # an interleaved pipeline fills the last group up
+    n_passes = -(-len(mine(0)) // group) * group * N_LAYERS // case.pp  # of micro-batches through layers of this rank
+    loss_sums = pipeline._loss_sums
+    if case.mistake == "no finalize_model_grads":
+        student.model.config.finalize_model_grads_func = _reduce_nothing
+    elif case.mistake == "mean per micro-batch":
+        loss_sums = _mean_per_micro_batch(loss_sums)
+    with patch.object(pipeline, "_loss_sums", loss_sums):
+        stats = [student.train_step(mine(step)) for step in range(n_steps)]
+    return {
+        "grad_diff": max(float((grad - reference.grads[name]).abs().max()) for name, grad in grads.items()),
+        "grad_names": sorted(grads),
+        "attention_calls": counted.call_count / n_passes,
+        "losses": [s.loss for s in stats],
+        "grad_norms": [s.grad_norm for s in stats],
+    }
+
+
+def _mine(step: int, *, case: Case, layout: Any) -> list[MicroBatch]:
+    """DP rank 0 takes three of the four micro-batches, DP rank 1 the last: unequal counts on purpose."""
+    batches = make_micro_batches(step % N_BATCHES)
+    if case.packed:
+        batches = [pack(batch) for batch in batches]
+    if case.mistake == "loss_index + 1":
+        for batch in batches:
+            batch.loss_index = batch.loss_index + 1
+    if layout.dp == 1:
+        return batches
+    return batches[:3] if layout.dp_rank == 0 else batches[3:]
+
+
+def _reduce_nothing(model: Any, num_tokens: Any = None, **_: Any) -> None:
+    """In the place of finalize_model_grads: each rank keeps its own gradient, divided as it should be."""
+    for chunk in model:
+        chunk.scale_gradients(1.0 / num_tokens)
+
+
+def _mean_per_micro_batch(right: Any) -> Any:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        loss_sum, n_tokens, report = right(*args, **kwargs)
+        return loss_sum / n_tokens, torch.ones_like(n_tokens), report
+
+    return wrong
+
+
+def _references(root: Path, n_steps: int, kinds: set[str]) -> None:
+    """A folder with one model and one reference run of each kind."""
+    torch.set_num_threads(1)
+    for kind in sorted(kinds):
+        make_hf_folder(root / kind, kind, n_layers=N_LAYERS)
+        torch.save(train_reference(root / kind, n_steps, n_batches=N_BATCHES), root / f"{kind}.pt")
+
+
+def _run(root: Path, names: list[str], n_steps: int, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
+    """Measurements of all ranks, by case; one spawn for each world size."""
+    measured: dict[str, list[dict[str, Any]]] = {}
+    for size in sorted({CASES[name].world_size for name in names}):
+        own = [name for name in names if CASES[name].world_size == size]
+        ranks = run_gloo(_world, size, root, own, n_steps, timeout_s=timeout_s)
+        measured |= {name: [rank[name] for rank in ranks] for name in own}
+    return measured
+
+
+def _check_float32(root: Path, name: str, ranks: list[dict[str, Any]]) -> None:
+    reference: Reference = torch.load(root / f"{CASES[name].kind}.pt", weights_only=False)
+    assert max(float(g.abs().max()) for g in reference.grads.values()) > 0.01  # else 1e-5 shows nothing
+    assert _learned(reference.losses) > 1000 * FLOAT32_BOUND
+    assert {key for r in ranks for key in r["grad_names"]} == set(reference.grads)
+    for r in ranks:
+        print(f"{name}: gradients {r['grad_diff']:.1e}, losses {_max_diff(r['losses'], reference.losses):.1e}")
+        assert r["grad_diff"] <= FLOAT32_BOUND, name
+        assert _max_diff(r["losses"], reference.losses) <= FLOAT32_BOUND, name
+        assert r["attention_calls"] == (1 if CASES[name].recompute == "none" else 2), name
+        assert r["grad_norms"] == pytest.approx(reference.grad_norms, abs=1e-4), name
+
+
+def _learned(losses: list[float]) -> float:
+    """How far the loss of the last step's batch has come down."""
+    return losses[(len(losses) - 1) % N_BATCHES] - losses[-1]
+
+
+def _max_diff(losses: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+
+
+@pytest.mark.dist
+def test_short_curves(tmp_path: Path) -> None:
+    """Fails if packing, sequence parallelism, selective recompute or the interleaved pipeline changes a gradient."""
+    _references(tmp_path, N_STEPS_SHORT, {case.kind for case in SHORT.values()})
+    for name, ranks in _run(tmp_path, list(SHORT), N_STEPS_SHORT, timeout_s=100.0).items():
+        _check_float32(tmp_path, name, ranks)
+    saved, original = (load_file(tmp_path / name / "model.safetensors") for name in ("saved_qwen2_tied", "qwen2_tied"))
+    assert saved.keys() == original.keys() and all(torch.equal(saved[name], original[name]) for name in saved)
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    """The folder of the references, and what the ranks of every case measured."""
+    root = tmp_path_factory.mktemp("curves")
+    _references(root, N_STEPS, {case.kind for case in CASES.values()})
+    return root, _run(root, list(CASES), N_STEPS, timeout_s=1500.0)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", [name for name in SHORT | LONG if CASES[name].dtype == torch.float32])
+def test_curve(curves: Any, name: str) -> None:
+    """Fails if a layout trains on other gradients than a single process does."""
+    root, measured = curves
+    _check_float32(root, name, measured[name])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_bfloat16_curves(curves: Any) -> None:
+    """Fails if a bfloat16 student, or one in some layout, loses what float32 master weights keep."""
+    root, measured = curves
+    wanted = train_bf16_reference(root / "qwen3", N_STEPS, n_batches=N_BATCHES)
+    exact: Reference = torch.load(root / "qwen3.pt", weights_only=False)
+    print(f"bfloat16 reference: {_max_diff(wanted, exact.losses):.1e} from float32, learned {_learned(wanted):.2f}")
+    assert _learned(wanted) > 100 * BFLOAT16_BOUND  # the bound is small beside what is learned
+    without = train_bf16_reference(root / "qwen3", N_STEPS, n_batches=N_BATCHES, keep_masters=False)
+    assert _max_diff(without, wanted) > 2 * BFLOAT16_BOUND
+    for name in [name for name, case in LONG.items() if case.dtype == torch.bfloat16]:
+        for r in measured[name]:
+            print(f"{name}: losses {_max_diff(r['losses'], wanted):.1e}")
+            assert _max_diff(r["losses"], wanted) <= BFLOAT16_BOUND, name
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_curves_show_mistakes(curves: Any, mistake: str) -> None:
+    """Fails if a curve within the bound would prove nothing: each of these mistakes must leave it."""
+    root, measured = curves
+    reference: Reference = torch.load(root / f"{MISTAKES[mistake].kind}.pt", weights_only=False)
+    for r in measured[mistake]:
+        print(f"{mistake}: losses {_max_diff(r['losses'], reference.losses):.1e}")
+        assert _max_diff(r["losses"], reference.losses) > VISIBLE
