@@ -173,7 +173,7 @@ def test_a_micro_batch_with_half_a_table_is_refused() -> None:
     """If it fails, rows of the sequences that have a table are learned by those that have none."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1)]
     scores = [make_scores(rollouts[0]), replace(make_scores(rollouts[1]), hidden=None)]
-    with pytest.raises(DataError, match="only 1 of the 2 sequences of a micro-batch have a hidden table"):
+    with pytest.raises(DataError, match="only 1 of the 2 sequences of a batch have a hidden table"):
         make_micro_batches(rollouts, scores, micro_batch_size=2)
 
 
