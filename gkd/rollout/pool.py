@@ -13,7 +13,7 @@ from gkd.cluster.calls import fetch, gather
 from gkd.config import Config
 from gkd.errors import ClusterError
 from gkd.roles import GreedyReport, RolloutChunk
-from gkd.rollout.chunks import dataset_chunks
+from gkd.rollout.chunks import dataset_chunks, decode_sizes
 from gkd.rollout.engine import Sampling
 from gkd.types import Prompt
 
@@ -82,8 +82,7 @@ class RolloutPool:
             except StopIteration:  # a failed call leaves one item, and it holds the error
                 fetch(rollouts, f"generate on {streams[stream]}")
                 raise ClusterError(f"{streams[stream]}: its rollouts ended in the middle of a chunk") from None
-            sizes: RolloutChunk = fetch(second, f"generate on {streams[stream]}")
-            yield dataclasses.replace(sizes, ref=rollouts)
+            yield decode_sizes(fetch(second, f"generate on {streams[stream]}"), rollouts)
 
     def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
         """The dataset's responses as finished chunks; nothing is asked of an engine.

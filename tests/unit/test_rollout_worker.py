@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from gkd.config_load import load_config
 from gkd.errors import DataError
 from gkd.roles import RolloutChunk
-from gkd.rollout.chunks import dataset_chunks
+from gkd.rollout.chunks import dataset_chunks, decode_sizes, encode_sizes
 from gkd.rollout.engine import Sampling, _sequence_seed
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
@@ -79,8 +80,12 @@ def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk
         worker([([1, 2], "stop")] * 4).generate(prompts(4), places, dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size)
     )
     seen: list[int] = []
-    for rollouts, chunk in zip(items[::2], items[1::2], strict=True):
-        assert isinstance(chunk, RolloutChunk)
+    for rollouts, sizes in zip(items[::2], items[1::2], strict=True):
+        chunk = decode_sizes(sizes, "handle")
+        assert chunk.ref == "handle"
+        assert chunk.sample_index.tolist() == [r.sample_index for r in rollouts]
+        assert chunk.n_tokens.tolist() == [r.n_tokens for r in rollouts] and chunk.n_cut == 0
+        assert chunk.n_prompt_tokens == len(rollouts)
         assert (chunk.n_sequences, chunk.n_response_tokens) == (len(rollouts), 2 * len(rollouts))
         assert len(rollouts) <= chunk_size and chunk.policy_version == 7 and chunk.on_policy
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
@@ -110,6 +115,27 @@ def test_dataset_responses_go_to_the_group_of_their_place(dp_size: int, chunk_si
             assert r.response_ids.tolist() == rows[r.prompt_id].response_ids.tolist()  # type: ignore[union-attr]
         seen += [(r.prompt_id, r.sample_index) for r in rollouts]
     assert sorted(seen) == [(i, place * 3) for i, place in enumerate(places)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 16])
+def test_the_driver_gets_few_bytes_of_a_chunk_and_all_that_it_needs(n: int) -> None:
+    """Fails if a number of a chunk's sizes is lost on the way, or a chunk of one sequence costs over 100 bytes."""
+    rows = [Prompt(i, np.arange(i + 1, dtype=np.int32), None, np.array([1] * (i + 2), np.int32)) for i in range(n)]
+    ((rollouts, chunk),) = dataset_chunks(
+        rows, range(n), n=2**20, dp_size=1, chunk_size=16, policy_version=2**40, eos_ids={3}
+    )
+    data = encode_sizes(chunk)
+    assert len(data) == 40 + 8 * n <= 100 * n
+    again = decode_sizes(data, "handle")
+    for name in (f.name for f in fields(RolloutChunk)):
+        wanted = "handle" if name == "ref" else getattr(chunk, name)
+        assert np.array_equal(getattr(again, name), wanted), name
+    assert again.sample_index.dtype == again.n_tokens.dtype == np.int32
+    assert again.n_tokens.sum() == again.n_prompt_tokens + again.n_response_tokens
+    assert [r.sample_index for r in rollouts] == again.sample_index.tolist()
+    for bad in (data[:39], data[:-1], data + b"x"):
+        with pytest.raises(DataError, match=f"are {len(bad)} bytes, expected"):
+            decode_sizes(bad, None)
 
 
 def test_a_dataset_response_without_its_end_counts_as_cut() -> None:
