@@ -12,6 +12,7 @@ from gkd.data import load_tokenizer
 from gkd.evaluation import is_correct
 from gkd.log import get_logger
 from gkd.roles import Sample
+from gkd.rollout.asked import decode_prompts
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.engine import RolloutEngine, Sampling
 from gkd.types import Prompt, Rollout
@@ -52,7 +53,7 @@ class RolloutWorker:
         self._log.info("engine up")
 
     def generate(
-        self, prompts: Sequence[Prompt], places: Sequence[int], dp_size: int, sampling: Sampling, chunk_size: int
+        self, asked: bytes, dp_size: int, sampling: Sampling, chunk_size: int
     ) -> Iterator[list[Rollout] | bytes]:
         """Two objects whenever `chunk_size` sequences of one data-parallel group are finished, and for the rest at the
         end: the rollouts, which the driver never fetches, and then their sizes (`encode_sizes`), which it does.
@@ -61,8 +62,9 @@ class RolloutWorker:
         in a streamed item, stood for. The driver owns streamed items themselves.)
 
         Args:
-            places: place of each prompt in the whole batch; modulo dp_size it is the group that trains on it.
+            asked: prompts and their places, see `encode_prompts`; a place modulo dp_size is the group that scores it.
         """
+        prompts, places = decode_prompts(asked)
         finished: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in self._engine.generate(prompts, sampling, places):
             dp_rank = rollout.sample_index // sampling.n % dp_size

@@ -12,6 +12,7 @@ import pytest
 from gkd.config_load import load_config
 from gkd.errors import DataError
 from gkd.roles import RolloutChunk
+from gkd.rollout.asked import decode_prompts, encode_prompts
 from gkd.rollout.chunks import dataset_chunks, decode_sizes, encode_sizes
 from gkd.rollout.engine import Sampling, _sequence_seed
 from gkd.rollout.worker import RolloutWorker
@@ -77,7 +78,9 @@ def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk
     """If it fails, a data-parallel group trains on another group's rollouts, twice on some, or never on others."""
     places = [0, 2, 3, 5]  # what one of two engines is given of a batch of six
     items: list[Any] = list(
-        worker([([1, 2], "stop")] * 4).generate(prompts(4), places, dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size)
+        worker([([1, 2], "stop")] * 4).generate(
+            encode_prompts(prompts(4), places), dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size
+        )
     )
     seen: list[int] = []
     for rollouts, sizes in zip(items[::2], items[1::2], strict=True):
@@ -151,6 +154,22 @@ def test_a_prompt_that_was_loaded_without_response_is_named() -> None:
     """If it fails, a mistake in the wiring shows as an AttributeError of numpy."""
     with pytest.raises(DataError, match="prompt 1"):
         list(dataset_chunks(prompts(2)[1:], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=()))
+
+
+def test_prompts_reach_an_engine_whole_and_without_what_it_does_not_need() -> None:
+    """Fails if an engine answers other tokens or counts them to another place, or a prompt costs more than its tokens
+    and 12 bytes."""
+    asked = [Prompt(i * 10**8, np.arange(i, i + n, dtype=np.int32), "secret") for i, n in enumerate((3, 1, 400))]
+    data = encode_prompts(asked, [7, 0, 2**30])
+    assert len(data) == 4 + 3 * 12 + 404 * 4
+    got, places = decode_prompts(data)
+    assert places == [7, 0, 2**30]
+    for prompt, wanted in zip(got, asked, strict=True):
+        assert prompt.prompt_id == wanted.prompt_id and (prompt.answer, prompt.response_ids) == (None, None)
+        assert prompt.token_ids.dtype == np.int32 and np.array_equal(prompt.token_ids, wanted.token_ids)
+    for bad in (b"", data[:20], data[:-1], data[:-4], data + b"abcd"):
+        with pytest.raises(DataError, match=f"are not {len(bad)} bytes"):
+            decode_prompts(bad)
 
 
 def test_no_two_sequences_share_a_seed() -> None:
