@@ -3,7 +3,8 @@
     python -m tests.bench.driver_bytes --config X.yaml key=value ...
 
 Takes the arguments of `gkd.main_gkd` (a teacher server must be up), starts the run's pools, sends some batches down the
-road rollout -> scores -> train step, and prints one JSON object: for each batch its name and these numbers.
+road rollout -> scores -> train step, and prints one JSON object: for each batch its name and these numbers. Last
+comes "control": a result of 50,000 bytes that is left to Ray's own limit, and then fetched.
 
 - read_bytes, written_bytes: data and metadata of every object that this process deserialised (results that it
   fetched) or serialised (arguments that are not handles, puts). Counted in Ray's own serialiser, so nothing
@@ -30,6 +31,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+from ray._private.serialization import SerializationContext
+from ray._private.worker import global_worker
+
 from gkd.config_load import load_config
 from gkd.preflight import preflight
 from gkd.trainer import Roles
@@ -50,8 +55,6 @@ class Counters:
     tcp: dict[str, int] = field(default_factory=dict)  # by socket: what it had when it was last seen
 
     def look(self) -> dict[str, int]:
-        from ray._private.worker import global_worker
-
         for inode, connection in _tcp_sockets():
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             acked, received = (struct.unpack_from("<Q", info, at)[0] for at in (_BYTES_ACKED, _BYTES_RECEIVED))
@@ -81,8 +84,6 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
 @contextmanager
 def counted() -> Iterator[Counters]:
     """Counts in Ray's serialiser of this process."""
-    from ray._private.serialization import SerializationContext
-
     counters = Counters()
     read, write = SerializationContext.deserialize_objects, SerializationContext.serialize
 
@@ -119,6 +120,16 @@ def measure(roles: Roles, prompts: Sequence[Prompt], n: int, counters: Counters)
     }
 
 
+def control(counters: Counters) -> dict[str, int]:
+    """What the counters make of a result that does go through this process."""
+    before = counters.look()
+    ref = ray.remote(lambda: bytes(50_000)).options(num_cpus=0.1).remote()
+    ray.wait([ref])
+    ray.get(ref)
+    after = counters.look()
+    return {name: after[name] - before[name] for name in after}
+
+
 def main(argv: Sequence[str]) -> None:
     config = load_config(argv[argv.index("--config") + 1], [word for word in argv if "=" in word])
     plan = preflight(config)
@@ -128,6 +139,7 @@ def main(argv: Sequence[str]) -> None:
         for name, (n_prompts, share) in BATCHES.items():
             config.data.max_response_length = int(longest * share)  # the rollout pool reads it for each batch
             results[name] = measure(roles, plan.train_prompts[:n_prompts], config.rollout.n, counters)
+        results["control"] = control(counters)
     print(json.dumps(results))
 
 
