@@ -61,12 +61,17 @@ def run_batch(
     """
     device = next(model.gpt.parameters()).device
     # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
-    batches = list(micro_batches) or [_empty_micro_batch()]
+    batches = micro_batches or [_empty_micro_batch()]
+    shapes = []
+    # Not made into a list: `gkd.collate.MicroBatches` makes each again when its turn comes, so that not all of the
+    # teacher's tables exist at once.
     for batch in batches:
         _check(batch, needs_scores=model.layout.is_last_stage)
+        shapes.append(batch.tokens.shape)
     outputs = _schedule(
         ddp,
         batches,
+        shapes,
         partial(_forward_step, model=model, loss=loss, fused=fused, device=device),
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
@@ -93,7 +98,7 @@ def run_logits(ddp: DistributedDataParallel, model: StudentModel, tokens: Tensor
         step_tokens = next(batches).tokens.to(device)
         return module(step_tokens, _column_numbers(step_tokens)), None
 
-    outputs = _schedule(ddp, [batch], forward_step, forward_only=True, force_all_reduce=False)
+    outputs = _schedule(ddp, [batch], [tokens.shape], forward_step, forward_only=True, force_all_reduce=False)
     if not model.layout.is_last_stage:
         return None
     shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]
@@ -104,7 +109,8 @@ def run_logits(ddp: DistributedDataParallel, model: StudentModel, tokens: Tensor
 
 def _schedule(
     ddp: DistributedDataParallel,
-    batches: list[MicroBatch],
+    batches: Sequence[MicroBatch],
+    shapes: Sequence[torch.Size],
     forward_step: Callable[..., Any],
     *,
     forward_only: bool,
@@ -118,8 +124,8 @@ def _schedule(
             model=[ddp],
             num_microbatches=len(batches),
             # Only upper bounds: stages tell each other the shape of each micro-batch.
-            seq_length=max(batch.tokens.shape[1] for batch in batches),
-            micro_batch_size=max(batch.tokens.shape[0] for batch in batches),
+            seq_length=max(shape[1] for shape in shapes),
+            micro_batch_size=max(shape[0] for shape in shapes),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
