@@ -1,4 +1,4 @@
-"""Scored rollouts -> micro-batches: checks, order, padding, and which logits row learns from which teacher row.
+"""Scored rollouts -> micro-batches: checks, order, and which sequences share one; `gkd.collate` makes the tensors.
 
 tokens       p0 p1 p2 r0 r1 r2 <eos> pad
 logits row    .  . r0 r1 r2 <eos>  .   .      (row t predicts token t + 1)
@@ -7,20 +7,17 @@ loss rows           ^  ^  ^  ^                loss_index = positions P-1 .. P-1+
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 
+from gkd.collate import MicroBatches
 from gkd.errors import DataError
 from gkd.roles import TokenRecord
 from gkd.teacher.base import validate_scores
-from gkd.types import MicroBatch, Rollout, TeacherScores, TokenTargets
+from gkd.types import Rollout, TeacherScores
 from teacher_server.protocol import Signal
-
-T = TypeVar("T")
 
 
 def check_batch(
@@ -79,8 +76,9 @@ def make_micro_batches(
     *,
     micro_batch_size: int,
     max_tokens: int = 0,
+    packed: bool = False,
     pad_id: int = 0,
-) -> list[MicroBatch]:
+) -> MicroBatches:
     """Every rollout once, in an order that does not depend on the order of arrival.
 
     Args:
@@ -88,24 +86,25 @@ def make_micro_batches(
         scores: the teacher's, same order, all with the same tables; None on pipeline stages that compute no loss, where
             `targets` is None.
         micro_batch_size: sequences of a micro-batch, where max_tokens is 0.
-        max_tokens: limit on B x S; a longer sequence gets a micro-batch of its own. Sequences are then grouped by
-            length, so little is padding.
+        max_tokens: limit on its tokens, padding included; a longer sequence gets a micro-batch of its own.
+        packed: sequences one after the other in one row, see `MicroBatch`; else padded to the longest of them.
         pad_id: any valid token id; padded positions are behind the sequence and causal attention never sees them.
+
+    Raises:
+        DataError: only some of the sequences have one of the teacher's tables.
     """
     order = sorted(range(len(rollouts)), key=lambda i: rollouts[i].sample_index)
     if max_tokens:
         order.sort(key=lambda i: -rollouts[i].n_tokens)  # stable: equal lengths stay in the batch's order
-        groups = _by_tokens(order, [r.n_tokens for r in rollouts], max_tokens)
+        lengths = [r.n_tokens for r in rollouts]
+        groups = _by_sum(order, lengths, max_tokens) if packed else _by_longest(order, lengths, max_tokens)
     else:
-        groups = (order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size))
-    return [
-        _collate([rollouts[i] for i in group], None if scores is None else [scores[i] for i in group], pad_id)
-        for group in groups
-    ]
+        groups = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
+    return MicroBatches(rollouts, scores, groups, packed=packed, pad_id=pad_id)
 
 
 def token_records(
-    batches: Sequence[MicroBatch], tables: Sequence[torch.Tensor], names: Sequence[str], rollouts: Sequence[Rollout]
+    batches: MicroBatches, tables: Sequence[torch.Tensor], names: Sequence[str], rollouts: Sequence[Rollout]
 ) -> list[TokenRecord]:
     """The loss's numbers of each token of some sequences, put back together by sequence.
 
@@ -116,7 +115,7 @@ def token_records(
     wanted = {rollout.sample_index: rollout for rollout in rollouts}
     rows = torch.cat(list(tables)) if tables else torch.zeros(0, len(names))
     records, stop = [], 0
-    for index, n_rows in (pair for batch in batches for pair in batch.samples):
+    for index, n_rows in batches.samples:
         start, stop = stop, stop + n_rows
         if (rollout := wanted.get(index)) is not None:
             values = {name: rows[start:stop, i].tolist() for i, name in enumerate(names)}
@@ -126,72 +125,35 @@ def token_records(
     return records
 
 
-def _by_tokens(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    group: list[int] = []
-    for i in order:  # longest first, so the first of a group decides its padded length
-        if group and lengths[group[0]] * (len(group) + 1) > max_tokens:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
+def _by_longest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Padded: the longest sequence of a micro-batch decides what each of the others costs, so neighbours share one.
+
+    Args:
+        order: places, longest first.
+    """
+    groups: list[list[int]] = []
+    for i in order:
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= max_tokens:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
-def _collate(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores] | None, pad_id: int) -> MicroBatch:
-    length = max(r.n_tokens for r in rollouts)
-    tokens = np.full((len(rollouts), length), pad_id, dtype=np.int64)
-    loss_index: list[np.ndarray] = []
-    for b, rollout in enumerate(rollouts):
-        n_prompt, n_response = len(rollout.prompt_ids), len(rollout.response_ids)
-        tokens[b, :n_prompt] = rollout.prompt_ids
-        tokens[b, n_prompt : n_prompt + n_response] = rollout.response_ids
-        first = b * length + n_prompt - 1
-        loss_index.append(np.arange(first, first + n_response))
-    return MicroBatch(
-        tokens=torch.from_numpy(tokens),
-        position_ids=torch.arange(length).expand(len(rollouts), length),
-        loss_index=torch.from_numpy(np.concatenate(loss_index)),
-        targets=None if scores is None else _targets(rollouts, scores),
-        samples=tuple((r.sample_index, len(r.response_ids)) for r in rollouts),
-    )
+def _by_sum(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Packed: first-fit decreasing, at most 11/9 of the fewest possible micro-batches and one more.
 
-
-def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> TokenTargets:
-    n_rows = [len(r.response_ids) for r in rollouts]
-    written = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
-    targets = TokenTargets(
-        sampled_ids=_rows([r.response_ids for r in rollouts], np.int64),
-        rollout_logprobs=_rows(written, np.float32),
-        on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
-    )
-    if topk := _tables([s.topk for s in scores], "topk"):
-        width = max(t.topk_ids.shape[1] for t in topk)
-        targets.topk_ids = _rows([_widened(t.topk_ids, width, -1) for t in topk], np.int64)
-        targets.topk_logprobs = _rows([_widened(t.topk_logprobs, width, -np.inf) for t in topk], np.float32)
-        targets.tail_mass = _rows([t.tail_mass for t in topk], np.float32)
-    if sampled := _tables([s.sampled_logprobs for s in scores], "sampled"):
-        targets.sampled_logprobs = _rows(sampled, np.float32)
-    if logits := _tables([s.logits for s in scores], "logits"):
-        targets.logits = _rows(logits, logits[0].dtype)
-    if hidden := _tables([s.hidden for s in scores], "hidden"):
-        targets.hidden = _rows(hidden, np.float32)
-    return targets
-
-
-def _tables(tables: Sequence[T | None], signal: Signal) -> list[T]:
-    """Those of all sequences of a micro-batch, or of none."""
-    there = [table for table in tables if table is not None]
-    if len(there) not in (0, len(tables)):
-        raise DataError(f"only {len(there)} of the {len(tables)} sequences of a micro-batch have a {signal} table")
-    return there
-
-
-def _widened(table: np.ndarray, width: int, filler: float) -> np.ndarray:
-    """[R, K] -> [R, width], as the entries past a row's count are filled."""
-    missing = width - table.shape[1]
-    return table if missing == 0 else np.pad(table, ((0, 0), (0, missing)), constant_values=filler)
-
-
-def _rows(tables: Sequence[np.ndarray], dtype: DTypeLike) -> torch.Tensor:
-    """One below the other, in memory of their own: what comes from the object store is read-only."""
-    return torch.from_numpy(np.concatenate(tables, dtype=dtype, casting="same_kind"))
+    Args:
+        order: places, longest first; each goes to the first micro-batch that has room.
+    """
+    groups: list[list[int]] = []
+    # Tokens that each micro-batch can still take; one that is not begun yet takes any sequence.
+    room = np.full(len(order), np.iinfo(np.int64).max)
+    for i in order:
+        at = int(np.argmax(room >= lengths[i]))
+        if at == len(groups):
+            groups.append([])
+            room[at] = max(max_tokens, lengths[i])
+        groups[at].append(i)
+        room[at] -= lengths[i]
+    return groups

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from gkd.types import Prompt
 
 
@@ -18,7 +20,7 @@ from gkd.types import Prompt
 class RolloutChunk:
     """Handle of some finished rollouts of one data-parallel group."""
 
-    dp_rank: int
+    dp_rank: int  # the group whose endpoint scores it; `gkd.balance` may have others train on some of it
     ref: Any  # of list[Rollout], in an object store
     n_sequences: int
     n_prompt_tokens: int
@@ -26,6 +28,8 @@ class RolloutChunk:
     n_cut: int  # responses that ran into max_response_length
     policy_version: int  # oldest version that wrote a part of it; the current one if no version did
     on_policy: bool = True  # False: the dataset's responses
+    sample_index: np.ndarray = field(kw_only=True)  # [n_sequences] int32, see `Rollout`; in the order of the rollouts
+    n_tokens: np.ndarray = field(kw_only=True)  # [n_sequences] int32, prompt and response
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,12 @@ from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("wiring")
 
+# Ray sends the result of a call to whoever made the call, here the driver, if it is smaller than this, and puts it into
+# the object store of the worker's host if not. By default it is 100 kB, which lets many a chunk of rollouts or scores
+# through the driver, twice: it also sends such a thing on as an argument. Any rollout or score is larger than this, and
+# the sizes of a full chunk are smaller.
+INLINE_BYTES = 256
+
 
 @contextmanager
 def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
@@ -77,10 +83,13 @@ def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
 
 
 def worker_env(on_cpu: bool) -> dict[str, str]:
-    """Environment of the pools' processes: quiet libraries (the user's own settings win); on CPU, one thread each."""
+    """Environment of the workers: bulk results not to the driver; quiet libraries (the user's own settings win); on
+    CPU, one thread each.
+    """
     env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
     env = {key: os.environ.get(key, value) for key, value in env.items()}
     env["TOKENIZERS_PARALLELISM"] = "false"
+    env["RAY_max_direct_call_object_size"] = str(INLINE_BYTES)
     return env | CPU_ENV if on_cpu else env
 
 
@@ -95,6 +104,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
         .options(
             num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,
+            runtime_env={"env_vars": worker_env(plan.device == "cpu")},
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         .remote(config, plan.n_vocab, plan.teacher.fingerprint, each)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.balance import parts
 from gkd.cluster.calls import gather
 from gkd.config import Config
 from gkd.roles import ScoredChunk, TrainStats
@@ -82,13 +83,11 @@ class ActorPool:
 
     def _on_batch(self, method: str, batch: Sequence[ScoredChunk], *args: Any) -> list[TrainStats]:
         """By rank; all have the same numbers."""
-        refs = {}
-        for worker, layout in zip(self._workers, self._layouts, strict=True):
-            share = [chunk for chunk in batch if chunk.rollouts.dp_rank == layout.dp_rank]
-            handles = [chunk.rollouts.ref for chunk in share]
-            if layout.is_last_stage:  # the only one that computes the loss
-                handles += [chunk.ref for chunk in share]
-            refs[f"actor rank {layout.rank}"] = getattr(worker, method).remote(*args, len(share), *handles)
+        given = batch_args(batch, self._layouts, balance=self._config.actor.balance)
+        refs = {
+            f"actor rank {rank}": getattr(worker, method).remote(*args, *given[rank])
+            for rank, worker in enumerate(self._workers)
+        }
         return list(gather(refs, method, self._timeout_s).values())
 
     def _gathered(self, method: str, *args: Any) -> None:
@@ -98,3 +97,18 @@ class ActorPool:
         return {
             f"actor rank {rank}": getattr(worker, method).remote(*args) for rank, worker in enumerate(self._workers)
         }
+
+
+def batch_args(batch: Sequence[ScoredChunk], layouts: Sequence[ParallelLayout], *, balance: bool) -> list[list[Any]]:
+    """By rank, what a call on a whole batch gives it: which sequences to take of each chunk of its group, the chunks'
+    handles and, on the last pipeline stage alone, which computes the loss, the handles of their scores.
+    """
+    shares = parts(batch, layouts[0].dp, balance=balance)
+    given: list[list[Any]] = []
+    for layout in layouts:
+        share = shares[layout.dp_rank]
+        handles = [part.chunk.rollouts.ref for part in share]
+        if layout.is_last_stage:
+            handles += [part.chunk.ref for part in share]
+        given.append([[part.take for part in share], *handles])
+    return given

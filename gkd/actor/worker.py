@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,13 +19,15 @@ import torch.distributed as dist
 
 from gkd.actor.agree import same_error
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.balance import select
 from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.cluster.assignment import RankPlace, free_port, this_place
+from gkd.collate import MicroBatches
 from gkd.config import Config, OptimConfig
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.roles import TrainStats
-from gkd.types import MicroBatch, Rollout, TeacherScores
+from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 from teacher_server.protocol import Signal
@@ -102,28 +103,29 @@ class ActorWorker:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
         self._student.set_teacher_head(head)
 
-    def train_step(self, n_chunks: int, *lists: list[Any]) -> TrainStats:
+    def train_step(self, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
         """One optimizer step on this data-parallel group's share.
 
         Args:
-            lists: `n_chunks` lists of rollouts and, on the last pipeline stage, as many lists of scores. The driver
-                passes handles; Ray fetches what they stand for from the object store.
+            takes: which sequences of each chunk are the group's, see `gkd.balance.Part`.
+            lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores. The
+                driver passes handles; Ray fetches what they stand for from the object store.
         """
-        return self._student.train_step(self._micro_batches(lists[:n_chunks], lists[n_chunks:]))
+        return self._student.train_step(self._micro_batches(takes, lists)[0])
 
-    def evaluate(self, keep_tokens: int, n_chunks: int, *lists: list[Any]) -> TrainStats:
+    def evaluate(self, keep_tokens: int, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
         """The same loss; nothing learned. Arguments as of `train_step`.
 
         Args:
             keep_tokens: sequences of the batch, the first ones, whose tokens' numbers come with the result; from the
                 first rank of those that compute the loss.
         """
-        batches = self._micro_batches(lists[:n_chunks], lists[n_chunks:])
+        batches, rollouts = self._micro_batches(takes, lists)
         if not (keep_tokens and self._layout.is_last_stage and self._layout.tp_rank == 0):
             return self._student.evaluate(batches)
         tables: list[torch.Tensor] = []
         stats = self._student.evaluate(batches, on_rows=lambda table: tables.append(table.cpu()))
-        kept = [rollout for chunk in lists[:n_chunks] for rollout in chunk if rollout.sample_index < keep_tokens]
+        kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
         return replace(stats, tokens=token_records(batches, tables, self._student.loss.report_names, kept))
 
     def save(self, folder: Path) -> None:
@@ -151,27 +153,31 @@ class ActorWorker:
         return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def _micro_batches(
-        self, rollouts: Sequence[list[Rollout]], scores: Sequence[list[TeacherScores]]
-    ) -> list[MicroBatch]:
-        """Raises, on all ranks alike, what is wrong with a sequence on any of them; see `check_batch`."""
-        all_rollouts = list(chain.from_iterable(rollouts))
-        all_scores = list(chain.from_iterable(scores)) if self._layout.is_last_stage else None
+        self, takes: Sequence[bytes | None], lists: Sequence[list[Any]]
+    ) -> tuple[MicroBatches, list[Rollout]]:
+        """This group's micro-batches and the sequences in them; arguments as of `train_step`.
+
+        Raises, on all ranks alike, what is wrong with a sequence on any of them; see `check_batch`.
+        """
+        n_chunks = len(takes)
         with same_error(self._device):
+            rollouts, scores = select(takes, lists[:n_chunks], lists[n_chunks:] if self._layout.is_last_stage else None)
             check_batch(
-                all_rollouts,
-                all_scores,
+                rollouts,
+                scores,
                 where=f"actor rank {self._rank}",
                 n_vocab=self._student.model.dims.vocab_size,
                 wanted=self._signals,
                 hidden_size=self._student.teacher_hidden_size,
             )
             batches = make_micro_batches(
-                all_rollouts,
-                all_scores,
+                rollouts,
+                scores,
                 micro_batch_size=self._config.actor.micro_batch_size,
                 max_tokens=self._config.actor.max_tokens_per_micro_batch,
+                packed=self._config.actor.packing,
             )
-        return batches
+        return batches, rollouts
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:

@@ -1,15 +1,25 @@
-"""What answers travel in: chunks of one data-parallel group. Their sizes, and the dataset's responses as chunks."""
+"""What answers travel in: chunks of one data-parallel group. Their sizes, and the dataset's responses as chunks.
+
+The sizes are all that the driver reads of a chunk. They go to it as raw bytes, 40 a chunk and 8 a sequence: pickled, an
+object or an array costs 100 bytes and more before its first number, and a chunk may have a single sequence.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from gkd.errors import DataError
 from gkd.roles import RolloutChunk
 from gkd.types import Prompt, Rollout
+
+# dp_rank, n_sequences, n_cut, on_policy, n_prompt_tokens, n_response_tokens, policy_version; after it the sequences'
+# sample_index and then their n_tokens, all int32.
+_SIZES = struct.Struct("<iii?3xqqq")
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) -> RolloutChunk:
@@ -23,6 +33,48 @@ def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) 
         n_cut=sum(r.finish_reason == "length" for r in rollouts),
         policy_version=policy_version,
         on_policy=rollouts[0].on_policy,
+        sample_index=np.array([r.sample_index for r in rollouts], "<i4"),
+        n_tokens=np.array([r.n_tokens for r in rollouts], "<i4"),
+    )
+
+
+def encode_sizes(chunk: RolloutChunk) -> bytes:
+    """All but `ref`."""
+    head = _SIZES.pack(
+        chunk.dp_rank,
+        chunk.n_sequences,
+        chunk.n_cut,
+        chunk.on_policy,
+        chunk.n_prompt_tokens,
+        chunk.n_response_tokens,
+        chunk.policy_version,
+    )
+    return head + chunk.sample_index.tobytes() + chunk.n_tokens.tobytes()
+
+
+def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
+    """The chunk that `encode_sizes` was given, with the handle of its rollouts.
+
+    Raises:
+        DataError: the data end too early or too late.
+    """
+    if len(data) < _SIZES.size:
+        raise DataError(f"the sizes of a chunk of rollouts are {len(data)} bytes, expected at least {_SIZES.size}")
+    dp_rank, n, n_cut, on_policy, n_prompt_tokens, n_response_tokens, version = _SIZES.unpack_from(data)
+    if len(data) != _SIZES.size + 8 * n:
+        raise DataError(f"the sizes of a chunk of {n} rollouts are {len(data)} bytes, expected {_SIZES.size + 8 * n}")
+    sample_index, n_tokens = np.frombuffer(data, "<i4", offset=_SIZES.size).reshape(2, n)
+    return RolloutChunk(
+        dp_rank=dp_rank,
+        ref=ref,
+        n_sequences=n,
+        n_prompt_tokens=n_prompt_tokens,
+        n_response_tokens=n_response_tokens,
+        n_cut=n_cut,
+        policy_version=version,
+        on_policy=on_policy,
+        sample_index=sample_index,
+        n_tokens=n_tokens,
     )
 
 

@@ -13,7 +13,8 @@ from gkd.cluster.calls import fetch, gather
 from gkd.config import Config
 from gkd.errors import ClusterError
 from gkd.roles import GreedyReport, RolloutChunk
-from gkd.rollout.chunks import dataset_chunks
+from gkd.rollout.asked import encode_prompts
+from gkd.rollout.chunks import dataset_chunks, decode_sizes
 from gkd.rollout.engine import Sampling
 from gkd.types import Prompt
 
@@ -58,10 +59,9 @@ class RolloutPool:
         for engine, worker in enumerate(self.workers):
             mine = [j for j in range(len(prompts)) if (j // self._dp_size) % len(self.workers) == engine]
             if mine:
-                # Reference answers and the dataset's responses stay here: an engine needs neither.
-                asked = [dataclasses.replace(prompts[j], answer=None, response_ids=None) for j in mine]
+                asked = encode_prompts([prompts[j] for j in mine], [places[j] for j in mine])
                 stream = worker.generate.options(num_returns="streaming").remote(
-                    asked, [places[j] for j in mine], self._dp_size, sampling, CHUNK_SIZE
+                    asked, self._dp_size, sampling, CHUNK_SIZE
                 )
                 streams[stream] = f"rollout engine {engine}"
         timeout_s = config.trainer.stage_timeout_s
@@ -82,8 +82,7 @@ class RolloutPool:
             except StopIteration:  # a failed call leaves one item, and it holds the error
                 fetch(rollouts, f"generate on {streams[stream]}")
                 raise ClusterError(f"{streams[stream]}: its rollouts ended in the middle of a chunk") from None
-            sizes: RolloutChunk = fetch(second, f"generate on {streams[stream]}")
-            yield dataclasses.replace(sizes, ref=rollouts)
+            yield decode_sizes(fetch(second, f"generate on {streams[stream]}"), rollouts)
 
     def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
         """The dataset's responses as finished chunks; nothing is asked of an engine.

@@ -11,8 +11,9 @@ from gkd.config import Config
 from gkd.data import load_tokenizer
 from gkd.evaluation import is_correct
 from gkd.log import get_logger
-from gkd.roles import RolloutChunk, Sample
-from gkd.rollout.chunks import chunk_sizes
+from gkd.roles import Sample
+from gkd.rollout.asked import decode_prompts
+from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.engine import RolloutEngine, Sampling
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
@@ -52,17 +53,18 @@ class RolloutWorker:
         self._log.info("engine up")
 
     def generate(
-        self, prompts: Sequence[Prompt], places: Sequence[int], dp_size: int, sampling: Sampling, chunk_size: int
-    ) -> Iterator[list[Rollout] | RolloutChunk]:
+        self, asked: bytes, dp_size: int, sampling: Sampling, chunk_size: int
+    ) -> Iterator[list[Rollout] | bytes]:
         """Two objects whenever `chunk_size` sequences of one data-parallel group are finished, and for the rest at the
-        end: the rollouts, which the driver never fetches, and then their sizes (`ref` still None), which it does.
+        end: the rollouts, which the driver never fetches, and then their sizes (`encode_sizes`), which it does.
 
         (A handle inside the sizes would be one object less, but Ray 2.60 now and then freed what such a handle, nested
         in a streamed item, stood for. The driver owns streamed items themselves.)
 
         Args:
-            places: place of each prompt in the whole batch; modulo dp_size it is the group that trains on it.
+            asked: prompts and their places, see `encode_prompts`; a place modulo dp_size is the group that scores it.
         """
+        prompts, places = decode_prompts(asked)
         finished: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in self._engine.generate(prompts, sampling, places):
             dp_rank = rollout.sample_index // sampling.n % dp_size
@@ -70,10 +72,10 @@ class RolloutWorker:
             if len(finished[dp_rank]) == chunk_size:
                 full = finished.pop(dp_rank)
                 yield full
-                yield chunk_sizes(dp_rank, full, _oldest_version(full))
+                yield encode_sizes(chunk_sizes(dp_rank, full, _oldest_version(full)))
         for dp_rank, rest in finished.items():
             yield rest
-            yield chunk_sizes(dp_rank, rest, _oldest_version(rest))
+            yield encode_sizes(chunk_sizes(dp_rank, rest, _oldest_version(rest)))
 
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[int, list[Sample]]:
         """Answer greedily: how many end by themselves with exactly the reference answer, and the first few answers."""

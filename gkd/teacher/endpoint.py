@@ -7,6 +7,8 @@ each sequence follows from teacher.signal and the loss (`gkd.loss.spec.teacher_s
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -23,14 +25,23 @@ from gkd.types import Rollout, TeacherScores
 from teacher_server.protocol import Signal, Wire
 
 _FIELDS: dict[Signal, str] = {"topk": "topk", "sampled": "sampled_logprobs", "hidden": "hidden"}
+_SUMMARY = struct.Struct("<dq")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """What the driver learns of a chunk's scores."""
+    """What the driver learns of a chunk's scores; it goes there as 16 raw bytes."""
 
     mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was asked for
     n_bytes: int  # of all arrays
+
+    def encode(self) -> bytes:
+        return _SUMMARY.pack(float("nan") if self.mass is None else self.mass, self.n_bytes)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ScoreSummary:
+        mass, n_bytes = _SUMMARY.unpack(data)
+        return cls(None if math.isnan(mass) else mass, n_bytes)
 
 
 class ScoringEndpoint:
@@ -79,14 +90,14 @@ class ScoringEndpoint:
                 )
             return self._teacher
 
-    def score(self, rollouts: Sequence[Rollout]) -> tuple[list[TeacherScores], ScoreSummary]:
+    def score(self, rollouts: Sequence[Rollout]) -> tuple[list[TeacherScores], bytes]:
         """Blocks until every sequence is scored; the client checks the scores. After an error nothing of it is left
         running.
 
         Two objects come back; the driver fetches only the second.
 
         Returns:
-            Scores in the order of `rollouts`, with the tables that the loss needs.
+            Scores in the order of `rollouts`, with the tables that the loss needs; `ScoreSummary.encode` of them.
 
         Raises:
             TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
@@ -97,7 +108,7 @@ class ScoringEndpoint:
             scores = [TeacherScores(logits=self._logits(teacher, rollout)) for rollout in rollouts]
         else:
             scores = self._all_at_once(teacher, rollouts)
-        return scores, _summary(scores)
+        return scores, _summary(scores).encode()
 
     def lm_head(self) -> np.ndarray:
         """[n_vocab, D] float32: hidden states @ lm_head.T are the teacher's logits, not yet divided by the temperature.

@@ -7,6 +7,7 @@ from typing import Any
 
 from gkd.cluster.calls import gather
 from gkd.roles import RolloutChunk, ScoredChunk
+from gkd.teacher.endpoint import ScoreSummary
 
 
 class ScoringPool:
@@ -35,5 +36,5 @@ class ScoringPool:
                 None if summary.mass is None else summary.mass / chunk.n_response_tokens,
                 summary.n_bytes,
             )
-            for (chunk, scores, _), summary in zip(pending, summaries, strict=True)
+            for (chunk, scores, _), summary in zip(pending, map(ScoreSummary.decode, summaries), strict=True)
         ]

@@ -7,6 +7,7 @@ A mean of means of micro-batches or of ranks is another number; the tests comput
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from gkd.balance import even_groups
 from gkd.batching import make_micro_batches
 from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
@@ -23,7 +25,17 @@ from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
 
 SPEC = LossSpec((LossTerm("forward_kl", 0.7), LossTerm("k2", 0.5), LossTerm("sft", 0.3)))
 LENGTHS = [(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]  # (prompt, response) tokens
-SHARES = {1: [range(7)], 2: [range(5), range(5, 7)]}  # DP size -> sequences of each rank
+UNEVEN = (range(5), range(5, 7))  # sequences of each of two DP ranks: 47 and 16 tokens
+
+
+def _balanced() -> tuple[list[int], ...]:
+    """`UNEVEN` after `actor.balance`."""
+    n_tokens = np.array([p + r for p, r in LENGTHS], np.int32)
+    groups = even_groups([np.array(share, np.int32) for share in UNEVEN], [n_tokens[list(s)] for s in UNEVEN])
+    return tuple(group.tolist() for group in groups)
+
+
+SHARES = {1: [(range(7),)], 2: [UNEVEN, _balanced()]}  # DP size -> assignments
 LAYOUTS = {"dp1_tp2": (2, 1), "dp2": (1, 2)}  # name -> (TP, DP), both of two processes
 MICRO_BATCH_SIZES = (1, 2, 8)
 
@@ -87,8 +99,8 @@ def _mean_of_means(
     return loss, grads
 
 
-def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, bool], tuple[float, Any]]:
-    """Runs in a rank: (loss, gradients) by (layout, micro-batch size, fused)."""
+def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, int, bool], tuple[float, Any]]:
+    """Runs in a rank: (loss, gradients) by (layout, which assignment to ranks, micro-batch size, fused)."""
     from megatron.core import parallel_state
 
     from gkd.actor.megatron.layout import ParallelLayout
@@ -99,7 +111,6 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, boo
     measured = {}
     for name, (tp, dp) in LAYOUTS.items():
         layout = ParallelLayout(tp=tp, pp=1, world_size=world_size, rank=rank)
-        mine = SHARES[dp][layout.dp_rank]
         for fused in (True, False):
             student = MegatronStudent(
                 root,
@@ -112,12 +123,13 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, boo
                 signals=teacher_signals(SPEC, "topk"),
                 fused_lm_head=fused,
             )
-            for size in MICRO_BATCH_SIZES:
+            for (number, shares), size in product(enumerate(SHARES[dp]), MICRO_BATCH_SIZES):
+                mine = shares[layout.dp_rank]
                 batches = make_micro_batches(
                     [rollouts[i] for i in mine], [scores[i] for i in mine], micro_batch_size=size
                 )
                 grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(batches).items()}
-                measured[name, size, fused] = student.evaluate(batches).loss, grads
+                measured[name, number, size, fused] = student.evaluate(batches).loss, grads
         parallel_state.destroy_model_parallel()
     return measured
 
@@ -129,7 +141,9 @@ def _difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 
 @pytest.mark.dist
 def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
-    """Fails if a loss is averaged twice: short sequences, or ranks with few of them, would then weigh more."""
+    """Fails if a loss is averaged twice: short sequences, or ranks with few of them, would then weigh more. Or if
+    balance over the ranks changes what is learned.
+    """
     torch.set_num_threads(1)
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
     ranks = run_gloo(_measure, 2, folder, timeout_s=100.0)
@@ -141,6 +155,6 @@ def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
             assert _difference(got_grads, grads) <= 1e-6, case
 
     by_two = [[0, 1], [2, 3], [4], [5, 6]]  # the micro-batches of size 2 with two ranks
-    for groups in (by_two, [list(share) for share in SHARES[2]]):
+    for groups in (by_two, [list(share) for share in UNEVEN]):
         wrong_loss, wrong_grads = _mean_of_means(sequences, groups)
         assert abs(wrong_loss - loss) > 1e-3 and _difference(wrong_grads, grads) > 1e-3, groups

@@ -77,7 +77,7 @@ def scored(
         validate_scores(score, rollout, CUT, wanted, f"prompt {rollout.prompt_id}", HIDDEN)
         tables = {"topk": score.topk, "sampled": score.sampled_logprobs, "logits": score.logits, "hidden": score.hidden}
         assert {name for name, table in tables.items() if table is not None} == set(wanted)
-    return scores, summary
+    return scores, ScoreSummary.decode(summary)
 
 
 def check_sampled(scores: Sequence[TeacherScores], rollouts: Sequence[Rollout], references: list[np.ndarray]) -> None:
@@ -180,7 +180,7 @@ def test_hidden_states_times_the_head_are_the_logits(
         assert score.hidden is not None
         np.testing.assert_allclose(log_softmax(score.hidden @ head.T / TEMPERATURE), reference, atol=1e-4)
     n_rows = sum(len(r.response_ids) for r in rollouts)
-    assert (summary.mass, summary.n_bytes) == (None, n_rows * HIDDEN * 4)
+    assert ScoreSummary.decode(summary) == ScoreSummary(None, n_rows * HIDDEN * 4)
 
 
 def test_both_requests_of_every_sequence_are_under_way_at_once_and_within_the_window() -> None:

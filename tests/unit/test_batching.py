@@ -66,14 +66,18 @@ def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
     st.lists(st.tuples(st.integers(1, 6), st.integers(1, 7)), min_size=1, max_size=9),
     st.integers(1, 4),
     st.sampled_from([0, 13, 30]),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_every_response_token_is_learned_once_from_its_own_teacher_row(lengths, size, max_tokens, random) -> None:  # type: ignore[no-untyped-def]
+def test_every_response_token_is_learned_once_from_its_own_teacher_row(  # type: ignore[no-untyped-def]
+    lengths, size, max_tokens, packed, random
+) -> None:
     """If it fails, a token is trained twice, never, past the end of a response, or on another token's scores."""
-    rollouts = [make_rollout(i + 1, p, r) for i, (p, r) in enumerate(lengths)]
+    rollouts = [make_rollout(i + 1, p, r, sample=i) for i, (p, r) in enumerate(lengths)]
     random.shuffle(rollouts)
+    scores = [make_scores(r) for r in rollouts]
     batches = make_micro_batches(
-        rollouts, [make_scores(r) for r in rollouts], micro_batch_size=size, max_tokens=max_tokens, pad_id=0
+        rollouts, scores, micro_batch_size=size, max_tokens=max_tokens, packed=packed, pad_id=0
     )
     got = sorted(row for batch in batches for row in rows_of(batch))
     expected = []
@@ -85,20 +89,78 @@ def test_every_response_token_is_learned_once_from_its_own_teacher_row(lengths, 
             for j in range(len(rollout.response_ids))
         ]
     assert got == sorted(expected)
+    sizes = {r.sample_index: r.n_tokens for r in rollouts}
     for batch in batches:
-        if max_tokens and batch.tokens.shape[0] > 1:
+        if max_tokens and len(batch.samples) > 1:
             assert batch.tokens.numel() <= max_tokens
         if not max_tokens:
-            assert batch.tokens.shape[0] <= size
+            assert len(batch.samples) <= size
+        if packed:
+            check_packed(batch, [sizes[index] for index, _ in batch.samples])
+        else:
+            assert batch.cu_seqlens is None and batch.tokens.shape[0] == len(batch.samples)
+    assert sorted(batches.samples) == sorted((r.sample_index, len(r.response_ids)) for r in rollouts)
+    assert list(batches.samples) == [pair for batch in batches for pair in batch.samples]
+    other = make_micro_batches(rollouts, scores, micro_batch_size=size, max_tokens=max_tokens, packed=not packed)
+    assert sorted(row for batch in other for row in rows_of(batch)) == got
+
+
+def check_packed(batch: MicroBatch, lengths: list[int]) -> None:
+    """One row without padding, whose positions begin anew at each border and whose loss rows stay inside a sequence."""
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
+    borders = batch.cu_seqlens.tolist()
+    assert borders == [0, *np.cumsum(lengths).tolist()] and batch.tokens.shape == (1, borders[-1])
+    assert batch.position_ids.tolist() == [[i for n in lengths for i in range(n)]]
+    assert batch.tokens.dtype == batch.position_ids.dtype == torch.int64 and batch.tokens.all()
+    owner = np.searchsorted(borders, batch.loss_index.numpy(), side="right") - 1
+    assert owner.tolist() == [i for i, (_, n_rows) in enumerate(batch.samples) for _ in range(n_rows)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=40), st.integers(40, 90))
+def test_packed_micro_batches_are_few(lengths: list[int], max_tokens: int) -> None:
+    """Fails if the packing leaves room that a sequence would fit into: a step then runs more forward passes."""
+    rollouts = [make_rollout(1, 1, n - 1, sample=i) for i, n in enumerate(lengths)]
+    batches = make_micro_batches(rollouts, None, micro_batch_size=1, max_tokens=max_tokens, packed=True)
+    used = [batch.tokens.numel() for batch in batches]
+    smallest = [min(n_rows + 1 for _, n_rows in batch.samples) for batch in batches]
+    for later in range(1, len(used)):
+        assert all(room + smallest[later] > max_tokens for room in used[:later])
+    fewest = max(-(-sum(lengths) // max_tokens), sum(2 * n > max_tokens for n in lengths))
+    assert len(used) <= 2 * fewest
+
+
+def test_a_sequence_over_the_budget_is_alone() -> None:
+    """Fails if a sequence that is too long is cut, lost, or makes others share an oversized micro-batch."""
+    rollouts = [make_rollout(i, 2, n, sample=i) for i, n in enumerate((3, 30, 2, 31, 4))]
+    for packed in (False, True):
+        batches = make_micro_batches(rollouts, None, micro_batch_size=1, max_tokens=20, packed=packed)
+        assert [[index for index, _ in batch.samples] for batch in batches] == [[3], [1], [4, 0, 2]]
+
+
+def test_micro_batches_are_made_when_they_are_asked_for() -> None:
+    """Fails if all of the teacher's tables are copied at once, or a second look is another micro-batch."""
+    rollouts = [make_rollout(i, 2, 3, sample=i) for i in range(4)]
+    scores = [make_scores(r) for r in rollouts]
+    batches = make_micro_batches(rollouts, scores, micro_batch_size=2, packed=True)
+    assert len(batches) == 2 and batches[-1].samples == ((2, 3), (3, 3)) and len(batches[1:]) == 1
+    first, again = batches[0], batches[0]
+    assert rows_of(first) == rows_of(again)
+    tables, others = targets_of(first).hidden, targets_of(again).hidden
+    assert tables is not None and others is not None and tables.data_ptr() != others.data_ptr()
+    with pytest.raises(IndexError):
+        batches[2]
 
 
 def test_the_batches_do_not_depend_on_the_order_of_arrival() -> None:
     """If it fails, a run cannot be repeated: rollouts arrive in another order each time."""
     rollouts = [make_rollout(1 + i // 2, 2, 1 + i % 3, sample=i) for i in range(10)]
     scores = [make_scores(r) for r in rollouts]
-    for kwargs in ({"micro_batch_size": 3}, {"micro_batch_size": 1, "max_tokens": 12}):
-        one = make_micro_batches(rollouts, scores, **kwargs)
-        two = make_micro_batches(rollouts[::-1], scores[::-1], **kwargs)
+    for size, max_tokens, packed in ((3, 0, False), (1, 12, False), (3, 0, True), (1, 12, True)):
+        one, two = (
+            make_micro_batches(r, s, micro_batch_size=size, max_tokens=max_tokens, packed=packed)
+            for r, s in ((rollouts, scores), (rollouts[::-1], scores[::-1]))
+        )
         assert [b.tokens.tolist() for b in one] == [b.tokens.tolist() for b in two]
         assert [rows_of(b) for b in one] == [rows_of(b) for b in two]
 
@@ -106,11 +168,13 @@ def test_the_batches_do_not_depend_on_the_order_of_arrival() -> None:
 def test_stages_without_a_loss_get_the_same_tokens_and_no_scores() -> None:
     """If it fails, pipeline stages disagree about shapes, or carry the teacher's scores for nothing."""
     rollouts = [make_rollout(1, 2, 3), make_rollout(2, 1, 4)]
-    with_scores = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=2)
-    without = make_micro_batches(rollouts, None, micro_batch_size=2)
-    assert with_scores[0].tokens.equal(without[0].tokens)
-    assert with_scores[0].loss_index.equal(without[0].loss_index)
-    assert with_scores[0].targets is not None and without[0].targets is None
+    for packed in (False, True):
+        scores = [make_scores(r) for r in rollouts]
+        with_scores = make_micro_batches(rollouts, scores, micro_batch_size=2, packed=packed)
+        without = make_micro_batches(rollouts, None, micro_batch_size=2, packed=packed)
+        assert with_scores[0].tokens.equal(without[0].tokens)
+        assert with_scores[0].loss_index.equal(without[0].loss_index)
+        assert with_scores[0].targets is not None and without[0].targets is None
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -124,11 +188,12 @@ def test_padding_is_behind_each_sequence(size: int) -> None:
         assert batch.position_ids.tolist() == [list(range(batch.tokens.shape[1]))] * batch.tokens.shape[0]
 
 
-def test_every_table_follows_its_response_token() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_table_follows_its_response_token(packed: bool) -> None:
     """If it fails, a loss compares the student with what the teacher said of another token."""
     rollouts = [make_rollout(1, 2, 3), replace(make_rollout(2, 1, 4), on_policy=False), make_rollout(3, 4, 1)]
     rollouts = [replace(r, rollout_logprobs=r.response_ids / np.float32(-1000)) for r in rollouts]
-    (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3)
+    (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3, packed=packed)
     targets, tokens = targets_of(batch), torch.cat([torch.from_numpy(r.response_ids) for r in rollouts])
     assert len(targets) == batch.n_loss_tokens == 8
     assert targets.sampled_ids.equal(tokens.long())
@@ -173,7 +238,7 @@ def test_a_micro_batch_with_half_a_table_is_refused() -> None:
     """If it fails, rows of the sequences that have a table are learned by those that have none."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1)]
     scores = [make_scores(rollouts[0]), replace(make_scores(rollouts[1]), hidden=None)]
-    with pytest.raises(DataError, match="only 1 of the 2 sequences of a micro-batch have a hidden table"):
+    with pytest.raises(DataError, match="only 1 of the 2 sequences of a batch have a hidden table"):
         make_micro_batches(rollouts, scores, micro_batch_size=2)
 
 
@@ -251,13 +316,13 @@ def test_scores_of_another_number_of_sequences_are_refused() -> None:
         check(rollouts, [make_scores(rollouts[0])])
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 30])
-def test_each_tokens_numbers_find_their_sequence(max_tokens: int) -> None:
+def test_each_tokens_numbers_find_their_sequence(max_tokens: int, packed: bool) -> None:
     """If it fails, token_losses/ shows one sequence's numbers at another's tokens."""
     rollouts = [make_rollout(i, n_prompt=2 + i, n_response=3 + i % 2, sample=5 - i) for i in range(5)]
-    batches = make_micro_batches(
-        rollouts, [make_scores(r) for r in rollouts], micro_batch_size=2, max_tokens=max_tokens
-    )
+    scores = [make_scores(r) for r in rollouts]
+    batches = make_micro_batches(rollouts, scores, micro_batch_size=2, max_tokens=max_tokens, packed=packed)
     # A number that says which token it is about.
     tables = [torch.stack([targets_of(b).sampled_ids.float(), targets_of(b).on_policy.float()], dim=1) for b in batches]
     records = token_records(batches, tables, ("token", "on_policy"), rollouts[1:])

@@ -49,6 +49,7 @@ DANGEROUS_NAMES = {"eval", "exec", "compile", "__import__"}  # called by their b
 DANGEROUS_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "allow_pickle"}
 # Floors 0 and 1: nothing heavy at all. torch only where named.
 WITHOUT_TORCH = {
+    "gkd/balance.py",
     "gkd/config.py",
     "gkd/config_load.py",
     "gkd/config_check.py",
@@ -63,6 +64,8 @@ WITHOUT_TORCH = {
     "gkd/evaluation.py",
     "gkd/checkpoints.py",
     "gkd/manifest.py",
+    "gkd/rollout/asked.py",
+    "gkd/rollout/chunks.py",
     "gkd/run_folder.py",
     "gkd/saver.py",
     "gkd/trainer.py",

@@ -1,7 +1,7 @@
 """The loss does not know whether its rows come from padded or from packed sequences.
 
-The trainer pads. Packing would be another way to the same [N, H] hidden states: this shows that nothing after them
-depends on the way.
+`gkd.collate` makes both; where attention keeps to the borders of packed sequences, both give the same [N, H] hidden
+states of the loss rows, and nothing after these depends on the way.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gkd.batching import make_micro_batches
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
 from gkd.loss.vocab_parallel import VocabShard
-from gkd.types import TokenTargets
+from gkd.types import MicroBatch, Rollout, TokenTargets, VersionSpan
 from teacher_server.protocol import Signal
 
 V, H, D, K = 53, 16, 6, 5
@@ -71,6 +73,17 @@ def _targets(signal: Signal) -> list[TokenTargets]:
     return targets
 
 
+def _micro_batch(group: list[int], *, packed: bool) -> MicroBatch:
+    """The tokens of some sequences as the product puts them together."""
+    rollouts = [
+        Rollout(i, i, ids[:prompt], ids[prompt:], np.zeros(n), (VersionSpan(0, n, 0),), "stop")
+        for i, (ids, (prompt, n)) in enumerate(zip([s.numpy() for s in _sequences()], LENGTHS, strict=True))
+    ]
+    (batch,) = make_micro_batches([rollouts[i] for i in group], None, micro_batch_size=len(group), packed=packed)
+    assert [index for index, _ in batch.samples] == group and (batch.cu_seqlens is not None) == packed
+    return batch
+
+
 def _teacher_head() -> Tensor:
     return torch.randn((V, D), generator=torch.Generator().manual_seed(4))
 
@@ -90,7 +103,7 @@ def _roads(model: Attention, signal: Signal, *, fused: bool, blocks: bool = True
     shard = VocabShard(0, V, None)
     # A few rows a chunk, so that the borders of chunks and of sequences do not agree.
     loss = DistillLoss(SPEC, teacher_signals(SPEC, signal), shard, TorchRows(), 7 * V * 4, _teacher_head())
-    sequences, targets = _sequences(), _targets(signal)
+    targets = _targets(signal)
 
     def of_rows(hidden: Tensor, group: list[int]) -> Tensor:
         rows = _joined([targets[i] for i in group])
@@ -98,25 +111,19 @@ def _roads(model: Attention, signal: Signal, *, fused: bool, blocks: bool = True
             return loss.from_hidden(hidden, model.head, rows)[0]
         return loss.from_logits(hidden @ model.head.T, rows)[0]
 
+    def hidden_rows(batch: MicroBatch) -> Tensor:
+        length = batch.tokens.shape[1]
+        sees = torch.ones(length, length).tril().bool()
+        if batch.cu_seqlens is not None and blocks:
+            owner = torch.repeat_interleave(torch.arange(len(batch.samples)), batch.cu_seqlens.diff())
+            sees &= owner[:, None] == owner
+        return model(batch.tokens, batch.position_ids, sees).flatten(0, 1)[batch.loss_index]
+
     def padded(group: list[int]) -> Tensor:
-        tokens = torch.nn.utils.rnn.pad_sequence([sequences[i] for i in group], batch_first=True)
-        length = tokens.shape[1]
-        hidden = model(tokens, torch.arange(length).expand_as(tokens), torch.ones(length, length).tril().bool())
-        starts = [b * length + LENGTHS[i][0] - 1 for b, i in enumerate(group)]
-        index = [torch.arange(start, start + LENGTHS[i][1]) for start, i in zip(starts, group, strict=True)]
-        return of_rows(hidden.flatten(0, 1)[torch.cat(index)], group)
+        return of_rows(hidden_rows(_micro_batch(group, packed=False)), group)
 
     def packed(group: list[int]) -> Tensor:
-        lengths = torch.tensor([len(sequences[i]) for i in group])
-        owner = torch.repeat_interleave(torch.arange(len(group)), lengths)
-        sees = torch.ones(len(owner), len(owner)).tril().bool()
-        if blocks:
-            sees &= owner[:, None] == owner
-        positions = torch.cat([torch.arange(int(n)) for n in lengths])
-        hidden = model(torch.cat([sequences[i] for i in group])[None], positions[None], sees)[0]
-        starts = [int(lengths[:b].sum()) + LENGTHS[i][0] - 1 for b, i in enumerate(group)]
-        index = [torch.arange(start, start + LENGTHS[i][1]) for start, i in zip(starts, group, strict=True)]
-        return of_rows(hidden[torch.cat(index)], group)
+        return of_rows(hidden_rows(_micro_batch(group, packed=True)), group)
 
     return padded, packed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from gkd.config_load import load_config
 from gkd.errors import DataError
 from gkd.roles import RolloutChunk
-from gkd.rollout.chunks import dataset_chunks
+from gkd.rollout.asked import decode_prompts, encode_prompts
+from gkd.rollout.chunks import dataset_chunks, decode_sizes, encode_sizes
 from gkd.rollout.engine import Sampling, _sequence_seed
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
@@ -76,11 +78,17 @@ def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk
     """If it fails, a data-parallel group trains on another group's rollouts, twice on some, or never on others."""
     places = [0, 2, 3, 5]  # what one of two engines is given of a batch of six
     items: list[Any] = list(
-        worker([([1, 2], "stop")] * 4).generate(prompts(4), places, dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size)
+        worker([([1, 2], "stop")] * 4).generate(
+            encode_prompts(prompts(4), places), dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size
+        )
     )
     seen: list[int] = []
-    for rollouts, chunk in zip(items[::2], items[1::2], strict=True):
-        assert isinstance(chunk, RolloutChunk)
+    for rollouts, sizes in zip(items[::2], items[1::2], strict=True):
+        chunk = decode_sizes(sizes, "handle")
+        assert chunk.ref == "handle"
+        assert chunk.sample_index.tolist() == [r.sample_index for r in rollouts]
+        assert chunk.n_tokens.tolist() == [r.n_tokens for r in rollouts] and chunk.n_cut == 0
+        assert chunk.n_prompt_tokens == len(rollouts)
         assert (chunk.n_sequences, chunk.n_response_tokens) == (len(rollouts), 2 * len(rollouts))
         assert len(rollouts) <= chunk_size and chunk.policy_version == 7 and chunk.on_policy
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
@@ -112,6 +120,27 @@ def test_dataset_responses_go_to_the_group_of_their_place(dp_size: int, chunk_si
     assert sorted(seen) == [(i, place * 3) for i, place in enumerate(places)]
 
 
+@pytest.mark.parametrize("n", [1, 2, 16])
+def test_the_driver_gets_few_bytes_of_a_chunk_and_all_that_it_needs(n: int) -> None:
+    """Fails if a number of a chunk's sizes is lost on the way, or a chunk of one sequence costs over 100 bytes."""
+    rows = [Prompt(i, np.arange(i + 1, dtype=np.int32), None, np.array([1] * (i + 2), np.int32)) for i in range(n)]
+    ((rollouts, chunk),) = dataset_chunks(
+        rows, range(n), n=2**20, dp_size=1, chunk_size=16, policy_version=2**40, eos_ids={3}
+    )
+    data = encode_sizes(chunk)
+    assert len(data) == 40 + 8 * n <= 100 * n
+    again = decode_sizes(data, "handle")
+    for name in (f.name for f in fields(RolloutChunk)):
+        wanted = "handle" if name == "ref" else getattr(chunk, name)
+        assert np.array_equal(getattr(again, name), wanted), name
+    assert again.sample_index.dtype == again.n_tokens.dtype == np.int32
+    assert again.n_tokens.sum() == again.n_prompt_tokens + again.n_response_tokens
+    assert [r.sample_index for r in rollouts] == again.sample_index.tolist()
+    for bad in (data[:39], data[:-1], data + b"x"):
+        with pytest.raises(DataError, match=f"are {len(bad)} bytes, expected"):
+            decode_sizes(bad, None)
+
+
 def test_a_dataset_response_without_its_end_counts_as_cut() -> None:
     """If it fails, rollout/cut_share hides that responses are longer than data.max_response_length."""
     cut = Prompt(0, np.array([1], np.int32), None, np.array([1, 2], np.int32))
@@ -125,6 +154,22 @@ def test_a_prompt_that_was_loaded_without_response_is_named() -> None:
     """If it fails, a mistake in the wiring shows as an AttributeError of numpy."""
     with pytest.raises(DataError, match="prompt 1"):
         list(dataset_chunks(prompts(2)[1:], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=()))
+
+
+def test_prompts_reach_an_engine_whole_and_without_what_it_does_not_need() -> None:
+    """Fails if an engine answers other tokens or counts them to another place, or a prompt costs more than its tokens
+    and 12 bytes."""
+    asked = [Prompt(i * 10**8, np.arange(i, i + n, dtype=np.int32), "secret") for i, n in enumerate((3, 1, 400))]
+    data = encode_prompts(asked, [7, 0, 2**30])
+    assert len(data) == 4 + 3 * 12 + 404 * 4
+    got, places = decode_prompts(data)
+    assert places == [7, 0, 2**30]
+    for prompt, wanted in zip(got, asked, strict=True):
+        assert prompt.prompt_id == wanted.prompt_id and (prompt.answer, prompt.response_ids) == (None, None)
+        assert prompt.token_ids.dtype == np.int32 and np.array_equal(prompt.token_ids, wanted.token_ids)
+    for bad in (b"", data[:20], data[:-1], data[:-4], data + b"abcd"):
+        with pytest.raises(DataError, match=f"are not {len(bad)} bytes"):
+            decode_prompts(bad)
 
 
 def test_no_two_sequences_share_a_seed() -> None:

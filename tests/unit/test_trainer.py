@@ -27,6 +27,15 @@ from tests.unit.checkpoint_files import check_actor, write_actor
 PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
 
 
+def answers(
+    prompt: Prompt, n: int, n_response_tokens: int, n_cut: int, version: int, *, on_policy: bool = True
+) -> RolloutChunk:
+    """Answers to one prompt; what stands for their handle is the prompt's id."""
+    sizes = np.zeros(n, np.int32)  # the loop does not look at each sequence's
+    numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_cut, version, on_policy)
+    return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes)
+
+
 class World:
     """All four roles; `events` is what the loop did, in order."""
 
@@ -52,12 +61,12 @@ class World:
         self.places.append(list(places))
         for prompt in prompts:
             self.events.append("chunk")
-            yield RolloutChunk(0, prompt.prompt_id, n, 1, 2 * n, 0, self.engine_version - self.lag)
+            yield answers(prompt, n, 2 * n, 0, self.engine_version - self.lag)
 
     def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
         self.events.append(f"dataset v={policy_version}")
         self.places.append(list(places))
-        return [RolloutChunk(0, prompt.prompt_id, 1, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
+        return [answers(prompt, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         self.events.append("greedy")

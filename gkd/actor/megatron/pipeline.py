@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,13 +64,18 @@ def run_batch(
     """
     device = model.device
     # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
-    batches = list(micro_batches) or [_empty_micro_batch()]
+    batches = micro_batches or [_empty_micro_batch()]
+    shapes = []
+    # Not made into a list: `gkd.collate.MicroBatches` makes each again when its turn comes, so that not all of the
+    # teacher's tables exist at once.
     for batch in batches:
         _check(batch, needs_scores=model.layout.is_last_stage)
+        shapes.append(batch.tokens.shape)
     outputs = _schedule(
         ddps,
         model,
         batches,
+        shapes,
         partial(_forward_step, model=model, loss=loss, fused=fused, device=device),
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
@@ -97,7 +103,7 @@ def run_logits(ddps: Sequence[DistributedDataParallel], model: StudentModel, tok
         all_rows = torch.arange(step_tokens.numel(), device=device)
         return module(step_tokens, _column_numbers(step_tokens), all_rows), None
 
-    outputs = _schedule(ddps, model, [batch], forward_step, forward_only=True, force_all_reduce=False)
+    outputs = _schedule(ddps, model, [batch], [tokens.shape], forward_step, forward_only=True, force_all_reduce=False)
     if not model.layout.is_last_stage:
         return None
     shards = [torch.empty_like(outputs[0]) for _ in range(model.layout.tp)]
@@ -109,7 +115,8 @@ def run_logits(ddps: Sequence[DistributedDataParallel], model: StudentModel, tok
 def _schedule(
     ddps: Sequence[DistributedDataParallel],
     model: StudentModel,
-    batches: list[MicroBatch],
+    batches: Sequence[MicroBatch],
+    shapes: Sequence[torch.Size],
     forward_step: Callable[..., Any],
     *,
     forward_only: bool,
@@ -121,17 +128,16 @@ def _schedule(
     returned comes last.
     """
     interleaved = len(ddps) > 1
-    if interleaved:
-        batches = batches + [_empty_micro_batch()] * (-len(batches) % model.layout.pp)
+    fillers = [_empty_micro_batch()] * (-len(batches) % model.layout.pp if interleaved else 0)
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in ddps] if interleaved else iter(batches),
+            data_iterator=[chain(batches, fillers) for _ in ddps] if interleaved else iter(batches),
             model=list(ddps),
-            num_microbatches=len(batches),
+            num_microbatches=len(batches) + len(fillers),
             # Only upper bounds: stages tell each other the shape of each micro-batch.
-            seq_length=max(batch.tokens.shape[1] for batch in batches),
-            micro_batch_size=max(batch.tokens.shape[0] for batch in batches),
+            seq_length=max(shape[1] for shape in shapes),
+            micro_batch_size=max(shape[0] for shape in shapes),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )

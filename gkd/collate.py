@@ -1,0 +1,163 @@
+"""Sequences of one micro-batch -> tensors: padded or packed tokens, loss rows, and the teacher's tables row by row.
+
+Two sequences, padded to [B, S] or packed ("thd") to [1, T]; loss rows are underlined.
+
+    p0 p1 r0 r1 r2        tokens        p0 p1 r0 r1 r2 q0 s0
+       == == ==
+    q0 s0  .  .  .        position_ids   0  1  2  3  4  0  1
+    ==                    cu_seqlens     0              5     7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar, overload
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike
+
+from gkd.errors import DataError
+from gkd.types import MicroBatch, Rollout, TeacherScores, TokenTargets
+
+T = TypeVar("T")
+
+
+class MicroBatches(Sequence[MicroBatch]):
+    """The micro-batches of one rank, each made when it is asked for and again when it is asked for again.
+
+    So what the teacher said of all of them, which may be whole distributions, need not exist a second time at once.
+
+    Args:
+        groups: places in `rollouts` of the sequences of each micro-batch, in the order of their rows.
+        scores: of the rollouts, same order, all with the same tables; None: `targets` is None.
+        packed: one sequence after the other in one row; else each filled up with `pad_id` to the longest.
+
+    Raises:
+        DataError: only some of the sequences have one of the teacher's tables.
+    """
+
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        scores: Sequence[TeacherScores] | None,
+        groups: Sequence[Sequence[int]],
+        *,
+        packed: bool,
+        pad_id: int,
+    ) -> None:
+        self._rollouts, self._scores, self._groups = rollouts, scores, groups
+        self._packed, self._pad_id = packed, pad_id
+        for name in ("topk", "sampled_logprobs", "logits", "hidden"):
+            n = sum(getattr(score, name) is not None for score in scores or ())
+            if scores is not None and n not in (0, len(scores)):
+                raise DataError(f"only {n} of the {len(scores)} sequences of a batch have a {name} table")
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> MicroBatches: ...
+
+    def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
+        if isinstance(index, slice):
+            groups = self._groups[index]
+            return MicroBatches(self._rollouts, self._scores, groups, packed=self._packed, pad_id=self._pad_id)
+        group = self._groups[index]
+        rollouts = [self._rollouts[i] for i in group]
+        batch = _packed(rollouts) if self._packed else _padded(rollouts, self._pad_id)
+        if self._scores is not None:
+            batch.targets = _targets(rollouts, [self._scores[i] for i in group])
+        return batch
+
+    @property
+    def samples(self) -> Iterator[tuple[int, int]]:
+        """(sample_index, rows) of every sequence, in the order of their rows; makes no micro-batch."""
+        for group in self._groups:
+            yield from _samples([self._rollouts[i] for i in group])
+
+
+def _padded(rollouts: Sequence[Rollout], pad_id: int) -> MicroBatch:
+    length = max(r.n_tokens for r in rollouts)
+    tokens = np.full((len(rollouts), length), pad_id, dtype=np.int64)
+    for row, rollout in zip(tokens, rollouts, strict=True):
+        row[: rollout.n_tokens] = _tokens(rollout)
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        position_ids=torch.arange(length).expand(len(rollouts), length),
+        loss_index=_loss_index(rollouts, np.arange(len(rollouts)) * length),
+        targets=None,
+        samples=_samples(rollouts),
+    )
+
+
+def _packed(rollouts: Sequence[Rollout]) -> MicroBatch:
+    borders = np.concatenate([[0], np.cumsum([r.n_tokens for r in rollouts])])
+    return MicroBatch(
+        tokens=torch.from_numpy(np.concatenate([_tokens(r) for r in rollouts]).astype(np.int64)[None]),
+        position_ids=torch.cat([torch.arange(r.n_tokens) for r in rollouts])[None],
+        loss_index=_loss_index(rollouts, borders[:-1]),
+        targets=None,
+        samples=_samples(rollouts),
+        cu_seqlens=torch.from_numpy(borders.astype(np.int32)),
+    )
+
+
+def _tokens(rollout: Rollout) -> np.ndarray:
+    return np.concatenate([rollout.prompt_ids, rollout.response_ids])
+
+
+def _samples(rollouts: Sequence[Rollout]) -> tuple[tuple[int, int], ...]:
+    return tuple((r.sample_index, len(r.response_ids)) for r in rollouts)
+
+
+def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor:
+    """[N] int64: of each sequence the rows of its last prompt token and of all response tokens but the last.
+
+    Args:
+        starts: [B], place of each sequence's first token.
+    """
+    first = [int(start) + len(r.prompt_ids) - 1 for start, r in zip(starts, rollouts, strict=True)]
+    spans = [np.arange(at, at + len(r.response_ids)) for at, r in zip(first, rollouts, strict=True)]
+    return torch.from_numpy(np.concatenate(spans))
+
+
+def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> TokenTargets:
+    n_rows = [len(r.response_ids) for r in rollouts]
+    written = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
+    targets = TokenTargets(
+        sampled_ids=_rows([r.response_ids for r in rollouts], np.int64),
+        rollout_logprobs=_rows(written, np.float32),
+        on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
+    )
+    if topk := _there([s.topk for s in scores]):
+        width = max(t.topk_ids.shape[1] for t in topk)
+        targets.topk_ids = _rows([_widened(t.topk_ids, width, -1) for t in topk], np.int64)
+        targets.topk_logprobs = _rows([_widened(t.topk_logprobs, width, -np.inf) for t in topk], np.float32)
+        targets.tail_mass = _rows([t.tail_mass for t in topk], np.float32)
+    if sampled := _there([s.sampled_logprobs for s in scores]):
+        targets.sampled_logprobs = _rows(sampled, np.float32)
+    if logits := _there([s.logits for s in scores]):
+        targets.logits = _rows(logits, logits[0].dtype)
+    if hidden := _there([s.hidden for s in scores]):
+        targets.hidden = _rows(hidden, np.float32)
+    return targets
+
+
+def _there(tables: Sequence[T | None]) -> list[T]:
+    """All of them or, where the teacher was not asked, none."""
+    return [table for table in tables if table is not None]
+
+
+def _widened(table: np.ndarray, width: int, filler: float) -> np.ndarray:
+    """[R, K] -> [R, width], as the entries past a row's count are filled."""
+    missing = width - table.shape[1]
+    return table if missing == 0 else np.pad(table, ((0, 0), (0, missing)), constant_values=filler)
+
+
+def _rows(tables: Sequence[np.ndarray], dtype: DTypeLike) -> torch.Tensor:
+    """One below the other, in memory of their own: what comes from the object store is read-only."""
+    return torch.from_numpy(np.concatenate(tables, dtype=dtype, casting="same_kind"))

@@ -1,0 +1,47 @@
+"""The driver handles references: what goes through it does not grow with tokens or scores. `tests.bench.driver_bytes`
+says what is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.e2e.conftest import Lab
+
+LIMIT = 100  # bytes a sequence
+CONTROL = 50_000
+
+
+@pytest.mark.e2e
+def test_a_sequence_costs_the_driver_a_hundred_bytes_at_most(lab: Lab, teacher_port: int) -> None:
+    """Fails if tokens or scores go through the driver, fetched or not: at some size it then decides a step's time."""
+    command = lab.command(
+        lab.root / "run_driver_bytes", teacher_port, "trainer.n_gpus_per_node=2", "data.max_response_length=48"
+    )
+    command[command.index("gkd.main_gkd")] = "tests.bench.driver_bytes"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    print(measured)
+    small, large, short, control = (measured[name] for name in ("small", "large", "short", "control"))
+
+    more = large["n_sequences"] - small["n_sequences"]
+    assert more == 64
+    growth = {name: (large[name] - small[name]) / more for name in control}
+    # The prompts' own tokens, which the driver reads from the file and sends on, are in written_bytes.
+    assert growth["read_bytes"] + growth["written_bytes"] <= LIMIT
+    # Nothing comes unasked, either; the sizes of chunks do, and are gone when they are read.
+    assert large["inline_bytes"] <= LIMIT * large["n_sequences"]
+
+    assert large["n_sequences"] == short["n_sequences"]
+    assert large["n_response_tokens"] > 3 * short["n_response_tokens"]
+    longer = large["n_teacher_bytes"] - short["n_teacher_bytes"]
+    assert longer > 10**6
+    for name in control:
+        assert abs(large[name] - short[name]) < 0.02 * longer, f"{name} grow with the responses"
+
+    for name in ("read_bytes", "inline_bytes", "tcp_bytes"):
+        assert control[name] >= CONTROL, f"a result that went through the driver was not seen in {name}"

@@ -1,0 +1,55 @@
+"""Ray's limit between results that it sends to the driver and results that it puts into an object store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ray._private.serialization import SerializationContext
+from ray._private.worker import global_worker
+
+from gkd.rollout.chunks import chunk_sizes, encode_sizes
+from gkd.rollout.pool import CHUNK_SIZE
+from gkd.teacher.endpoint import ScoreSummary
+from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.wiring import INLINE_BYTES, worker_env
+
+ONE = np.zeros(1, np.float32)
+ROLLOUT = Rollout(0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), ONE, (), "stop", on_policy=False)
+
+
+def n_bytes(value: object) -> int:
+    """As Ray counts a result."""
+    return int(SerializationContext(global_worker).serialize(value).total_bytes)
+
+
+@pytest.mark.parametrize(
+    "bulk",
+    [
+        ROLLOUT,
+        TeacherScores(sampled_logprobs=ONE),
+        TeacherScores(hidden=ONE[None]),
+        TeacherScores(logits=ONE[None]),
+        TeacherScores(TeacherTopK(np.zeros((1, 1), np.int32), ONE[None], ONE)),
+    ],
+)
+def test_the_smallest_list_of_rollouts_or_scores_is_over_the_limit(bulk: object) -> None:
+    """Fails if Ray would send short chunks to the driver, and from there on to whoever they are for."""
+    assert n_bytes([bulk]) >= INLINE_BYTES
+
+
+def test_what_the_driver_reads_of_a_chunk_is_under_the_limit() -> None:
+    """Fails if each fetch of a few bytes takes the way through an object store, over the network where there is one."""
+    sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * CHUNK_SIZE, 0))
+    assert n_bytes(sizes) < INLINE_BYTES and n_bytes(ScoreSummary(1.0, 2).encode()) < INLINE_BYTES
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_the_limit_is_in_the_workers_environment(on_cpu: bool) -> None:
+    """Fails if Ray's own limit, 100 kB, is in force."""
+    assert worker_env(on_cpu)["RAY_max_direct_call_object_size"] == str(INLINE_BYTES)
+
+
+@pytest.mark.parametrize("summary", [ScoreSummary(0.25, 2**40), ScoreSummary(None, 0)])
+def test_a_summary_of_scores_arrives_as_it_was_sent(summary: ScoreSummary) -> None:
+    """Fails if teacher/topk_mass or teacher/score_bytes is not what the endpoint counted."""
+    assert ScoreSummary.decode(summary.encode()) == summary and len(summary.encode()) == 16
