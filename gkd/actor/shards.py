@@ -163,19 +163,27 @@ class ShardReader:
         """HF names of the parameters in it."""
         return {name for name, _, _ in self._index}
 
-    def read(self, name: str, kind: str, part: int, start: int, stop: int) -> Tensor:
+    def read(self, name: str, kind: str, part: int, start: int, stop: int, *, out: Tensor | None = None) -> Tensor:
         """Elements [start, stop) of one part, put together from its pieces.
+
+        Args:
+            out: [stop - start], contiguous and on the CPU, filled in place; None for a new tensor.
 
         Returns:
             [stop - start] on the CPU, in the dtype that was written.
 
         Raises:
-            CheckpointError: not there, not all there, or the file cannot be read.
+            CheckpointError: not there, not all there, not in `out`'s dtype, or the file cannot be read.
         """
         ranges = self._index.get((name, kind, part))
         if ranges is None:
             raise CheckpointError(f"{self._folder} has no {_say(name, kind, part)}.")
-        values = torch.empty(stop - start, dtype=ranges[0].dtype)
+        values = torch.empty(stop - start, dtype=ranges[0].dtype) if out is None else out.detach()
+        if values.dtype != ranges[0].dtype or values.shape != (stop - start,):
+            raise CheckpointError(
+                f"{self._folder} has {_say(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
+                f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
+            )
         raw, size = values.view(torch.uint8).numpy().data, values.itemsize
         at = start
         for piece in ranges:

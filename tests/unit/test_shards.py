@@ -1,4 +1,4 @@
-"""The ranks' checkpoint files: what was written comes back, and damage of every kind is named. Real files and faults."""
+"""The ranks' checkpoint files: what was written comes back, and damage of every kind is named. Real files."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def test_round_trip(tmp_path: Path) -> None:
             assert torch.equal(reader.read("model.w", "param", 0, start, stop), WHOLE[start:stop])
         own = reader.read("model.norm", "exp_avg", 1, 5, 9)
         assert own.dtype == torch.bfloat16 and own.tolist() == [0.5] * 4
+        target = torch.zeros(10)
+        reader.read("model.w", "param", 0, 295, 305, out=target)
+        assert torch.equal(target, WHOLE[295:305])
+        for wrong in (torch.zeros(9), torch.zeros(10, dtype=torch.bfloat16)):
+            with pytest.raises(CheckpointError, match="as torch.float32; elements 295:305 do not fit"):
+                reader.read("model.w", "param", 0, 295, 305, out=wrong)
         assert reader.meta == {"step": 3, "world_size": 2}
         assert reader.names() == {"model.w", "model.norm"}
         assert reader.rng(1)["torch"].tolist() == list(range(9)) and reader.rng(2) == {}

@@ -101,14 +101,16 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
     """Copies every range that this rank owns out of the checkpoint."""
     old_tp = reader.meta["layout"]["tp"]
     for entry, start, stop, tensors in _owned(model, optimizer):
+        is_cut = entry.layout.partition_dim is not None
         for kind, tensor in tensors.items():
-            if entry.layout.partition_dim is None:
-                values = reader.read(entry.hf_names[0], kind, 0, start, stop)
-            elif old_tp == model.layout.tp:
-                values = reader.read(entry.hf_names[0], kind, model.layout.tp_rank, start, stop)
+            if is_cut and old_tp != model.layout.tp:
+                tensor.copy_(_recut(reader, kind, entry, model, old_tp)[start:stop])
             else:
-                values = _recut(reader, kind, entry, model, old_tp)[start:stop]
-            tensor.copy_(values)
+                part = model.layout.tp_rank if is_cut else 0
+                out = tensor if tensor.device.type == "cpu" else None
+                values = reader.read(entry.hf_names[0], kind, part, start, stop, out=out)
+                if out is None:
+                    tensor.copy_(values)
 
 
 def _recut(reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int) -> Tensor:
