@@ -142,6 +142,8 @@ def test_random_damage_of_a_header_never_escapes(tmp_path: Path) -> None:
 
 def test_gaps_overlaps_and_strangers_are_refused(tmp_path: Path) -> None:
     """Fails if elements that nobody wrote are made up, two writers disagree unseen, or files of two saves are mixed."""
+    with pytest.raises(ValueError, match="same name, kind, part and start"):
+        write(tmp_path, 0, _snapshot(_piece(0, 10), _piece(0, 20)))
     _write_two_ranks(tmp_path)
     with ShardReader(tmp_path) as reader:
         for args, words in (
