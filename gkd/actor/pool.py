@@ -20,7 +20,9 @@ class ActorPool:
         self._workers, self._config = list(workers), config
         self._timeout_s = config.trainer.stage_timeout_s
         self._layouts = [
-            ParallelLayout(tp=config.actor.tp, pp=config.actor.pp, world_size=len(workers), rank=rank)
+            ParallelLayout(
+                tp=config.actor.tp, pp=config.actor.pp, world_size=len(workers), rank=rank, ep=config.actor.ep
+            )
             for rank in range(len(workers))
         ]
         self.dp_size = self._layouts[0].dp
@@ -49,10 +51,10 @@ class ActorPool:
         self._gathered("export_hf", folder.absolute())
 
     def exporters(self) -> list[list[Any]]:
-        """By pipeline stage, the tensor-parallel ranks of data-parallel group 0."""
+        """By pipeline stage, the ranks that produce its tensors together, the sender first."""
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
         for worker, layout in zip(self._workers, self._layouts, strict=True):
-            if layout.dp_rank == 0:
+            if layout.exports:
                 stages[layout.pp_rank].append(worker)
         return stages
 

@@ -95,7 +95,7 @@ def _sharded_state(model: StudentModel, optimizer: MegatronOptimizer, *, is_load
 
 
 def _layout_of(layout: ParallelLayout) -> dict[str, int]:
-    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "ep": layout.ep}
 
 
 def _rng_state() -> dict[str, Any]:

@@ -30,15 +30,19 @@ def init_groups(layout: ParallelLayout) -> ProcessGroupCollection:
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
         )
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     )
-    if sizes != (layout.tp, layout.pp):
+    if sizes != (layout.tp, layout.pp, layout.ep):
         raise ClusterError(
-            f"Megatron's groups of this process are tp={sizes[0]} pp={sizes[1]}, wanted tp={layout.tp} pp={layout.pp}; "
-            "they are global to a process, so start a new one."
+            f"Megatron's groups of this process are tp={sizes[0]} pp={sizes[1]} ep={sizes[2]}, wanted tp={layout.tp} "
+            f"pp={layout.pp} ep={layout.ep}; they are global to a process, so start a new one."
         )
     return ProcessGroupCollection.use_mpu_process_groups()

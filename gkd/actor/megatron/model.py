@@ -20,9 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from gkd.actor.megatron.attention import CausalSdpaAttention
+from gkd.actor.megatron.experts import expert_settings
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
-from gkd.actor.megatron.hf_mapping import stage_entries
+from gkd.actor.megatron.hf_mapping import held_entries
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
 
@@ -141,28 +142,34 @@ def build_model(
     gpt.rotary_pos_emb.inv_freq = torch.tensor(dims.rope_inv_freq, dtype=torch.float32, device=device)
     params = dict(gpt.named_parameters())
     load_hf_weights(model_path, params, dims, layout)
-    _mark_tp_shards(params, dims, layout)
+    _mark_shards(params, dims, layout)
     return StudentModel(gpt=gpt, dims=dims, layout=layout, groups=groups)
 
 
-def _mark_tp_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout: ParallelLayout) -> None:
-    """Tells Megatron which parameters TP cuts; those not marked count on TP rank 0 only in the gradient norm.
+def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout: ParallelLayout) -> None:
+    """Tells Megatron which parameters TP cuts, and which belong to experts.
 
-    Megatron sets the mark while it initialises a weight, which this project skips.
+    Those without the first mark count on TP rank 0 only in the gradient norm; Megatron sets it while it initialises a
+    weight, which this project skips. Those with the second are reduced over the ranks that hold the same expert and get
+    an optimizer of their own. Megatron sets it for EP > 1 only; with EP = 1 it makes the optimizer's checkpoint of the
+    same kind, so that one layout can resume the other.
     """
-    for entry in stage_entries(dims, layout):
+    for entry in held_entries(dims, layout):
+        param: Any = params[entry.param]
         if entry.layout.partition_dim is not None:
-            param: Any = params[entry.param]
             param.tensor_model_parallel = True
             param.partition_dim = entry.layout.partition_dim
             param.partition_stride = 1
+        if entry.owner is not None:
+            param.allreduce = False
 
 
 def transformer_config(
     dims: HfDims, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device, recompute: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder."""
+    """Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder, dense or with experts."""
     return TransformerConfig(
+        **expert_settings(dims, layout),
         num_layers=dims.n_layers,
         hidden_size=dims.hidden_size,
         ffn_hidden_size=dims.ffn_size,

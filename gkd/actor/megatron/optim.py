@@ -174,7 +174,7 @@ def _keep_bucket_padding(ddp: DistributedDataParallel) -> None:
     offsets that count it, so everything behind a padded bucket is saved shifted (tied embeddings
     with PP > 1 make such a bucket). With the padding kept, the two agree; nothing else reads this.
     """
-    for buffer in ddp.buffers:
+    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
         for bucket in buffer.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
         buffer.numel_unpadded = buffer.numel

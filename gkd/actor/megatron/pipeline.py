@@ -60,10 +60,11 @@ def run_batch(
             and its targets disagree.
     """
     device = next(model.gpt.parameters()).device
-    # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
-    batches = list(micro_batches) or [_empty_micro_batch()]
+    batches = list(micro_batches)
     for batch in batches:
         _check(batch, needs_scores=model.layout.is_last_stage)
+    # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
+    batches += [_empty_micro_batch() for _ in range(_n_common(len(batches), model, device) - len(batches))]
     outputs = _schedule(
         ddp,
         batches,
@@ -174,6 +175,18 @@ def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
         raise DataError("position_ids are not column numbers: the Megatron student takes right-padded sequences only")
     if needs_scores and (batch.targets is None or len(batch.targets) != n_rows):
         raise DataError(f"{n_rows} loss rows, and targets for {0 if batch.targets is None else len(batch.targets)}")
+
+
+def _n_common(n_batches: int, model: StudentModel, device: torch.device) -> int:
+    """Micro-batches this rank has to run: at least one, and with experts elsewhere as many as their ranks do.
+
+    In each forward pass of a mixture of experts the ranks that share the experts exchange tokens.
+    """
+    if model.layout.ep == 1:
+        return max(1, n_batches)
+    longest = torch.tensor(max(1, n_batches), device=device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=model.groups.ep)
+    return int(longest)
 
 
 def _column_numbers(tokens: Tensor) -> Tensor:

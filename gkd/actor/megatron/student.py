@@ -78,6 +78,9 @@ class MegatronStudent:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.model = build_model(model_path, layout, groups, dtype=dtype, device=device, recompute=recompute)
         config = self.model.gpt.config
+        if self.model.dims.moe is not None and not optim.shard_over_dp:
+            # Megatron norms the experts' gradients apart then, and waits for stages that have no experts.
+            raise ValueError("a student with experts needs OptimSpec.shard_over_dp")
         self._ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
