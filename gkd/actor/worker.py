@@ -80,9 +80,7 @@ class ActorWorker:
         self._log.info("joined the actor group of %d", world_size)
         self._loss = loss_spec(config.distill, config.teacher.temperature)
         self._signals = teacher_signals(self._loss, cast(Signal, config.teacher.signal))
-        self._layout = ParallelLayout(
-            tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, ep=actor.ep
-        )
+        self._layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, ep=actor.ep)
         self._student = MegatronStudent(
             config.model.path,
             self._layout,

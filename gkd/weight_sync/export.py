@@ -1,7 +1,8 @@
 """Megatron shards -> full tensors under HF names, one at a time: the source of every weight transfer.
 
 Each pipeline stage exports its own tensors, in the order of `export_plan`, on all ranks of it that
-`ParallelLayout.exports` names at once (the gathers are collectives). Tied embeddings are exported once, padding rows never.
+`ParallelLayout.exports` names at once (the gathers are collectives). Tied embeddings are exported
+once, padding rows never.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ def _from_owner(mine: Tensor, owner: int, model: StudentModel) -> Tensor:
     """[1, *shape] the expert's tensor of EP rank `owner`, on every rank of the EP group; `mine` gives the shape."""
     if model.layout.ep == 1:
         return mine[None]
-    tensor = mine.contiguous() if owner == model.layout.ep_rank else torch.empty_like(mine, memory_format=torch.contiguous_format)
+    tensor = (
+        mine.contiguous()
+        if owner == model.layout.ep_rank
+        else torch.empty_like(mine, memory_format=torch.contiguous_format)
+    )
     dist.broadcast(tensor, src=dist.get_global_rank(model.groups.ep, owner), group=model.groups.ep)
     return tensor[None]

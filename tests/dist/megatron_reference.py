@@ -20,7 +20,6 @@ LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
 KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
 # Weights of a token's experts normalised, every layer with experts; not normalised, and a dense layer before them.
 MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed")
-N_EXPERTS = 4
 
 
 def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
@@ -58,7 +57,7 @@ def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float3
         model = tf.MistralForCausalLM(config)
     elif kind in MOE_KINDS:
         mixed = kind == "qwen3_moe_mixed"
-        experts = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         config = tf.Qwen3MoeConfig(
             **sizes,
             **experts,

@@ -26,13 +26,13 @@ from tests.dist.megatron_reference import (
 )
 
 N_STEPS = 5
-# name -> (world size, tp, pp, ep, kinds of models)
-LAYOUTS: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
-    "tp1": (1, 1, 1, 1, MOE_KINDS),
-    "tp2": (2, 2, 1, 1, ("mistral",)),
-    "pp2": (2, 1, 2, 1, MOE_KINDS),
-    "dp2": (2, 1, 1, 1, MOE_KINDS),
-    "ep2": (2, 1, 1, 2, MOE_KINDS),
+WORLD = 2
+# name -> (tp, pp, ep, kinds of models), all of two processes
+LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
+    "tp2": (2, 1, 1, ("mistral",)),
+    "pp2": (1, 2, 1, MOE_KINDS),
+    "dp2": (1, 1, 1, MOE_KINDS[:1]),
+    "ep2": (1, 1, 2, MOE_KINDS),
 }
 CASES = [(layout, kind) for layout, spec in LAYOUTS.items() for kind in spec[-1]]
 pytestmark = pytest.mark.dist
@@ -50,42 +50,39 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(references: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Measurements of all ranks, by layout and kind; one spawn for each world size."""
-    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for size in sorted({spec[0] for spec in LAYOUTS.values()}):
-        ranks = run_gloo(_measure_all, size, references, timeout_s=200.0)
-        measured |= {case: [rank[case] for rank in ranks] for case in ranks[0]}
+def results(references: Path) -> list[dict[Any, dict[str, Any]]]:
+    """By rank: measurements by (layout, kind), and those of `_resume`. One spawn."""
+    return run_gloo(_measure_all, WORLD, references, timeout_s=200.0)
+
+
+def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, dict[str, Any]]:
+    """Runs in a rank."""
+    measured: dict[Any, dict[str, Any]] = {case: _measure(rank, root, *case) for case in CASES}
+    measured["resume"] = _resume(rank, root)
     return measured
 
 
-def _measure_all(rank: int, world_size: int, root: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Runs in a rank: every layout of this world size, in fresh Megatron groups."""
+def _student(rank: int, folder: Path, name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A student in the layout called `name`; replaces the Megatron groups of the last one."""
     from megatron.core import parallel_state
 
-    measured = {}
-    for layout, kind in CASES:
-        if LAYOUTS[layout][0] == world_size:
-            measured[layout, kind] = _measure(rank, root, layout, kind)
-            parallel_state.destroy_model_parallel()
-    return measured
-
-
-def _student(rank: int, folder: Path, name: str) -> Any:
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.optim import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.loss.spec import LossSpec
 
-    world_size, tp, pp, ep, _ = LAYOUTS[name]
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    tp, pp, ep, _ = LAYOUTS[name]
     return MegatronStudent(
         folder,
-        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, ep=ep),
+        ParallelLayout(tp=tp, pp=pp, world_size=WORLD, rank=rank, ep=ep),
         optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
         loss=LossSpec(),
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         seed=1,
+        **options,
     )
 
 
@@ -125,6 +122,26 @@ def _mine(layout: Any, step: int) -> list[Any]:
     return batches[:3] if layout.dp_rank == 0 else batches[3:]
 
 
+def _resume(rank: int, root: Path) -> dict[str, Any]:
+    """Checkpoints and a HF folder of experts on two ranks, recompute, bfloat16."""
+    kind = "qwen3_moe_mixed"
+    result: dict[str, Any] = {}
+    student = _student(rank, root / kind, "ep2")
+    student.save_hf(root / "saved", root / kind)
+    for step in range(2):
+        student.train_step(_mine(student.layout, step))
+    student.save_checkpoint(root / "checkpoint")
+    wanted = student.train_step(_mine(student.layout, 2))
+    for name in ("ep2", "dp2", "pp2"):
+        resumed = _student(rank, root / kind, name, recompute=True)
+        resumed.load_checkpoint(root / "checkpoint")
+        got = resumed.train_step(_mine(resumed.layout, 2))
+        result[name] = (abs(got.loss - wanted.loss), abs(got.grad_norm - wanted.grad_norm))
+    bf16 = _student(rank, root / kind, "ep2", dtype=torch.bfloat16)
+    result["bf16_losses"] = [bf16.train_step(_mine(bf16.layout, step)).loss for step in range(3)]
+    return result
+
+
 def _max_diff(a: torch.Tensor, b: torch.Tensor) -> float:
     assert a.shape == b.shape, (a.shape, b.shape)
     return float((a - b).abs().max())
@@ -136,7 +153,7 @@ class TestParity:
 
     def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
         """Fails if tokens reach other experts than HF's, an expert lands on the wrong rank, or none exports it."""
-        ranks = results[layout, kind]
+        ranks = [rank[layout, kind] for rank in results]
         assert max(r["logits_diff"] for r in ranks) <= 1e-4
         assert all(r["round_trip"] for r in ranks)
         assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
@@ -147,13 +164,28 @@ class TestParity:
         reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
         experts = [float(g.abs().max()) for name, g in reference.grads.items() if ".experts." in name]
         assert kind == "mistral" or min(experts) > 1e-3  # else 1e-5 shows nothing
-        assert max(r["grad_diff"] for r in results[layout, kind]) <= 1e-5
+        assert max(r["grad_diff"] for r in [rank[layout, kind] for rank in results]) <= 1e-5
 
     def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
         """Fails if experts are left out of the clipping norm, or their optimizer differs from plain AdamW."""
         reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
         assert min(reference.grad_norms) > CLIP  # every step is clipped
-        for r in results[layout, kind]:
+        for r in [rank[layout, kind] for rank in results]:
             assert r["weight_diff"] <= 1e-5
             assert r["losses"] == pytest.approx(reference.losses, abs=1e-5)
             assert r["grad_norms"] == pytest.approx(reference.grad_norms, abs=1e-4)
+
+
+def test_checkpoints_and_folders(results: Any, references: Path) -> None:
+    """Fails if experts or their optimizer state are lost or swapped in a checkpoint, resharded or not, or on disk."""
+    from safetensors.torch import load_file
+
+    reference: Reference = torch.load(references / "qwen3_moe_mixed.pt", weights_only=False)
+    for rank in results:
+        resumed = rank["resume"]
+        assert resumed["ep2"] == (0.0, 0.0)  # recomputing changes no bit
+        assert max(resumed["dp2"] + resumed["pp2"]) <= 1e-5
+        assert resumed["bf16_losses"] == pytest.approx(reference.losses[:3], rel=0.02)
+    saved, original = (load_file(references / folder / "model.safetensors") for folder in ("saved", "qwen3_moe_mixed"))
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[name], original[name]) for name in original)

@@ -1,7 +1,7 @@
 """A HF safetensors folder -> the parameters of this rank, one tensor at a time.
 
-Only this rank's experts, rows and columns are read, from the mapped file into the parameter. Every rank checks the headers of *all* tensors first, so that a bad folder fails on all
-ranks alike instead of leaving some in a collective.
+Only this rank's experts, rows and columns are read, from the mapped file into the parameter. Every rank checks the
+headers of *all* tensors first, so that a bad folder fails on all ranks alike instead of leaving some in a collective.
 """
 
 from __future__ import annotations
