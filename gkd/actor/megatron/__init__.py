@@ -1,10 +1,10 @@
 """The student on Megatron-core: NCCL and CUDA on GPUs, gloo and CPU where there are none.
 
-layout.py      ranks -> (tp, pp, dp)                       groups.py     Megatron's process groups
+layout.py      ranks -> (tp, pp, dp, ep)                   groups.py     Megatron's process groups
 cpu_shim.py    Megatron without CUDA                       attention.py  core attention without TE
 hf_config.py   HF config.json -> sizes and features        model.py      the GPT model of a rank
 hf_mapping.py  HF tensors <-> this rank's shards           hf_load.py    safetensors -> shards
 hf_save.py     shards -> a HF folder                       optim.py      AdamW, clipping, LR schedule
 pipeline.py    forward and backward, loss                  checkpoint.py exact resume
-student.py     all of it behind one class
+experts.py     settings of a mixture of experts            student.py    all of it behind one class
 """
