@@ -48,3 +48,4 @@ def write_safetensors(
                     f"export order: expected {expected}, got {(name, tuple(tensor.shape), tensor.dtype)}"
                 )
             file.write(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made

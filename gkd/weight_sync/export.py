@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.megatron.hf_mapping import Shape, stage_entries
+from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, stage_entries
 from gkd.actor.megatron.model import StudentModel
 
 
@@ -46,9 +46,13 @@ def iter_hf_tensors(
     for entry in stage_entries(model.dims, model.layout):
         if not entry.exported:
             continue
-        shard = value(params[entry.param])
-        shards = _gather(shard, model) if entry.owner is None else _from_owner(shard, entry.owner, model)
-        yield from zip(entry.hf_names, entry.layout.join(shards, model.dims), strict=True)
+        # No name for the gathered tensors: it would keep them alive while the next ones are gathered.
+        yield from zip(entry.hf_names, _hf_tensors(entry, value(params[entry.param]), model), strict=True)
+
+
+def _hf_tensors(entry: TensorEntry, shard: Tensor, model: StudentModel) -> tuple[Tensor, ...]:
+    shards = _gather(shard, model) if entry.owner is None else _from_owner(shard, entry.owner, model)
+    return entry.layout.join(shards, model.dims)
 
 
 def _gather(shard: Tensor, model: StudentModel) -> Tensor:

@@ -98,6 +98,7 @@ def send(
                 place.copy_(tensor)
                 if with_digests:
                     digests[name] = digest(place)
+            del tensor  # before the next one is made
         if group is not None and buffer is not None:
             group.broadcast(buffer)
     return digests

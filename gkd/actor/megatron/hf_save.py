@@ -76,6 +76,7 @@ def _all_stages(model: StudentModel, plans: list[list[tuple[str, Shape, torch.dt
             tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(tensor, src=_rank_of_stage(model, stage), group=model.groups.pp)
             yield name, tensor
+            del tensor  # before the next one is made
 
 
 def _exhaust(iterator: Iterator[object]) -> None:
