@@ -41,7 +41,7 @@ def preflight(config: Config) -> Plan:
 
     Raises:
         ConfigError: the first thing that is wrong, with its key, its value and the fix.
-        ModelError: the student names no end-of-sequence token.
+        ModelError: the student names no end-of-sequence token, or attends through a sliding window.
         CheckpointError: what trainer.resume goes on from is damaged.
         TeacherUnavailable: no teacher server answers at teacher.server_ip:server_port.
     """
@@ -143,9 +143,15 @@ def check_student(config: Config) -> HfDims:
         raise ConfigError("model.path", path, f"{error}", "name a whole model folder of that kind.") from error
     world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
     actor = config.actor
-    ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp).check_model(dims)
+    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
+    layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
     tp = config.rollout.tp
-    for what, count in (("attention heads", dims.n_heads), ("MLP columns", dims.ffn_size)):
+    expert_columns = 0 if dims.moe is None else dims.moe.ffn_size
+    for what, count in (
+        ("attention heads", dims.n_heads),
+        ("MLP columns", dims.ffn_size),
+        ("expert columns", expert_columns),
+    ):
         if count % tp:
             raise ConfigError("rollout.tp", tp, f"it does not divide the student's {count} {what}.", "lower it.")
     if dims.n_kv_heads % tp and tp % dims.n_kv_heads:
@@ -156,6 +162,7 @@ def check_student(config: Config) -> HfDims:
             "lower it.",
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
+    dims.check_sequence_length(longest)
     if longest > dims.max_positions:
         raise ConfigError(
             "data.max_response_length",

@@ -22,7 +22,12 @@ class ActorPool:
         self._timeout_s = config.trainer.stage_timeout_s
         self._layouts = [
             ParallelLayout(
-                tp=config.actor.tp, pp=config.actor.pp, world_size=len(workers), rank=rank, vpp=config.actor.vpp
+                tp=config.actor.tp,
+                pp=config.actor.pp,
+                world_size=len(workers),
+                rank=rank,
+                vpp=config.actor.vpp,
+                ep=config.actor.ep,
             )
             for rank in range(len(workers))
         ]
@@ -58,10 +63,10 @@ class ActorPool:
         self._gathered("export_hf", folder.absolute())
 
     def exporters(self) -> list[list[Any]]:
-        """By pipeline stage, the tensor-parallel ranks of data-parallel group 0."""
+        """By pipeline stage, the ranks that produce its tensors together, the sender first."""
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
         for worker, layout in zip(self._workers, self._layouts, strict=True):
-            if layout.dp_rank == 0:
+            if layout.exports:
                 stages[layout.pp_rank].append(worker)
         return stages
 

@@ -83,7 +83,9 @@ class ActorWorker:
         self._log.info("joined the actor group of %d", world_size)
         self._loss = loss_spec(config.distill, config.teacher.temperature)
         self._signals = teacher_signals(self._loss, cast(Signal, config.teacher.signal))
-        self._layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp)
+        self._layout = ParallelLayout(
+            tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
+        )
         self._student = MegatronStudent(
             config.model.path,
             self._layout,
@@ -157,7 +159,7 @@ class ActorWorker:
         self._group = TransferGroup(spec, self._device)
 
     def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
-        """Collective over the tensor-parallel group; the rank that joined the group broadcasts. Digests by name."""
+        """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""
         return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def _micro_batches(

@@ -86,7 +86,8 @@ class RolloutEngine:
             **(
                 {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
                 if on_cpu
-                else {"gpu_memory_utilization": config.gpu_memory_utilization}
+                # This kernel computes experts from the weights as they are loaded; others reorder them once, at start.
+                else {"gpu_memory_utilization": config.gpu_memory_utilization, "moe_backend": "triton"}
             ),
         )
 

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
 from gkd.errors import WeightSyncError
+from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, receive
 
@@ -37,6 +39,7 @@ def keep_cpu_weights_live() -> None:
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
 
     layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+    keep_cpu_experts_live()
 
 
 keep_cpu_weights_live()
@@ -59,16 +62,21 @@ class WeightReceiver:
         """Load one weight version, plan by plan (one a sender); returns bytes received.
 
         Raises:
-            WeightSyncError: a parameter of the model was not written.
+            WeightSyncError: a parameter of the model, or an expert's part of one, was not written.
         """
         model = self.model_runner.get_model()
+        received: set[str] = set()
         loaded: set[str] = set()
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            received.update(name for name, _ in tensors)
             loaded.update(model.load_weights(tensors))
 
         n_bytes = sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
         missed = sorted(set(dict(model.named_parameters())) - loaded)
+        for prefix, module in model.named_modules():
+            if isinstance(module, RoutedExperts):  # one loaded expert makes the parameter of all of them a loaded one
+                missed += sorted(set(expert_names(prefix, module)) - received)
         if missed:
             raise WeightSyncError(f"the sync left parameters of the rollout engine unwritten: {missed[:8]}")
         return n_bytes
@@ -87,6 +95,9 @@ def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     seen: set[int] = set()
     for prefix, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield from expert_tensors(prefix, module, _all_gather)
+            continue
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:  # tied embeddings: one tensor, and the export has it once
                 continue

@@ -20,7 +20,7 @@ class WeightSync:
     """Implements `gkd.roles.WeightSyncRole`.
 
     Args:
-        exporters: by pipeline stage, the tensor-parallel ranks of data-parallel group 0; the first of each sends.
+        exporters: by pipeline stage, the ranks that produce its tensors together; the first of each sends.
         engines: the rollout pool's workers.
     """
 
@@ -43,9 +43,9 @@ class WeightSync:
         check = verify == "always" or (verify == "first" and self._n_pushed < 2)
         timeout_s = self._config.weight_sync.timeout_s
         senders = {
-            f"actor stage {stage} tp {tp}": worker.send_weights.remote(self._plans[stage], check)
+            f"actor stage {stage} exporter {i}": worker.send_weights.remote(self._plans[stage], check)
             for stage, ranks in enumerate(self._exporters)
-            for tp, worker in enumerate(ranks)
+            for i, worker in enumerate(ranks)
         }
         receivers = {
             f"rollout engine {i}": engine.receive.remote(self._plans, policy_version)

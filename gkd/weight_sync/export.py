@@ -1,7 +1,8 @@
 """Megatron shards -> full tensors under HF names, one at a time: the source of every weight transfer.
 
-Each pipeline stage exports its own tensors, in the order of `export_plan`, on all its TP ranks at
-once (the gather is a collective). Tied embeddings are exported once, padding rows never.
+Each pipeline stage exports its own tensors, in the order of `export_plan`, on all ranks of it that
+`ParallelLayout.exports` names at once (the gathers are collectives). Tied embeddings are exported
+once, padding rows never.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.megatron.hf_mapping import Shape, stage_entries
+from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, stage_entries
 from gkd.actor.megatron.model import StudentModel
 
 
@@ -33,9 +34,9 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (HF name, full tensor) of this pipeline stage.
 
-    Collective over the TP group: every rank of it must run the iterator to its end. At most one
-    Megatron parameter, gathered, is alive at a time; a tensor may alias the live weights (TP = 1),
-    so consume or copy it before the next training step.
+    Collective over the TP group, and with experts over the EP group: every rank of them must run the iterator to its
+    end. At most one Megatron parameter, gathered, is alive at a time, and one expert's is one; a tensor may alias the
+    live weights, so consume or copy it before the next training step.
 
     Args:
         model: this rank's stage.
@@ -45,14 +46,32 @@ def iter_hf_tensors(
     for entry in stage_entries(model.dims, model.layout):
         if not entry.exported:
             continue
-        shards = _gather(value(params[entry.param]), model)
-        yield from zip(entry.hf_names, entry.layout.join(shards, model.dims), strict=True)
+        # No name for the gathered tensors: it would keep them alive while the next ones are gathered.
+        yield from zip(entry.hf_names, _hf_tensors(entry, value(params[entry.param]), model), strict=True)
 
 
-def _gather(shard: Tensor, model: StudentModel) -> list[Tensor]:
-    """This tensor's shards of all TP ranks, in rank order, on every one of them."""
+def _hf_tensors(entry: TensorEntry, shard: Tensor, model: StudentModel) -> tuple[Tensor, ...]:
+    shards = _gather(shard, model) if entry.owner is None else _from_owner(shard, entry.owner, model)
+    return entry.layout.join(shards, model.dims)
+
+
+def _gather(shard: Tensor, model: StudentModel) -> Tensor:
+    """[tp, *shape] this tensor's shards of all TP ranks, on every one of them."""
     if model.layout.tp == 1:
-        return [shard]
-    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(model.layout.tp)]
-    dist.all_gather(shards, shard.contiguous(), group=model.groups.tp)
+        return shard[None]
+    shards = shard.new_empty((model.layout.tp, *shard.shape))
+    dist.all_gather_into_tensor(shards, shard.contiguous()[None], group=model.groups.tp)
     return shards
+
+
+def _from_owner(mine: Tensor, owner: int, model: StudentModel) -> Tensor:
+    """[1, *shape] the expert's tensor of EP rank `owner`, on every rank of the EP group; `mine` gives the shape."""
+    if model.layout.ep == 1:
+        return mine[None]
+    tensor = (
+        mine.contiguous()
+        if owner == model.layout.ep_rank
+        else torch.empty_like(mine, memory_format=torch.contiguous_format)
+    )
+    dist.broadcast(tensor, src=dist.get_global_rank(model.groups.ep, owner), group=model.groups.ep)
+    return tensor[None]

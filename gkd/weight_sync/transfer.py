@@ -77,8 +77,8 @@ def send(
 ) -> dict[str, str]:
     """Stream `tensors` (in the order of the buckets) into buckets and broadcast each; returns digests by name.
 
-    `group` None means this rank only takes part in producing the tensors (a collective over its
-    tensor-parallel group) and sends nothing.
+    `group` None means this rank only takes part in producing the tensors (a collective over the stage's
+    exporting ranks) and sends nothing.
 
     Raises:
         WeightSyncError: the stream does not follow the plan.
@@ -98,6 +98,7 @@ def send(
                 place.copy_(tensor)
                 if with_digests:
                     digests[name] = digest(place)
+            del tensor  # before the next one is made
         if group is not None and buffer is not None:
             group.broadcast(buffer)
     return digests

@@ -5,6 +5,7 @@ Written independently of `gkd.loss` and `gkd.actor`: dense log-softmax, autograd
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
 KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
+# Weights of a token's experts normalised, every layer with experts; not normalised, and a dense layer before them.
+MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed")
 
 
 def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, n_layers: int = 2) -> Path:
@@ -49,6 +52,21 @@ def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float3
             "original_max_position_embeddings": 16,
         }
         model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, tie_word_embeddings=False, rope_parameters=rope))
+    elif kind == "mistral":
+        config = tf.MistralConfig(**sizes, head_dim=16, tie_word_embeddings=False, sliding_window=None)
+        model = tf.MistralForCausalLM(config)
+    elif kind in MOE_KINDS:
+        mixed = kind == "qwen3_moe_mixed"
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        config = tf.Qwen3MoeConfig(
+            **sizes,
+            **experts,
+            head_dim=16,
+            tie_word_embeddings=False,
+            norm_topk_prob=not mixed,
+            mlp_only_layers=[0] if mixed else [],
+        )
+        model = tf.Qwen3MoeForCausalLM(config)
     else:
         raise ValueError(kind)
     with torch.no_grad():
@@ -129,6 +147,22 @@ def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
     return (p * (p.log() - picked)).sum() + (p_rest * (p_rest.log() - q_rest.log())).sum()
 
 
+def by_file_name(model: torch.nn.Module, value: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
+    """A copy of `value(parameter)` by the names in safetensors files: transformers fuses experts, files don't."""
+    tensors = {}
+    for name, param in model.named_parameters():
+        tensor = value(param).detach().clone()
+        prefix, _, leaf = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            tensors[name] = tensor
+            continue
+        parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else ["down_proj"]
+        for number, expert in enumerate(tensor):
+            for part, half in zip(parts, expert.chunk(len(parts)), strict=True):
+                tensors[f"{prefix}.{number}.{part}.weight"] = half
+    return tensors
+
+
 @dataclass
 class Reference:
     """What plain training of one folder gives."""
@@ -165,13 +199,13 @@ def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None)
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            reference.grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+            reference.grads = by_file_name(model, lambda p: p.grad)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         reference.losses.append(float(loss))
         reference.grad_norms.append(float(norm))
         if step == 0:
-            reference.weights_after_one = {name: p.detach().clone() for name, p in model.named_parameters()}
+            reference.weights_after_one = by_file_name(model, lambda p: p)
     return reference
 
 

@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
-from gkd.actor.megatron.hf_mapping import expected_hf_tensors, stage_entries
+from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries, stage_entries
 from gkd.actor.megatron.layer_spec import local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model import torch_dtype
 from gkd.errors import ConfigError, ModelError
-from tests.dist.megatron_reference import KINDS, VOCAB, make_hf_folder
+from tests.dist.megatron_reference import KINDS, MOE_KINDS, VOCAB, make_hf_folder
+
+ALL_KINDS = (*KINDS, "mistral", *MOE_KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -27,42 +29,49 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One HF folder per kind."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("hf")
-    for kind in KINDS:
+    for kind in ALL_KINDS:
         make_hf_folder(root / kind, kind)
     return root
 
 
-def _layouts(tp: int, pp: int) -> list[ParallelLayout]:
-    return [ParallelLayout(tp=tp, pp=pp, world_size=tp * pp, rank=rank) for rank in range(tp * pp)]
+def _layouts(tp: int, pp: int, ep: int = 1) -> list[ParallelLayout]:
+    """One data-parallel group, or as many as there are expert-parallel ranks."""
+    size = tp * pp * ep
+    return [ParallelLayout(tp=tp, pp=pp, world_size=size, rank=rank, ep=ep) for rank in range(size)]
 
 
 def _load(folder: Path, dims: HfDims, layout: ParallelLayout) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters, shaped by hand as Megatron shapes them and filled from `folder`."""
     params = {}
-    for entry in stage_entries(dims, layout):
+    for entry in held_entries(dims, layout):
         shapes = entry.hf_shapes
         rows = sum(shape[0] for shape in shapes)
         full = [rows, *shapes[0][1:]]
         if "embedding" in entry.param or "output_layer" in entry.param:
             full[0] = layout.padded_vocab_size(dims)
-        if entry.layout.partition_dim is not None:
+        if entry.layout.partition_dim is not None and entry.owner is None:
             full[entry.layout.partition_dim] //= layout.tp
         params[entry.param] = torch.nn.Parameter(torch.full(full, torch.nan))
     load_hf_weights(folder, params, dims, layout)
     return params
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_take_then_join_returns_the_bits(folders: Path, kind: str, tp: int, pp: int) -> None:
-    """Fails if a rule and its inverse disagree, a tensor is exported twice, or one by no stage."""
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp", "ep"),
+    [(kind, tp, pp, 1) for kind in ALL_KINDS for tp, pp in [(1, 1), (2, 1), (1, 2), (2, 2)]]
+    + [(kind, tp, pp, ep) for kind in MOE_KINDS for tp, pp, ep in [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)]],
+)
+def test_fill_then_join_returns_the_bits(folders: Path, kind: str, tp: int, pp: int, ep: int) -> None:
+    """Fails if a rule and its inverse disagree, a tensor is exported twice, or one by no stage, or on no rank."""
     dims = read_hf_dims(folders / kind)
-    layouts = _layouts(tp, pp)
+    layouts = _layouts(tp, pp, ep)
     params = [_load(folders / kind, dims, layout) for layout in layouts]
     joined: dict[str, torch.Tensor] = {}
     for stage in range(pp):
-        for entry in stage_entries(dims, layouts[stage * tp]):
-            shards = [params[stage * tp + tp_rank][entry.param].data for tp_rank in range(tp)]
+        first = stage * tp * ep
+        for entry in stage_entries(dims, layouts[first]):
+            places = range(first, first + tp) if entry.owner is None else [first + entry.owner]
+            shards = torch.stack([params[place][entry.param].data for place in places])
             tensors = dict(zip(entry.hf_names, entry.layout.join(shards, dims), strict=True))
             if entry.exported:
                 assert not tensors.keys() & joined.keys()
@@ -81,7 +90,7 @@ def test_padded_rows_are_zero(folders: Path) -> None:
         assert not last[name][-1].any() and last[name][-2].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_expected_tensors_are_those_of_transformers(folders: Path, kind: str) -> None:
     """Fails if the table forgets or invents a tensor, or gets a shape wrong."""
     original = load_file(folders / kind / "model.safetensors")
@@ -89,14 +98,14 @@ def test_expected_tensors_are_those_of_transformers(folders: Path, kind: str) ->
     assert expected == {name: tuple(tensor.shape) for name, tensor in original.items()}
 
 
-def _broken(folders: Path, tmp_path: Path, change: Any) -> Path:
-    """A copy of the tied folder after `change(tensors)`."""
-    tensors = load_file(folders / "qwen2_tied" / "model.safetensors")
+def _broken(folders: Path, tmp_path: Path, change: Any, kind: str = "qwen2_tied") -> Path:
+    """A copy of a folder after `change(tensors)`."""
+    tensors = load_file(folders / kind / "model.safetensors")
     change(tensors)
     folder = tmp_path / "broken"
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text((folders / "qwen2_tied" / "config.json").read_text())
+    (folder / "config.json").write_text((folders / kind / "config.json").read_text())
     return folder
 
 
@@ -112,19 +121,56 @@ def _cut(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
 
 
+def _quantise(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (_quantise, r"model\.norm\.weight has dtype I8"),
         (_drop, r"missing: model\.layers\.1\.mlp\.up_proj"),
         (_add, r"belong.*model\.layers\.2\.mlp"),
         (_cut, r"model\.norm\.weight has shape \[31\]"),
     ],
 )
 def test_wrong_tensors_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
-    """Fails if a folder with missing, foreign or mis-shaped tensors loads, or the error does not name them."""
+    """Fails if a folder with missing, foreign, mis-shaped or quantised tensors loads, or the error names none."""
     folder = _broken(folders, tmp_path, change)
     dims = read_hf_dims(folder)
     for layout in _layouts(1, 2):  # every stage notices, also the one that does not hold the tensor
+        with pytest.raises(ModelError, match=message):
+            _load(folder, dims, layout)
+
+
+_EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+def _drop_expert(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[_EXPERT]
+
+
+def _add_expert(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[_EXPERT.replace("3", "4")] = torch.zeros(1)
+
+
+def _turn_expert(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[_EXPERT] = tensors[_EXPERT].T.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop_expert, r"missing: model\.layers\.1\.mlp\.experts\.3\.down"),
+        (_add_expert, r"belong.*experts\.4\.down"),
+        (_turn_expert, r"experts\.3\.down_proj\.weight has shape \[24, 32\]"),
+    ],
+)
+def test_wrong_experts_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
+    """Fails if an expert that the files lack, or have too many, is noticed by none, or only by the rank that has it."""
+    folder = _broken(folders, tmp_path, change, "qwen3_moe_mixed")
+    dims = read_hf_dims(folder)
+    for layout in _layouts(1, 1, 2):
         with pytest.raises(ModelError, match=message):
             _load(folder, dims, layout)
 
@@ -166,7 +212,7 @@ def test_corrupt_and_absent_files(folders: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*qwen3, qwen2, llama"),
+        ({"model_type": "gpt2"}, "gpt2.*qwen3, qwen2, llama, mistral, qwen3_moe.*actor.strategy=fsdp2 takes any"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
@@ -178,6 +224,88 @@ def test_unsupported_models_are_refused(folders: Path, tmp_path: Path, change: d
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         read_hf_dims(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_router_logits": True}, "output_router_logits = True"),
+        ({"num_experts_per_tok": 5}, r"num_experts_per_tok = 5 is not in 1 \.\. num_experts = 4"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob = True with num_experts_per_tok = 1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_unsupported_experts_are_refused(folders: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    """Fails if experts that Megatron would train otherwise, or not at all, pass."""
+    config = json.loads((folders / "qwen3_moe" / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        read_hf_dims(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({}, (True, True, True, True)),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2, 3]}, None),
+        ({"num_experts": 0, "num_local_experts": 0}, None),
+    ],
+)
+def test_which_layers_have_experts(
+    folders: Path, tmp_path: Path, change: dict[str, Any], layers: tuple[bool, ...] | None
+) -> None:
+    """Fails if a layer is built dense that transformers builds with experts, or the other way round."""
+    import transformers as tf
+
+    config = json.loads((folders / "qwen3_moe" / "config.json").read_text()) | {"num_hidden_layers": 4} | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dims = read_hf_dims(tmp_path)
+    assert (None if dims.moe is None else dims.moe.layers) == layers
+    with torch.device("meta"):
+        model = tf.Qwen3MoeForCausalLM(tf.AutoConfig.from_pretrained(tmp_path))
+    assert [hasattr(layer.mlp, "experts") for layer in model.model.layers] == [dims.is_moe_layer(i) for i in range(4)]
+
+
+def test_sliding_window(folders: Path, tmp_path: Path) -> None:
+    """Fails if a Mistral that attends through a window trains on sequences longer than it, or on none at all."""
+    read_hf_dims(folders / "mistral").check_sequence_length(10**6)
+    config = json.loads((folders / "mistral" / "config.json").read_text()) | {"sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dims = read_hf_dims(tmp_path)
+    dims.check_sequence_length(16)
+    with pytest.raises(ModelError, match=r"sliding_window = 16 .* 17 tokens"):
+        dims.check_sequence_length(17)
+
+
+def test_expert_parallel_errors(folders: Path) -> None:
+    """Fails if experts that cannot be spread are, or the error does not say which key to change."""
+    moe, dense = (read_hf_dims(folders / kind) for kind in ("qwen3_moe", "qwen3"))
+    with pytest.raises(ConfigError, match=r"actor\.ep = 3: does not divide the actor's 4 data-parallel"):
+        ParallelLayout(tp=1, pp=2, world_size=8, rank=0, ep=3)
+    with pytest.raises(ConfigError, match=r"actor\.ep = 0: must be at least 1"):
+        ParallelLayout(tp=1, pp=1, world_size=1, rank=0, ep=0)
+    with pytest.raises(ConfigError, match=r"actor\.ep = 8: does not divide the model's 4 experts"):
+        ParallelLayout(tp=1, pp=1, world_size=8, rank=0, ep=8).check_model(moe)
+    with pytest.raises(ConfigError, match=r"actor\.ep = 2: the model \(qwen3\) has no experts"):
+        ParallelLayout(tp=1, pp=1, world_size=2, rank=0, ep=2).check_model(dense)
+    with pytest.raises(ConfigError, match=r"mixture of experts with actor\.tp > 1 needs actor\.sequence_parallel=true"):
+        ParallelLayout(tp=2, pp=1, world_size=2, rank=0).check_model(moe)
+    ParallelLayout(tp=2, pp=1, world_size=2, rank=0).check_model(moe, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(("tp", "pp", "ep", "dp"), [(1, 2, 2, 4), (2, 1, 3, 3), (2, 2, 2, 4), (4, 1, 2, 2)])
+def test_exporting_ranks(tp: int, pp: int, ep: int, dp: int) -> None:
+    """Fails if some expert is on no exporting rank, or a TP or EP group is half in and would wait for the others."""
+    layouts = [ParallelLayout(tp=tp, pp=pp, world_size=tp * pp * dp, rank=r, ep=ep) for r in range(tp * pp * dp)]
+    assert layouts[0].exports
+    for stage in range(pp):
+        ranks = [layout for layout in layouts if layout.pp_rank == stage]
+        groups = [ranks[i : i + size] for size in (tp, ep) for i in range(0, len(ranks), size)]
+        assert all(len({layout.exports for layout in group}) == 1 for group in groups)
+        assert {layout.ep_rank for layout in ranks if layout.exports} == set(range(ep))
 
 
 def test_rope_theta_of_old_and_new_configs(folders: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.agree import same_error
-from gkd.actor.megatron.hf_mapping import TensorEntry, stage_entries
+from gkd.actor.megatron.hf_mapping import TensorEntry, held_entries
 from gkd.actor.megatron.model import StudentModel
 from gkd.actor.rng import rng_state, set_rng_state
 from gkd.actor.shards import KINDS, HostCopies, Piece, ShardReader, Snapshot
@@ -38,7 +38,7 @@ def snapshot(copies: HostCopies, model: StudentModel, optimizer: MegatronOptimiz
     for entry, start, _, tensors in _owned(model, optimizer):
         if not _writes(entry, model):
             continue
-        part = model.layout.tp_rank if entry.layout.partition_dim is not None else 0
+        part = model.layout.tp_rank if _is_cut(entry) else 0
         pieces += [Piece(entry.hf_names[0], kind, part, start, tensors[kind].detach()) for kind in KINDS]
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     rng = rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
@@ -77,7 +77,7 @@ def _owned(
     The ranges count elements of the flattened TP part. The tensors are the live ones, [stop - start] float32.
     """
     params = dict(model.named_params())
-    entries = {params[entry.param]: entry for entry in stage_entries(model.dims, model.layout)}
+    entries = {params[entry.param]: entry for entry in held_entries(model.dims, model.layout)}
     for part in optimizer.chained_optimizers:
         for param in part.model_param_gbuf_map:
             own = part._get_model_param_range_map(param)["param"]
@@ -90,9 +90,17 @@ def _owned(
             yield entries[param], own.start, own.end, tensors
 
 
+def _is_cut(entry: TensorEntry) -> bool:
+    """Whether TP ranks have different parts of it. An expert is whole wherever it is."""
+    return entry.layout.partition_dim is not None and entry.owner is None
+
+
 def _writes(entry: TensorEntry, model: StudentModel) -> bool:
-    """Whether this rank is the one to write its range: not if it only holds a copy of another rank's."""
-    is_tp_copy = entry.layout.partition_dim is None and model.layout.tp_rank > 0
+    """Whether this rank is the one to write its range: not if it only holds a copy of another rank's.
+
+    The optimizer spreads an expert over all ranks that hold it, TP ranks included.
+    """
+    is_tp_copy = entry.layout.partition_dim is None and entry.owner is None and model.layout.tp_rank > 0
     return entry.exported and not is_tp_copy
 
 
@@ -101,7 +109,7 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
     """Copies every range that this rank owns out of the checkpoint."""
     old_tp = reader.meta["layout"]["tp"]
     for entry, start, stop, tensors in _owned(model, optimizer):
-        is_cut = entry.layout.partition_dim is not None
+        is_cut = _is_cut(entry)
         for kind, tensor in tensors.items():
             if is_cut and old_tp != model.layout.tp:
                 tensor.copy_(_recut(reader, kind, entry, model, old_tp)[start:stop])
@@ -115,14 +123,23 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
 
 def _recut(reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int) -> Tensor:
     """This TP rank's part, flattened, of a parameter that was cut into `old_tp` parts."""
-    sources = [torch.empty(shape, device="meta") for shape in entry.hf_shapes]
-    old_parts = []
-    for rank in range(old_tp):
-        shape = entry.layout.take(sources, model.dims, old_tp, rank).shape
-        values = reader.read(entry.hf_names[0], kind, rank, 0, shape.numel())
-        old_parts.append(values.view(shape))
+    shape = _part_shape(entry, old_tp)
+    old_parts = torch.empty(old_tp, *shape)
+    for rank, out in enumerate(old_parts):
+        reader.read(entry.hf_names[0], kind, rank, 0, shape.numel(), out=out.view(-1))
+    part = torch.empty(_part_shape(entry, model.layout.tp))
     tensors = entry.layout.join(old_parts, model.dims)
-    return entry.layout.take(tensors, model.dims, model.layout.tp, model.layout.tp_rank).reshape(-1)
+    entry.layout.fill(part, tensors, model.dims, model.layout.tp, model.layout.tp_rank)
+    return part.view(-1)
+
+
+def _part_shape(entry: TensorEntry, tp: int) -> torch.Size:
+    """Of one TP rank's part; padded, where it is the vocabulary that is cut."""
+    first = entry.hf_shapes[0]
+    if entry.layout.partition_dim == 1:
+        return torch.Size((first[0], first[1] // tp))
+    n_rows = sum(shape[0] for shape in entry.hf_shapes)
+    return torch.Size((-(-n_rows // tp), *first[1:]))
 
 
 def _share_params(optimizer: MegatronOptimizer) -> None:

@@ -1,11 +1,13 @@
 """Lets Megatron-core run on a machine without CUDA, on gloo and CPU tensors. No-op where CUDA is.
 
-Megatron-core has no CPU switch. Three kinds of places assume CUDA, and each is treated the same
+Megatron-core has no CPU switch. Four kinds of places assume CUDA, and each is treated the same
 way everywhere, so that an upgrade which adds one fails a test instead of a run:
 
     1. functions of torch.cuda, and Tensor.cuda     replaced by their CPU meaning
     2. Megatron's own accessors of the CUDA RNG     replaced by the CPU generator
     3. literals such as device="cuda"               rewritten in the code objects of `_MODULES`
+    4. streams and compiled functions of the        replaced by what they compute
+       mixture-of-experts layer
 
 A TorchFunctionMode would be tidier for 3, but modes are inactive in the backward pass of
 recomputed layers, which runs on autograd's threads.
@@ -14,6 +16,7 @@ recomputed layers, which runs on autograd's threads.
 from __future__ import annotations
 
 import importlib
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +47,8 @@ def install_cpu_shim() -> tuple[str, ...]:
     """
     global _touched
     if _touched is None:
-        _touched = () if torch.cuda.is_available() else tuple(sorted([*_replace_functions(), *_rewrite_literals()]))
+        replaced = () if torch.cuda.is_available() else (*_replace_functions(), *_rewrite_literals(), *_replace_moe())
+        _touched = tuple(sorted(replaced))
     return _touched
 
 
@@ -72,9 +76,33 @@ def _replace_functions() -> Iterator[str]:
         (megatron_random, megatron_random.__name__, "_set_cuda_rng_state", set_rng_state),
     ]
     for owner, owner_name, name, replacement in replacements:
-        getattr(owner, name)  # an upgrade that renames it must not pass unnoticed
-        setattr(owner, name, replacement)
-        yield f"{owner_name}.{name}"
+        yield _replace(owner, owner_name, name, replacement)
+
+
+def _replace(owner: Any, owner_name: str, name: str, replacement: Any) -> str:
+    getattr(owner, name)  # an upgrade that renames it must not pass unnoticed
+    setattr(owner, name, replacement)
+    return f"{owner_name}.{name}"
+
+
+def _replace_moe() -> Iterator[str]:
+    """Kind 4: the dispatcher copies its counts to the host on a stream; the router compiles a function."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    def counts_to_numpy(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                if isinstance(counts := getattr(self, name), torch.Tensor):
+                    setattr(self, name, counts.numpy())
+        return tokens_per_expert
+
+    for cls, name, replacement in (
+        (Dispatcher, "cuda_dtoh_stream", "none on the CPU"),  # anything but None: a stream would be made
+        (Dispatcher, "_maybe_dtoh_and_synchronize", counts_to_numpy),
+        (TopKRouter, "_apply_expert_bias", inspect.unwrap(TopKRouter._apply_expert_bias)),
+    ):
+        yield _replace(cls, f"{cls.__module__}.{cls.__qualname__}", name, replacement)
 
 
 def _rewrite_literals() -> Iterator[str]:

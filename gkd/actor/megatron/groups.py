@@ -33,15 +33,19 @@ def init_groups(layout: ParallelLayout) -> ProcessGroupCollection:
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
         )
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_expert_model_parallel_world_size(),
     )
-    if sizes != (layout.tp, layout.pp, layout.vpp):
+    if sizes != (layout.tp, layout.pp, layout.vpp, layout.ep):
+        tp, pp, vpp, ep = sizes
         raise ClusterError(
-            f"Megatron's groups of this process are tp={sizes[0]} pp={sizes[1]} vpp={sizes[2]}, wanted tp={layout.tp} "
-            f"pp={layout.pp} vpp={layout.vpp}; they are global to a process, so start a new one."
+            f"Megatron's groups of this process are tp={tp} pp={pp} vpp={vpp} ep={ep}, wanted tp={layout.tp} "
+            f"pp={layout.pp} vpp={layout.vpp} ep={layout.ep}; they are global to a process, so start a new one."
         )
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -18,6 +18,8 @@ SUPPORTED_ARCHITECTURES: dict[str, tuple[bool, bool]] = {
     "qwen3": (True, False),
     "qwen2": (False, True),
     "llama": (False, False),
+    "mistral": (False, False),
+    "qwen3_moe": (True, False),
 }
 # Frequencies that depend on nothing but the config; "dynamic" and friends change with the sequence.
 _SUPPORTED_ROPE = ("default", "linear", "llama3")
@@ -41,10 +43,39 @@ class HfDims:
     qk_norm: bool
     qkv_bias: bool
     rope_inv_freq: tuple[float, ...]  # [head_dim / 2] float32 values, rope scaling applied
+    sliding_window: int | None = None  # tokens a token sees, itself included; None: all before it
+    moe: MoeDims | None = None  # None: a dense model
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Does layer `layer`, counted from 0 over the whole model, route tokens to experts?"""
+        return self.moe is not None and self.moe.layers[layer]
+
+    def check_sequence_length(self, longest: int) -> None:
+        """Raises ModelError if a sequence of `longest` tokens would need attention through a sliding window."""
+        if self.sliding_window is not None and longest > self.sliding_window:
+            raise ModelError(
+                f"sliding_window = {self.sliding_window} in config.json, and a sequence may have {longest} tokens: "
+                "actor.strategy=megatron has full attention only. Shorten data.max_prompt_length or "
+                "data.max_response_length, or use actor.strategy=fsdp2."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class MoeDims:
+    """The expert layers of a mixture-of-experts model."""
+
+    n_experts: int
+    n_active: int  # experts a token goes through
+    ffn_size: int  # of one expert
+    normalize_weights: bool  # the weights of a token's experts sum to 1
+    layers: tuple[bool, ...]  # by layer: has it experts? If not, a dense MLP
 
 
 def read_hf_dims(model_path: str | Path) -> HfDims:
     """Reads config.json of a local HF folder.
+
+    The load-balancing loss of a mixture of experts (router_aux_loss_coef) is no part of distillation: the loss is the
+    configured divergence alone, as in HF without output_router_logits. A config that asks for it is refused.
 
     Raises:
         ModelError: no such folder, unreadable config, unsupported architecture or feature; names it.
@@ -59,7 +90,7 @@ def read_hf_dims(model_path: str | Path) -> HfDims:
     if config.model_type not in SUPPORTED_ARCHITECTURES:
         raise ModelError(
             f"{folder}: model_type {config.model_type!r} is not supported by actor.strategy=megatron; "
-            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
+            f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}. actor.strategy=fsdp2 takes any causal language model."
         )
     _refuse_unsupported_features(folder, config)
     qk_norm, qkv_bias = SUPPORTED_ARCHITECTURES[config.model_type]
@@ -79,7 +110,35 @@ def read_hf_dims(model_path: str | Path) -> HfDims:
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         rope_inv_freq=_rope_inv_freq(folder, config, head_dim),
+        sliding_window=getattr(config, "sliding_window", None) if config.model_type == "mistral" else None,
+        moe=_moe_dims(folder, config) if config.model_type == "qwen3_moe" else None,
     )
+
+
+def _moe_dims(folder: Path, config: PretrainedConfig) -> MoeDims | None:
+    """None where every layer is dense."""
+    n_experts, n_active, step = config.num_experts, config.num_experts_per_tok, config.decoder_sparse_step
+    if config.output_router_logits:
+        raise ModelError(
+            f"{folder}: output_router_logits = True asks for the router's load-balancing loss, which distillation does "
+            "not have; set it to false."
+        )
+    if step < 1:
+        raise ModelError(f"{folder}: decoder_sparse_step = {step}; it must be at least 1.")
+    layers = tuple(
+        n_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % step == 0
+        for layer in range(config.num_hidden_layers)
+    )
+    if not any(layers):
+        return None
+    if not 1 <= n_active <= n_experts:
+        raise ModelError(f"{folder}: num_experts_per_tok = {n_active} is not in 1 .. num_experts = {n_experts}.")
+    if n_active == 1 and config.norm_topk_prob:
+        raise ModelError(
+            f"{folder}: norm_topk_prob = True with num_experts_per_tok = 1 weights every expert with 1, so its router "
+            "cannot learn; set norm_topk_prob to false."
+        )
+    return MoeDims(n_experts, n_active, config.moe_intermediate_size, bool(config.norm_topk_prob), layers)
 
 
 def _refuse_unsupported_features(folder: Path, config: PretrainedConfig) -> None:

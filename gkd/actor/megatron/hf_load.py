@@ -1,8 +1,7 @@
 """A HF safetensors folder -> the parameters of this rank, one tensor at a time.
 
-Only this rank's rows and columns are read; the largest thing in memory besides the model is one
-parameter. Every rank checks the headers of *all* tensors first, so that a bad folder fails on all
-ranks alike instead of leaving some in a collective.
+Only this rank's experts, rows and columns are read, from the mapped file into the parameter. Every rank checks the
+headers of *all* tensors first, so that a bad folder fails on all ranks alike instead of leaving some in a collective.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from gkd.actor.megatron.hf_config import HfDims
-from gkd.actor.megatron.hf_mapping import expected_hf_tensors, stage_entries
+from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SHOWN = 5  # tensor names in one error message
+_DTYPES = ("F32", "BF16", "F16")  # safetensors' names; integers and float8 are quantised weights
 
 
 @torch.no_grad()
@@ -33,18 +33,18 @@ def load_hf_weights(
     """Fills `params` (Megatron names of this stage) in place from a HF folder, cast to their dtype.
 
     Raises:
-        ModelError: files missing or corrupt; tensors missing, unexpected or of the wrong shape;
-            names them.
+        ModelError: files missing or corrupt; tensors missing, unexpected or of the wrong shape or dtype; names them.
     """
     folder = Path(model_path)
-    entries = stage_entries(dims, layout)
+    entries = held_entries(dims, layout)
     if unfilled := set(params) ^ {entry.param for entry in entries}:
         raise ModelError(f"the mapping table and the Megatron model disagree on {_some(sorted(unfilled))}")
     with open_tensors(folder) as tensors:
         _check_headers(folder, tensors, dims)
         for entry in entries:
             sources = [tensors[name].get_slice(name) for name in entry.hf_names]
-            params[entry.param].copy_(entry.layout.take(sources, dims, layout.tp, layout.tp_rank))
+            tp, tp_rank = (layout.tp, layout.tp_rank) if entry.owner is None else (1, 0)
+            entry.layout.fill(params[entry.param].data, sources, dims, tp, tp_rank)
 
 
 def check_weight_files(folder: Path, dims: HfDims) -> None:
@@ -100,8 +100,13 @@ def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: HfDims) -> No
             f"{folder}: {len(unexpected)} tensors do not belong to a {dims.model_type} model: {_some(unexpected)}."
         )
     for name, shape in expected.items():
-        if (actual := tuple(tensors[name].get_slice(name).get_shape())) != shape:
+        header = tensors[name].get_slice(name)
+        if (actual := tuple(header.get_shape())) != shape:
             raise ModelError(f"{folder}: {name} has shape {list(actual)}, config.json wants {list(shape)}.")
+        if (dtype := header.get_dtype()) not in _DTYPES:
+            raise ModelError(
+                f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantised weights."
+            )
 
 
 def _is_ignorable(name: str, dims: HfDims) -> bool:

@@ -1,8 +1,9 @@
-"""One table: which HF tensors make which Megatron parameter, and how TP ranks share them.
+"""One table: which HF tensors make which Megatron parameter, and how TP and EP ranks share them.
 
-Used in both directions. Import: `TensorLayout.take` reads one rank's part out of HF tensors (or
+Used in both directions. Import: `TensorLayout.fill` reads one rank's part out of HF tensors (or
 their slices on disk). Export: `TensorLayout.join` puts the parts of all TP ranks together again.
-Neither direction computes anything, so a round trip returns the same bits.
+Neither direction computes anything, so a round trip returns the same bits, and `fill` makes no copy besides the
+parameter.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gkd.actor.megatron.hf_config import HfDims
+from gkd.actor.megatron.hf_config import HfDims, MoeDims
 from gkd.actor.megatron.layout import ParallelLayout
 
 Shape: TypeAlias = tuple[int, ...]
@@ -27,25 +28,24 @@ class TensorLayout(Protocol):
 
     partition_dim: int | None  # of the Megatron parameter that TP cuts; None: every rank has all of it
 
-    def take(self, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> Tensor:
-        """This TP rank's part of the HF tensors `sources`, in Megatron's row order."""
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+        """Writes this TP rank's part of the HF tensors `sources` into `param`, in Megatron's row order."""
         ...
 
-    def join(self, shards: Sequence[Tensor], dims: HfDims) -> tuple[Tensor, ...]:
-        """The full HF tensors from the parts of all TP ranks, in rank order."""
+    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+        """The full HF tensors from the parts of all TP ranks, [tp, *shape of the parameter]; may alias them."""
         ...
 
 
 class Replicated:
-    """Every TP rank holds all of it: norms."""
+    """Every TP rank holds all of it: norms and routers."""
 
     partition_dim: int | None = None
 
-    def take(self, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> Tensor:
-        whole: Tensor = sources[0][:]
-        return whole
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+        param.copy_(sources[0][:])
 
-    def join(self, shards: Sequence[Tensor], dims: HfDims) -> tuple[Tensor, ...]:
+    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
         return (shards[0],)
 
 
@@ -54,13 +54,12 @@ class SplitColumns:
 
     partition_dim: int | None = 1
 
-    def take(self, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> Tensor:
-        width = _shape(sources[0])[1] // tp
-        part: Tensor = sources[0][:, tp_rank * width : (tp_rank + 1) * width]
-        return part
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+        width = param.shape[1]
+        param.copy_(sources[0][:, tp_rank * width : (tp_rank + 1) * width])
 
-    def join(self, shards: Sequence[Tensor], dims: HfDims) -> tuple[Tensor, ...]:
-        return (torch.cat(list(shards), dim=1),)
+    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+        return (shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1),)
 
 
 class SplitVocab:
@@ -68,14 +67,15 @@ class SplitVocab:
 
     partition_dim: int | None = 0
 
-    def take(self, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> Tensor:
-        rows = -(-dims.vocab_size // tp)
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+        rows = len(param)
         start = min(tp_rank * rows, dims.vocab_size)
-        real = sources[0][start : min(start + rows, dims.vocab_size)]  # [<= rows, hidden]
-        return torch.cat([real, real.new_zeros(rows - real.shape[0], real.shape[1])])
+        stop = min(start + rows, dims.vocab_size)
+        param[: stop - start].copy_(sources[0][start:stop])
+        param[stop - start :].zero_()
 
-    def join(self, shards: Sequence[Tensor], dims: HfDims) -> tuple[Tensor, ...]:
-        return (torch.cat(list(shards))[: dims.vocab_size],)
+    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+        return (shards.flatten(0, 1)[: dims.vocab_size],)
 
 
 class GatedMlp:
@@ -83,13 +83,14 @@ class GatedMlp:
 
     partition_dim: int | None = 0
 
-    def take(self, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> Tensor:
-        rows = dims.ffn_size // tp
-        return torch.cat([source[tp_rank * rows : (tp_rank + 1) * rows] for source in sources])
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+        rows = len(param) // 2
+        for half, source in zip(param.split(rows), sources, strict=True):
+            half.copy_(source[tp_rank * rows : (tp_rank + 1) * rows])
 
-    def join(self, shards: Sequence[Tensor], dims: HfDims) -> tuple[Tensor, ...]:
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])
+    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+        gate, up = shards.chunk(2, dim=1)  # [tp, rows, hidden]
+        return gate.flatten(0, 1), up.flatten(0, 1)
 
 
 class GroupedQkv:
@@ -100,18 +101,16 @@ class GroupedQkv:
 
     partition_dim: int | None = 0
 
-    def take(self, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> Tensor:
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
         groups = dims.n_kv_heads // tp
-        parts = []
-        for source in sources:
-            rows = _shape(source)[0] // tp
-            part = source[tp_rank * rows : (tp_rank + 1) * rows]
-            parts.append(part.view(groups, rows // groups, *part.shape[1:]))
-        grouped = torch.cat(parts, dim=1)  # [groups, (q_per_group + 2) * head_dim, ...]
-        return grouped.reshape(-1, *grouped.shape[2:])
+        grouped = param.view(groups, -1, *param.shape[1:])  # [groups, (q_per_group + 2) * head_dim, ...]
+        sizes = [_q_rows(dims) // dims.n_kv_heads, dims.head_dim, dims.head_dim]
+        for place, source in zip(grouped.split(sizes, dim=1), sources, strict=True):
+            rows = groups * place.shape[1]
+            place.copy_(source[tp_rank * rows : (tp_rank + 1) * rows].view(place.shape))
 
-    def join(self, shards: Sequence[Tensor], dims: HfDims) -> tuple[Tensor, ...]:
-        rows = torch.cat(list(shards))
+    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+        rows = shards.flatten(0, 1)
         q_rows = dims.n_heads // dims.n_kv_heads * dims.head_dim
         grouped = rows.view(dims.n_kv_heads, q_rows + 2 * dims.head_dim, *rows.shape[1:])
         parts = torch.split(grouped, [q_rows, dims.head_dim, dims.head_dim], dim=1)
@@ -126,7 +125,7 @@ class Rule:
     hf: tuple[str, ...]
     layout: TensorLayout
     shapes: Callable[[HfDims], tuple[Shape, ...]]  # of the HF tensors
-    when: Callable[[HfDims], bool] = lambda dims: True
+    when: Callable[[HfDims], bool] = lambda dims: True  # has a model of `dims` this parameter?
 
 
 def _q_rows(dims: HfDims) -> int:
@@ -189,6 +188,9 @@ _LAYER_RULES = (
         lambda d: ((d.hidden_size, _q_rows(d)),),
     ),
     Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Replicated(), _hidden_shape),
+)
+
+_MLP_RULES = (
     Rule(
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -196,6 +198,24 @@ _LAYER_RULES = (
         lambda d: ((d.ffn_size, d.hidden_size), (d.ffn_size, d.hidden_size)),
     ),
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), SplitColumns(), lambda d: ((d.hidden_size, d.ffn_size),)),
+)
+
+
+def _expert_shapes(d: HfDims) -> tuple[Shape, ...]:
+    return ((_moe(d).ffn_size, d.hidden_size),) * 2
+
+
+_ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), Replicated(), lambda d: ((_moe(d).n_experts, d.hidden_size),))
+
+# Names relative to an expert. TP does not cut experts.
+_EXPERT_RULES = (
+    Rule("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), GatedMlp(), _expert_shapes),
+    Rule(
+        "linear_fc2.weight",
+        ("down_proj.weight",),
+        SplitColumns(),
+        lambda d: ((d.hidden_size, _moe(d).ffn_size),),
+    ),
 )
 
 
@@ -208,6 +228,9 @@ class TensorEntry:
     hf_shapes: tuple[Shape, ...]
     layout: TensorLayout
     exported: bool = True  # False for the second copy of a tied embedding
+    # The EP rank that has this expert, whole, and in whose model `param` is; the others have another expert of the same
+    # shape under that name. None: not an expert's.
+    owner: int | None = None
 
 
 def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
@@ -216,7 +239,7 @@ def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
 
 
 def stage_entries(dims: HfDims, layout: ParallelLayout) -> list[TensorEntry]:
-    """Every parameter of this rank's pipeline stage, in the order of the model; the same on all its TP ranks."""
+    """Every parameter of this rank's pipeline stage, in the order of the model; the same on all ranks of the stage."""
     return [entry for chunk in range(layout.vpp) for entry in _chunk_entries(dims, layout, chunk)]
 
 
@@ -224,9 +247,13 @@ def _chunk_entries(dims: HfDims, layout: ParallelLayout, chunk: int) -> list[Ten
     prefix = chunk_prefix(layout, chunk)
     entries = [_entry(_EMBEDDING, dims, prefix)] if layout.holds_embedding(chunk) else []
     for local, number in enumerate(layout.layer_range(dims, chunk)):
-        for rule in _LAYER_RULES:
+        prefixes = f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."
+        is_moe = dims.is_moe_layer(number)
+        for rule in (*_LAYER_RULES, *([_ROUTER] if is_moe else _MLP_RULES)):
             if rule.when(dims):
-                entries.append(_entry(rule, dims, f"{prefix}decoder.layers.{local}.", f"model.layers.{number}."))
+                entries.append(_entry(rule, dims, *prefixes))
+        if is_moe:
+            entries += _expert_entries(dims, layout, *prefixes)
     if layout.holds_head(chunk):
         entries.append(_entry(_FINAL_NORM, dims, prefix))
         if not dims.tied_embeddings:
@@ -239,6 +266,11 @@ def _chunk_entries(dims: HfDims, layout: ParallelLayout, chunk: int) -> list[Ten
     return entries
 
 
+def held_entries(dims: HfDims, layout: ParallelLayout) -> list[TensorEntry]:
+    """Those of `stage_entries` whose parameter this rank has."""
+    return [entry for entry in stage_entries(dims, layout) if entry.owner in (None, layout.ep_rank)]
+
+
 def expected_hf_tensors(dims: HfDims) -> dict[str, Shape]:
     """Name and shape of every tensor of the whole HF model."""
     whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
@@ -246,10 +278,31 @@ def expected_hf_tensors(dims: HfDims) -> dict[str, Shape]:
     return {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
 
 
-def _entry(rule: Rule, dims: HfDims, param_prefix: str = "", hf_prefix: str = "") -> TensorEntry:
+def _expert_entries(dims: HfDims, layout: ParallelLayout, param_prefix: str, hf_prefix: str) -> list[TensorEntry]:
+    """All experts of a layer, by their number in the HF model: EP rank r has an unbroken run of them."""
+    n_experts = _moe(dims).n_experts
+    per_rank = n_experts // layout.ep
+    return [
+        _entry(
+            rule,
+            dims,
+            f"{param_prefix}mlp.experts.local_experts.{expert % per_rank}.",
+            f"{hf_prefix}mlp.experts.{expert}.",
+            owner=expert // per_rank,
+        )
+        for expert in range(n_experts)
+        for rule in _EXPERT_RULES
+    ]
+
+
+def _entry(
+    rule: Rule, dims: HfDims, param_prefix: str = "", hf_prefix: str = "", owner: int | None = None
+) -> TensorEntry:
     hf_names = tuple(hf_prefix + name for name in rule.hf)
-    return TensorEntry(param_prefix + rule.param, hf_names, rule.shapes(dims), rule.layout)
+    return TensorEntry(param_prefix + rule.param, hf_names, rule.shapes(dims), rule.layout, owner=owner)
 
 
-def _shape(source: Sliceable) -> Shape:
-    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+def _moe(dims: HfDims) -> MoeDims:
+    if dims.moe is None:
+        raise ValueError(f"a {dims.model_type} model has no experts")
+    return dims.moe

@@ -1,7 +1,7 @@
 """The trained student as a HF folder that transformers and vLLM load.
 
-Tensors travel one by one: gathered over TP, sent along the pipeline to rank 0, which writes a shard
-whenever enough have come together. Rank 0 holds one file's worth of tensors, the others one tensor.
+Tensors travel one by one: gathered over TP and EP, sent along the pipeline to rank 0, which writes each as it comes.
+No rank holds more than one besides its own.
 The folder appears under its final name only when it is complete.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gkd.actor.megatron.hf_load import INDEX_NAME, SINGLE_NAME
 from gkd.actor.megatron.hf_mapping import Shape
 from gkd.actor.megatron.model import StudentModel
+from gkd.actor.safetensors_file import write_safetensors
 from gkd.disk import fsync, fsync_tree
 from gkd.errors import ModelError
 from gkd.weight_sync.export import export_plan, iter_hf_tensors
@@ -45,7 +45,7 @@ def save_hf(
         ModelError: `out_dir` exists or cannot be written; on every rank.
     """
     problem: Exception | None = None
-    if model.layout.dp_rank == 0:  # the other DP ranks hold copies
+    if model.layout.exports:  # the other DP ranks hold copies
         plans: list[Any] = [None] * model.layout.pp
         dist.all_gather_object(plans, export_plan(model), group=model.groups.pp)
         if model.layout.rank == 0:
@@ -55,7 +55,7 @@ def save_hf(
             except Exception as error:  # raised below, on all ranks
                 problem = error
             _exhaust(tensors)  # after an error the other stages still send, and must not be left waiting
-        elif model.layout.tp_rank == 0:
+        elif model.layout.tp_rank == model.layout.dp_rank == 0:
             for _, tensor in iter_hf_tensors(model):
                 if model.layout.pp_rank > 0:
                     dist.send(tensor.contiguous(), dst=_rank_of_stage(model, 0), group=model.groups.pp)
@@ -76,6 +76,7 @@ def _all_stages(model: StudentModel, plans: list[list[tuple[str, Shape, torch.dt
             tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(tensor, src=_rank_of_stage(model, stage), group=model.groups.pp)
             yield name, tensor
+            del tensor  # before the next one is made
 
 
 def _exhaust(iterator: Iterator[object]) -> None:
@@ -104,17 +105,12 @@ def _write_folder(
     for source in sorted(source_dir.iterdir()):
         if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copy2(source, partial / source.name)
-    sizes = {name: _n_bytes(shape, dtype) for plan in plans for name, shape, dtype in plan}
+    specs = {spec[0]: spec for plan in plans for spec in plan}
+    sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
     _set_dtype(partial / "config.json", plans[0][0][2])
     files = _split_into_files(sizes, max_shard_bytes)
     for file_name, names in files.items():
-        shard = {}
-        for expected in names:
-            name, tensor = next(tensors)
-            if name != expected:
-                raise RuntimeError(f"export order: expected {expected}, got {name}")
-            shard[name] = tensor.to("cpu", copy=True).contiguous()
-        save_file(shard, partial / file_name, metadata={"format": "pt"})
+        write_safetensors(partial / file_name, [specs[name] for name in names], tensors)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -5,11 +5,14 @@ Order tp-dp-pp, Megatron's own: TP ranks are neighbours (they talk most), then D
     rank = tp_rank + tp * (dp_rank + dp * pp_rank)
 
 With virtual pipeline stages (vpp > 1) a stage holds vpp chunks of layers, and a micro-batch visits it vpp times.
+Experts are spread over neighbours of one stage, and each expert is whole on its rank:
+
+    ep_rank = (tp_rank + tp * dp_rank) % ep
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from gkd.actor.megatron.hf_config import HfDims
 from gkd.errors import ConfigError
@@ -20,17 +23,21 @@ class ParallelLayout:
     """This rank's place. Checked when it is made.
 
     Raises:
-        ConfigError: naming actor.tp, actor.pp or actor.vpp, if the sizes do not divide the world or fit together.
+        ConfigError: naming actor.tp, actor.pp, actor.vpp or actor.ep, if the sizes do not divide the world or fit
+            together.
     """
 
     tp: int
     pp: int
     world_size: int
     rank: int
+    _: KW_ONLY
     vpp: int = 1  # model chunks of each stage
+    ep: int = 1  # expert parallel size
 
     def __post_init__(self) -> None:
-        for key, value in (("actor.tp", self.tp), ("actor.pp", self.pp), ("actor.vpp", self.vpp)):
+        sizes = {"actor.tp": self.tp, "actor.pp": self.pp, "actor.vpp": self.vpp, "actor.ep": self.ep}
+        for key, value in sizes.items():
             if value < 1:
                 raise ConfigError(key, value, "must be at least 1.", "Use 1 to switch this parallelism off.")
         if self.world_size % (self.tp * self.pp):
@@ -43,6 +50,13 @@ class ParallelLayout:
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
                 "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "Use 1, or actor.pp > 1."
+            )
+        if self.dp % self.ep:
+            raise ConfigError(
+                "actor.ep",
+                self.ep,
+                f"does not divide the actor's {self.dp} data-parallel ranks, over which experts are spread.",
+                f"Choose a divisor of {self.dp}, or change the number of GPUs of the actor pool.",
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")
@@ -64,6 +78,15 @@ class ParallelLayout:
         return self.rank // (self.tp * self.dp)
 
     @property
+    def ep_rank(self) -> int:
+        return self.rank % (self.tp * self.dp) % self.ep
+
+    @property
+    def exports(self) -> bool:
+        """Does this rank take part in producing its stage's tensors? Together these ranks hold all of the stage."""
+        return self.dp_rank < self.ep
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 
@@ -71,8 +94,9 @@ class ParallelLayout:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
-    def check_model(self, dims: HfDims) -> None:
-        """Raises ConfigError naming actor.tp, actor.pp or actor.vpp if this layout cannot split a model of `dims`."""
+    def check_model(self, dims: HfDims, *, sequence_parallel: bool = False) -> None:
+        """Raises ConfigError naming the key of a size that cannot split a model of `dims`."""
+        self._check_experts(dims, sequence_parallel)
         for what, count in (
             ("attention heads", dims.n_heads),
             ("key/value heads", dims.n_kv_heads),
@@ -92,13 +116,35 @@ class ParallelLayout:
                 f"does not divide the model's {dims.n_layers} layers.",
                 f"Choose a divisor of {dims.n_layers}.",
             )
-
         if dims.n_layers % (self.pp * self.vpp):
             raise ConfigError(
                 "actor.vpp",
                 self.vpp,
                 f"actor.pp * actor.vpp = {self.pp} * {self.vpp} does not divide the model's {dims.n_layers} layers.",
                 f"Choose a divisor of {dims.n_layers // self.pp}.",
+            )
+
+    def _check_experts(self, dims: HfDims, sequence_parallel: bool) -> None:
+        if dims.moe is None:
+            if self.ep > 1:
+                raise ConfigError(
+                    "actor.ep", self.ep, f"the model ({dims.model_type}) has no experts to spread.", "Use 1."
+                )
+            return
+        n_experts = dims.moe.n_experts
+        if n_experts % self.ep:
+            raise ConfigError(
+                "actor.ep",
+                self.ep,
+                f"does not divide the model's {n_experts} experts.",
+                f"Choose a divisor of {n_experts}.",
+            )
+        if self.tp > 1 and not sequence_parallel:
+            raise ConfigError(
+                "actor.sequence_parallel",
+                False,
+                f"a mixture of experts with actor.tp > 1 needs actor.sequence_parallel=true (actor.tp is {self.tp}).",
+                "Set it, or use actor.tp=1 and actor.ep.",
             )
 
     def holds_embedding(self, chunk: int) -> bool:

@@ -20,9 +20,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from gkd.actor.megatron.experts import expert_settings
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
-from gkd.actor.megatron.hf_mapping import chunk_prefix, stage_entries
+from gkd.actor.megatron.hf_mapping import chunk_prefix, held_entries
 from gkd.actor.megatron.layer_spec import layer_spec, local_name, use_transformer_engine
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
@@ -203,7 +204,7 @@ def build_model(
             `sequence_parallel` does not fit.
     """
     dims = read_hf_dims(model_path)
-    layout.check_model(dims)
+    layout.check_model(dims, sequence_parallel=sequence_parallel)
     config = transformer_config(
         dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel
     )
@@ -231,21 +232,25 @@ def build_model(
     model = StudentModel(chunks=tuple(chunks), dims=dims, layout=layout, groups=groups)
     params = dict(model.named_params())
     load_hf_weights(model_path, params, dims, layout)
-    _mark_tp_shards(params, dims, layout)
+    _mark_shards(params, dims, layout)
     return model
 
 
-def _mark_tp_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout: ParallelLayout) -> None:
-    """Tells Megatron which parameters TP cuts; those not marked count on TP rank 0 only in the gradient norm.
+def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout: ParallelLayout) -> None:
+    """Tells Megatron which parameters TP cuts, and which belong to experts.
 
-    Megatron sets the mark while it initialises a weight, which this project skips.
+    Those without the first mark count on TP rank 0 only in the gradient norm; Megatron sets it while it initialises a
+    weight, which this project skips. Those with the second are reduced over the ranks that hold the same expert and get
+    an optimizer of their own, here with EP = 1, too.
     """
-    for entry in stage_entries(dims, layout):
+    for entry in held_entries(dims, layout):
+        param: Any = params[entry.param]
         if entry.layout.partition_dim is not None:
-            param: Any = params[entry.param]
             param.tensor_model_parallel = True
             param.partition_dim = entry.layout.partition_dim
             param.partition_stride = 1
+        if entry.owner is not None:
+            param.allreduce = False
 
 
 def transformer_config(
@@ -257,13 +262,14 @@ def transformer_config(
     recompute: str,
     sequence_parallel: bool,
 ) -> TransformerConfig:
-    """Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder."""
+    """Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder, dense or with experts."""
     if recompute not in _RECOMPUTE:
         choices = ", ".join(_RECOMPUTE)
         raise ConfigError("actor.recompute", recompute, "is not one of the choices.", f"Choose one of {choices}.")
     if sequence_parallel and layout.tp == 1:
         raise ConfigError("actor.sequence_parallel", True, "there is one TP rank.", "Use false, or actor.tp > 1.")
     return TransformerConfig(
+        **expert_settings(dims, layout),
         num_layers=dims.n_layers,
         hidden_size=dims.hidden_size,
         ffn_hidden_size=dims.ffn_size,

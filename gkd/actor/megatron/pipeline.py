@@ -63,18 +63,16 @@ def run_batch(
             rows and its targets disagree.
     """
     device = model.device
-    # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
-    batches = micro_batches or [_empty_micro_batch()]
     shapes = []
     # Not made into a list: `gkd.collate.MicroBatches` makes each again when its turn comes, so that not all of the
     # teacher's tables exist at once.
-    for batch in batches:
+    for batch in micro_batches:
         _check(batch, needs_scores=model.layout.is_last_stage)
         shapes.append(batch.tokens.shape)
     outputs = _schedule(
         ddps,
         model,
-        batches,
+        micro_batches,
         shapes,
         partial(_forward_step, model=model, loss=loss, fused=fused, device=device),
         forward_only=forward_only,
@@ -124,20 +122,20 @@ def _schedule(
 ) -> list[Tensor]:
     """Megatron's schedule for this process's pipeline; what the loss function returned, last stage only.
 
-    An interleaved pipeline takes micro-batches in groups of PP: ones without loss fill up the last group, and what they
-    returned comes last.
+    Where more micro-batches have to be run than there are, ones without loss follow.
     """
-    interleaved = len(ddps) > 1
-    fillers = [_empty_micro_batch()] * (-len(batches) % model.layout.pp if interleaved else 0)
+    n_batches = _n_common(len(batches), model)
+    fillers = [_empty_micro_batch()] * (n_batches - len(batches))
+    roads = [chain(batches, fillers) for _ in ddps]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[chain(batches, fillers) for _ in ddps] if interleaved else iter(batches),
+            data_iterator=roads if len(ddps) > 1 else roads[0],
             model=list(ddps),
-            num_microbatches=len(batches) + len(fillers),
+            num_microbatches=n_batches,
             # Only upper bounds: stages tell each other the shape of each micro-batch.
-            seq_length=max(shape[1] for shape in shapes),
-            micro_batch_size=max(shape[0] for shape in shapes),
+            seq_length=max((shape[1] for shape in shapes), default=1),
+            micro_batch_size=max((shape[0] for shape in shapes), default=1),
             forward_only=forward_only,
             force_all_reduce=force_all_reduce,
         )
@@ -220,6 +218,21 @@ def _check_pack(batch: MicroBatch, cu_seqlens: Tensor) -> None:
     columns = _column_numbers(batch.tokens)[0]
     if not torch.equal(batch.position_ids[0], columns - cu_seqlens[:-1].repeat_interleave(lengths)):
         raise DataError("position_ids do not begin anew at each of cu_seqlens")
+
+
+def _n_common(n_batches: int, model: StudentModel) -> int:
+    """Micro-batches that this rank has to run.
+
+    At least one, because every rank must join the gradient reduction; whole groups of PP in an interleaved pipeline;
+    and as many as the other ranks that share its experts, because they exchange tokens in each forward pass.
+    """
+    group = model.layout.pp if model.layout.vpp > 1 else 1
+    n_common = max(1, -(-n_batches // group)) * group
+    if model.layout.ep > 1:
+        longest = torch.tensor(n_common, device=model.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=model.groups.ep)
+        n_common = int(longest)
+    return n_common
 
 
 def _column_numbers(tokens: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""Writes a safetensors file tensor by tensor: the safetensors package wants them all in memory at once.
+
+The format: 8 bytes with the length of the header, little endian; the header, JSON of each tensor's dtype, shape and
+place; then the tensors' bytes one after the other, in the order of the header.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_ALIGN_BYTES = 8  # of the first tensor, so that a mapped file can be read in place
+
+
+def write_safetensors(
+    path: Path, plan: Sequence[tuple[str, tuple[int, ...], torch.dtype]], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Writes the file `path`; no more than one tensor is copied, and none is kept.
+
+    Args:
+        plan: (name, shape, dtype) of what the file holds.
+        tensors: on any device; no more than `len(plan)` are taken of it.
+
+    Raises:
+        OSError: the file cannot be written.
+        RuntimeError: `tensors` does not follow the plan.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape, dtype in plan:
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN_BYTES)
+    stream = iter(tensors)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for expected in plan:
+            name, tensor = next(stream, ("the end", torch.empty(0)))
+            if (name, tuple(tensor.shape), tensor.dtype) != expected:
+                raise RuntimeError(
+                    f"export order: expected {expected}, got {(name, tuple(tensor.shape), tensor.dtype)}"
+                )
+            file.write(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made

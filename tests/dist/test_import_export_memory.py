@@ -1,0 +1,147 @@
+"""Import and export hold about a layer besides the model, not a second model and not a file. gloo, CPU.
+
+Counted are the bytes of tensors that torch allocates, at their peak. Not counted: mapped files, whose pages the system
+takes back when it needs them, and what the communication library buffers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.dist.helpers import run_gloo
+
+N_LAYERS, HIDDEN, FFN, VOCAB, N_EXPERTS = 12, 64, 256, 6003, 4
+KINDS = ("dense", "experts")
+# name -> (tp, pp, ep, kind), all of two processes
+CASES = {"tp2": (2, 1, 1, "dense"), "pp2": (1, 2, 1, "dense"), "ep2": (1, 1, 2, "experts"), "dp2": (1, 1, 1, "experts")}
+pytestmark = pytest.mark.dist
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the tensors that are allocated while it is on and still alive; `peak` is the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, int] = {}
+        self._now = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given | self._alive.keys():
+                storage = tensor.untyped_storage()
+                self._alive[_key(tensor)] = storage.nbytes()
+                self._now += storage.nbytes()
+                self.peak = max(self.peak, self._now)
+                weakref.finalize(storage, self._free, _key(tensor))
+        return result
+
+    def _free(self, key: int) -> None:
+        self._now -= self._alive.pop(key)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _save_model(folder: Path, kind: str) -> None:
+    import transformers as tf
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": N_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+    }
+    if kind == "dense":
+        tf.Qwen3ForCausalLM(tf.Qwen3Config(**sizes)).save_pretrained(folder)
+    else:
+        experts = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": FFN // 4}
+        tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**sizes, **experts)).save_pretrained(folder)
+
+
+def _measure(rank: int, world_size: int, root: Path) -> dict[str, dict[str, int]]:
+    """Runs in a rank: peak bytes of import, of export and of a saved folder, by case."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from gkd.actor.megatron.cpu_shim import install_cpu_shim
+    from gkd.actor.megatron.groups import init_groups
+    from gkd.actor.megatron.hf_load import load_hf_weights
+    from gkd.actor.megatron.hf_save import save_hf
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.model import build_model
+    from gkd.weight_sync.export import iter_hf_tensors
+
+    install_cpu_shim()
+    peaks = {}
+    for name, (tp, pp, ep, kind) in CASES.items():
+        layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, ep=ep)
+        groups = init_groups(layout)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        model = build_model(root / kind, layout, groups, dtype=torch.float32, device=torch.device("cpu"))
+        with PeakBytes() as loading:
+            load_hf_weights(root / kind, dict(model.named_params()), model.dims, layout)
+        with PeakBytes() as exporting:
+            for _ in iter_hf_tensors(model) if layout.exports else ():
+                pass
+        with PeakBytes() as saving:
+            save_hf(model, root / f"saved_{name}", root / kind)
+        peaks[name] = {"loading": loading.peak, "exporting": exporting.peak, "saving": saving.peak}
+        parallel_state.destroy_model_parallel()
+    return peaks
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, dict[str, int]]]]:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("memory")
+    for kind in KINDS:
+        _save_model(root / kind, kind)
+    return root, run_gloo(_measure, 2, root, timeout_s=120.0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory(peaks: Any, case: str) -> None:
+    """Fails if a rank holds more than one gathered parameter at a time, or a file's worth of them."""
+    from safetensors.torch import load_file
+
+    root, ranks = peaks
+    kind = CASES[case][-1]
+    original = load_file(root / kind / "model.safetensors")
+    layer = sum(tensor.nbytes for name, tensor in original.items() if name.startswith("model.layers.0."))
+    largest = max(tensor.nbytes for tensor in original.values())
+    whole = sum(tensor.nbytes for tensor in original.values())
+    limit = int(1.5 * layer) + largest
+    assert limit < whole / 2 and largest > 2 * layer  # neither half a model nor two copies of the embedding fit
+    for rank in ranks:
+        assert max(rank[case].values()) <= limit
+    saved = load_file(root / f"saved_{case}" / "model.safetensors")
+    assert saved.keys() == original.keys() and all(torch.equal(saved[name], original[name]) for name in original)
+
+
+def test_the_counter_counts() -> None:
+    """Fails if memory that is held goes unseen, so that the test above would pass whatever happens."""
+    with PeakBytes() as counter:
+        kept = torch.zeros(1000)
+        torch.zeros(500).add(1)
+        views = [kept[:10], kept.view(10, 100)]
+    assert counter.peak == 4 * (1000 + 2 * 500)
+    with PeakBytes() as counter:
+        for _ in range(5):
+            torch.zeros(300)
+    assert counter.peak == 4 * 300 and len(views) == 2

@@ -1,0 +1,84 @@
+"""What preflight says of a student's folder and its layout; no process is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from gkd.config import Config
+from gkd.errors import ConfigError, GkdError, ModelError
+from gkd.preflight import check_student
+from tests.dist.megatron_reference import make_hf_folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("students")
+    for kind in ("qwen3", "qwen3_moe", "mistral"):
+        make_hf_folder(root / kind, kind)
+    return root
+
+
+def _config(folder: Path, **actor: object) -> Config:
+    """A pool of 4 ranks; sequences of up to 32 tokens."""
+    config = Config()
+    config.model.path = str(folder)
+    config.trainer.n_gpus_per_node = 4
+    config.data.max_prompt_length = config.data.max_response_length = 16
+    for key, value in actor.items():
+        setattr(config.actor, key, value)
+    return config
+
+
+def _refusal(config: Config) -> GkdError:
+    with pytest.raises(GkdError) as caught:
+        check_student(config)
+    return caught.value
+
+
+def test_layouts_of_experts(folders: Path) -> None:
+    """Fails if preflight checks another layout than the one that is built, or lets an impossible one through."""
+    for fits in ({}, {"ep": 2}, {"ep": 4}, {"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True}):
+        assert check_student(_config(folders / "qwen3_moe", **fits)).moe is not None
+    for folder, actor, key in (
+        ("qwen3_moe", {"ep": 3}, "actor.ep"),
+        ("qwen3_moe", {"pp": 2, "ep": 4}, "actor.ep"),
+        ("qwen3_moe", {"tp": 2}, "actor.sequence_parallel"),
+        ("qwen3", {"ep": 2}, "actor.ep"),
+    ):
+        error = _refusal(_config(folders / folder, **actor))
+        assert isinstance(error, ConfigError) and error.key == key, (folder, actor, str(error))
+
+
+def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) -> None:
+    """Fails if a rollout engine is started that cannot cut the experts' columns among its ranks."""
+    folder = tmp_path / "narrow"
+    shutil.copytree(folders / "qwen3_moe", folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = (tensors[name][:, :23] if "down" in name else tensors[name][:23]).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    config = _config(folder)
+    assert "experts.0.gate_proj.weight has shape [23, 32]" in str(_refusal(config))
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"moe_intermediate_size": 23}))
+    check_student(config)
+    config.rollout.tp = 2
+    error = _refusal(config)
+    assert isinstance(error, ConfigError) and error.key == "rollout.tp" and "23 expert columns" in str(error)
+
+
+def test_a_sliding_window_shorter_than_a_sequence(folders: Path, tmp_path: Path) -> None:
+    """Fails if a Mistral is trained with full attention on sequences that its window would cut."""
+    folder = tmp_path / "window"
+    shutil.copytree(folders / "mistral", folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 32}))
+    assert check_student(_config(folder)).sliding_window == 32
+    (folder / "config.json").write_text(json.dumps(content | {"sliding_window": 31}))
+    error = _refusal(_config(folder))
+    assert isinstance(error, ModelError) and "sliding_window = 31" in str(error) and "32 tokens" in str(error)
