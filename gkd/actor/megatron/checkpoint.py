@@ -12,6 +12,7 @@ belong to ranks, stay as they were seeded.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.agree import same_error
-from gkd.actor.megatron.hf_mapping import TensorEntry, stage_entries
+from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, stage_entries
 from gkd.actor.megatron.model import StudentModel
 from gkd.actor.rng import rng_state, set_rng_state
 from gkd.actor.shards import KINDS, HostCopies, Piece, ShardReader, Snapshot
@@ -115,14 +116,19 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
 
 def _recut(reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int) -> Tensor:
     """This TP rank's part, flattened, of a parameter that was cut into `old_tp` parts."""
-    sources = [torch.empty(shape, device="meta") for shape in entry.hf_shapes]
-    old_parts = []
-    for rank in range(old_tp):
-        shape = entry.layout.take(sources, model.dims, old_tp, rank).shape
-        values = reader.read(entry.hf_names[0], kind, rank, 0, shape.numel())
-        old_parts.append(values.view(shape))
+    shape = part_shape(entry, old_tp)
+    name, n_elements = entry.hf_names[0], math.prod(shape)
+    old_parts = [reader.read(name, kind, rank, 0, n_elements).view(shape) for rank in range(old_tp)]
     tensors = entry.layout.join(old_parts, model.dims)
     return entry.layout.take(tensors, model.dims, model.layout.tp, model.layout.tp_rank).reshape(-1)
+
+
+def part_shape(entry: TensorEntry, tp: int) -> Shape:
+    """Of each of `tp` parts of a parameter, vocabulary padding included."""
+    shape, dim = list(entry.hf_shapes[0]), entry.layout.partition_dim
+    if dim is not None:
+        shape[dim] = -(-sum(tensor[dim] for tensor in entry.hf_shapes) // tp)
+    return tuple(shape)
 
 
 def _share_params(optimizer: MegatronOptimizer) -> None:
