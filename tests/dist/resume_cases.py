@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,7 @@ def again(root: Path, case: Case, layout: str) -> Path:
 
 def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
     """Digest of every whole HF tensor and of its moments, put together from all the ranks' pieces."""
+    from gkd.actor.megatron.checkpoint import part_shape
     from gkd.actor.megatron.hf_config import read_hf_dims
     from gkd.actor.megatron.hf_mapping import stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
@@ -143,11 +145,11 @@ def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
         for entry in stage_entries(dims, ParallelLayout(tp=1, pp=1, world_size=1, rank=0)):
             n_parts = 1 if entry.layout.partition_dim is None else tp
             for kind in ("param", "exp_avg", "exp_avg_sq"):
-                parts = []
-                for part in range(n_parts):
-                    whole = [torch.zeros(shape) for shape in entry.hf_shapes]
-                    shape = entry.layout.take(whole, dims, n_parts, part).shape
-                    parts.append(reader.read(entry.hf_names[0], kind, part, 0, shape.numel()).view(shape))
+                shape = part_shape(entry, n_parts)
+                parts = [
+                    reader.read(entry.hf_names[0], kind, part, 0, math.prod(shape)).view(shape)
+                    for part in range(n_parts)
+                ]
                 for name, tensor in zip(entry.hf_names, entry.layout.join(parts, dims), strict=True):
                     state[name, kind] = digest(tensor)
     return state

@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.agree import same_error
-from gkd.actor.megatron.hf_mapping import TensorEntry, held_entries
+from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, held_entries
 from gkd.actor.megatron.model import StudentModel
 from gkd.actor.rng import rng_state, set_rng_state
 from gkd.actor.shards import KINDS, HostCopies, Piece, ShardReader, Snapshot
@@ -123,23 +123,22 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
 
 def _recut(reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int) -> Tensor:
     """This TP rank's part, flattened, of a parameter that was cut into `old_tp` parts."""
-    shape = _part_shape(entry, old_tp)
+    shape = part_shape(entry, old_tp)
     old_parts = torch.empty(old_tp, *shape)
     for rank, out in enumerate(old_parts):
-        reader.read(entry.hf_names[0], kind, rank, 0, shape.numel(), out=out.view(-1))
-    part = torch.empty(_part_shape(entry, model.layout.tp))
+        reader.read(entry.hf_names[0], kind, rank, 0, out.numel(), out=out.view(-1))
+    part = torch.empty(part_shape(entry, model.layout.tp))
     tensors = entry.layout.join(old_parts, model.dims)
     entry.layout.fill(part, tensors, model.dims, model.layout.tp, model.layout.tp_rank)
     return part.view(-1)
 
 
-def _part_shape(entry: TensorEntry, tp: int) -> torch.Size:
-    """Of one TP rank's part; padded, where it is the vocabulary that is cut."""
-    first = entry.hf_shapes[0]
-    if entry.layout.partition_dim == 1:
-        return torch.Size((first[0], first[1] // tp))
-    n_rows = sum(shape[0] for shape in entry.hf_shapes)
-    return torch.Size((-(-n_rows // tp), *first[1:]))
+def part_shape(entry: TensorEntry, tp: int) -> Shape:
+    """Of each of `tp` parts of a parameter, vocabulary padding included."""
+    shape, dim = list(entry.hf_shapes[0]), entry.layout.partition_dim
+    if dim is not None:
+        shape[dim] = -(-sum(tensor[dim] for tensor in entry.hf_shapes) // tp)
+    return tuple(shape)
 
 
 def _share_params(optimizer: MegatronOptimizer) -> None:
