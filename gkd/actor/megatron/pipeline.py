@@ -9,7 +9,6 @@ Letters: B sequences, S padded length, N loss rows, H hidden size, V_local vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,19 +19,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gkd.actor.megatron.model import StudentModel
+from gkd.actor.step import BatchSums, empty_micro_batch, token_counts
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
-from gkd.types import MicroBatch, TokenTargets
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSums:
-    """Sums over all loss tokens of the global batch; the same on every rank."""
-
-    n_loss_tokens: int
-    n_on_policy: int  # those of them that the student wrote
-    values: dict[str, float]  # by the names of `DistillLoss.report_names`; "total" is the loss, nats
+from gkd.types import MicroBatch
 
 
 def run_batch(
@@ -61,7 +52,7 @@ def run_batch(
     """
     device = next(model.gpt.parameters()).device
     # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
-    batches = list(micro_batches) or [_empty_micro_batch()]
+    batches = list(micro_batches) or [empty_micro_batch()]
     for batch in batches:
         _check(batch, needs_scores=model.layout.is_last_stage)
     outputs = _schedule(
@@ -86,7 +77,7 @@ def run_batch(
 def run_logits(ddp: DistributedDataParallel, model: StudentModel, tokens: Tensor) -> Tensor | None:
     """[B, S, V] float32 logits of [B, S] `tokens`, gathered over TP, on the last stage; None elsewhere. Collective."""
     device = next(model.gpt.parameters()).device
-    batch = _empty_micro_batch()
+    batch = empty_micro_batch()
     batch.tokens = tokens
 
     def forward_step(batches: Iterator[MicroBatch], module: DistributedDataParallel) -> tuple[Tensor, None]:
@@ -159,8 +150,7 @@ def _loss_sums(
     else:
         loss_sum, values = loss.from_logits(output, targets)
     n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
-    counts = torch.stack([n_tokens.double(), targets.on_policy.sum().to(n_tokens).double()])
-    return loss_sum, n_tokens, torch.cat([counts, values])
+    return loss_sum, n_tokens, torch.cat([token_counts(batch, targets, output.device), values])
 
 
 def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
@@ -178,14 +168,3 @@ def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
 
 def _column_numbers(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-
-
-def _empty_micro_batch() -> MicroBatch:
-    """One token without loss."""
-    no_ids = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(
-        tokens=torch.zeros((1, 1), dtype=torch.int64),
-        position_ids=torch.zeros((1, 1), dtype=torch.int64),
-        loss_index=no_ids,
-        targets=TokenTargets(no_ids, torch.zeros(0), torch.zeros(0, dtype=torch.bool)),
-    )

@@ -1,0 +1,83 @@
+"""Causal attention over padded or packed sequences, for both backends of the student.
+
+Packed sequences stand one after the other in one row, and none may see another. A mask for that would be
+[S, S] over the whole pack; here every sequence is a call of its own, or one call of a kernel that knows their borders.
+
+Letters: B rows, S columns, D head size, n sequences of a pack.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+# What the flash kernels behind varlen_attn take.
+_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+_VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_STEP = 256, 8
+_CAUSAL_WINDOW = (-1, 0)  # everything to the left, nothing to the right
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *, max_length: int | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v, each position seeing itself and what stands before it in its own sequence.
+
+    Padding must be on the right; then the causal mask alone keeps real tokens from seeing it.
+
+    Args:
+        q: [B, heads, S, D].
+        k, v: [B, kv_heads, S, D]; kv_heads divides heads, and neighbouring heads share one.
+        cu_seqlens: [n + 1] int32, on the device of q: sequence i is columns cu_seqlens[i] to cu_seqlens[i + 1], from 0
+            to S, B = 1. None: each row is one sequence.
+        max_length: of the longest sequence, where the caller knows it; on CUDA it saves a wait for the device.
+
+    Returns:
+        [B, heads, S, D].
+
+    Raises:
+        ValueError: `cu_seqlens` with B > 1.
+    """
+    if cu_seqlens is None:
+        return _sdpa(q, k, v)
+    if q.shape[0] != 1:
+        raise ValueError(f"packed sequences stand in one row, and q has {q.shape[0]}")
+    if _has_varlen_kernel(q):
+        return _varlen(q, k, v, cu_seqlens, max_length)
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
+    return torch.cat([_sdpa(*part) for part in parts], dim=2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _has_varlen_kernel(q: Tensor) -> bool:
+    head_dim = q.shape[-1]
+    return (
+        q.is_cuda
+        and q.dtype in _VARLEN_DTYPES
+        and head_dim <= _VARLEN_MAX_HEAD_DIM
+        and head_dim % _VARLEN_HEAD_DIM_STEP == 0
+    )
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None) -> Tensor:
+    """The pack in one call of torch's flash kernel, which wants [S, heads, D]."""
+    longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v))
+    context = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        window_size=_CAUSAL_WINDOW,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(context, Tensor)  # it returns more only when asked for more
+    return context.transpose(0, 1)[None]
