@@ -49,7 +49,12 @@ class ActorPool:
         self._gathered("export_hf", folder.absolute())
 
     def exporters(self) -> list[list[Any]]:
-        """By pipeline stage, the tensor-parallel ranks of data-parallel group 0."""
+        """By pipeline stage, the ranks that make its full tensors together; the first sends.
+
+        Megatron: the tensor-parallel ranks of data-parallel group 0. fsdp2: all ranks, each has a part of every tensor.
+        """
+        if self._config.actor.strategy == "fsdp2":
+            return [self._workers]
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
         for worker, layout in zip(self._workers, self._layouts, strict=True):
             if layout.dp_rank == 0:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from gkd.actor.agree import same_error
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.optim_spec import OptimSpec
 from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.cluster.assignment import RankPlace, free_port, this_place
 from gkd.config import Config, OptimConfig
@@ -32,7 +33,7 @@ from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 from teacher_server.protocol import Signal
 
 if TYPE_CHECKING:
-    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.base import Student
 
 
 class ActorWorker:
@@ -59,9 +60,6 @@ class ActorWorker:
 
     def init_model(self, config: Config, device: str, address: tuple[str, int], total_steps: int) -> None:
         """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
-        # Here and not above: the driver imports this module for the class alone and should not load Megatron.
-        from gkd.actor.megatron.student import MegatronStudent
-
         self._log.info(self.place().line())
         self._config = config
         actor = config.actor
@@ -81,20 +79,38 @@ class ActorWorker:
         self._loss = loss_spec(config.distill, config.teacher.temperature)
         self._signals = teacher_signals(self._loss, cast(Signal, config.teacher.signal))
         self._layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank)
-        self._student = MegatronStudent(
-            config.model.path,
-            self._layout,
-            optim=_optim_spec(actor.optim, total_steps),
-            dtype=getattr(torch, config.model.dtype),
-            device=self._device,
-            loss=self._loss,
-            signals=self._signals,
-            fused_lm_head=actor.fused_lm_head,
-            logits_chunk_mib=actor.logits_chunk_mib,
-            loss_kernel=actor.loss_kernel,
-            seed=config.data.seed,
-        )
+        self._student = self._build_student(total_steps)
         self._log.info("student built and loaded")
+
+    def _build_student(self, total_steps: int) -> Student:
+        # Imported here and not above: the driver imports this module for the class alone and should load neither.
+        config, actor = self._config, self._config.actor
+        common: dict[str, Any] = {
+            "optim": _optim_spec(actor.optim, total_steps),
+            "dtype": getattr(torch, config.model.dtype),
+            "device": self._device,
+            "loss": self._loss,
+            "signals": self._signals,
+            "fused_lm_head": actor.fused_lm_head,
+            "logits_chunk_mib": actor.logits_chunk_mib,
+            "loss_kernel": actor.loss_kernel,
+            "seed": config.data.seed,
+        }
+        if actor.strategy == "fsdp2":
+            from gkd.actor.fsdp.student import FsdpStudent
+
+            return FsdpStudent(
+                config.model.path,
+                recompute=actor.recompute,
+                packing=actor.packing,
+                cpu_offload=actor.fsdp_cpu_offload,
+                lora=actor.lora,
+                trust_remote_code=config.model.trust_remote_code,
+                **common,
+            )
+        from gkd.actor.megatron.student import MegatronStudent
+
+        return MegatronStudent(config.model.path, self._layout, **common)
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
@@ -136,16 +152,14 @@ class ActorWorker:
 
     def export_plan(self) -> list[TensorSpec]:
         """This pipeline stage's tensors in the order `send_weights` streams them."""
-        from gkd.weight_sync.export import export_plan
-
-        plan = export_plan(self._student.model)
+        plan = self._student.export_plan()
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
     def join_group(self, spec: GroupSpec) -> None:
         self._group = TransferGroup(spec, self._device)
 
     def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
-        """Collective over the tensor-parallel group; the rank that joined the group broadcasts. Digests by name."""
+        """Collective over the exporters; the rank that joined the group broadcasts. Digests by name."""
         return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def _micro_batches(
@@ -159,7 +173,7 @@ class ActorWorker:
                 all_rollouts,
                 all_scores,
                 where=f"actor rank {self._rank}",
-                n_vocab=self._student.model.dims.vocab_size,
+                n_vocab=self._student.n_vocab,
                 wanted=self._signals,
                 hidden_size=self._student.teacher_hidden_size,
             )
@@ -173,8 +187,6 @@ class ActorWorker:
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
-    from gkd.actor.megatron.optim import OptimSpec
-
     return OptimSpec(
         lr=optim.lr,
         betas=(optim.betas[0], optim.betas[1]),
