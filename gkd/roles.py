@@ -88,6 +88,14 @@ class SyncReport:
     verified_tensors: int  # 0 = not verified this time
 
 
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a writer says of a file that it wrote to disk: enough to find any later damage."""
+
+    n_bytes: int
+    xxh3_128: str  # 32 hex digits
+
+
 class RolloutRole(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gkd.actor.shards import Snapshot
 from gkd.loss.distill_loss import DistillLoss
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 
 
 class Student(Protocol):
-    """One rank of the student. Every method is a collective over all ranks, which get the same answer or error."""
+    """One rank of the student. But for `snapshot` every method is a collective over all ranks."""
 
     step: int  # optimizer steps made so far
     loss: DistillLoss
@@ -57,6 +58,10 @@ class Student(Protocol):
         """Writes the whole student as a HF folder. ModelError: it cannot be written."""
         ...
 
-    def save_checkpoint(self, path: str | Path) -> None: ...
+    def snapshot(self) -> Snapshot:
+        """This rank's share of what an exact resume needs, copied to host memory. No collective."""
+        ...
 
-    def load_checkpoint(self, path: str | Path) -> None: ...
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Continues from the files of all ranks' snapshots. CheckpointError: they are damaged or of another student."""
+        ...

@@ -10,7 +10,7 @@ from typing import Any
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import gather
 from gkd.config import Config
-from gkd.roles import ScoredChunk, TrainStats
+from gkd.roles import FileDigest, ScoredChunk, TrainStats
 
 
 class ActorPool:
@@ -41,6 +41,12 @@ class ActorPool:
 
     def save(self, folder: Path) -> None:
         self._gathered("save", folder.absolute())
+
+    def save_finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        answers = gather(self._call("save_finished", wait), "save_finished", self._timeout_s).values()
+        if any(answer is None for answer in answers):
+            return None
+        return {name: digest for answer in answers for name, digest in answer.items()}
 
     def load(self, folder: Path) -> None:
         self._gathered("load", folder.absolute())

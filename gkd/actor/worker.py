@@ -21,12 +21,13 @@ import torch.distributed as dist
 from gkd.actor.agree import same_error
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.optim_spec import OptimSpec
+from gkd.actor.shard_writer import BackgroundWriter
 from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.cluster.assignment import RankPlace, free_port, this_place
 from gkd.config import Config, OptimConfig
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
-from gkd.roles import TrainStats
+from gkd.roles import FileDigest, TrainStats
 from gkd.types import MicroBatch, Rollout, TeacherScores
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
@@ -47,6 +48,7 @@ class ActorWorker:
         self._rank = rank
         self._log = get_logger(f"actor.{rank}")
         self._group: TransferGroup | None = None
+        self._writer = BackgroundWriter()
 
     def place(self) -> RankPlace:
         return this_place("actor", self._rank)
@@ -141,7 +143,13 @@ class ActorWorker:
         return replace(stats, tokens=token_records(batches, tables, self._student.loss.report_names, kept))
 
     def save(self, folder: Path) -> None:
-        self._student.save_checkpoint(folder)
+        """Copies this rank's state to host memory, and begins to write it into `folder`."""
+        self._writer.check_idle()  # before the copy, which would take as much memory again
+        self._writer.start(folder, self._rank, self._student.snapshot())
+
+    def save_finished(self, wait: bool) -> dict[str, FileDigest] | None:
+        """This rank's files, or None while they are being written. Raises CheckpointError if they cannot be."""
+        return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:
         self._student.load_checkpoint(folder)

@@ -15,9 +15,6 @@ from gkd.errors import ConfigError
 _LIST_TOUCHED = "from gkd.actor.megatron.cpu_shim import install_cpu_shim; print('\\n'.join(install_cpu_shim()))"
 _CORE = "megatron.core"
 _TOUCHED = [
-    f"{_CORE}.dist_checkpointing.exchange_utils._get_empty_tensor_for_exchange",
-    f"{_CORE}.dist_checkpointing.exchange_utils.exchange_loaded_tensors_gather_rounds",
-    f"{_CORE}.dist_checkpointing.strategies.state_dict_saver.verify_global_md_reuse",
     f"{_CORE}.optimizer.clip_grads.clip_grad_by_total_norm_fp32",
     f"{_CORE}.optimizer.clip_grads.count_zeros_fp32",
     f"{_CORE}.optimizer.clip_grads.get_grad_norm_fp32",

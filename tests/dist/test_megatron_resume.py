@@ -3,113 +3,83 @@
 from __future__ import annotations
 
 import json
-import random
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
+from tests.dist.resume_cases import (
+    LAYOUTS,
+    SAVED_AT,
+    Case,
+    again,
+    load_elsewhere,
+    make_student,
+    save,
+    save_and_resume,
+    train,
+    weights,
+    whole_state,
+)
 
-# name -> (tp, pp, state sharded over DP), all of two processes
-LAYOUTS = {"tp2": (2, 1, True), "pp2": (1, 2, True), "dp2_sharded": (1, 1, True), "dp2": (1, 1, False)}
-
-
-def _student(folder: Path, name: str, rank: int, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A student of two processes in the layout called `name`; replaces the Megatron groups of the last one."""
-    from megatron.core import parallel_state
-
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.optim import OptimSpec
-    from gkd.actor.megatron.student import MegatronStudent
-    from gkd.loss.spec import LossSpec
-
-    tp, pp, sharded = LAYOUTS[name]
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    return MegatronStudent(
-        folder,
-        ParallelLayout(tp=tp, pp=pp, world_size=2, rank=rank),
-        optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6, shard_over_dp=sharded),
-        loss=LossSpec(),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        seed=3,
-    )
-
-
-def _mine(student: Any, step: int) -> list[Any]:
-    batches = make_micro_batches(step)
-    return batches if student.layout.dp == 1 else batches[student.layout.dp_rank :: 2]
-
-
-def _weights(student: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in student.export()}
-
-
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def _resume(rank: int, world_size: int, root: Path) -> dict[str, dict[str, Any]]:
-    """Trains 4 steps with a save after 2, resumes in a new object, and resumes the next layout from it too."""
-    results: dict[str, dict[str, Any]] = {}
-    previous: str | None = None
-    for name in LAYOUTS:
-        result: dict[str, Any] = {}
-        # bfloat16 in one layout: its float32 main weights are part of what must survive.
-        dtype = torch.bfloat16 if name == "dp2_sharded" else torch.float32
-        path = root / f"ckpt_{name}"
-        student = _student(root / "hf", name, rank, dtype=dtype)
-        for step in range(2):
-            student.train_step(_mine(student, step))
-        student.save_checkpoint(path)
-        drawn = (random.random(), float(np.random.rand()), float(torch.rand(1)))
-        stats = [student.train_step(_mine(student, step)) for step in (2, 3)]
-        resumed = _student(root / "hf", name, rank, dtype=dtype)
-        resumed.load_checkpoint(path)
-        result["step"] = resumed.step
-        result["rng_equal"] = drawn == (random.random(), float(np.random.rand()), float(torch.rand(1)))
-        again = [resumed.train_step(_mine(resumed, step)) for step in (2, 3)]
-        result["stats_equal"] = stats == again
-        result["weights_equal"] = _same(_weights(student), _weights(resumed))
-        if previous is not None and LAYOUTS[name][2]:
-            resharded = _student(root / "hf", name, rank)
-            resharded.load_checkpoint(root / f"ckpt_{previous}")
-            losses = [resharded.train_step(_mine(resharded, step)).loss for step in (2, 3)]
-            result["resharded_diff"] = max(abs(a - b) for a, b in zip(losses, results[previous]["losses"], strict=True))
-        result["losses"] = [s.loss for s in stats]
-        results[name] = result
-        previous = name if dtype == torch.float32 else None
-    return results
+# Tied embeddings give pp2 a second copy of the matrix; qwen3 has norms on queries and keys.
+QUICK = [Case("qwen2_tied", "tp2"), Case("qwen3", "pp2"), Case("qwen2_tied", "dp2", torch.bfloat16)]
+QUICK_PAIRS = [
+    (QUICK[0], "pp2"),
+    (QUICK[0], "dp2"),
+    (QUICK[1], "tp2"),
+    (QUICK[1], "dp2"),
+    (QUICK[2], "tp2"),
+    (QUICK[2], "pp2"),
+]
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of losses after a move: sums run in another order
 
 
 def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Saves HF folders from two layouts and provokes the errors that need a world."""
+    from gkd.actor.shard_writer import write
     from gkd.errors import CheckpointError, ClusterError, DataError, ModelError, NumericsError
 
     result: dict[str, Any] = {}
     for name in ("tp2", "pp2"):
-        student = _student(root / "hf", name, rank)
-        student.save_hf(root / f"out_{name}", root / "hf")
+        student = make_student(root, Case("qwen2_tied", name), rank)
+        student.save_hf(root / f"out_{name}", root / "qwen2_tied")
     from gkd.actor.megatron.hf_save import save_hf
 
-    save_hf(student.model, root / "out_sharded", root / "hf", max_shard_bytes=100_000)
+    save_hf(student.model, root / "out_sharded", root / "qwen2_tied", max_shard_bytes=100_000)
     # From here on `student` is pp2.
-    result["exists"] = _message(ModelError, lambda: student.save_hf(root / "out_pp2", root / "hf"))
-    result["other_format"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "ckpt_dp2"))
+    result["exists"] = _message(ModelError, lambda: student.save_hf(root / "out_pp2", root / "qwen2_tied"))
     result["no_checkpoint"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "nothing"))
-    before = _weights(student)
+    result["other_model"] = _message(CheckpointError, lambda: student.load_checkpoint(QUICK[1].folder(root)))
+    result["other_dtype"] = _message(CheckpointError, lambda: student.load_checkpoint(QUICK[2].folder(root)))
+    whole = student.snapshot()
+    some = [piece for piece in whole.pieces if piece.name != "model.norm.weight"]  # which rank 1 has
+    write(root / "lacking", rank, replace(whole, pieces=some))
+    torch.distributed.barrier()
+    result["lacking"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "lacking"))
+    # A student that has made no step has no optimizer state yet, and its checkpoint must not need any.
+    student = make_student(root, Case("qwen2_tied", "pp2"), rank)
+    save(student, root / "fresh")
+    other = make_student(root, Case("qwen2_tied", "tp2"), rank)
+    other.load_checkpoint(root / "fresh")
+    fresh_losses = [stats.loss for stats in train(other, 0, 2)]
+    result["fresh_diff"] = _max_diff(
+        fresh_losses, [stats.loss for stats in train(make_student(root, Case("qwen2_tied", "tp2"), rank), 0, 2)]
+    )
+    student = make_student(root, Case("qwen2_tied", "pp2"), rank)
+    before = weights(student)
     batches = make_micro_batches(0)
     targets = batches[1].targets
     assert targets is not None and targets.topk_logprobs is not None
     targets.topk_logprobs[0, 0] = torch.nan
     result["nan"] = _message(NumericsError, lambda: student.train_step(batches))
     result["nan_eval"] = _message(NumericsError, lambda: student.evaluate(batches))
-    result["unmoved"] = _same(before, _weights(student)) and student.step == 0
+    result["unmoved"] = before == weights(student) and student.step == 0
     result["healthy_after_nan"] = student.train_step(make_micro_batches(0)).loss
     packed = make_micro_batches(0)
     packed[1].position_ids = packed[1].position_ids + 1
@@ -121,7 +91,7 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result["wrong_world"] = _message(ClusterError, lambda: init_groups(ParallelLayout(1, 1, 4, rank)))
     result["other_groups"] = _message(ClusterError, lambda: init_groups(ParallelLayout(2, 1, 2, rank)))
     # One DP rank without any data must still take part, and change nothing but the division of labour.
-    student = _student(root / "hf", "dp2", rank)
+    student = make_student(root, Case("qwen2_tied", "dp2"), rank)
     result["idle_rank_loss"] = student.train_step(make_micro_batches(0) if rank == 0 else []).loss
     return result
 
@@ -135,29 +105,82 @@ def _message(kind: type[Exception], action: Any) -> str:
     return "no error"
 
 
-def _both(rank: int, world_size: int, root: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    return _resume(rank, world_size, root), _save(rank, world_size, root)
+def _max_diff(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def _all(rank: int, world_size: int, root: Path) -> tuple[dict[Any, Any], dict[Any, Any], dict[str, Any]]:
+    saved = save_and_resume(rank, world_size, root, QUICK)
+    return saved, load_elsewhere(rank, world_size, root, QUICK_PAIRS), _save(rank, world_size, root)
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The folder of one spawn that runs `_resume` and `_save`, and what its ranks returned."""
+    """The folder of one spawn that runs everything of two ranks, and what its ranks returned."""
     root = tmp_path_factory.mktemp("resume")
-    source = make_hf_folder(root / "hf", "qwen2_tied")
-    (source / "tokenizer.json").write_text("{}")
-    return root, run_gloo(_both, 2, root, timeout_s=200.0)
+    for kind in ("qwen3", "qwen2_tied"):
+        (make_hf_folder(root / kind, kind) / "tokenizer.json").write_text("{}")
+    return root, run_gloo(_all, 2, root, timeout_s=200.0)
+
+
+def _check_resume(saved: list[dict[Case, dict[str, Any]]]) -> None:
+    for results in saved:
+        for case, result in results.items():
+            assert result["step"] == SAVED_AT, case
+            for what in ("loaded_equal", "rng_equal", "stats_equal", "final_equal"):
+                assert result[what], (str(case), what)
+
+
+def _check_moved(root: Path, case: Case, layout: str, saved: list[Any], moved: list[Any]) -> float:
+    """The bits right after the load, in the model and in the checkpoint saved from there; the loss difference later."""
+    wanted = dict(chain.from_iterable(results[case]["saved"].items() for results in saved))
+    for results in moved:
+        result = results[case, layout]
+        assert result["step"] == SAVED_AT
+        assert result["loaded"].items() <= wanted.items(), (str(case), layout)
+    assert {name for results in moved for name in results[case, layout]["loaded"]} == wanted.keys()
+    assert whole_state(again(root, case, layout), root / case.kind) == whole_state(case.folder(root), root / case.kind)
+    diff = _max_diff(moved[0][case, layout]["losses"], saved[0][case]["losses"])
+    assert diff <= TOLERANCE[case.dtype], (str(case), layout, diff)
+    return diff
 
 
 @pytest.mark.dist
-def test_resume(world: tuple[Path, list[Any]]) -> None:
-    """Fails if a resumed run differs in one bit, or a checkpoint cannot move to another parallel layout."""
-    for results, _ in world[1]:
-        for name, result in results.items():
-            assert result["step"] == 2, name
-            assert result["rng_equal"] and result["stats_equal"] and result["weights_equal"], (name, result)
-            assert result.get("resharded_diff", 0.0) <= 1e-5, (name, result)
-        assert results["dp2_sharded"]["losses"] == pytest.approx(results["pp2"]["losses"], rel=0.02)  # bf16 and fp32
-        assert "resharded_diff" in results["pp2"] and "resharded_diff" in results["dp2_sharded"]
+def test_resume_is_exact(world: tuple[Path, list[Any]]) -> None:
+    """Fails if a resumed run differs in one bit: weights, optimizer state, learning rate or a generator."""
+    _check_resume([saved for saved, _, _ in world[1]])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("case", "layout"), QUICK_PAIRS, ids=str)
+def test_another_layout_takes_over(world: tuple[Path, list[Any]], case: Case, layout: str) -> None:
+    """Fails if a bit of weights or moments is lost on the way to another layout, or training goes on differently."""
+    root, ranks = world
+    _check_moved(root, case, layout, [saved for saved, _, _ in ranks], [moved for _, moved, _ in ranks])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_tied"])
+def test_every_layout_takes_over_from_every_other(tmp_path: Path, kind: str) -> None:
+    """Fails as the two tests above do, for all pairs of layouts of one, two and four processes."""
+    make_hf_folder(tmp_path / kind, kind)
+    cases = {name: Case(kind, name) for name in LAYOUTS}
+    saved, moved = {}, {}
+    sizes = sorted({size for size, _, _ in LAYOUTS.values()})
+    for size in sizes:
+        own = [case for name, case in cases.items() if LAYOUTS[name][0] == size]
+        results = run_gloo(save_and_resume, size, tmp_path, own, timeout_s=600.0)
+        _check_resume(results)
+        saved |= {case: results for case in own}
+    for size in sizes:
+        pairs = [(case, to) for case in saved for to in LAYOUTS if LAYOUTS[to][0] == size and to != case.layout]
+        results = run_gloo(load_elsewhere, size, tmp_path, pairs, timeout_s=600.0)
+        moved |= {pair: results for pair in pairs}
+    assert len(moved) == len(LAYOUTS) * (len(LAYOUTS) - 1)
+    worst = max(_check_moved(tmp_path, *pair, saved[pair[0]], results) for pair, results in moved.items())
+    print(f"{kind}: {len(moved)} pairs, largest loss difference {worst:.1e}")
 
 
 @pytest.mark.dist
@@ -168,7 +191,7 @@ def test_saved_folder_is_the_model(world: tuple[Path, list[Any]]) -> None:
     torch.set_num_threads(1)
     root, _ = world
     probe = torch.arange(24).view(2, 12)
-    wanted = AutoModelForCausalLM.from_pretrained(root / "hf")(probe).logits
+    wanted = AutoModelForCausalLM.from_pretrained(root / "qwen2_tied")(probe).logits
     for name in ("out_tp2", "out_pp2", "out_sharded"):
         out = root / name
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(probe).logits, wanted), name
@@ -181,9 +204,12 @@ def test_saved_folder_is_the_model(world: tuple[Path, list[Any]]) -> None:
 @pytest.mark.dist
 def test_errors(world: tuple[Path, list[Any]]) -> None:
     """Fails if a bad input is trained on, moves the weights, is not explained, or breaks the steps after it."""
-    for _, result in world[1]:
+    for _, _, result in world[1]:
         assert "out_pp2" in result["exists"] and "exists already" in result["exists"]
-        assert "nothing" in result["no_checkpoint"] and "shard_over_dp" in result["other_format"]
+        assert "nothing" in result["no_checkpoint"] and "dtype = bfloat16" in result["other_dtype"]
+        assert "another model" in result["other_model"] and "model_type = qwen3" in result["other_model"]
+        assert "param of model.norm.weight" in result["lacking"]
+        assert result["fresh_diff"] <= 1e-5
         assert "nan" in result["nan"] and "optimizer has not moved" in result["nan"] and "nan" in result["nan_eval"]
         assert result["unmoved"]
         assert "right-padded" in result["packed"] and "no loss token" in result["empty"]

@@ -3,5 +3,6 @@
 model.py      HF folder -> sharded module         head.py   the LM head on the loss rows, with the loss
 attention.py  packed sequences in transformers    probe.py  does the model compute what the loss assumes
 weights.py    safetensors <-> shards              lora.py   adapters, and the weights they add up to
-optim.py      AdamW, clipping                     student.py  all of it behind one class
+optim.py      AdamW, clipping                     checkpoint.py  exact resume
+preflight.py  checks before any process starts   student.py  all of it behind one class
 """

@@ -1,4 +1,4 @@
-"""The student as one object per rank, on torch's fully_shard: train_step, evaluate, export, save.
+"""The student as one object per rank, on torch's fully_shard: train_step, evaluate, export, save, resume.
 
 Road of one batch: everything between `MicroBatch` and the next policy version. Every rank of the world is a
 data-parallel one. Every method is a collective over all of them, and all get the same answer, or the same error.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.agree import same_error
+from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.lora import add_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, check_recompute, layer_list, reshard, shard
 from gkd.actor.fsdp.optim import build_adamw, clip_factor, global_grad_norm, scale_grads
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
+from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
 from gkd.actor.hf_files import open_tensors
 from gkd.actor.hf_folder import TensorPlan, exhaust, write_folder
 from gkd.actor.optim_spec import OptimSpec
+from gkd.actor.shards import HostCopies, Snapshot
 from gkd.actor.step import (
     BatchSums,
     check_evaluation,
@@ -121,6 +124,7 @@ class FsdpStudent:
             row_kernels(loss_kernel, device),
             chunk_bytes=logits_chunk_mib << 20,
         )
+        self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         n_trained = sum(param.numel() for param in self._trained)
         log.info(
             "%s: %d layers, %d trained parameters over %d ranks",
@@ -230,6 +234,20 @@ class FsdpStudent:
                 what = f"{type(problem).__name__}: {problem}"
                 raise ModelError(f"the student cannot be saved to {out_dir}: {what}") from problem
 
+    def snapshot(self) -> Snapshot:
+        """This rank's share of what an exact resume needs, copied to host memory. No collective."""
+        meta = self._meta() | {"step": self.step}
+        return checkpoint.snapshot(self._host_copies, self._trained_places(), self._optimizer, meta)
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Continues from a checkpoint: with as many ranks as before bit by bit, with others cut anew.
+
+        Raises:
+            CheckpointError: see `gkd.actor.fsdp.checkpoint.load`.
+        """
+        places, meta = self._trained_places(), self._meta()
+        self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
+
     def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Gradients of one global batch, full float32 tensors by HF name; makes no step. For diagnosis."""
         self._optimizer.zero_grad()
@@ -280,6 +298,22 @@ class FsdpStudent:
         if batch.cu_seqlens is not None and not self._packing:
             raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
         self.loss.shard.check(batch.tokens)
+
+    def _trained_places(self) -> dict[str, Place]:
+        """What the optimizer updates, by the name it has in a checkpoint."""
+        if not self._adapters:
+            return {name: place for name, place in self._places.items() if place.tensor.requires_grad}
+        trained: dict[str, Place] = {}
+        for name, adapter in self._adapters.items():
+            stem = name.removesuffix(".weight")
+            trained |= {f"{stem}.lora_A.weight": adapter.a, f"{stem}.lora_B.weight": adapter.b}
+        return trained
+
+    def _meta(self) -> dict[str, Any]:
+        scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
+        return checkpoint.student_meta(
+            self._trained_places(), dtype=self._dtype, scale=scale, world_size=dist.get_world_size(), device=self.device
+        )
 
     def _export_dtype(self, tensor: Tensor) -> torch.dtype:
         """Weights leave in the model's dtype, buffers as they are."""

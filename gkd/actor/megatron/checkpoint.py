@@ -1,117 +1,181 @@
-"""Exact resume of the student: weights, optimizer, step number and every RNG, in Megatron's format.
+"""What a Megatron rank puts into a checkpoint, and how any layout gets its own part back out.
 
-The format (torch_dist, `fully_reshardable`) stores tensors by name and global shape, so a
-checkpoint can be loaded under another TP, PP or DP size. In the same layout the resume is
-bit-exact; in another one the RNG states, which belong to ranks, stay as they are after seeding.
-Only the choice of a DP-sharded optimizer is fixed: Megatron stores the two kinds differently.
+A DistributedOptimizer gives each DP rank a flat range of each TP part of a parameter: float32 weights and the two
+moments. Those ranges are the pieces of `gkd.actor.shards`, named after the parameter's first HF tensor. Names are
+global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size a parameter's old
+parts are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the way: bits stay.
 
-Atomicity of the folder (temporary name, rename) is the caller's, who has more to put into it.
+In the same layout the resume is bit-exact, random generators included; in another one the generators, which
+belong to ranks, stay as they were seeded.
 """
 
 from __future__ import annotations
 
-import random
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor
 
-from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.agree import same_error
+from gkd.actor.megatron.hf_mapping import TensorEntry, stage_entries
 from gkd.actor.megatron.model import StudentModel
+from gkd.actor.rng import rng_state, set_rng_state
+from gkd.actor.shards import KINDS, HostCopies, Piece, ShardReader, Snapshot
 from gkd.errors import CheckpointError
 
-
-def save_checkpoint(path: str | Path, model: StudentModel, optimizer: MegatronOptimizer, *, step: int) -> None:
-    """Writes the folder `path`, which all ranks share; creates it if needed. Collective over the world, blocks.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        state = _sharded_state(model, optimizer, is_loading=False)
-        state["step"] = step
-        state["layout"] = _layout_of(model.layout)
-        state["shard_over_dp"] = optimizer.config.use_distributed_optimizer
-        dist_checkpointing.save(state, str(folder))
-    except (OSError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(f"the student's checkpoint cannot be written to {folder}: {error}") from error
+_TRACKER = "megatron."  # before the names of Megatron's own generators
 
 
-def load_checkpoint(path: str | Path, model: StudentModel, optimizer: MegatronOptimizer) -> int:
-    """Fills model and optimizer from `path`, and the RNGs if the layout is the same. Collective, blocks.
+def snapshot(copies: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, *, step: int) -> Snapshot:
+    """This rank's share of model and optimizer in host memory; no collective. `copies` owns the memory."""
+    pieces = []
+    for entry, start, _, tensors in _owned(model, optimizer):
+        if not _writes(entry, model):
+            continue
+        part = model.layout.tp_rank if entry.layout.partition_dim is not None else 0
+        pieces += [Piece(entry.hf_names[0], kind, part, start, tensors[kind].detach()) for kind in KINDS]
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    rng = rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
+    return copies.snapshot(pieces, _meta(model, optimizer) | {"step": step}, rng)
+
+
+def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer) -> int:
+    """Fills model and optimizer from a checkpoint, and the generators if the layout is the same. Collective, blocks.
 
     Returns:
         The number of optimizer steps the checkpoint was saved after.
 
     Raises:
-        CheckpointError: no checkpoint there, or it is damaged or of another model.
+        CheckpointError: none there, damaged, or of another model; the student is then good for nothing more.
     """
-    folder = Path(path)
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(folder))
-        if common["shard_over_dp"] != optimizer.config.use_distributed_optimizer:
-            raise CheckpointError(
-                f"{folder} was saved with OptimSpec.shard_over_dp = {common['shard_over_dp']}; resume with the same."
-            )
-        same_layout = common["layout"] == _layout_of(model.layout)
-        state = _sharded_state(model, optimizer, is_loading=True)
-        if not same_layout:
-            del state["rng"]
-        loaded = dist_checkpointing.load(state, str(folder))
-        model.gpt.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-    except (OSError, KeyError, RuntimeError, ValueError, CheckpointingException, CheckpointException) as error:
-        raise CheckpointError(f"{folder} is not a checkpoint that this student can continue from: {error}") from error
-    if same_layout:
-        _set_rng_state(loaded["rng"])
-    step: int = common["step"]
+    step = 0
+    with same_error(_device(model)), ShardReader(folder) as reader:
+        saved = reader.meta
+        _check_model(folder, saved, _meta(model, optimizer))
+        step = saved["step"]
+        _fill(reader, model, optimizer)
+        for part in optimizer.chained_optimizers:
+            for group in part.param_groups:
+                group["step"] = step
+        if saved["layout"] == _layout(model):
+            _set_rng(folder, reader.rng(model.layout.rank))
+    _share_params(optimizer)
     return step
 
 
-def _sharded_state(model: StudentModel, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": model.groups.dp_cp,
-    }
-    model_state = model.gpt.sharded_state_dict(metadata=metadata)
-    rank, world_size = model.layout.rank, model.layout.world_size
+def _owned(
+    model: StudentModel, optimizer: MegatronOptimizer
+) -> Iterator[tuple[TensorEntry, int, int, dict[str, Tensor]]]:
+    """(entry, start, stop, tensors by kind) of every range of a parameter that this rank's optimizer updates.
+
+    The ranges count elements of the flattened TP part. The tensors are the live ones, [stop - start] float32.
+    """
+    params = dict(model.named_params())
+    entries = {params[entry.param]: entry for entry in stage_entries(model.dims, model.layout)}
+    for part in optimizer.chained_optimizers:
+        for param in part.model_param_gbuf_map:
+            own = part._get_model_param_range_map(param)["param"]
+            main = part._get_main_param_and_optimizer_states(param)["param"]
+            state = part.optimizer.state[main]
+            for moment in KINDS[1:]:
+                if moment not in state:  # before the first step; the optimizer would begin with the same zeros
+                    state[moment] = torch.zeros_like(main, requires_grad=False)
+            tensors = {"param": main, **{moment: state[moment] for moment in KINDS[1:]}}
+            yield entries[param], own.start, own.end, tensors
+
+
+def _writes(entry: TensorEntry, model: StudentModel) -> bool:
+    """Whether this rank is the one to write its range: not if it only holds a copy of another rank's."""
+    is_tp_copy = entry.layout.partition_dim is None and model.layout.tp_rank > 0
+    return entry.exported and not is_tp_copy
+
+
+@torch.no_grad()
+def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer) -> None:
+    """Copies every range that this rank owns out of the checkpoint."""
+    old_tp = reader.meta["layout"]["tp"]
+    for entry, start, stop, tensors in _owned(model, optimizer):
+        is_cut = entry.layout.partition_dim is not None
+        for kind, tensor in tensors.items():
+            if is_cut and old_tp != model.layout.tp:
+                tensor.copy_(_recut(reader, kind, entry, model, old_tp)[start:stop])
+            else:
+                part = model.layout.tp_rank if is_cut else 0
+                out = tensor if tensor.device.type == "cpu" else None
+                values = reader.read(entry.hf_names[0], kind, part, start, stop, out=out)
+                if out is None:
+                    tensor.copy_(values)
+
+
+def _recut(reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int) -> Tensor:
+    """This TP rank's part, flattened, of a parameter that was cut into `old_tp` parts."""
+    sources = [torch.empty(shape, device="meta") for shape in entry.hf_shapes]
+    old_parts = []
+    for rank in range(old_tp):
+        shape = entry.layout.take(sources, model.dims, old_tp, rank).shape
+        values = reader.read(entry.hf_names[0], kind, rank, 0, shape.numel())
+        old_parts.append(values.view(shape))
+    tensors = entry.layout.join(old_parts, model.dims)
+    return entry.layout.take(tensors, model.dims, model.layout.tp, model.layout.tp_rank).reshape(-1)
+
+
+def _share_params(optimizer: MegatronOptimizer) -> None:
+    """What follows an optimizer step: main weights -> this rank's range of the model -> all DP ranks. Collective."""
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
+    for chunk in optimizer.model_chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+def _meta(model: StudentModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
+    """What all ranks' files say of the checkpoint, but for the step; as JSON gives it back."""
+    dtype = str(optimizer.config.params_dtype).removeprefix("torch.")
     return {
-        "model": model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
-        "rng": ShardedObject("rng", _rng_state(), (world_size,), (rank,), replica_id=0),
+        "strategy": "megatron",
+        "dtype": dtype,
+        "dims": json.loads(json.dumps(asdict(model.dims))),
+        "layout": _layout(model),
+        "world_size": model.layout.world_size,
     }
 
 
-def _layout_of(layout: ParallelLayout) -> dict[str, int]:
-    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+def _layout(model: StudentModel) -> dict[str, Any]:
+    """All that must be equal for a rank to get its own generators back."""
+    sizes = asdict(model.layout)
+    del sizes["rank"]
+    return {**sizes, "device": _device(model).type}
 
 
-def _rng_state() -> dict[str, Any]:
-    """Every generator that anything in this process may draw from."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
+def _device(model: StudentModel) -> torch.device:
+    return next(param for _, param in model.named_params()).device
 
 
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
-    torch.cuda.set_rng_state(state["cuda"])
-    torch.set_rng_state(state["torch"])
+def _check_model(folder: str | Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises CheckpointError naming the first thing in which the checkpoint's student is another one."""
+    missing = {"step", *own} - saved.keys()
+    if missing:
+        raise CheckpointError(f"{folder} does not say of its student: {', '.join(sorted(missing))}.")
+    for what in ("strategy", "dtype"):
+        if saved[what] != own[what]:
+            raise CheckpointError(f"{folder} was saved with {what} = {saved[what]}, this student has {own[what]}.")
+    for name in dict.fromkeys([*own["dims"], *saved["dims"]]):
+        theirs, ours = saved["dims"].get(name), own["dims"].get(name)
+        if theirs != ours:
+            raise CheckpointError(f"{folder} is of another model: {name} = {theirs}, this student has {ours}.")
+
+
+def _set_rng(folder: str | Path, states: dict[str, Tensor]) -> None:
+    tracker = {name: states.pop(name) for name in list(states) if name.startswith(_TRACKER)}
+    try:
+        tensor_parallel.get_cuda_rng_tracker().set_states(
+            {name.removeprefix(_TRACKER): state for name, state in tracker.items()}
+        )
+        set_rng_state(states)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} has generator states that cannot be restored: {error}") from error

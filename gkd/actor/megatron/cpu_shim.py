@@ -26,8 +26,6 @@ _MODULES = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
     "megatron.core.optimizer.distrib_optimizer",
-    "megatron.core.dist_checkpointing.exchange_utils",
-    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
 )
 _LITERALS = {
     "cuda": "cpu",

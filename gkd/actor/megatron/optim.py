@@ -24,8 +24,8 @@ from gkd.actor.optim_spec import OptimSpec
 class GroupStepAdamW(torch.optim.Optimizer):
     """torch's AdamW arithmetic, with the step count in the parameter group instead of in each parameter's state.
 
-    That is the contract of apex's FusedAdam, and the only one under which Megatron can load the
-    checkpoint of a DistributedOptimizer: it copies every per-parameter state as a shard of the parameter.
+    That is the contract of apex's FusedAdam, which Megatron counts on: all state of a parameter is then as long as
+    the parameter's range, and checkpoints hold nothing else.
     """
 
     def __init__(
@@ -77,8 +77,6 @@ def build_optimizer(ddp: DistributedDataParallel, spec: OptimSpec, *, dtype: tor
         dtype: of the parameters; bfloat16 ones get float32 main weights.
     """
     _install_adamw()
-    if spec.shard_over_dp:
-        _keep_bucket_padding(ddp)
     config = OptimizerConfig(
         optimizer="adam",
         lr=spec.lr,
@@ -123,16 +121,3 @@ def _install_adamw() -> None:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = True
         distrib_optimizer.USING_APEX_OPTIMIZER = True
-
-
-def _keep_bucket_padding(ddp: DistributedDataParallel) -> None:
-    """Makes Megatron's checkpoint of a sharded optimizer right for buffers of more than one bucket.
-
-    It gathers the state without the padding at the end of each bucket, then cuts parameters out at
-    offsets that count it, so everything behind a padded bucket is saved shifted (tied embeddings
-    with PP > 1 make such a bucket). With the padding kept, the two agree; nothing else reads this.
-    """
-    for buffer in ddp.buffers:
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = buffer.numel

@@ -15,7 +15,7 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from gkd.actor.megatron.checkpoint import load_checkpoint, save_checkpoint
+from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups
 from gkd.actor.megatron.hf_save import save_hf
@@ -24,6 +24,7 @@ from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logits
 from gkd.actor.optim_spec import OptimSpec
+from gkd.actor.shards import HostCopies, Snapshot
 from gkd.actor.step import BatchSums, check_evaluation, diagnostics, not_finite, teacher_head_rows
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
@@ -94,6 +95,7 @@ class MegatronStudent:
         config.no_sync_func = self._ddp.no_sync
         config.finalize_model_grads_func = finalize_model_grads
         self._optimizer = build_optimizer(self._ddp, optim, dtype=dtype)
+        self._host_copies = HostCopies(device)
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
         """One optimizer step on one global batch; `self.step` grows by one.
@@ -171,13 +173,17 @@ class MegatronStudent:
         """Writes the whole student as a HF folder; see `gkd.actor.megatron.hf_save.save_hf`."""
         save_hf(self.model, out_dir, source_dir)
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Everything an exact resume needs of the student; see `gkd.actor.megatron.checkpoint`."""
-        save_checkpoint(path, self.model, self._optimizer, step=self.step)
+    def snapshot(self) -> Snapshot:
+        """This rank's share of what an exact resume needs, copied to host memory. No collective."""
+        return checkpoint.snapshot(self._host_copies, self.model, self._optimizer, step=self.step)
 
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Continues from `save_checkpoint`, in the same layout bit by bit, in another one resharded."""
-        self.step = load_checkpoint(path, self.model, self._optimizer)
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Continues from a checkpoint: in the same layout bit by bit, in another one resharded.
+
+        Raises:
+            CheckpointError: see `gkd.actor.megatron.checkpoint.load`.
+        """
+        self.step = checkpoint.load(folder, self.model, self._optimizer)
 
     def forward_logits(self, tokens: Tensor) -> Tensor | None:
         """[B, S] tokens -> [B, S, V] float32 logits on the last stage, None elsewhere. For tests."""

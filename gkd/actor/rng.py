@@ -1,0 +1,50 @@
+"""Every random generator that a process of the actor may draw from, as bytes that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def rng_state() -> dict[str, Tensor]:
+    """The states of the generators of Python, numpy, torch and, where there is one, the current CUDA device.
+
+    Returns:
+        Name -> [n] uint8 on the CPU.
+    """
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    states = {"python": _bytes(random.getstate()), "numpy": _bytes(numpy), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, Tensor]) -> None:
+    """Puts back what `rng_state` returned on a machine of the same kind.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: that is not what `states` holds.
+    """
+    version, internal, gauss_next = _parsed(states["python"])
+    random.setstate((version, tuple(internal), gauss_next))
+    numpy = _parsed(states["numpy"])
+    numpy["state"]["key"] = np.array(numpy["state"]["key"], np.uint32)
+    np.random.set_state(numpy)
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _bytes(state: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def _parsed(state: Tensor) -> Any:
+    return json.loads(state.numpy().tobytes())

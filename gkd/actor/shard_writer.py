@@ -1,0 +1,127 @@
+"""Writes one rank's snapshot to disk while training goes on.
+
+A thread is enough: both the hash and the write of a large block leave the interpreter lock. The digest is of the bytes
+that were handed to the file, so that damage on the disk shows later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import torch
+import xxhash
+
+from gkd.actor.shards import DTYPES, FORMAT, Snapshot, file_name
+from gkd.errors import CheckpointError
+from gkd.roles import FileDigest
+
+# Small enough to stay in a cache between the hash and the write; large enough that the thread seldom has to get the
+# interpreter lock back, which takes up to 5 ms while the training thread is busy in Python.
+_BLOCK_BYTES = 4 << 20
+_BUFFER_BYTES = 1 << 16  # gathers small pieces; larger ones pass it by
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
+    """Writes this rank's file into `folder`, flushed to disk; creates the folder. Blocks.
+
+    Returns:
+        File name -> digest.
+
+    Raises:
+        CheckpointError: disk full, read-only, ...; what was written so far stays behind.
+        ValueError: two pieces begin at the same place, so one of them has the wrong name.
+    """
+    path = folder / file_name(rank)
+    tensors = {f"{p.name}/{p.kind}/{p.part}/{p.start}": p.data for p in snapshot.pieces}
+    tensors |= {f"rng/{name}": state for name, state in snapshot.rng.items()}
+    if len(tensors) != len(snapshot.pieces) + len(snapshot.rng):
+        raise ValueError(f"rank {rank}: two pieces of a checkpoint have the same name, kind, part and start")
+    hasher, n_bytes = xxhash.xxh3_128(), 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("wb", buffering=_BUFFER_BYTES) as file:
+            for raw in (_header(tensors, snapshot, rank), *(_raw(tensor) for tensor in tensors.values())):
+                for begin in range(0, len(raw), _BLOCK_BYTES):
+                    block = raw[begin : begin + _BLOCK_BYTES]
+                    hasher.update(block)
+                    file.write(block)
+                n_bytes += len(raw)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"rank {rank} cannot write its checkpoint to {path}: {error.strerror}") from error
+    return {path.name: FileDigest(n_bytes, hasher.hexdigest())}
+
+
+class BackgroundWriter:
+    """One thread that writes one snapshot at a time, and releases its memory afterwards."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._folder: Path | None = None
+        self._result: dict[str, FileDigest] | CheckpointError | None = None
+
+    def check_idle(self) -> None:
+        """Raises CheckpointError if a save is under way."""
+        if self._thread is not None and self._thread.is_alive():
+            raise CheckpointError(
+                f"the save to {self._folder} is still being written; wait for it before the next one."
+            )
+
+    def start(self, folder: Path, rank: int, snapshot: Snapshot) -> None:
+        """Begins to write; returns at once. Raises CheckpointError if the save before is still under way."""
+        self.check_idle()
+        self._result, self._folder = None, folder
+        # A daemon: a process that ends for another reason must not wait for the disk.
+        self._thread = threading.Thread(target=self._run, args=(folder, rank, snapshot), daemon=True, name="checkpoint")
+        self._thread.start()
+
+    def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """What the save wrote, or None while it is under way; the same answer until the next start.
+
+        Raises:
+            CheckpointError: it failed, or nothing was started.
+        """
+        if self._thread is None:
+            raise CheckpointError("no save was started, so none can finish.")
+        if wait:
+            self._thread.join()
+        if isinstance(self._result, CheckpointError):
+            raise self._result
+        return self._result
+
+    def _run(self, folder: Path, rank: int, snapshot: Snapshot) -> None:
+        try:
+            self._result = write(folder, rank, snapshot)
+        except CheckpointError as error:
+            self._result = error
+        except Exception as error:  # a thread's error is seen by nobody unless it is kept
+            self._result = CheckpointError(f"rank {rank}'s save to {folder} failed: {type(error).__name__}: {error}")
+        finally:
+            snapshot.release()
+
+
+def _header(tensors: dict[str, torch.Tensor], snapshot: Snapshot, rank: int) -> memoryview:
+    """The file's beginning: 8 bytes of length and the JSON, padded so that the data are aligned."""
+    meta = {**snapshot.meta, "format": FORMAT, "rank": rank}
+    header: dict[str, object] = {"__metadata__": {"gkd": json.dumps(meta)}}
+    offset = 0
+    for key, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[key] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": [tensor.numel()],
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).numpy().data

@@ -1,0 +1,280 @@
+"""A checkpoint's files as the ranks see them: flat pieces of parameters and optimizer state under HF names.
+
+    live tensors --HostCopies--> Snapshot --shard_writer--> rank_00000.safetensors, ... --ShardReader--> any layout
+
+Every rank writes what it holds and nothing is gathered. A piece says where it lies in its parameter, so that
+a reader puts ranges together without knowing how they were cut. Both backends use this; which
+pieces there are and what the meta data say is theirs.
+
+The files are plain safetensors with keys "name/kind/part/start" and "rng/name". They are read with pread, not
+mapped: where a file is cut off or its disk fails, a mapping ends the process without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gkd.errors import CheckpointError
+
+FORMAT = 1
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}
+_ALIGNMENT = 64  # bytes, of a piece in host memory
+_MAX_HEADER_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one part of one parameter, or of its optimizer state."""
+
+    name: str  # HF name of the parameter's (first) tensor
+    kind: str  # one of KINDS
+    part: int  # which tensor-parallel part of the parameter; 0 where it is whole
+    start: int  # first element, counted in the flattened part
+    data: Tensor  # [n], contiguous
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One rank's state in host memory, which training no longer touches.
+
+    `meta` is JSON data and must have `step` and `world_size`; all ranks of a checkpoint have the same.
+    """
+
+    pieces: Sequence[Piece]
+    meta: Mapping[str, Any]
+    rng: Mapping[str, Tensor]  # [n] uint8, this rank's generators
+    memory: HostCopies
+    buffer: Tensor  # [n_bytes] uint8, what the pieces lie in
+
+    def release(self) -> None:
+        """Lets the next snapshot reuse the memory; nobody may read the pieces from now on."""
+        self.memory.give_back(self.buffer)
+
+
+class HostCopies:
+    """Makes snapshots, and keeps the memory of the last released one: fresh pages cost more than the copy.
+
+    Args:
+        device: where the live tensors are; with CUDA the memory is pinned and the copies overlap.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._free: list[Tensor] = []
+
+    def snapshot(self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor]) -> Snapshot:
+        """Copies all of `live` to the host; when it returns, the live tensors may change. No collective."""
+        offsets, n_bytes = [], 0
+        for piece in live:
+            offsets.append(n_bytes)
+            n_bytes += -(-piece.data.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._take(n_bytes)
+        copies = []
+        for piece, offset in zip(live, offsets, strict=True):
+            copy = buffer[offset : offset + piece.data.nbytes].view(piece.data.dtype)
+            copy.copy_(piece.data, non_blocking=True)
+            copies.append(Piece(piece.name, piece.kind, piece.part, piece.start, copy))
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+        return Snapshot(copies, dict(meta), dict(rng), self, buffer)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free[:] = [buffer]
+
+    def _take(self, n_bytes: int) -> Tensor:
+        free = self._free.pop() if self._free else None
+        if free is not None and free.nbytes == n_bytes:
+            return free
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+
+
+def file_name(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Where elements [start, stop) of one part are."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    path: Path
+    offset: int  # in bytes, from the beginning of the file
+
+
+class ShardReader:
+    """All ranks' files of one checkpoint as one index. A context manager; keeps the files open that it has read from.
+
+    Attributes:
+        meta: what the writers' snapshots had as `meta`.
+
+    Raises:
+        CheckpointError: no checkpoint there, a file is missing, damaged or of another checkpoint, or
+            two pieces overlap. Digests are not checked here but by who keeps them.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._open: dict[Path, int] = {}
+        self._index: dict[tuple[str, str, int], list[_Range]] = {}
+        self._rng: dict[tuple[int, str], _Range] = {}
+        first, *others = self._rank_files()
+        self.meta = self._add(first, 0)
+        for rank, path in enumerate(others, start=1):
+            if self._add(path, rank) != self.meta:
+                raise CheckpointError(f"{path} and {first.name} are of different checkpoints.")
+        if self.meta.get("world_size") != len(others) + 1:
+            raise CheckpointError(
+                f"{self._folder} has the files of {len(others) + 1} ranks; {self.meta.get('world_size')} wrote it."
+            )
+        for key, ranges in self._index.items():
+            ranges.sort(key=lambda item: item.start)
+            for one, two in zip(ranges, ranges[1:], strict=False):
+                if two.start < one.stop:
+                    raise CheckpointError(
+                        f"{one.path} and {two.path.name} both have element {two.start} of {_say(*key)}."
+                    )
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def names(self) -> set[str]:
+        """HF names of the parameters in it."""
+        return {name for name, _, _ in self._index}
+
+    def read(self, name: str, kind: str, part: int, start: int, stop: int, *, out: Tensor | None = None) -> Tensor:
+        """Elements [start, stop) of one part, put together from its pieces.
+
+        Args:
+            out: [stop - start], contiguous and on the CPU, filled in place; None for a new tensor.
+
+        Returns:
+            [stop - start] on the CPU, in the dtype that was written.
+
+        Raises:
+            CheckpointError: not there, not all there, not in `out`'s dtype, or the file cannot be read.
+        """
+        ranges = self._index.get((name, kind, part))
+        if ranges is None:
+            raise CheckpointError(f"{self._folder} has no {_say(name, kind, part)}.")
+        values = torch.empty(stop - start, dtype=ranges[0].dtype) if out is None else out.detach()
+        if values.dtype != ranges[0].dtype or values.shape != (stop - start,):
+            raise CheckpointError(
+                f"{self._folder} has {_say(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
+                f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
+            )
+        raw, size = values.view(torch.uint8).numpy().data, values.itemsize
+        at = start
+        for piece in ranges:
+            if piece.stop > at >= piece.start and at < stop:
+                end = min(piece.stop, stop)
+                target = raw[(at - start) * size : (end - start) * size]
+                self._fill(target, piece.path, piece.offset + (at - piece.start) * size)
+                at = end
+        if at < stop:
+            raise CheckpointError(
+                f"{self._folder} lacks element {at} of {_say(name, kind, part)}; wanted {start}:{stop}."
+            )
+        return values
+
+    def rng(self, rank: int) -> dict[str, Tensor]:
+        """The generators of the rank that wrote as `rank`, [n] uint8 by name."""
+        states = {}
+        for (owner, name), piece in self._rng.items():
+            if owner == rank:
+                states[name] = torch.empty(piece.stop, dtype=torch.uint8)
+                self._fill(states[name].numpy().data, piece.path, piece.offset)
+        return states
+
+    def _rank_files(self) -> list[Path]:
+        paths = sorted(self._folder.glob("rank_*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"{self._folder} holds no checkpoint: there is no {file_name(0)}.")
+        for rank, path in enumerate(paths):
+            if path.name != file_name(rank):
+                raise CheckpointError(f"{self._folder / file_name(rank)} is missing.")
+        return paths
+
+    def _add(self, path: Path, rank: int) -> dict[str, Any]:
+        """Puts one file's pieces into the index and returns its meta data."""
+        header, data_start, data_bytes = _read_header(path)
+        try:
+            meta: dict[str, Any] = json.loads(header.pop("__metadata__")["gkd"])
+            if meta.pop("format") != FORMAT or meta.pop("rank") != rank:
+                raise CheckpointError(f"{path} is of another format than {FORMAT}, or not of rank {rank}.")
+            end = 0
+            for key, entry in header.items():
+                (n_elements,), (begin, stop) = entry["shape"], entry["data_offsets"]
+                dtype = DTYPES[entry["dtype"]]
+                if begin != end or stop - begin != n_elements * dtype.itemsize:
+                    raise ValueError(f"{key} has {n_elements} elements in bytes {begin}:{stop}, after byte {end}")
+                if key.startswith("rng/"):
+                    self._rng[rank, key.removeprefix("rng/")] = _Range(0, n_elements, dtype, path, data_start + begin)
+                else:
+                    name, kind, part, start = key.rsplit("/", 3)
+                    ranges = self._index.setdefault((name, kind, int(part)), [])
+                    if ranges and ranges[0].dtype != dtype:
+                        raise ValueError(f"{key} is {dtype}, elsewhere {ranges[0].dtype}")
+                    ranges.append(_Range(int(start), int(start) + n_elements, dtype, path, data_start + begin))
+                end = stop
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is garbled: {type(error).__name__}: {error}") from error
+        if end != data_bytes:
+            raise CheckpointError(f"{path} has {data_bytes} bytes of data where its header says {end}: it is cut off.")
+        return meta
+
+    def _fill(self, target: memoryview, path: Path, offset: int) -> None:
+        try:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            done = 0
+            while done < len(target):
+                n_read = os.preadv(self._open[path], [target[done:]], offset + done)
+                if n_read == 0:
+                    raise CheckpointError(f"{path} ends at byte {offset + done}: it became shorter while it was read.")
+                done += n_read
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(header, where the data begin, bytes of data) of a safetensors file."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            n_header = int.from_bytes(file.read(8), "little")
+            if size < 8 or n_header > min(size - 8, _MAX_HEADER_BYTES):
+                raise CheckpointError(f"{path} is cut off or garbled: {size} bytes, and a header of {n_header}.")
+            header = json.loads(file.read(n_header))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # JSON and UTF-8 errors are both of this kind
+        raise CheckpointError(f"{path} is garbled: its header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is garbled: its header is not a JSON object.")
+    return header, 8 + n_header, size - 8 - n_header
+
+
+def _say(name: str, kind: str, part: int) -> str:
+    return f"{kind} of {name} (tensor-parallel part {part})"

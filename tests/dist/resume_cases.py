@@ -1,0 +1,162 @@
+"""Saves and resumes of the Megatron student, run inside the ranks; `test_megatron_resume` reads what they return."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from gkd.actor.shard_writer import write
+from gkd.actor.shards import ShardReader
+from tests.dist.megatron_reference import make_micro_batches
+
+# name -> (processes, tp, pp)
+LAYOUTS = {
+    "one": (1, 1, 1),
+    "tp2": (2, 2, 1),
+    "pp2": (2, 1, 2),
+    "dp2": (2, 1, 1),
+    "tp2pp2": (4, 2, 2),
+    "tp2dp2": (4, 2, 1),
+    "pp2dp2": (4, 1, 2),
+}
+SAVED_AT, LAST = 2, 4  # steps
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint: of which model, in which layout and dtype."""
+
+    kind: str
+    layout: str
+    dtype: torch.dtype = torch.float32
+
+    def folder(self, root: Path) -> Path:
+        return root / f"ckpt_{self}"
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.layout}_{str(self.dtype).removeprefix('torch.')}"
+
+
+def make_student(root: Path, case: Case, rank: int) -> Any:
+    """A student of the HF folder `root / case.kind`; replaces the Megatron groups of the last one."""
+    from megatron.core import parallel_state
+
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.loss.spec import LossSpec
+
+    world_size, tp, pp = LAYOUTS[case.layout]
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    return MegatronStudent(
+        root / case.kind,
+        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank),
+        optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6),
+        loss=LossSpec(),
+        dtype=case.dtype,
+        device=torch.device("cpu"),
+        seed=3,
+    )
+
+
+def train(student: Any, first: int, last: int) -> list[Any]:
+    """Stats of steps [first, last), each on this DP rank's share."""
+    layout = student.layout
+    return [student.train_step(make_micro_batches(step)[layout.dp_rank :: layout.dp]) for step in range(first, last)]
+
+
+def save(student: Any, folder: Path) -> None:
+    write(folder, student.layout.rank, student.snapshot())
+    dist.barrier()
+
+
+def weights(student: Any) -> dict[str, str]:
+    """Digest of each tensor that this rank's stage exports."""
+    return {name: digest(tensor) for name, tensor in student.export()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().view(-1).view(torch.uint8).numpy(), digest_size=16).hexdigest()
+
+
+def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    """Trains with a save in between, and once more from the save in a new object; whether the two are equal."""
+    results = {}
+    for case in cases:
+        student = make_student(root, case, rank)
+        train(student, 0, SAVED_AT)
+        _draw()  # or the generators would be saved as they were seeded
+        save(student, case.folder(root))
+        saved = weights(student)
+        drawn = _draw()
+        stats, final = train(student, SAVED_AT, LAST), weights(student)
+        resumed = make_student(root, case, rank)
+        resumed.load_checkpoint(case.folder(root))
+        results[case] = {
+            "step": resumed.step,
+            "saved": saved,
+            "loaded_equal": weights(resumed) == saved,
+            "rng_equal": _draw() == drawn,
+            "stats_equal": train(resumed, SAVED_AT, LAST) == stats,
+            "final_equal": weights(resumed) == final,
+            "losses": [s.loss for s in stats],
+        }
+    return results
+
+
+def load_elsewhere(rank: int, world_size: int, root: Path, pairs: list[tuple[Case, str]]) -> dict[Any, dict[str, Any]]:
+    """Loads each case's checkpoint in another layout, saves it again from there, and trains on."""
+    results = {}
+    for case, layout in pairs:
+        student = make_student(root, Case(case.kind, layout, case.dtype), rank)
+        student.load_checkpoint(case.folder(root))
+        result: dict[str, Any] = {"step": student.step, "loaded": weights(student)}
+        save(student, again(root, case, layout))
+        result["losses"] = [s.loss for s in train(student, SAVED_AT, LAST)]
+        results[case, layout] = result
+    return results
+
+
+def again(root: Path, case: Case, layout: str) -> Path:
+    """Where a checkpoint lies that was loaded in `layout` and saved again."""
+    return root / f"again_{case}_{layout}"
+
+
+def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
+    """Digest of every whole HF tensor and of its moments, put together from all the ranks' pieces."""
+    from gkd.actor.megatron.hf_config import read_hf_dims
+    from gkd.actor.megatron.hf_mapping import stage_entries
+    from gkd.actor.megatron.layout import ParallelLayout
+
+    dims = read_hf_dims(hf_folder)
+    state = {}
+    with ShardReader(folder) as reader:
+        tp = reader.meta["layout"]["tp"]
+        for entry in stage_entries(dims, ParallelLayout(tp=1, pp=1, world_size=1, rank=0)):
+            n_parts = 1 if entry.layout.partition_dim is None else tp
+            for kind in ("param", "exp_avg", "exp_avg_sq"):
+                parts = []
+                for part in range(n_parts):
+                    whole = [torch.zeros(shape) for shape in entry.hf_shapes]
+                    shape = entry.layout.take(whole, dims, n_parts, part).shape
+                    parts.append(reader.read(entry.hf_names[0], kind, part, 0, shape.numel()).view(shape))
+                for name, tensor in zip(entry.hf_names, entry.layout.join(parts, dims), strict=True):
+                    state[name, kind] = digest(tensor)
+    return state
+
+
+def _draw() -> tuple[float, ...]:
+    """One number of each generator that is not Megatron's."""
+    from megatron.core import tensor_parallel
+
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        of_tracker = float(torch.rand(1))
+    return random.random(), float(np.random.rand()), float(torch.rand(1)), of_tracker
