@@ -100,6 +100,7 @@ def check_config(config: Config) -> None:
     """Raises ConfigError for the first thing that is wrong."""
     _check_ranges(config)
     _check_required(config)
+    _check_strategy(config)
     _check_pools(config)
     _check_sizes(config)
     _check_signal(config)
@@ -164,6 +165,27 @@ def _check_required(config: Config) -> None:
         raise ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or eval.metric=none.")
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir", "", "a run needs a folder for what it writes.", "e.g. runs/my_run.")
+
+
+def _check_strategy(config: Config) -> None:
+    """Does the student's backend have what is asked of it?"""
+    a = config.actor
+    if a.strategy == "fsdp2":
+        split = {"actor.tp": a.tp, "actor.pp": a.pp, "actor.vpp": a.vpp, "actor.ep": a.ep}
+        for key, size in split.items():
+            if size != 1:
+                problem = "actor.strategy is fsdp2, where every rank is data parallel."
+                raise ConfigError(key, size, problem, "use 1, or actor.strategy=megatron.")
+        if a.sequence_parallel:
+            problem = "actor.strategy is fsdp2, which has no tensor-parallel regions."
+            raise ConfigError("actor.sequence_parallel", True, problem, "use false, or actor.strategy=megatron.")
+        return
+    for key, value, is_set in (
+        ("actor.fsdp_cpu_offload", a.fsdp_cpu_offload, a.fsdp_cpu_offload),
+        ("actor.lora.rank", a.lora.rank, a.lora.rank > 0),
+    ):
+        if is_set:
+            raise ConfigError(key, value, "actor.strategy is megatron.", "switch it off, or use actor.strategy=fsdp2.")
 
 
 def _check_pools(config: Config) -> None:

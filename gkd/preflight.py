@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import check_weight_files
@@ -18,6 +18,9 @@ from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_o
 from gkd.run_folder import RunFolder, named_checkpoint, open_run_folder
 from gkd.teacher.base import TeacherInfo
 from gkd.types import Prompt
+
+if TYPE_CHECKING:
+    from gkd.actor.fsdp.preflight import ModelSizes
 
 log = get_logger("preflight")
 
@@ -131,22 +134,31 @@ def resolve_device(config: Config) -> str:
     return device
 
 
-def check_student(config: Config) -> HfDims:
+def check_student(config: Config) -> HfDims | ModelSizes:
     """Is the student's folder whole, and can it be split and run as configured? Reads headers only."""
     path = config.model.path
     if not Path(path).is_dir():
         raise ConfigError("model.path", path, "there is no such folder.", "give a local folder in Hugging Face format.")
+    dims: HfDims | ModelSizes
     try:
-        dims = read_hf_dims(path)
-        check_weight_files(Path(path), dims)
+        if config.actor.strategy == "fsdp2":
+            # Here and not above: it loads more than every run's driver needs.
+            from gkd.actor.fsdp.preflight import check_fsdp_student
+
+            dims = check_fsdp_student(config)
+        else:
+            dims = read_hf_dims(path)
+            check_weight_files(Path(path), dims)
     except ModelError as error:
         raise ConfigError("model.path", path, f"{error}", "name a whole model folder of that kind.") from error
-    world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    actor = config.actor
-    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
-    layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
+    actor, longest = config.actor, config.data.max_prompt_length + config.data.max_response_length
+    if isinstance(dims, HfDims):
+        world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
+        layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
+        dims.check_sequence_length(longest)
     tp = config.rollout.tp
-    expert_columns = 0 if dims.moe is None else dims.moe.ffn_size
+    expert_columns = dims.moe.ffn_size if isinstance(dims, HfDims) and dims.moe is not None else 0
     for what, count in (
         ("attention heads", dims.n_heads),
         ("MLP columns", dims.ffn_size),
@@ -161,8 +173,6 @@ def check_student(config: Config) -> HfDims:
             f"it neither divides the student's {dims.n_kv_heads} key/value heads nor is a multiple of them.",
             "lower it.",
         )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    dims.check_sequence_length(longest)
     if longest > dims.max_positions:
         raise ConfigError(
             "data.max_response_length",

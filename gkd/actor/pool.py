@@ -63,7 +63,12 @@ class ActorPool:
         self._gathered("export_hf", folder.absolute())
 
     def exporters(self) -> list[list[Any]]:
-        """By pipeline stage, the ranks that produce its tensors together, the sender first."""
+        """By pipeline stage, the ranks that produce its tensors together; the first sends.
+
+        Megatron: see `ParallelLayout.exports`. fsdp2: all ranks, each has a part of every tensor.
+        """
+        if self._config.actor.strategy == "fsdp2":
+            return [self._workers]
         stages: list[list[Any]] = [[] for _ in range(self._config.actor.pp)]
         for worker, layout in zip(self._workers, self._layouts, strict=True):
             if layout.exports:

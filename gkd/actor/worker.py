@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from gkd.actor.agree import same_error
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shard_writer import BackgroundWriter
 from gkd.balance import select
 from gkd.batching import check_batch, make_micro_batches, token_records
@@ -34,7 +35,7 @@ from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 from teacher_server.protocol import Signal
 
 if TYPE_CHECKING:
-    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.base import Student
 
 
 class ActorWorker:
@@ -62,9 +63,6 @@ class ActorWorker:
 
     def init_model(self, config: Config, device: str, address: tuple[str, int], total_steps: int) -> None:
         """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
-        # Here and not above: the driver imports this module for the class alone and should not load Megatron.
-        from gkd.actor.megatron.student import MegatronStudent
-
         self._log.info(self.place().line())
         self._config = config
         actor = config.actor
@@ -86,22 +84,44 @@ class ActorWorker:
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
-        self._student = MegatronStudent(
+        self._student = self._build_student(total_steps)
+        self._log.info("student built and loaded")
+
+    def _build_student(self, total_steps: int) -> Student:
+        # Imported here and not above: the driver imports this module for the class alone and should load neither.
+        config, actor = self._config, self._config.actor
+        common: dict[str, Any] = {
+            "optim": _optim_spec(actor.optim, total_steps),
+            "dtype": getattr(torch, config.model.dtype),
+            "device": self._device,
+            "loss": self._loss,
+            "signals": self._signals,
+            "fused_lm_head": actor.fused_lm_head,
+            "logits_chunk_mib": actor.logits_chunk_mib,
+            "loss_kernel": actor.loss_kernel,
+            "seed": config.data.seed,
+        }
+        if actor.strategy == "fsdp2":
+            from gkd.actor.fsdp.student import FsdpStudent
+
+            return FsdpStudent(
+                config.model.path,
+                recompute=actor.recompute,
+                packing=actor.packing,
+                cpu_offload=actor.fsdp_cpu_offload,
+                lora=actor.lora,
+                trust_remote_code=config.model.trust_remote_code,
+                **common,
+            )
+        from gkd.actor.megatron.student import MegatronStudent
+
+        return MegatronStudent(
             config.model.path,
             self._layout,
-            optim=_optim_spec(actor.optim, total_steps),
-            dtype=getattr(torch, config.model.dtype),
-            device=self._device,
-            loss=self._loss,
-            signals=self._signals,
-            fused_lm_head=actor.fused_lm_head,
-            logits_chunk_mib=actor.logits_chunk_mib,
-            loss_kernel=actor.loss_kernel,
             recompute=actor.recompute,
             sequence_parallel=actor.sequence_parallel,
-            seed=config.data.seed,
+            **common,
         )
-        self._log.info("student built and loaded")
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
@@ -150,9 +170,7 @@ class ActorWorker:
 
     def export_plan(self) -> list[TensorSpec]:
         """This pipeline stage's tensors in the order `send_weights` streams them."""
-        from gkd.weight_sync.export import export_plan
-
-        plan = export_plan(self._student.model)
+        plan = self._student.export_plan()
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
     def join_group(self, spec: GroupSpec) -> None:
@@ -176,7 +194,7 @@ class ActorWorker:
                 rollouts,
                 scores,
                 where=f"actor rank {self._rank}",
-                n_vocab=self._student.model.dims.vocab_size,
+                n_vocab=self._student.n_vocab,
                 wanted=self._signals,
                 hidden_size=self._student.teacher_hidden_size,
             )
@@ -191,8 +209,6 @@ class ActorWorker:
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
-    from gkd.actor.megatron.optim import OptimSpec
-
     return OptimSpec(
         lr=optim.lr,
         betas=(optim.betas[0], optim.betas[1]),

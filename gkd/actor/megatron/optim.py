@@ -7,9 +7,7 @@ that the step number is the whole state of the schedule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -20,61 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from gkd.errors import ConfigError
-
-_SCHEDULES = ("constant", "linear", "cosine", "wsd")
-
-
-@dataclass(frozen=True, slots=True)
-class OptimSpec:
-    """`actor.optim` plus the two things it is resolved with. Checked when it is made."""
-
-    lr: float = 1e-6  # peak
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01  # decoupled; not applied to biases and norms
-    clip_grad: float = 1.0  # limit of the global gradient norm; 0 = off
-    schedule: str = "constant"  # constant | linear | cosine | wsd
-    warmup_steps: int = 0  # linear, reaching the peak at this step
-    total_steps: int = 1  # the decay ends at the last of them
-    decay_steps: int = 0  # wsd: the last so many steps go down, linearly
-    min_lr_ratio: float = 0.0  # of the peak, at the last step
-
-    def __post_init__(self) -> None:
-        if self.schedule not in _SCHEDULES:
-            raise ConfigError(
-                "actor.optim.schedule", self.schedule, "is not a schedule.", f"Choose one of {', '.join(_SCHEDULES)}."
-            )
-        for name in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "decay_steps", "min_lr_ratio"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(
-                    f"actor.optim.{name}", value, "must be a finite number >= 0.", "Remove it for the default."
-                )
-        if self.schedule == "wsd":
-            if not self.decay_steps:
-                raise ConfigError("actor.optim.decay_steps", 0, "wsd needs steps to decay in.", "Use at least 1.")
-            if self.warmup_steps + self.decay_steps > self.total_steps:
-                raise ConfigError(
-                    "actor.optim.decay_steps",
-                    self.decay_steps,
-                    f"with actor.optim.warmup_steps {self.warmup_steps} these are more than the run's "
-                    f"{self.total_steps} steps.",
-                    "Shorten one of them.",
-                )
-
-    def lr_at(self, step: int) -> float:
-        """Learning rate of update number `step`, counted from 0."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.lr
-        if self.schedule == "wsd":
-            decayed = max(0, step + 1 - (self.total_steps - self.decay_steps))  # decay steps made, this one included
-            return self.lr * (1.0 - (1.0 - self.min_lr_ratio) * min(1.0, decayed / self.decay_steps))
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps))
-        remaining = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * remaining)
+from gkd.actor.optim_spec import OptimSpec
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

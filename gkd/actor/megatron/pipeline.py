@@ -10,7 +10,6 @@ Letters: B sequences, S padded or packed length, N loss rows, H hidden size, V_l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -22,19 +21,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gkd.actor.megatron.model import StudentModel
+from gkd.actor.step import BatchSums, empty_micro_batch, token_counts
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
-from gkd.types import MicroBatch, TokenTargets
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSums:
-    """Sums over all loss tokens of the global batch; the same on every rank."""
-
-    n_loss_tokens: int
-    n_on_policy: int  # those of them that the student wrote
-    values: dict[str, float]  # by the names of `DistillLoss.report_names`; "total" is the loss, nats
+from gkd.types import MicroBatch
 
 
 def run_batch(
@@ -93,7 +84,7 @@ def run_batch(
 def run_logits(ddps: Sequence[DistributedDataParallel], model: StudentModel, tokens: Tensor) -> Tensor | None:
     """[B, S, V] float32 logits of [B, S] `tokens`, gathered over TP, on the last stage; None elsewhere. Collective."""
     device = model.device
-    batch = _empty_micro_batch()
+    batch = empty_micro_batch()
     batch.tokens = tokens
 
     def forward_step(batches: Iterator[MicroBatch], module: DistributedDataParallel) -> tuple[Tensor, None]:
@@ -125,7 +116,7 @@ def _schedule(
     Where more micro-batches have to be run than there are, ones without loss follow.
     """
     n_batches = _n_common(len(batches), model)
-    fillers = [_empty_micro_batch()] * (n_batches - len(batches))
+    fillers = [empty_micro_batch()] * (n_batches - len(batches))
     roads = [chain(batches, fillers) for _ in ddps]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
@@ -181,8 +172,7 @@ def _loss_sums(
     else:
         loss_sum, values = loss.from_logits(output, targets)
     n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
-    counts = torch.stack([n_tokens.double(), targets.on_policy.sum().to(n_tokens).double()])
-    return loss_sum, n_tokens, torch.cat([counts, values])
+    return loss_sum, n_tokens, torch.cat([token_counts(batch, targets, output.device), values])
 
 
 def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
@@ -237,14 +227,3 @@ def _n_common(n_batches: int, model: StudentModel) -> int:
 
 def _column_numbers(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-
-
-def _empty_micro_batch() -> MicroBatch:
-    """One token without loss."""
-    no_ids = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(
-        tokens=torch.zeros((1, 1), dtype=torch.int64),
-        position_ids=torch.zeros((1, 1), dtype=torch.int64),
-        loss_index=no_ids,
-        targets=TokenTargets(no_ids, torch.zeros(0), torch.zeros(0, dtype=torch.bool)),
-    )

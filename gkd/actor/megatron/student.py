@@ -6,7 +6,6 @@ collective over all ranks of the actor, and all ranks get the same answer, or th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,19 +21,19 @@ from gkd.actor.megatron.groups import init_groups
 from gkd.actor.megatron.hf_save import save_hf
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model import build_model
-from gkd.actor.megatron.optim import OptimSpec, build_optimizer, clip_and_step, prepare_grads, set_lr
-from gkd.actor.megatron.pipeline import BatchSums, run_batch, run_logits
+from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
+from gkd.actor.megatron.pipeline import run_batch, run_logits
+from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shards import HostCopies, Snapshot
-from gkd.errors import DataError, NumericsError
+from gkd.actor.step import BatchSums, check_evaluation, diagnostics, not_finite, teacher_head_rows
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
-from gkd.loss.spec import SFT, LossSpec
-from gkd.loss.token_loss import ON_POLICY_VALUES
+from gkd.loss.spec import LossSpec
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
-from gkd.weight_sync.export import iter_hf_tensors
+from gkd.weight_sync.export import export_plan, iter_hf_tensors
 from teacher_server.protocol import Signal
 
 
@@ -119,17 +118,14 @@ class MegatronStudent:
         sums = self._forward_backward(micro_batches)
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         grad_norm = prepare_grads(self._optimizer)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if (error := not_finite(self.step, loss, grad_norm)) is not None:
             self._zero_grads()
-            raise NumericsError(
-                f"step {self.step}: loss = {loss}, gradient norm = {grad_norm}. The optimizer has not moved. "
-                "Lower actor.optim.lr; with reverse_kl, look for tokens that the teacher gives probability 0."
-            )
+            raise error
         lr = self.optim.lr_at(self.step)
         set_lr(self._optimizer, self.optim, lr)
         clip_and_step(self._optimizer, clip_grad=self.optim.clip_grad, grad_norm=grad_norm)
         self.step += 1
-        return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, self._diagnostics(sums))
+        return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, diagnostics(self.loss, sums))
 
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], on_rows: Callable[[Tensor], None] | None = None
@@ -145,9 +141,8 @@ class MegatronStudent:
         finally:
             self.loss.on_rows = None
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
-        if not math.isfinite(loss):
-            raise NumericsError(f"evaluation at step {self.step}: loss = {loss}")
-        return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=self._diagnostics(sums))
+        check_evaluation(self.step, loss)
+        return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=diagnostics(self.loss, sums))
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Takes this rank's rows of the teacher's LM head, for the signal `hidden`. Does nothing off the last stage.
@@ -160,18 +155,22 @@ class MegatronStudent:
         """
         if not self.layout.is_last_stage:
             return
-        shard = self.loss.shard
-        if head.ndim != 2 or len(head) < shard.n_valid:
-            raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
-        stop = shard.start + shard.n_columns(len(self.model.lm_head))
-        rows = np.array(head[shard.start : stop], np.float32)  # a copy: the object store frees its own
-        self.loss.teacher_head = torch.from_numpy(rows).to(self.device)
+        self.loss.teacher_head = teacher_head_rows(head, self.loss, len(self.model.lm_head), self.device)
 
     @property
     def teacher_hidden_size(self) -> int | None:
         """D of the teacher's LM head, where there is one here."""
         head = self.loss.teacher_head
         return None if head is None else head.shape[1]
+
+    @property
+    def n_vocab(self) -> int:
+        """Token ids are below it."""
+        return self.model.dims.vocab_size
+
+    def export_plan(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """(HF name, shape, dtype) of what `export` yields, in its order; moves no data."""
+        return export_plan(self.model)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """This stage's weights as full HF tensors; see `iter_hf_tensors`."""
@@ -215,18 +214,6 @@ class MegatronStudent:
             forward_only=False,
             force_all_reduce=force_all_reduce,
         )
-
-    def _diagnostics(self, sums: BatchSums) -> dict[str, float]:
-        """Means over the tokens that each number is defined for; what is defined for none is left out."""
-        spec = self.loss.spec
-        on_policy = {term.name for term in spec.policy_gradients} | ON_POLICY_VALUES
-        n_dataset = sums.n_loss_tokens - sums.n_on_policy
-        means = {}
-        for name, value in sums.values.items():
-            n = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
-            if n and name != "total":
-                means[f"loss/{name}"] = value / n
-        return means
 
     def _zero_grads(self) -> None:
         for ddp in self._ddps:

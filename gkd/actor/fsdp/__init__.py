@@ -1,0 +1,8 @@
+"""The student on torch's fully_shard: any causal language model of transformers, every rank data parallel.
+
+model.py      HF folder -> sharded module         head.py   the LM head on the loss rows, with the loss
+attention.py  packed sequences in transformers    probe.py  does the model compute what the loss assumes
+weights.py    safetensors <-> shards              lora.py   adapters, and the weights they add up to
+optim.py      AdamW, clipping                     checkpoint.py  exact resume
+preflight.py  checks before any process starts   student.py  all of it behind one class
+"""

@@ -1,0 +1,129 @@
+"""What an fsdp2 rank puts into a checkpoint, and how any number of ranks gets its own part back out.
+
+fully_shard gives each rank some rows of every parameter: flattened they are one range of the whole, and with the two
+moments they are the pieces of `gkd.actor.shards`, under the parameters' HF names. Frozen weights are
+not in it; they come from the model's folder again. No arithmetic is done on the way: bits stay.
+
+With as many ranks as before the resume is bit-exact, random generators included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gkd.actor.agree import same_error
+from gkd.actor.fsdp.weights import Place, first_row
+from gkd.actor.rng import rng_state, set_rng_state
+from gkd.actor.shards import KINDS, HostCopies, Piece, ShardReader, Snapshot
+from gkd.errors import CheckpointError
+
+
+def snapshot(
+    copies: HostCopies, trained: Mapping[str, Place], optimizer: torch.optim.AdamW, meta: Mapping[str, Any]
+) -> Snapshot:
+    """This rank's share in host memory; no collective.
+
+    Args:
+        copies: owns the memory.
+        trained: trained parameters by name.
+        meta: `student_meta` and the step.
+    """
+    pieces = []
+    for name, start, tensors in _owned(trained, optimizer):
+        pieces += [Piece(name, kind, 0, start, tensors[kind]) for kind in KINDS]
+    return copies.snapshot(pieces, meta, rng_state())
+
+
+def load(
+    folder: str | Path,
+    trained: Mapping[str, Place],
+    optimizer: torch.optim.AdamW,
+    meta: Mapping[str, Any],
+    *,
+    rank: int,
+    device: torch.device,
+) -> int:
+    """Fills parameters and optimizer from a checkpoint, and the generators if the world is the same. Collective.
+
+    Returns:
+        The number of optimizer steps the checkpoint was saved after.
+
+    Raises:
+        CheckpointError: none there, damaged, or of another student; this one is then good for nothing more.
+    """
+    step = 0
+    with same_error(device), ShardReader(folder) as reader:
+        _check_student(folder, reader.meta, meta)
+        if names := reader.names() ^ set(trained):
+            raise CheckpointError(f"{folder} is of another student: one of the two has no {sorted(names)[0]}.")
+        step = int(reader.meta["step"])
+        with torch.no_grad():
+            for name, start, tensors in _owned(trained, optimizer):
+                for kind, tensor in tensors.items():
+                    tensor.copy_(reader.read(name, kind, 0, start, start + tensor.numel()))
+        for place in trained.values():
+            optimizer.state[place.tensor]["step"].fill_(step)
+        if reader.meta["world_size"] == meta["world_size"] and reader.meta["device"] == meta["device"]:
+            _set_rng(folder, reader.rng(rank))
+    return step
+
+
+def student_meta(
+    trained: Mapping[str, Place], *, dtype: torch.dtype, scale: float, world_size: int, device: torch.device
+) -> dict[str, Any]:
+    """What must be equal for a checkpoint to fit, and what decides about the generators; JSON data.
+
+    Args:
+        scale: alpha / rank of the adapters; 0 without.
+    """
+    return {
+        "strategy": "fsdp2",
+        "dtype": str(dtype).removeprefix("torch."),
+        "lora_scale": scale,
+        "shapes": {name: list(place.shape) for name, place in trained.items()},
+        "world_size": world_size,
+        "device": device.type,
+    }
+
+
+def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
+    """(name, first element in the flattened whole, live tensors by kind: [n] float32) of what this rank updates."""
+    for name, place in trained.items():
+        param = place.tensor
+        assert isinstance(param, DTensor)
+        state = optimizer.state[param]
+        if not state:  # before the first step; AdamW would begin with the same
+            state["step"] = torch.zeros((), device=param.to_local().device if _is_fused(optimizer) else None)
+            state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS[1:]}
+        tensors = {"param": param, **{kind: state[kind] for kind in KINDS[1:]}}
+        start = first_row(param) * (param.numel() // max(1, param.shape[0]))
+        yield name, start, {kind: tensor.detach().to_local().view(-1) for kind, tensor in tensors.items()}
+
+
+def _is_fused(optimizer: torch.optim.AdamW) -> bool:
+    return bool(optimizer.param_groups[0]["fused"])
+
+
+def _check_student(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises CheckpointError naming the first thing in which the checkpoint's student is another one."""
+    if missing := {"step", *own} - saved.keys():
+        raise CheckpointError(f"{folder} does not say of its student: {', '.join(sorted(missing))}.")
+    for what in ("strategy", "dtype", "lora_scale"):
+        if saved[what] != own[what]:
+            raise CheckpointError(f"{folder} was saved with {what} = {saved[what]}, this student has {own[what]}.")
+    for name, shape in own["shapes"].items():
+        if (theirs := saved["shapes"].get(name)) != shape:
+            raise CheckpointError(f"{folder} is of another model: {name} = {theirs}, this student has {shape}.")
+
+
+def _set_rng(folder: str | Path, states: dict[str, Tensor]) -> None:
+    try:
+        set_rng_state(states)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} has generator states that cannot be restored: {error}") from error

@@ -1,0 +1,107 @@
+"""LoRA: small matrices beside frozen ones, W + scale B A, trained in their place and exported as their sum.
+
+The adapters are peft's; float32 whatever the model's dtype.
+
+Letters: r rank, I inputs and O outputs of a linear layer.
+Source: arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from gkd.actor.fsdp.weights import Place, first_row, full_tensor
+from gkd.config import LoraConfig
+from gkd.errors import ConfigError
+
+_ADAPTER = "default"  # peft's name for an only adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The two matrices beside one weight."""
+
+    a: Place  # [r, I] float32
+    b: Place  # [O, r] float32
+    scale: float
+    transposed: bool  # the weight is [I, O]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """weight + scale B A, summed in float32, in the dtype of `weight`; `weight` itself while B is zero. Collective.
+
+        Args:
+            weight: [O, I], all rows.
+        """
+        a, b = (full_tensor(place.tensor, weight.device) for place in (self.a, self.b))
+        if not b.any():
+            return weight  # not even the sign of a zero differs from what was loaded
+        delta = self.scale * (b @ a)
+        return (weight.float() + (delta.T if self.transposed else delta)).to(weight.dtype)
+
+
+def check_targets(hf: PreTrainedModel, lora: LoraConfig) -> None:
+    """Raises ConfigError for entries of actor.lora.targets that no linear layer (the LM head aside) ends in."""
+    names = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    idle = [target for target in lora.targets if not any(_ends_with(name, target) for name in names)]
+    if idle or not lora.targets:
+        endings = sorted({name.rpartition(".")[2] for name in names})
+        problem = f"a {hf.config.model_type} model has no linear layer that ends in {', '.join(idle) or 'nothing'}."
+        raise ConfigError("actor.lora.targets", lora.targets, problem, f"choose among {', '.join(endings)}.")
+
+
+def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Place]) -> dict[str, Adapter]:
+    """Puts an adapter, still on the meta device, beside every weight that actor.lora.targets name; freezes the rest.
+
+    Args:
+        places: of the model's tensors, by name; made before, so that names are those of the model without adapters.
+
+    Returns:
+        Adapter by the name of its weight.
+
+    Raises:
+        ConfigError: see `check_targets`.
+    """
+    check_targets(hf, lora)
+    names = {id(place.module): name for name, place in places.items() if place.attribute == "weight"}
+    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))
+    inject_adapter_in_model(settings, hf, low_cpu_mem_usage=True)
+    adapters = {}
+    for layer in [module for module in hf.modules() if isinstance(module, LoraLayer)]:
+        base = layer.get_base_layer()
+        a, b = (_float32_place(part[_ADAPTER]) for part in (layer.lora_A, layer.lora_B))
+        adapters[names[id(base)]] = Adapter(a, b, layer.scaling[_ADAPTER], transposed=isinstance(base, Conv1D))
+    return adapters
+
+
+@torch.no_grad()
+def init_adapters(adapters: Mapping[str, Adapter], seed: int) -> None:
+    """A as a linear layer's weight, B zero; the same whole matrices whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for adapter in adapters.values():
+        whole = torch.empty(adapter.a.shape)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        a, b = adapter.a.tensor, adapter.b.tensor
+        assert isinstance(a, DTensor)  # filled in after sharding
+        local, start = a.to_local(), first_row(a)
+        local.copy_(whole[start : start + len(local)])
+        b.zero_()
+
+
+def _float32_place(part: nn.Module) -> Place:
+    part.to(torch.float32)
+    return Place(part, "weight", tuple(part.get_parameter("weight").shape))
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")

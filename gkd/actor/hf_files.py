@@ -1,0 +1,90 @@
+"""A HF folder's safetensors files: which tensors they hold, and whether those are the ones a model wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from gkd.errors import ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_DTYPES = ("F32", "BF16", "F16")  # safetensors' names; integers and float8 are quantised weights
+_SHOWN = 5  # tensor names in one error message
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
+    """Memory-maps a folder's safetensors files: tensor name -> the open file that holds it.
+
+    Raises:
+        ModelError: no safetensors files, a file that the index names is absent, or one is corrupt.
+    """
+    with ExitStack() as stack:
+        tensors: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is not a readable safetensors file ({error}). Copy it again.") from error
+            tensors.update(dict.fromkeys(handle.keys(), handle))
+        yield tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        if not (folder / SINGLE_NAME).is_file():
+            raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert the model to safetensors.")
+        return [folder / SINGLE_NAME]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a safetensors index ({error!r}). Copy it again.") from error
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(
+            f"{index} names files that are not in the folder: {some_names(absent)}. The copy is incomplete."
+        )
+    return [folder / name for name in names]
+
+
+def check_headers(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    model_type: str,
+    is_ignorable: Callable[[str], bool],
+) -> None:
+    """Raises ModelError on the first kind of disagreement between the files and the architecture; names the tensors.
+
+    Args:
+        tensors: as `open_tensors` gives them.
+        expected: tensor name -> shape.
+        is_ignorable: of a name that is not expected: the model can do without it.
+    """
+    if missing := [name for name in expected if name not in tensors]:
+        raise ModelError(f"{folder}: {len(missing)} tensors are missing: {some_names(missing)}.")
+    if unexpected := [name for name in sorted(tensors) if name not in expected and not is_ignorable(name)]:
+        raise ModelError(
+            f"{folder}: {len(unexpected)} tensors do not belong to a {model_type} model: {some_names(unexpected)}."
+        )
+    for name, shape in expected.items():
+        header = tensors[name].get_slice(name)
+        if (actual := tuple(header.get_shape())) != shape:
+            raise ModelError(f"{folder}: {name} has shape {list(actual)}, config.json wants {list(shape)}.")
+        if (dtype := header.get_dtype()) not in _DTYPES:
+            raise ModelError(
+                f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantised weights."
+            )
+
+
+def some_names(names: list[str]) -> str:
+    """The first few, for an error message."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,113 @@
+"""What a training step is on either backend: sums of a global batch, what they mean, when they are refused.
+
+Letters: B sequences, S columns, N loss rows, V vocabulary, D hidden size of the teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gkd.errors import DataError, NumericsError
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.spec import SFT
+from gkd.loss.token_loss import ON_POLICY_VALUES
+from gkd.types import MicroBatch, TokenTargets
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSums:
+    """Sums over all loss tokens of the global batch; the same on every rank."""
+
+    n_loss_tokens: int
+    n_on_policy: int  # those of them that the student wrote
+    values: dict[str, float]  # by the names of `DistillLoss.report_names`; "total" is the loss, nats
+
+
+def not_finite(step: int, loss: float, grad_norm: float) -> NumericsError | None:
+    """The error that ends a step before the optimizer moves; None: all is well."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    return NumericsError(
+        f"step {step}: loss = {loss}, gradient norm = {grad_norm}. The optimizer has not moved. "
+        "Lower actor.optim.lr; with reverse_kl, look for tokens that the teacher gives probability 0."
+    )
+
+
+def check_evaluation(step: int, loss: float) -> None:
+    """Raises NumericsError for a loss that is not finite."""
+    if not math.isfinite(loss):
+        raise NumericsError(f"evaluation at step {step}: loss = {loss}")
+
+
+def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
+    """Means over the tokens that each number is defined for; what is defined for none is left out."""
+    on_policy = {term.name for term in loss.spec.policy_gradients} | ON_POLICY_VALUES
+    n_dataset = sums.n_loss_tokens - sums.n_on_policy
+    means = {}
+    for name, value in sums.values.items():
+        n = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
+        if n and name != "total":
+            means[f"loss/{name}"] = value / n
+    return means
+
+
+def token_counts(batch: MicroBatch, targets: TokenTargets, device: torch.device) -> Tensor:
+    """[2] float64: loss tokens of a micro-batch, and those of them that the student wrote."""
+    counts = [batch.n_loss_tokens, int(targets.on_policy.sum())]
+    return torch.tensor(counts, dtype=torch.float64, device=device)
+
+
+def teacher_head_rows(head: np.ndarray, loss: DistillLoss, n_local: int, device: torch.device) -> Tensor:
+    """The rows of the teacher's LM head that this rank's part of the vocabulary needs, on `device`.
+
+    Args:
+        head: [V, D] float32, over the vocabulary that student and teacher share.
+        n_local: rows of the student's LM head on this rank.
+
+    Raises:
+        DataError: it has fewer rows than the student's vocabulary.
+    """
+    shard = loss.shard
+    if head.ndim != 2 or len(head) < shard.n_valid:
+        raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
+    rows = np.array(head[shard.start : shard.start + shard.n_columns(n_local)], np.float32)  # a copy: see below
+    return torch.from_numpy(rows).to(device)  # the object store frees its own
+
+
+def check_micro_batch(batch: MicroBatch) -> None:
+    """Raises DataError where training on `batch` would silently train on something else. Looks at the host's copy."""
+    n_rows, n_positions = batch.n_loss_tokens, batch.tokens.numel()
+    if n_rows and not 0 <= int(batch.loss_index.min()) <= int(batch.loss_index.max()) < n_positions:
+        raise DataError(f"loss_index leaves the {n_positions} positions of its micro-batch")
+    if batch.targets is None or len(batch.targets) != n_rows:
+        raise DataError(f"{n_rows} loss rows, and targets for {0 if batch.targets is None else len(batch.targets)}")
+    columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+    if batch.cu_seqlens is None:
+        # Attention is causal over columns and rotary embeddings count them; what is behind a sequence does not matter.
+        positions, wanted = (table.flatten()[batch.loss_index] for table in (batch.position_ids, columns))
+        if not torch.equal(positions, wanted):
+            raise DataError("position_ids are not column numbers: a padded micro-batch is filled up on the right")
+        return
+    borders = batch.cu_seqlens.to(columns.device)
+    lengths = borders.diff()
+    whole = len(borders) > 1 and int(borders[0]) == 0 and int(borders[-1]) == columns.shape[1]
+    if len(columns) != 1 or not whole or int(lengths.min()) < 1:
+        raise DataError(f"cu_seqlens {borders.tolist()} do not divide one row of {columns.shape[1]} packed tokens")
+    if not torch.equal(batch.position_ids, columns - torch.repeat_interleave(borders[:-1], lengths)):
+        raise DataError("position_ids do not begin anew at each of cu_seqlens")
+
+
+def empty_micro_batch() -> MicroBatch:
+    """One token without loss, for a rank that has nothing to do and must join the others' collectives."""
+    no_ids = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        tokens=torch.zeros((1, 1), dtype=torch.int64),
+        position_ids=torch.zeros((1, 1), dtype=torch.int64),
+        loss_index=no_ids,
+        targets=TokenTargets(no_ids, torch.zeros(0), torch.zeros(0, dtype=torch.bool)),
+    )

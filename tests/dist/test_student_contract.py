@@ -1,0 +1,266 @@
+"""What either backend of the student promises, in one set of tests. fp32, gloo, CPU; 1 and 2 data-parallel ranks.
+
+What this does not prove: tensor and pipeline parallelism (test_megatron_parity.py), NCCL, CUDA kernels, bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.errors import GkdError
+from gkd.loss.spec import LossSpec
+from gkd.types import MicroBatch
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import VOCAB, Reference, make_hf_folder, make_micro_batches, train_reference
+from tests.dist.student_cases import build_student, packed, same_weights, share, weights, with_nan
+
+N_STEPS = 5
+KINDS = {1: "qwen2_tied", 2: "qwen3"}  # world size -> model
+BACKENDS = ("megatron", "fsdp2")
+CASES = [(backend, world_size) for world_size in KINDS for backend in BACKENDS]
+PACKED_BACKENDS = ("fsdp2",)
+TEACHER_HIDDEN = 8
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("contract")
+    for kind in KINDS.values():
+        make_hf_folder(root / kind, kind)
+        torch.save(train_reference(root / kind, N_STEPS), root / f"{kind}.pt")
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(references: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Measurements of all ranks by (backend, world size); one spawn for each world size."""
+    measured = {}
+    for world_size in KINDS:
+        ranks = run_gloo(_measure_all, world_size, references, timeout_s=250.0)
+        measured |= {(backend, world_size): [rank[backend] for rank in ranks] for backend in BACKENDS}
+    return measured
+
+
+def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, dict[str, Any]]:
+    """Runs in a rank."""
+    from megatron.core import parallel_state
+
+    measured = {}
+    for backend in BACKENDS:
+        measured[backend] = _measure(backend, rank, world_size, root)
+        parallel_state.destroy_model_parallel()
+    return measured
+
+
+def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    """Runs in a rank: everything that the tests below look at."""
+    folder = root / KINDS[world_size]
+
+    def build(**changes: Any) -> Any:
+        return build_student(backend, folder, rank, world_size, **changes)
+
+    def mine(step: int) -> list[MicroBatch]:
+        return share(make_micro_batches(step), rank, world_size)
+
+    result: dict[str, Any] = {}
+    student = build()
+    result["n_vocab"] = student.n_vocab
+    before = weights(student)
+    result["exported"] = before
+    result["plan_is_export"] = student.export_plan() == [(n, tuple(t.shape), t.dtype) for n, t in before.items()]
+    evaluated = [student.evaluate(mine(0)).loss for _ in range(2)]
+    result["evaluations"] = [*evaluated, student.step, same_weights(before, weights(student))]
+    rows: list[torch.Tensor] = []
+    student.evaluate(mine(0), on_rows=lambda table: rows.append(table.clone()))
+    result["rows"] = torch.cat(rows)[:, student.loss.report_names.index("total")].sum().item()
+
+    # Steps with what must leave no trace between them.
+    stats = [student.train_step(mine(0))]
+    halfway = weights(student)
+    bad = [with_nan(batch) for batch in mine(1)] if rank == world_size - 1 else mine(1)
+    result["nan"] = _caught(lambda: student.train_step(bad))
+    result["nan_evaluated"] = _caught(lambda: student.evaluate(bad))
+    result["no_tokens"] = _caught(lambda: student.train_step([]))
+    result["untouched"] = [student.step, same_weights(halfway, weights(student))]
+    stats += [student.train_step(mine(step)) for step in range(1, N_STEPS)]
+    result["stats"] = [(s.loss, s.grad_norm, s.n_loss_tokens, s.lr) for s in stats]
+
+    after = weights(student)
+    out = root / f"saved_{backend}_{world_size}"
+    student.save_hf(out, folder)
+    result["save_again"] = _caught(lambda: student.save_hf(out, folder))
+    if rank == 0:
+        result["saved_equal"] = _loads_as(out, after)
+
+    dealt = build()
+    everything = [dealt.train_step(make_micro_batches(step) if rank == 0 else []) for step in range(2)]
+    result["one_rank_has_all"] = [s.loss for s in everything]
+    if backend in PACKED_BACKENDS:
+        student = build()
+        steps = [student.train_step([packed(batch) for batch in mine(step)]) for step in range(N_STEPS)]
+        result["packed_losses"] = [s.loss for s in steps]
+    result |= _hidden_signal(build(signals=("hidden",)), mine(0))
+    result["resumed"] = _resumes(build, mine, rank, root / f"checkpoint_{backend}_{world_size}")
+    return result
+
+
+def _caught(action: Any) -> tuple[str, str]:
+    """(type, text) of the GkdError that `action` ends with."""
+    try:
+        action()
+    except GkdError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def _loads_as(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    return all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def _hidden_signal(student: Any, batches: list[MicroBatch]) -> dict[str, Any]:
+    """The teacher's LM head: what is refused, and the loss that it gives."""
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn((VOCAB, TEACHER_HIDDEN), generator=generator).numpy()
+    out: dict[str, Any] = {"no_head": student.teacher_hidden_size}
+    out["short_head"] = _caught(lambda: student.set_teacher_head(head[:-1]))
+    student.set_teacher_head(head)
+    out["hidden_size"] = student.teacher_hidden_size
+    with_hidden = []
+    for batch in batches:
+        assert batch.targets is not None
+        hidden = _teacher_hidden(batch)
+        targets = replace(batch.targets, topk_ids=None, topk_logprobs=None, tail_mass=None, hidden=hidden)
+        with_hidden.append(replace(batch, targets=targets))
+    out["hidden_loss"] = student.evaluate(with_hidden).loss
+    return out
+
+
+def _teacher_hidden(batch: MicroBatch) -> torch.Tensor:
+    """[N, D], a function of the batch alone."""
+    generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
+    return torch.randn((batch.n_loss_tokens, TEACHER_HIDDEN), generator=generator)
+
+
+def _resumes(build: Any, mine: Any, rank: int, folder: Path) -> bool:
+    """Does a second student go on to the bit where the first was saved?"""
+    import torch.distributed as dist
+
+    from gkd.actor.shard_writer import write
+
+    first, second = build(), build()
+    for step in range(2):
+        first.train_step(mine(step))
+    write(folder, rank, first.snapshot())
+    dist.barrier()
+    second.load_checkpoint(folder)
+    at_load = second.step == 2 and same_weights(weights(first), weights(second))
+    goes_on = [first.train_step(mine(step)) == second.train_step(mine(step)) for step in range(2, 4)]
+    return at_load and all(goes_on) and same_weights(weights(first), weights(second))
+
+
+def _reference(root: Path, world_size: int) -> Reference:
+    reference: Reference = torch.load(root / f"{KINDS[world_size]}.pt", weights_only=False)
+    return reference
+
+
+def _hidden_reference(folder: Path) -> float:
+    """Token mean of KL(teacher || student) over the whole vocabulary, plainly."""
+    from transformers import AutoModelForCausalLM
+
+    head = torch.randn((VOCAB, TEACHER_HIDDEN), generator=torch.Generator().manual_seed(5))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    total, n_tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in make_micro_batches(0):
+            log_q = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index].double().log_softmax(-1)
+            log_p = (_teacher_hidden(batch) @ head.T).double().log_softmax(-1)
+            total += float((log_p.exp() * (log_p - log_q)).sum())
+            n_tokens += batch.n_loss_tokens
+    return total / n_tokens
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("backend", "world_size"), CASES)
+class TestContract:
+    """One class, so that a failure names backend and world size."""
+
+    def test_steps_are_those_of_plain_training(
+        self, results: Any, references: Path, backend: str, world_size: int
+    ) -> None:
+        """Fails if loss, gradient, clipping, AdamW or weight decay differ from HF's model under torch's AdamW."""
+        reference = _reference(references, world_size)
+        for rank in results[backend, world_size]:
+            losses, norms, n_tokens, lrs = zip(*rank["stats"], strict=True)
+            assert losses == pytest.approx(reference.losses, abs=1e-5)
+            assert norms == pytest.approx(reference.grad_norms, abs=1e-4)
+            assert list(n_tokens) == [sum(b.n_loss_tokens for b in make_micro_batches(i)) for i in range(N_STEPS)]
+            assert rank["stats"] == results[backend, world_size][0]["stats"] and set(lrs) == {1e-3}
+
+    def test_a_rank_without_data(self, results: Any, references: Path, backend: str, world_size: int) -> None:
+        """Fails if a rank with no micro-batch hangs the others or weighs in the mean."""
+        reference = _reference(references, world_size)
+        for rank in results[backend, world_size]:
+            assert rank["one_rank_has_all"] == pytest.approx(reference.losses[:2], abs=1e-5)
+
+    def test_packed_is_padded(self, results: Any, references: Path, backend: str, world_size: int) -> None:
+        """Fails if packed sequences see each other, or positions run on from one into the next."""
+        if backend not in PACKED_BACKENDS:
+            pytest.skip(f"the {backend} student takes padded micro-batches")
+        reference = _reference(references, world_size)
+        for rank in results[backend, world_size]:
+            assert rank["packed_losses"] == pytest.approx(reference.losses, abs=1e-5)
+
+    def test_evaluation_moves_nothing(self, results: Any, references: Path, backend: str, world_size: int) -> None:
+        """Fails if an evaluation is another loss than the step's, leaves gradients or weights, or loses rows."""
+        reference, n_tokens = _reference(references, world_size), sum(b.n_loss_tokens for b in make_micro_batches(0))
+        for rank in results[backend, world_size]:
+            first, second, step, same = rank["evaluations"]
+            assert first == second == pytest.approx(reference.losses[0], abs=1e-5)
+            assert step == 0 and same
+        rows = sum(rank["rows"] for rank in results[backend, world_size])
+        assert rows / n_tokens == pytest.approx(reference.losses[0], abs=1e-5)
+
+    def test_what_is_not_finite_is_refused(self, results: Any, backend: str, world_size: int) -> None:
+        """Fails if one rank's NaN moves weights or the step, or only some ranks hear of it."""
+        for rank in results[backend, world_size]:
+            assert rank["nan"][0] == "NumericsError" and "The optimizer has not moved" in rank["nan"][1]
+            assert rank["nan_evaluated"][0] == "NumericsError"
+            assert rank["no_tokens"][0] == "DataError" and "no loss token" in rank["no_tokens"][1]
+            assert rank["untouched"] == [1, True]
+
+    def test_export(self, results: Any, references: Path, backend: str, world_size: int) -> None:
+        """Fails if a weight is not exported as it was loaded, under its name, or not as the plan says."""
+        from safetensors.torch import load_file
+
+        original = load_file(references / KINDS[world_size] / "model.safetensors")
+        for rank in results[backend, world_size]:
+            assert rank["n_vocab"] == VOCAB
+            assert same_weights(rank["exported"], original) and rank["plan_is_export"]
+
+    def test_the_saved_folder(self, results: Any, backend: str, world_size: int) -> None:
+        """Fails if transformers reads other weights than the student has, or a folder is overwritten."""
+        assert results[backend, world_size][0]["saved_equal"]
+        for rank in results[backend, world_size]:
+            assert rank["save_again"][0] == "ModelError" and "exists already" in rank["save_again"][1]
+
+    def test_the_teachers_head(self, results: Any, references: Path, backend: str, world_size: int) -> None:
+        """Fails if hidden states and LM head of the teacher do not give its distribution, or a short head is taken."""
+        expected = _hidden_reference(references / KINDS[world_size])
+        for rank in results[backend, world_size]:
+            assert rank["no_head"] is None and rank["hidden_size"] == TEACHER_HIDDEN
+            assert rank["short_head"][0] == "DataError" and np.isfinite(rank["hidden_loss"])
+            assert rank["hidden_loss"] == pytest.approx(expected, abs=1e-5)
+
+    def test_resume(self, results: Any, backend: str, world_size: int) -> None:
+        """Fails if a student that was saved and loaded goes on in any bit unlike one that was not."""
+        assert all(rank["resumed"] for rank in results[backend, world_size])
