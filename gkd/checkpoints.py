@@ -93,7 +93,9 @@ class CheckpointStore:
         """An empty folder for the files of a save; it becomes a checkpoint by `commit`. Raises CheckpointError."""
         work = self._work(step)
         with _named(work):
-            self.root.mkdir(parents=True, exist_ok=True)
+            if not self.root.exists():
+                self.root.mkdir(parents=True)
+                fsync(self.root.parent)
             self.remove_leftovers()
             work.mkdir()
         return work

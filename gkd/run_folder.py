@@ -25,6 +25,7 @@ from typing import TextIO
 from gkd.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state, step_of, verified
 from gkd.config import Config
 from gkd.config_load import config_yaml, load_config
+from gkd.disk import fsync, write_synced
 from gkd.errors import ConfigError
 from gkd.manifest import NAME as MANIFEST
 from gkd.manifest import Manifest
@@ -184,6 +185,7 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
         _check_checkpoint(named, teacher, config)
     try:
         root.mkdir(parents=True, exist_ok=True)
+        fsync(root.parent)
         lock = _hold(root)
         try:
             start = named
@@ -253,10 +255,11 @@ def _hold(root: Path) -> TextIO:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write beside `path` and rename: a kill in between leaves the old file whole."""
+    """Write beside `path`, flush and rename: a kill or a power cut in between leaves the old file whole."""
     fresh = path.with_name(f".{path.name}.tmp")
-    fresh.write_text(text)
+    write_synced(fresh, text.encode())
     fresh.replace(path)
+    fsync(path.parent)
 
 
 def _teacher_json(teacher: Mapping[str, str]) -> str:
