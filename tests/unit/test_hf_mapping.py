@@ -17,7 +17,7 @@ from gkd.actor.megatron.hf_load import load_hf_weights
 from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries, stage_entries
 from gkd.actor.megatron.layer_spec import local_name
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.model import torch_dtype
+from gkd.actor.megatron.model import torch_dtype, transformer_config
 from gkd.errors import ConfigError, ModelError
 from tests.dist.megatron_reference import KINDS, MOE_KINDS, VOCAB, make_hf_folder
 
@@ -363,6 +363,25 @@ def test_fused_norms_have_the_names_of_the_table() -> None:
     for local, fused in renamed.items():
         assert local_name(f"chunk1.decoder.layers.0.{fused}weight") == f"chunk1.decoder.layers.0.{local}weight"
     assert local_name("decoder.layers.0.mlp.linear_fc1.weight") == "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "sequence_parallel", "key"),
+    [("some", False, "actor.recompute"), ("full", True, "actor.sequence_parallel")],
+)
+def test_settings_of_layers_that_cannot_be(folders: Path, recompute: str, sequence_parallel: bool, key: str) -> None:
+    """Fails if a misspelt kind of recompute means none, or a sequence is split over one rank."""
+    layout = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
+    with pytest.raises(ConfigError) as caught:
+        transformer_config(
+            read_hf_dims(folders / "qwen3"),
+            layout,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+        )
+    assert caught.value.key == key
 
 
 def test_training_dtypes() -> None:
