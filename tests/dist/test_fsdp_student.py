@@ -48,7 +48,7 @@ def _make_folder(folder: Path, kind: str) -> Path:
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model: Any
     if kind == "gpt2":  # tied, biases, learned positions, [in, out] weights, dropout in its config
-        model = tf.GPT2LMHeadModel(tf.GPT2Config(VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, **ids))
+        model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, **ids))
     elif kind == "olmo2":
         model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, **ids, tie_word_embeddings=False))
     else:  # sliding windows, soft caps on scores and logits, scaled embeddings
@@ -347,11 +347,11 @@ def test_a_malformed_micro_batch_on_one_rank(ranks: Any) -> None:
     assert caught == ranks[1]["bad_batches"]
     for case, text in (
         ("positions", "begin anew"),
-        ("borders", "do not divide"),
-        ("empty sequence", "do not divide"),
+        ("borders", "does not ascend"),
+        ("empty sequence", "does not ascend"),
         ("rows", "loss_index leaves"),
         ("targets", "targets for 0"),
-        ("left padded", "filled up on the right"),
+        ("left padded", "padded on the right"),
     ):
         assert caught[case][0] == "DataError" and text in caught[case][1], (case, caught[case])
     assert caught["token"][0] == "NumericsError"
