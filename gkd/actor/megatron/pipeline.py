@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.step import BatchSums, check_micro_batch, empty_micro_batch, token_counts
+from gkd.actor.step import BatchSums, empty_micro_batch, token_counts
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
@@ -54,7 +54,7 @@ def run_batch(
     # Every rank must join the gradient reduction, so one without data runs a micro-batch without loss.
     batches = list(micro_batches) or [empty_micro_batch()]
     for batch in batches:
-        check_micro_batch(batch, needs_scores=model.layout.is_last_stage)
+        _check(batch, needs_scores=model.layout.is_last_stage)
     outputs = _schedule(
         ddp,
         batches,
@@ -151,6 +151,19 @@ def _loss_sums(
         loss_sum, values = loss.from_logits(output, targets)
     n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
     return loss_sum, n_tokens, torch.cat([token_counts(batch, targets, output.device), values])
+
+
+def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
+    """Raises DataError where training on `batch` would silently train on something else."""
+    n_rows, n_positions = batch.n_loss_tokens, batch.tokens.numel()
+    if n_rows and not 0 <= int(batch.loss_index.min()) <= int(batch.loss_index.max()) < n_positions:
+        raise DataError(f"loss_index leaves the {n_positions} positions of its micro-batch")
+    # Attention is causal over columns and the rotary embedding counts columns.
+    columns = _column_numbers(batch.tokens).flatten()
+    if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
+        raise DataError("position_ids are not column numbers: the Megatron student takes right-padded sequences only")
+    if needs_scores and (batch.targets is None or len(batch.targets) != n_rows):
+        raise DataError(f"{n_rows} loss rows, and targets for {0 if batch.targets is None else len(batch.targets)}")
 
 
 def _column_numbers(tokens: Tensor) -> Tensor:
