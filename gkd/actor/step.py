@@ -79,26 +79,43 @@ def teacher_head_rows(head: np.ndarray, loss: DistillLoss, n_local: int, device:
     return torch.from_numpy(rows).to(device)  # the object store frees its own
 
 
-def check_micro_batch(batch: MicroBatch) -> None:
-    """Raises DataError where training on `batch` would silently train on something else. Looks at the host's copy."""
+def check_micro_batch(batch: MicroBatch, *, needs_scores: bool = True) -> None:
+    """Raises DataError where training on `batch` would silently train on something else.
+
+    Args:
+        batch: in host memory.
+        needs_scores: this rank computes the loss.
+    """
     n_rows, n_positions = batch.n_loss_tokens, batch.tokens.numel()
     if n_rows and not 0 <= int(batch.loss_index.min()) <= int(batch.loss_index.max()) < n_positions:
         raise DataError(f"loss_index leaves the {n_positions} positions of its micro-batch")
-    if batch.targets is None or len(batch.targets) != n_rows:
+    # Attention is causal over columns and rotary embeddings count columns, of a row or of a packed sequence.
+    if batch.cu_seqlens is not None:
+        _check_pack(batch, batch.cu_seqlens)
+    else:
+        columns = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens).flatten()
+        if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
+            raise DataError(
+                "position_ids are not column numbers: without cu_seqlens, sequences are padded on the right"
+            )
+    if needs_scores and (batch.targets is None or len(batch.targets) != n_rows):
         raise DataError(f"{n_rows} loss rows, and targets for {0 if batch.targets is None else len(batch.targets)}")
-    columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-    if batch.cu_seqlens is None:
-        # Attention is causal over columns and rotary embeddings count them; what is behind a sequence does not matter.
-        positions, wanted = (table.flatten()[batch.loss_index] for table in (batch.position_ids, columns))
-        if not torch.equal(positions, wanted):
-            raise DataError("position_ids are not column numbers: a padded micro-batch is filled up on the right")
-        return
-    borders = batch.cu_seqlens.to(columns.device)
-    lengths = borders.diff()
-    whole = len(borders) > 1 and int(borders[0]) == 0 and int(borders[-1]) == columns.shape[1]
-    if len(columns) != 1 or not whole or int(lengths.min()) < 1:
-        raise DataError(f"cu_seqlens {borders.tolist()} do not divide one row of {columns.shape[1]} packed tokens")
-    if not torch.equal(batch.position_ids, columns - torch.repeat_interleave(borders[:-1], lengths)):
+
+
+def _check_pack(batch: MicroBatch, cu_seqlens: Tensor) -> None:
+    if batch.tokens.shape[0] != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        raise DataError(
+            "packed sequences stand in one row, and their borders are a list of int32: tokens "
+            f"{list(batch.tokens.shape)}, cu_seqlens {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    lengths = cu_seqlens.diff()
+    ends = (int(cu_seqlens[0]), int(cu_seqlens[-1])) if len(lengths) else None
+    if ends != (0, batch.tokens.shape[1]) or int(lengths.min()) < 1:
+        raise DataError(
+            f"cu_seqlens {cu_seqlens.tolist()} does not ascend from 0 to the {batch.tokens.shape[1]} tokens of the pack"
+        )
+    columns = torch.arange(batch.tokens.shape[1])
+    if not torch.equal(batch.position_ids[0], columns - cu_seqlens[:-1].repeat_interleave(lengths)):
         raise DataError("position_ids do not begin anew at each of cu_seqlens")
 
 

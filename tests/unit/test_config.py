@@ -134,6 +134,13 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["distill.on_policy_share=nan"], "distill.on_policy_share"),
         (["distill.losses=[{name: forward_kl}, {name: sft}]"], "distill.on_policy_share"),
         (["distill.losses=[{name: k1}, {name: k3}]", "distill.on_policy_share=0"], "distill.on_policy_share"),
+        (["actor.strategy=fsdp2", "actor.tp=2", "trainer.n_gpus_per_node=2"], "actor.tp"),
+        (["actor.strategy=fsdp2", "actor.pp=2", "trainer.n_gpus_per_node=2"], "actor.pp"),
+        (["actor.strategy=fsdp2", "actor.vpp=2"], "actor.vpp"),
+        (["actor.strategy=fsdp2", "actor.ep=2"], "actor.ep"),
+        (["actor.strategy=fsdp2", "actor.sequence_parallel=true"], "actor.sequence_parallel"),
+        (["actor.fsdp_cpu_offload=true"], "actor.fsdp_cpu_offload"),
+        (["actor.lora.rank=8"], "actor.lora.rank"),
     ],
 )
 def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:

@@ -154,7 +154,11 @@ def shard(
             layers[i] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     mixed = dtype != torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    # Inputs stay as they are: the cast would reach into the targets, whose logprobs are float32 on purpose. A model's
+    # own code runs in the dtype of its parameters.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     cut = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
     for layer in layers:

@@ -284,7 +284,7 @@ class FsdpStudent:
         pack, positions = None, None
         if batch.cu_seqlens is not None:
             longest = int(batch.cu_seqlens.diff().max())
-            pack = Pack(batch.cu_seqlens.to(self.device, torch.int32), longest)
+            pack = Pack(batch.cu_seqlens.to(self.device), longest)
             positions = batch.position_ids.to(self.device)
         tokens, rows = batch.tokens.to(self.device), batch.loss_index.to(self.device)
         loss_sum, values = self.model(
