@@ -85,7 +85,7 @@ def _owned(
             state = part.optimizer.state[main]
             for moment in KINDS[1:]:
                 if moment not in state:  # before the first step; the optimizer would begin with the same zeros
-                    state[moment] = torch.zeros_like(main, requires_grad=False)
+                    state[moment] = torch.zeros_like(main)
             tensors = {"param": main, **{moment: state[moment] for moment in KINDS[1:]}}
             yield entries[param], own.start, own.end, tensors
 
