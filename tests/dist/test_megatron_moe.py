@@ -30,7 +30,7 @@ WORLD = 2
 # name -> (tp, pp, ep, kinds of models), all of two processes
 LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "tp2": (2, 1, 1, ("mistral",)),
-    "pp2": (1, 2, 1, MOE_KINDS),
+    "pp2": (1, 2, 1, MOE_KINDS[1:]),
     "dp2": (1, 1, 1, MOE_KINDS[:1]),
     "ep2": (1, 1, 2, MOE_KINDS),
 }
