@@ -193,8 +193,8 @@ def _student(folder: Path) -> Iterator[Any]:
     import transformers as tf
 
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.optim import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
     from gkd.loss.spec import LossSpec
 
     torch.set_num_threads(1)

@@ -50,7 +50,7 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
     from megatron.core import parallel_state
 
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.optim_spec import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.loss.spec import LossSpec
 
@@ -150,7 +150,7 @@ def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
                     reader.read(entry.hf_names[0], kind, part, 0, math.prod(shape)).view(shape)
                     for part in range(n_parts)
                 ]
-                for name, tensor in zip(entry.hf_names, entry.layout.join(parts, dims), strict=True):
+                for name, tensor in zip(entry.hf_names, entry.layout.join(torch.stack(parts), dims), strict=True):
                     state[name, kind] = digest(tensor)
     return state
 

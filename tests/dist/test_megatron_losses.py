@@ -80,7 +80,7 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
     from megatron.core import parallel_state
 
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.optim import OptimSpec
+    from gkd.actor.optim_spec import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
 
     measured: dict[tuple[str, str, str], Any] = {}

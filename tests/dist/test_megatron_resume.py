@@ -212,6 +212,6 @@ def test_errors(world: tuple[Path, list[Any]]) -> None:
         assert result["fresh_diff"] <= 1e-5
         assert "nan" in result["nan"] and "optimizer has not moved" in result["nan"] and "nan" in result["nan_eval"]
         assert result["unmoved"]
-        assert "right-padded" in result["packed"] and "no loss token" in result["empty"]
+        assert "padded on the right" in result["packed"] and "no loss token" in result["empty"]
         assert "rank" in result["wrong_world"] and "tp=1 pp=2" in result["other_groups"]
         assert result["idle_rank_loss"] == pytest.approx(result["healthy_after_nan"], abs=1e-5)

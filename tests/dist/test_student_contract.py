@@ -23,7 +23,6 @@ N_STEPS = 5
 KINDS = {1: "qwen2_tied", 2: "qwen3"}  # world size -> model
 BACKENDS = ("megatron", "fsdp2")
 CASES = [(backend, world_size) for world_size in KINDS for backend in BACKENDS]
-PACKED_BACKENDS = ("fsdp2",)
 TEACHER_HIDDEN = 8
 
 
@@ -101,10 +100,9 @@ def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, 
     dealt = build()
     everything = [dealt.train_step(make_micro_batches(step) if rank == 0 else []) for step in range(2)]
     result["one_rank_has_all"] = [s.loss for s in everything]
-    if backend in PACKED_BACKENDS:
-        student = build()
-        steps = [student.train_step([packed(batch) for batch in mine(step)]) for step in range(N_STEPS)]
-        result["packed_losses"] = [s.loss for s in steps]
+    student = build()
+    steps = [student.train_step([packed(batch) for batch in mine(step)]) for step in range(N_STEPS)]
+    result["packed_losses"] = [s.loss for s in steps]
     result |= _hidden_signal(build(signals=("hidden",)), mine(0))
     result["resumed"] = _resumes(build, mine, rank, root / f"checkpoint_{backend}_{world_size}")
     return result
@@ -213,8 +211,6 @@ class TestContract:
 
     def test_packed_is_padded(self, results: Any, references: Path, backend: str, world_size: int) -> None:
         """Fails if packed sequences see each other, or positions run on from one into the next."""
-        if backend not in PACKED_BACKENDS:
-            pytest.skip(f"the {backend} student takes padded micro-batches")
         reference = _reference(references, world_size)
         for rank in results[backend, world_size]:
             assert rank["packed_losses"] == pytest.approx(reference.losses, abs=1e-5)

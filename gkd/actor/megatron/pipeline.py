@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.step import BatchSums, empty_micro_batch, token_counts
+from gkd.actor.step import BatchSums, check_micro_batch, empty_micro_batch, token_counts
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
@@ -58,7 +58,7 @@ def run_batch(
     # Not made into a list: `gkd.collate.MicroBatches` makes each again when its turn comes, so that not all of the
     # teacher's tables exist at once.
     for batch in micro_batches:
-        _check(batch, needs_scores=model.layout.is_last_stage)
+        check_micro_batch(batch, needs_scores=model.layout.is_last_stage)
         shapes.append(batch.tokens.shape)
     outputs = _schedule(
         ddps,
@@ -173,41 +173,6 @@ def _loss_sums(
         loss_sum, values = loss.from_logits(output, targets)
     n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
     return loss_sum, n_tokens, torch.cat([token_counts(batch, targets, output.device), values])
-
-
-def _check(batch: MicroBatch, *, needs_scores: bool) -> None:
-    """Raises DataError where training on `batch` would silently train on something else."""
-    n_rows, n_positions = batch.n_loss_tokens, batch.tokens.numel()
-    if n_rows and not 0 <= int(batch.loss_index.min()) <= int(batch.loss_index.max()) < n_positions:
-        raise DataError(f"loss_index leaves the {n_positions} positions of its micro-batch")
-    # Attention is causal over columns and the rotary embedding counts columns, of a row or of a packed sequence.
-    if batch.cu_seqlens is not None:
-        _check_pack(batch, batch.cu_seqlens)
-    else:
-        columns = _column_numbers(batch.tokens).flatten()
-        if not torch.equal(batch.position_ids.flatten()[batch.loss_index], columns[batch.loss_index]):
-            raise DataError(
-                "position_ids are not column numbers: without cu_seqlens, sequences are padded on the right"
-            )
-    if needs_scores and (batch.targets is None or len(batch.targets) != n_rows):
-        raise DataError(f"{n_rows} loss rows, and targets for {0 if batch.targets is None else len(batch.targets)}")
-
-
-def _check_pack(batch: MicroBatch, cu_seqlens: Tensor) -> None:
-    if batch.tokens.shape[0] != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
-        raise DataError(
-            "packed sequences stand in one row, and their borders are a list of int32: tokens "
-            f"{list(batch.tokens.shape)}, cu_seqlens {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
-    lengths = cu_seqlens.diff()
-    ends = (int(cu_seqlens[0]), int(cu_seqlens[-1])) if len(lengths) else None
-    if ends != (0, batch.tokens.shape[1]) or int(lengths.min()) < 1:
-        raise DataError(
-            f"cu_seqlens {cu_seqlens.tolist()} does not ascend from 0 to the {batch.tokens.shape[1]} tokens of the pack"
-        )
-    columns = _column_numbers(batch.tokens)[0]
-    if not torch.equal(batch.position_ids[0], columns - cu_seqlens[:-1].repeat_interleave(lengths)):
-        raise DataError("position_ids do not begin anew at each of cu_seqlens")
 
 
 def _n_common(n_batches: int, model: StudentModel) -> int:
