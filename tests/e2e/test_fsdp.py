@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from gkd.metrics import read_metrics
 from gkd.quickstart.check_export import count_equal
@@ -12,7 +14,10 @@ pytestmark = pytest.mark.e2e
 
 
 def test_adapters_are_trained_and_their_sum_is_synced(lab: Lab, teacher_port: int) -> None:
-    """If it fails, ranks do not export together, engines hold other weights than the sum, or it learns nothing."""
+    """If it fails, ranks do not export together, or engines and the export hold other weights than the sum.
+
+    What adapters learn is compared with peft's in tests/dist/test_fsdp_student.py.
+    """
     run_dir = lab.root / "fsdp_run"
     done = lab.train_run(
         run_dir,
@@ -26,5 +31,7 @@ def test_adapters_are_trained_and_their_sum_is_synced(lab: Lab, teacher_port: in
     lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert all(lines[step]["weight_sync/verified_tensors"] == 24 for step in range(1, 5))
-    assert lines[4]["eval/kl"] < 0.98 * lines[0]["eval/kl"]
     assert count_equal(run_dir / "export", run_dir / "samples" / "step_00000004.jsonl") == (50, 50)
+    base, export = (load_file(folder / "model.safetensors") for folder in (lab.student, run_dir / "export"))
+    moved = {name for name in base if not torch.equal(base[name], export[name])}
+    assert moved == {name for name in base if name.endswith("_proj.weight")}
