@@ -73,6 +73,10 @@ class MicroBatches(Sequence[MicroBatch]):
             batch.targets = _targets(rollouts, [self._scores[i] for i in group])
         return batch
 
+    def bare(self) -> MicroBatches:
+        """The same without the teacher's tables, which are most of the work of making one."""
+        return MicroBatches(self._rollouts, None, self._groups, packed=self._packed, pad_id=self._pad_id)
+
     @property
     def samples(self) -> Iterator[tuple[int, int]]:
         """(sample_index, rows) of every sequence, in the order of their rows; makes no micro-batch."""

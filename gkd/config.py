@@ -128,7 +128,8 @@ class ActorConfig:
     pp: int = 1
     # Model chunks of each pipeline stage (interleaved 1F1B): smaller pipeline bubbles, more messages; 1 = off.
     vpp: int = 1
-    # Expert parallel size: experts are spread over so many data-parallel ranks. Mixture-of-experts students only.
+    # Expert parallel size: experts are spread over so many neighbouring ranks of a pipeline stage, tensor and data
+    # parallel ones alike. Mixture-of-experts students only.
     ep: int = 1
     # Split the activations between tensor-parallel regions along the sequence, too; needs tp > 1.
     sequence_parallel: bool = False

@@ -161,7 +161,7 @@ def check_student(config: Config) -> HfDims | ModelSizes:
     expert_columns = dims.moe.ffn_size if isinstance(dims, HfDims) and dims.moe is not None else 0
     for what, count in (
         ("attention heads", dims.n_heads),
-        ("MLP columns", dims.ffn_size),
+        ("MLP columns", dims.dense_ffn_size if isinstance(dims, HfDims) else dims.ffn_size),
         ("expert columns", expert_columns),
     ):
         if count % tp:

@@ -51,6 +51,10 @@ def causal_attention(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    n_shared = q.shape[1] // k.shape[1]
+    if n_shared > 1 and q.is_cuda and q.dtype not in _VARLEN_DTYPES:
+        # Flash takes no float32 and the memory-efficient kernel no shared heads: [heads, S, S] would be left.
+        k, v = (tensor.repeat_interleave(n_shared, dim=1) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -22,7 +22,8 @@ from gkd.disk import fsync, fsync_tree
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
 MAX_SHARD_BYTES = 4 << 30
 # Weights in any format, and their indices, are what the export replaces; the rest is copied.
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+_COPIED_FOLDERS = ("additional_chat_templates",)  # of a tokenizer
 
 
 def write_folder(
@@ -48,9 +49,28 @@ def write_folder(
     if partial.exists():
         shutil.rmtree(partial)  # what an interrupted save left
     partial.mkdir(parents=True)
+    try:
+        _fill(partial, tensors, plans, source_dir, max_shard_bytes)
+        fsync_tree(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is what is in the way
+        raise
+    partial.rename(out_dir)
+    fsync(out_dir.parent)
+
+
+def _fill(
+    partial: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    plans: Sequence[Sequence[TensorPlan]],
+    source_dir: Path,
+    max_shard_bytes: int,
+) -> None:
     for source in sorted(source_dir.iterdir()):
-        if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copy2(source, partial / source.name)
+        if source.is_dir() and source.name in _COPIED_FOLDERS:
+            shutil.copytree(source, partial / source.name, copy_function=shutil.copyfile)
+        elif source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(source, partial / source.name)  # not its mode: a shared model store is read-only
     specs = {spec[0]: spec for plan in plans for spec in plan}
     sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
     _set_dtype(partial / "config.json", plans[0][0][2])
@@ -61,9 +81,6 @@ def write_folder(
         weight_map = {name: file_name for file_name, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    fsync_tree(partial)
-    partial.rename(out_dir)
-    fsync(out_dir.parent)
 
 
 def _split_into_files(sizes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:

@@ -36,6 +36,17 @@ class OptimSpec:
                 raise ConfigError(
                     f"actor.optim.{name}", value, "must be a finite number >= 0.", "Remove it for the default."
                 )
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError("actor.optim.betas", self.betas, "Adam takes two, each in [0, 1).", "e.g. [0.9, 0.95].")
+        if self.min_lr_ratio > 1.0:
+            raise ConfigError("actor.optim.min_lr_ratio", self.min_lr_ratio, "is a share of lr.", "Use 0 to 1.")
+        if self.decay_steps and self.schedule != "wsd":
+            raise ConfigError(
+                "actor.optim.decay_steps",
+                self.decay_steps,
+                f"only the schedule wsd reads it, and this is {self.schedule}.",
+                "Use 0, or actor.optim.schedule=wsd.",
+            )
         if self.schedule == "wsd":
             if not self.decay_steps:
                 raise ConfigError("actor.optim.decay_steps", 0, "wsd needs steps to decay in.", "Use at least 1.")

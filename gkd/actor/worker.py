@@ -120,6 +120,7 @@ class ActorWorker:
             self._layout,
             recompute=actor.recompute,
             sequence_parallel=actor.sequence_parallel,
+            collective_timeout_s=config.trainer.stage_timeout_s,
             **common,
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gkd.config import RolloutConfig
-from gkd.errors import DataError
+from gkd.errors import ClusterError, DataError
 from gkd.types import Prompt, Rollout, VersionSpan
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.transfer import GroupSpec
@@ -173,7 +173,7 @@ class RolloutEngine:
 
     def _forget_prefixes(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset: requests are still running")
+            raise ClusterError("the rollout engine cannot forget its cached prefixes: requests are still running")
 
     def digests(self) -> dict[str, str]:
         """Digest by Hugging Face name of every tensor the engine holds."""

@@ -18,6 +18,8 @@ from torch.nn.functional import linear, silu
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from gkd.errors import ModelError
+
 
 def keep_cpu_experts_live() -> None:
     """Compute CPU experts from their parameters instead of packed copies. Call it before a model is built."""
@@ -48,7 +50,7 @@ def _plain_experts(
 ) -> None:
     """Fills `output` [T, H] with each token's experts, weighted and summed, in float32."""
     if activation != MoEActivation.SILU or expert_map is not None or apply_router_weight_on_input:
-        raise ValueError(f"experts on CPU: {activation} with expert_map {expert_map is not None} is not supported")
+        raise ModelError(f"experts on CPU: {activation} with expert_map {expert_map is not None} is not supported")
     total = torch.zeros_like(output, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         token, place = torch.where(topk_ids == expert)
@@ -68,7 +70,7 @@ def expert_tensors(
         gather: joins the shares of all tensor-parallel ranks along a dimension.
     """
     if module.use_ep:
-        raise ValueError(f"{prefix}: the engine's experts are spread over ranks (enable_expert_parallel)")
+        raise ModelError(f"{prefix}: the engine's experts are spread over ranks (enable_expert_parallel)")
     for expert, (w13, w2) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
         gate, up = w13.chunk(2)
         for part, share, dim in (("gate_proj", gate, 0), ("up_proj", up, 0), ("down_proj", w2, 1)):

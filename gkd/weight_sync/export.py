@@ -35,8 +35,9 @@ def iter_hf_tensors(
     """Yields (HF name, full tensor) of this pipeline stage.
 
     Collective over the TP group, and with experts over the EP group: every rank of them must run the iterator to its
-    end. At most one Megatron parameter, gathered, is alive at a time, and one expert's is one; a tensor may alias the
-    live weights, so consume or copy it before the next training step.
+    end. One Megatron parameter is gathered at a time, and one expert's is one; where its parts are not one below the
+    other in HF's order, there is a second copy of it for a moment. A tensor may alias the live weights, so consume or
+    copy it before the next training step.
 
     Args:
         model: this rank's stage.

@@ -57,7 +57,7 @@ def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float3
         model = tf.MistralForCausalLM(config)
     elif kind in MOE_KINDS:
         mixed = kind == "qwen3_moe_mixed"
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         config = tf.Qwen3MoeConfig(
             **sizes,
             **experts,

@@ -50,8 +50,8 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
     from megatron.core import parallel_state
 
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
     from gkd.loss.spec import LossSpec
 
     world_size, tp, pp = LAYOUTS[case.layout]

@@ -79,8 +79,8 @@ def _caught(action: Any) -> tuple[str, str]:
 def _layout(rank: int, root: Path, name: str) -> dict[str, Any]:
     """Runs in a rank: good step, bad ones, good step; and a student that saw the good ones only."""
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
 
     tp, pp = LAYOUTS[name]
     layout = ParallelLayout(tp=tp, pp=pp, world_size=2, rank=rank)

@@ -48,7 +48,9 @@ def _make_folder(folder: Path, kind: str) -> Path:
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model: Any
     if kind == "gpt2":  # tied, biases, learned positions, [in, out] weights, dropout in its config
-        model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, **ids))
+        model = tf.GPT2LMHeadModel(
+            tf.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, **ids)
+        )
     elif kind == "olmo2":
         model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, **ids, tie_word_embeddings=False))
     else:  # sliding windows, soft caps on scores and logits, scaled embeddings

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.dist.helpers import run_gloo
 
-N_LAYERS, HIDDEN, FFN, VOCAB, N_EXPERTS = 12, 64, 256, 6003, 4
+N_LAYERS, HIDDEN, FFN, VOCAB, N_EXPERTS = 12, 64, 256, 501, 4  # no tensor is larger than a layer
 KINDS = ("dense", "experts")
 # name -> (tp, pp, ep, kind), all of two processes
 CASES = {"tp2": (2, 1, 1, "dense"), "pp2": (1, 2, 1, "dense"), "ep2": (1, 1, 2, "experts"), "dp2": (1, 1, 1, "experts")}
@@ -127,7 +127,7 @@ def test_memory(peaks: Any, case: str) -> None:
     largest = max(tensor.nbytes for tensor in original.values())
     whole = sum(tensor.nbytes for tensor in original.values())
     limit = int(1.5 * layer) + largest
-    assert limit < whole / 2 and largest > 2 * layer  # neither half a model nor two copies of the embedding fit
+    assert largest < layer and limit < whole / 4  # 2.5 layers of 12, so three do not fit
     for rank in ranks:
         assert max(rank[case].values()) <= limit
     saved = load_file(root / f"saved_{case}" / "model.safetensors")

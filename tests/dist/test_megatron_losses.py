@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
-from teacher_server.protocol import Signal
 from gkd.types import MicroBatch
+from teacher_server.protocol import Signal
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches
@@ -80,8 +80,8 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
     from megatron.core import parallel_state
 
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
 
     measured: dict[tuple[str, str, str], Any] = {}
     for name in names:

@@ -38,6 +38,12 @@ LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "tp2_sp": (2, 1, 1, MOE_KINDS[1:]),  # Megatron demands sequence parallelism of experts beside TP
     "ep2": (1, 1, 2, MOE_KINDS),
 }
+# name -> (tp, pp, ep, processes), by hand. In the last, TP peers belong to different EP groups.
+LARGER_LAYOUTS: dict[str, tuple[int, int, int, int]] = {
+    "tp2_dp2_ep2": (2, 1, 2, 4),
+    "pp2_dp2_ep2": (1, 2, 2, 4),
+    "tp2_dp3_ep3": (2, 1, 3, 6),
+}
 CASES = [(layout, kind) for layout, spec in LAYOUTS.items() for kind in spec[-1]]
 pytestmark = pytest.mark.dist
 
@@ -61,27 +67,29 @@ def results(references: Path) -> list[dict[Any, dict[str, Any]]]:
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, dict[str, Any]]:
     """Runs in a rank."""
-    measured: dict[Any, dict[str, Any]] = {case: _measure(rank, root, *case) for case in CASES}
+    measured: dict[Any, dict[str, Any]] = {case: _measure(rank, world_size, root, *case) for case in CASES}
     measured["resume"] = _resume(rank, root)
     return measured
 
 
-def _student(rank: int, folder: Path, name: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def _student(
+    rank: int, folder: Path, name: str, *, world_size: int = WORLD, dtype: torch.dtype = torch.float32, **options: Any
+) -> Any:
     """A student in the layout called `name`; replaces the Megatron groups of the last one."""
     from megatron.core import parallel_state
 
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
     from gkd.loss.spec import LossSpec
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    tp, pp, ep, _ = LAYOUTS[name]
-    options.setdefault("sequence_parallel", name.endswith("_sp"))
+    tp, pp, ep, _ = (LAYOUTS | LARGER_LAYOUTS)[name]
+    options.setdefault("sequence_parallel", tp > 1 and name != "tp2")
     return MegatronStudent(
         folder,
-        ParallelLayout(tp=tp, pp=pp, world_size=WORLD, rank=rank, ep=ep),
+        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, ep=ep),
         optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
         loss=LossSpec(),
         dtype=dtype,
@@ -91,12 +99,12 @@ def _student(rank: int, folder: Path, name: str, *, dtype: torch.dtype = torch.f
     )
 
 
-def _measure(rank: int, root: Path, name: str, kind: str) -> dict[str, Any]:
+def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> dict[str, Any]:
     """Differences from the reference."""
     from safetensors.torch import load_file
 
     reference: Reference = torch.load(root / f"{kind}.pt", weights_only=False)
-    student = _student(rank, root / kind, name)
+    student = _student(rank, root / kind, name, world_size=world_size)
     layout, groups = student.layout, student.model.groups
     result: dict[str, Any] = {
         "coordinates": (layout.tp_rank, layout.pp_rank, layout.dp_rank, layout.ep_rank),
@@ -124,11 +132,13 @@ def _measure(rank: int, root: Path, name: str, kind: str) -> dict[str, Any]:
 
 
 def _mine(layout: Any, step: int) -> list[Any]:
-    """DP rank 0 takes three of the four micro-batches, DP rank 1 the last: with experts, the other waits for it."""
+    """DP rank 0 takes three of the four micro-batches, DP rank 1 the last: with experts, the others wait for it."""
     batches = make_micro_batches(step)
     if layout.dp == 1:
         return batches
-    return batches[:3] if layout.dp_rank == 0 else batches[3:]
+    if layout.dp_rank == 0:
+        return batches[:3]
+    return batches[3:] if layout.dp_rank == 1 else []
 
 
 def _resume(rank: int, root: Path) -> dict[str, Any]:
@@ -163,28 +173,50 @@ class TestParity:
 
     def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
         """Fails if tokens reach other experts than HF's, an expert lands on the wrong rank, or none exports it."""
-        ranks = [rank[layout, kind] for rank in results]
-        assert max(r["logits_diff"] for r in ranks) <= 1e-4
-        assert all(r["round_trip"] for r in ranks)
-        assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
-        assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
+        check_forward([rank[layout, kind] for rank in results])
 
     def test_gradients(self, results: Any, references: Path, layout: str, kind: str) -> None:
         """Fails if an expert's or the router's gradient is reduced over the wrong ranks, or scaled twice."""
-        reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
-        experts = [float(g.abs().max()) for name, g in reference.grads.items() if ".experts." in name]
-        assert kind == "mistral" or min(experts) > 1e-3  # else 1e-5 shows nothing
-        assert max(r["grad_diff"] for r in [rank[layout, kind] for rank in results]) <= 1e-5
+        check_gradients([rank[layout, kind] for rank in results], references, kind)
 
     def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
         """Fails if experts are left out of the clipping norm, or their optimizer differs from plain AdamW."""
-        reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
-        assert min(reference.grad_norms) > CLIP  # every step is clipped
-        for r in [rank[layout, kind] for rank in results]:
-            assert r["weight_diff"] <= 1e-5
-            assert r["losses"] == pytest.approx(reference.losses, abs=1e-5)
-            assert r["grad_norms"] == pytest.approx(reference.grad_norms, abs=1e-4)
-            assert r["packed_diff"] <= 1e-6
+        check_training([rank[layout, kind] for rank in results], references, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LARGER_LAYOUTS)
+def test_larger_layouts(references: Path, layout: str) -> None:
+    """Fails if experts beside TP, PP and DP at once train otherwise, or ranks wait for a micro-batch that none runs."""
+    kind = "qwen3_moe_mixed"
+    ranks = run_gloo(_measure, LARGER_LAYOUTS[layout][-1], references, layout, kind, timeout_s=250.0)
+    check_forward(ranks)
+    check_gradients(ranks, references, kind)
+    check_training(ranks, references, kind)
+
+
+def check_forward(ranks: list[dict[str, Any]]) -> None:
+    assert max(r["logits_diff"] for r in ranks) <= 1e-4
+    assert all(r["round_trip"] for r in ranks)
+    assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
+    assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
+
+
+def check_gradients(ranks: list[dict[str, Any]], references: Path, kind: str) -> None:
+    reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
+    experts = [float(g.abs().max()) for name, g in reference.grads.items() if ".experts." in name]
+    assert kind == "mistral" or min(experts) > 1e-3  # else 1e-5 shows nothing
+    assert max(r["grad_diff"] for r in ranks) <= 1e-5
+
+
+def check_training(ranks: list[dict[str, Any]], references: Path, kind: str) -> None:
+    reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
+    assert min(reference.grad_norms) > CLIP  # every step is clipped
+    for r in ranks:
+        assert r["weight_diff"] <= 1e-5
+        assert r["losses"] == pytest.approx(reference.losses, abs=1e-5)
+        assert r["grad_norms"] == pytest.approx(reference.grad_norms, abs=1e-4)
+        assert r["packed_diff"] <= 1e-6
 
 
 def test_checkpoints_and_folders(results: Any, references: Path) -> None:

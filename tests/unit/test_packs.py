@@ -1,4 +1,4 @@
-"""What the Megatron student's pipeline says of packs that it would train on wrongly."""
+"""What a student says of packs that it would train on wrongly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gkd.actor.megatron.pipeline import _check
+from gkd.actor.step import check_micro_batch
 from gkd.errors import DataError
 from gkd.types import MicroBatch
 from tests.dist.megatron_reference import make_micro_batches, pack
@@ -22,7 +22,7 @@ def _pack() -> MicroBatch:
 
 def test_a_pack_passes() -> None:
     """Fails if well-formed packs are refused, and the test below proves nothing."""
-    _check(_pack(), needs_scores=True)
+    check_micro_batch(_pack(), needs_scores=True)
 
 
 def _borders(*borders: int) -> Callable[[MicroBatch], None]:
@@ -71,4 +71,4 @@ def test_a_wrong_pack_is_refused(change: Callable[[MicroBatch], None], message: 
     batch = _pack()
     change(batch)
     with pytest.raises(DataError, match=message):
-        _check(batch, needs_scores=True)
+        check_micro_batch(batch, needs_scores=True)

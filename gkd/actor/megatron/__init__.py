@@ -7,5 +7,5 @@ experts.py     a mixture of experts' settings              model.py      the GPT
 hf_mapping.py  HF tensors <-> this rank's shards           hf_load.py    safetensors -> shards
 hf_save.py     shards -> a HF folder                       optim.py      AdamW, clipping, LR schedule
 pipeline.py    forward and backward, loss                  checkpoint.py exact resume
-experts.py     settings of a mixture of experts            student.py    all of it behind one class
+student.py     all of it behind one class
 """

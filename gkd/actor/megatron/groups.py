@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -10,8 +12,11 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ClusterError
 
 
-def init_groups(layout: ParallelLayout) -> ProcessGroupCollection:
+def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGroupCollection:
     """Builds Megatron's process groups over torch.distributed's world; once per process, collective.
+
+    Args:
+        timeout_s: of a collective; rounded up to minutes.
 
     Returns:
         Megatron's bundle of groups: `tp`, `pp`, `dp`, `mp`, `embd` and more.
@@ -35,6 +40,9 @@ def init_groups(layout: ParallelLayout) -> ProcessGroupCollection:
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+            # Second groups beside the NCCL ones, which only Megatron's own checkpoints use.
+            create_gloo_process_groups=False,
         )
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),

@@ -50,6 +50,11 @@ class HfDims:
         """Does layer `layer`, counted from 0 over the whole model, route tokens to experts?"""
         return self.moe is not None and self.moe.layers[layer]
 
+    @property
+    def dense_ffn_size(self) -> int:
+        """Columns of the MLPs without experts; 0 where there are none."""
+        return 0 if self.moe is not None and all(self.moe.layers) else self.ffn_size
+
     def check_sequence_length(self, longest: int) -> None:
         """Raises ModelError if a sequence of `longest` tokens would need attention through a sliding window."""
         if self.sliding_window is not None and longest > self.sliding_window:

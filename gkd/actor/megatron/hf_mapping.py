@@ -2,8 +2,7 @@
 
 Used in both directions. Import: `TensorLayout.fill` reads one rank's part out of HF tensors (or
 their slices on disk). Export: `TensorLayout.join` puts the parts of all TP ranks together again.
-Neither direction computes anything, so a round trip returns the same bits, and `fill` makes no copy besides the
-parameter.
+Neither direction computes anything, so a round trip returns the same bits.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ Experts are spread over neighbours of one stage, and each expert is whole on its
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 
 from gkd.actor.megatron.hf_config import HfDims
@@ -51,12 +52,12 @@ class ParallelLayout:
             raise ConfigError(
                 "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "Use 1, or actor.pp > 1."
             )
-        if self.dp % self.ep:
+        if self.tp * self.dp % self.ep:
             raise ConfigError(
                 "actor.ep",
                 self.ep,
-                f"does not divide the actor's {self.dp} data-parallel ranks, over which experts are spread.",
-                f"Choose a divisor of {self.dp}, or change the number of GPUs of the actor pool.",
+                f"does not divide the {self.tp * self.dp} ranks of a pipeline stage, over which experts are spread.",
+                f"Choose a divisor of {self.tp * self.dp}, or change the number of GPUs of the actor pool.",
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")
@@ -84,7 +85,7 @@ class ParallelLayout:
     @property
     def exports(self) -> bool:
         """Does this rank take part in producing its stage's tensors? Together these ranks hold all of the stage."""
-        return self.dp_rank < self.ep
+        return self.rank % (self.tp * self.dp) < math.lcm(self.tp, self.ep)
 
     @property
     def is_first_stage(self) -> bool:
@@ -100,7 +101,7 @@ class ParallelLayout:
         for what, count in (
             ("attention heads", dims.n_heads),
             ("key/value heads", dims.n_kv_heads),
-            ("MLP columns", dims.ffn_size),
+            ("MLP columns", dims.dense_ffn_size),
         ):
             if count % self.tp:
                 raise ConfigError(

@@ -29,7 +29,6 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ConfigError
 from gkd.log import get_logger
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # actor.recompute -> Megatron's settings
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -173,13 +172,6 @@ class StudentModel:
     def vocab_start(self) -> int:
         """Global id of the first vocabulary row of this TP rank."""
         return self.layout.tp_rank * (self.layout.padded_vocab_size(self.dims) // self.layout.tp)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Raises ConfigError naming model.dtype if the student cannot be trained in it."""
-    if name not in _DTYPES:
-        raise ConfigError("model.dtype", name, "is not a training dtype.", f"Choose one of {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
 
 
 def build_model(

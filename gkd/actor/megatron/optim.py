@@ -91,7 +91,7 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, list(ddps))
+    return get_megatron_optimizer(config, list(ddps), use_gloo_process_groups=False)
 
 
 def set_lr(optimizer: MegatronOptimizer, spec: OptimSpec, lr: float) -> None:
@@ -112,7 +112,8 @@ def clip_and_step(optimizer: MegatronOptimizer, *, clip_grad: float, grad_norm: 
     """Scales the prepared gradients down to `clip_grad` (0 = off) and updates the weights. Collective over DP."""
     if clip_grad > 0:
         for part in optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, grad_norm)
+            if params := part.get_parameters():  # a rank's range may be padding alone
+                clip_grad_by_total_norm_fp32(params, clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
 
 

@@ -20,8 +20,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from gkd.actor.agree import same_error
 from gkd.actor.megatron.model import StudentModel
 from gkd.actor.step import BatchSums, check_micro_batch, empty_micro_batch, token_counts
+from gkd.collate import MicroBatches
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
@@ -42,7 +44,7 @@ def run_batch(
 
     Args:
         ddps: the model chunks of this stage, in the order of `model.chunks`.
-        micro_batches: of this DP rank, on any device; may be empty, and differ in number and size
+        micro_batches: of this DP rank, in host memory; may be empty, and differ in number and size
             between DP ranks. TP and PP ranks of one DP rank pass the same ones, except that only
             the last stage reads `targets`.
         fused: LM head and loss together; else all logits of a micro-batch at once.
@@ -55,11 +57,14 @@ def run_batch(
     """
     device = model.device
     shapes = []
-    # Not made into a list: `gkd.collate.MicroBatches` makes each again when its turn comes, so that not all of the
-    # teacher's tables exist at once.
-    for batch in micro_batches:
-        check_micro_batch(batch, needs_scores=model.layout.is_last_stage)
-        shapes.append(batch.tokens.shape)
+    # Not made into a list: `MicroBatches` makes each again when its turn comes, so that not all of the teacher's tables
+    # exist at once. It has compared its tables with their rows itself.
+    checked = isinstance(micro_batches, MicroBatches)
+    with same_error(device):
+        for batch in _bare(micro_batches):
+            check_micro_batch(batch, needs_scores=model.layout.is_last_stage and not checked)
+            loss.shard.check(batch.tokens)
+            shapes.append(batch.tokens.shape)
     outputs = _schedule(
         ddps,
         model,
@@ -117,7 +122,9 @@ def _schedule(
     """
     n_batches = _n_common(len(batches), model)
     fillers = [empty_micro_batch()] * (n_batches - len(batches))
-    roads = [chain(batches, fillers) for _ in ddps]
+    # Only the chunk with the LM head reads the teacher's tables.
+    holds_head = [model.layout.holds_head(chunk) for chunk in range(len(ddps))]
+    roads = [chain(batches if holds else _bare(batches), fillers) for holds in holds_head]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -175,17 +182,23 @@ def _loss_sums(
     return loss_sum, n_tokens, torch.cat([token_counts(batch, targets, output.device), values])
 
 
+def _bare(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """The same micro-batches, without the teacher's tables if they would have to be made."""
+    return batches.bare() if isinstance(batches, MicroBatches) else batches
+
+
 def _n_common(n_batches: int, model: StudentModel) -> int:
     """Micro-batches that this rank has to run.
 
     At least one, because every rank must join the gradient reduction; whole groups of PP in an interleaved pipeline;
-    and as many as the other ranks that share its experts, because they exchange tokens in each forward pass.
+    and, with experts elsewhere, as many as the others of its stage: they exchange tokens in each forward pass.
     """
     group = model.layout.pp if model.layout.vpp > 1 else 1
     n_common = max(1, -(-n_batches // group)) * group
     if model.layout.ep > 1:
         longest = torch.tensor(n_common, device=model.device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=model.groups.ep)
+        # Over DP, not EP: TP peers may be in different EP groups, and must run the same micro-batches.
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=model.groups.dp)
         n_common = int(longest)
     return n_common
 

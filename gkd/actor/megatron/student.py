@@ -56,6 +56,7 @@ class MegatronStudent:
         loss_kernel: str = "auto",
         recompute: str = "none",
         sequence_parallel: bool = False,
+        collective_timeout_s: float = 1800.0,
     ) -> None:
         """Builds the model from a HF folder. torch.distributed must be initialised; blocks for all ranks.
 
@@ -67,6 +68,7 @@ class MegatronStudent:
             fused_lm_head: LM head and loss together, `logits_chunk_mib` of logits at a time; else all of a micro-batch.
             loss_kernel: see `gkd.loss.row_kernels.row_kernels`.
             recompute, sequence_parallel: see `build_model`.
+            collective_timeout_s: a collective of Megatron's groups that takes longer ends the process.
 
         Raises:
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
@@ -74,7 +76,7 @@ class MegatronStudent:
         self.layout, self.optim, self.device, self._fused = layout, optim, device, fused_lm_head
         self.step = 0  # optimizer steps made so far
         install_cpu_shim()
-        groups = init_groups(layout)
+        groups = init_groups(layout, collective_timeout_s)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.model = build_model(
