@@ -1,8 +1,9 @@
-"""`python -m tests.e2e.kill_matrix [--random 50] [--json FILE]`: kill -9 everywhere, resume, compare to the bit.
+"""`python -m tests.e2e.kill_matrix [--json FILE]`: kill -9 everywhere, resume, compare to the bit.
 
-By hand; half an hour or more. One run is left alone. Others are killed again and again: at every point of a step
-(`tests.e2e.killed_main`), every victim, and at random times; each time they are resumed with trainer.resume=auto. In
-the end their metrics and exported weights must be those of the first, bit for bit, no step twice and none left out.
+By hand; an hour or so, or half of one with the layouts in two commands. In each layout one run is left alone. Others are
+killed again and again: at every point of a step (`tests.e2e.killed_main`), every victim, and at random times; each time
+they are resumed with trainer.resume=auto, from the newest checkpoint that was committed. In the end their metrics and
+exported weights must be those of the first, bit for bit, no step twice and none left out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ SETTINGS = (
     "trainer.resume=auto",
     "eval.every=3",
 )
+LAYOUTS = {
+    "one_rank": (),
+    "dp2": ("trainer.n_gpus_per_node=2",),
+    "fsdp2": ("trainer.n_gpus_per_node=2", "actor.strategy=fsdp2"),
+}
 LAUNCH_S = 240.0
 ORPHANS_S = 90.0  # Ray's daemons notice a lost driver by themselves
 
@@ -48,13 +54,28 @@ class Kill:
     after_s: float
     victim: str
 
+    @property
+    def exit_code(self) -> int:
+        """Of the driver. If another process dies, it ends by itself, with an error."""
+        return 1 if self.victim in VICTIMS else -9
+
 
 @dataclass
 class Outcome:
+    layout: str
     kill: Kill
-    killed: bool  # False: the run was over before
     exit_code: int
+    resumed_from: int | None  # see `_resumed_from`
     reached: int  # last step in the metrics
+
+    @property
+    def killed(self) -> bool:
+        """False: the run was over before."""
+        return self.exit_code != 0
+
+
+# In the first second of a run, before it has anything; each begins a run folder.
+FIRST_KILLS = tuple(Kill(f"{edge}_replace", nth, 0.0, "all") for nth in (1, 2) for edge in ("before", "after"))
 
 
 def kills_at_points() -> Iterator[Kill]:
@@ -74,113 +95,166 @@ def kills_at_points() -> Iterator[Kill]:
     yield from (Kill("rollout", 2, 0.05, "engine"), Kill("weight_sync", 2, 0.0, "engine"))
 
 
-def random_kills(count: int, step_s: float, seed: int) -> Iterator[Kill]:
+def random_kills(count: int, step_s: float, seed: int) -> list[Kill]:
     """At any time of the first three steps after a start, anybody; two thirds of them everybody at once."""
     rng = random.Random(seed)
-    for _ in range(count):
-        victim = rng.choice(("all",) * 8 + ("driver", "driver", *VICTIMS))
-        yield Kill("data", 1, round(rng.uniform(0.0, 3 * step_s), 3) + 1e-3, victim)
+    victims = ("all",) * 8 + ("driver", "driver", *VICTIMS)
+    return [Kill("data", 1, round(rng.uniform(0.0, 3 * step_s), 3) + 1e-3, rng.choice(victims)) for _ in range(count)]
 
 
 class Runs:
     """Launches of the real command, killed or not."""
 
-    def __init__(self, lab: Lab, port: int, log: Path, settings: Sequence[str]) -> None:
-        self._lab, self._port, self._log, self._settings = lab, port, log, settings
+    def __init__(self, lab: Lab, port: int, folder: Path, settings: Sequence[str]) -> None:
+        self._lab, self._port, self._folder, self._settings = lab, port, folder, settings
+        self._orphans: dict[int, psutil.Process] = {}
+        self._n_launches = 0
+        folder.mkdir(exist_ok=True)
 
-    def launch(self, run_dir: Path, kill: Kill | None) -> int:
-        """Runs until its end or the kill; returns when no process of it is left. The exit code."""
+    def launch(self, run_dir: Path, kill: Kill | None) -> tuple[int, str]:
+        """Runs until its end or the kill. The exit code, and what it wrote.
+
+        Returns when no process of it is left; but after a kill of the driver alone it returns at once, so that the next
+        launch meets what the driver left behind.
+        """
         command = self._lab.command(run_dir, self._port, *self._settings)
         if kill is not None:
             words = (kill.point, str(kill.nth), str(kill.after_s), kill.victim, "--")
             command = [sys.executable, "-m", "tests.e2e.killed_main", *words, *command[3:]]
-        with self._log.open("a") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+        self._n_launches += 1
+        log = self._folder / f"{run_dir.name}_{self._n_launches}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
         family: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + LAUNCH_S
         while process.poll() is None:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{kill}: the run neither ended nor died within {LAUNCH_S:g} s")
+                raise TimeoutError(f"{kill}: the run neither ended nor died within {LAUNCH_S:g} s:\n{_tail(log)}")
             try:
                 family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
             except psutil.NoSuchProcess:
                 break
             time.sleep(0.05)
         code = process.wait()
-        _, alive = psutil.wait_procs(family.values(), timeout=ORPHANS_S)
+        self._orphans |= family
+        if kill is None or kill.victim != "driver":
+            self.wait_for_orphans(f"after {kill}")
+        return code, log.read_text()
+
+    def wait_for_orphans(self, when: str) -> None:
+        """Raises RuntimeError if anything of any launch is still there after a while."""
+        _, alive = psutil.wait_procs(self._orphans.values(), timeout=ORPHANS_S)
+        self._orphans.clear()
         if alive:
-            raise RuntimeError(f"{kill}: left behind: {[p.cmdline()[:3] for p in alive]}")
-        return code
+            raise RuntimeError(f"{when}: left behind: {[p.cmdline()[:3] for p in alive]}")
 
 
-def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill]) -> list[Outcome]:
+def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill], layout: str = "") -> list[Outcome]:
     """One run with all these kills, resumed to its end. Raises AssertionError where it is not the base run."""
     outcomes: list[Outcome] = []
-    for kill in kills:
-        code = runs.launch(run_dir, kill)
+    for kill in (*kills, None):
+        committed = _committed(run_dir)
+        code, log = runs.launch(run_dir, kill)
+        resumed = _resumed_from(log)
+        assert resumed in (committed, None), (
+            f"{kill}: went on from step {resumed}, and step {committed} was committed:\n{log[-3000:]}"
+        )
+        if kill is None:
+            assert code == 0, f"the run could not be finished after {kills}: exit code {code}\n{log[-3000:]}"
+            break
+        assert code in (0, kill.exit_code), f"{kill}: exit code {code}\n{log[-3000:]}"
         found = [text for text in differences(base, run_dir, export=False) if not text.startswith("steps")]
         assert not found, f"after {kill}: {found}"
         lines = read_metrics(run_dir / "metrics.jsonl")
-        outcomes.append(Outcome(kill, code != 0, code, int(lines[-1]["step"]) if lines else -1))
+        outcomes.append(Outcome(layout, kill, code, resumed, int(lines[-1]["step"]) if lines else -1))
         when = f"{kill.point:16} {kill.nth} {kill.after_s:6.3f} s"
-        print(f"  {when}  {kill.victim:7} exit {code:4}  step {outcomes[-1].reached}", flush=True)
+        print(f"  {when}  {kill.victim:7} exit {code:4}  from {resumed} to {outcomes[-1].reached}", flush=True)
         if code == 0:
             break
-    if outcomes[-1].exit_code != 0:
-        code = runs.launch(run_dir, None)
-        assert code == 0, f"the run could not be finished after {kills}: exit code {code}"
+    runs.wait_for_orphans(f"after {kills}")
     found = differences(base, run_dir)
     assert not found, f"after {kills}: {found}"
     return outcomes
 
 
+def _committed(run_dir: Path) -> int:
+    latest = run_dir / "checkpoints" / "latest"
+    return int(latest.read_text().removeprefix("step_")) if latest.exists() else 0
+
+
+def _resumed_from(log: str) -> int | None:
+    """Step of the checkpoint that a launch went on from; 0: it began anew; None: it died before it came to that."""
+    for line in log.splitlines():
+        if "resumed from " in line:
+            return int(line.rsplit("step ", 1)[1])
+    return 0 if "weights synced" in log else None
+
+
+def _tail(log: Path) -> str:
+    return log.read_text()[-4000:]
+
+
+def in_layout(layout: str, lab: Lab, port: int, root: Path, kills: Sequence[Kill], n_random: int) -> list[Outcome]:
+    """All kills of a layout, in as many runs as it takes."""
+    runs = Runs(lab, port, root, (*SETTINGS, *LAYOUTS[layout]))
+    base = root / "base"
+    code, log = runs.launch(base, None)
+    assert code == 0, f"the run that is left alone failed:\n{log[-4000:]}"
+    times = sorted(line["time/step_s"] for line in read_metrics(base / "metrics.jsonl")[1:])
+    pending = [*kills, *random_kills(n_random, times[len(times) // 2], seed=len(layout))]
+    first = [kill for kill in pending if kill in FIRST_KILLS]
+    pending = [kill for kill in pending if kill not in FIRST_KILLS]
+    outcomes: list[Outcome] = []
+    n_runs = 0
+    while pending or first:
+        chain = [*first[:1], *pending[:KILLS_OF_A_RUN]]
+        done = torture(runs, base, root / f"run_{n_runs}", chain, layout)
+        assert done[0].killed, f"a whole run never came to {done[0].kill}"
+        # What came after the end of this run is tried at the start of the next.
+        n_killed = sum(o.killed for o in done)
+        pending = [*chain[max(n_killed, len(first[:1])) :], *pending[KILLS_OF_A_RUN:]]
+        first = first[1:]
+        outcomes += [o for o in done if o.killed]
+        n_runs += 1
+        print(f"{layout}: run {n_runs} equal to the bit after {n_killed} kills; {len(pending)} to go", flush=True)
+    return outcomes
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--random", type=int, default=50, help="kills at random times")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="default: %(default)s")
+    parser.add_argument("--random", type=int, default=17, help="kills at random times, in each layout")
+    parser.add_argument("--json", type=Path, help="put the layouts that ran into this file")
     args = parser.parse_args()
-    outcomes: list[Outcome] = []
-    n_exact = 0
+    names = args.layouts.split(",")
+    if unknown := [name for name in names if name not in LAYOUTS]:
+        parser.error(f"--layouts {args.layouts}: there is no {unknown[0]!r}, but {', '.join(LAYOUTS)}")
     with tempfile.TemporaryDirectory(prefix="gkd_kill_") as folder:
         root = Path(folder)
         lab = make_lab(root)
         with ServerProcess(lab.teacher, root, options=("--max-batch-tokens", "2")) as server:
-            log = root / "runs.log"
-            log.touch()
-            runs = Runs(lab, server.port, log, SETTINGS)
-            base = root / "base"
-            try:
-                assert runs.launch(base, None) == 0, "the run that is left alone failed"
-                times = [line["time/step_s"] for line in read_metrics(base / "metrics.jsonl")[1:]]
-                pending = [*kills_at_points(), *random_kills(args.random, sorted(times)[len(times) // 2], args.seed)]
-                while pending:
-                    chain = pending[:KILLS_OF_A_RUN]
-                    done = torture(runs, base, root / f"run_{n_exact}", chain)
-                    assert done[0].killed, f"a whole run never came to {done[0].kill}"
-                    # What came after the end of this run is tried at the start of the next.
-                    pending = chain[sum(o.killed for o in done) :] + pending[len(chain) :]
-                    outcomes += [o for o in done if o.killed]
-                    n_exact += 1
-                    n_killed = sum(o.killed for o in done)
-                    print(f"run {n_exact}: equal to the bit after {n_killed} kills; {len(pending)} to go", flush=True)
-            except BaseException:
-                print("\n".join(log.read_text().splitlines()[-60:]), file=sys.stderr)
-                raise
-    n_kills = len(outcomes)
-    print(f"{n_kills} kills, {n_exact} runs, all equal to the bit to the one that was left alone")
-    if args.json:
-        report = {
-            "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
-            "steps": N_STEPS,
-            "kills": n_kills,
-            "kills_at_random_times": sum(o.kill.point == "data" and o.kill.after_s > 0 for o in outcomes),
-            "runs": n_exact,
-            "bit_equal": n_exact,
-            "outcomes": [asdict(o) for o in outcomes],
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+            for name in names:
+                # One layout is killed at every point; all of them at random times, and where ranks save together.
+                everywhere = name == "one_rank"
+                kills = [*FIRST_KILLS, *kills_at_points()] if everywhere else [Kill("checkpoint", 3, 0.03, "actor")]
+                outcomes = in_layout(name, lab, server.port, root / name, kills, args.random)
+                if args.json:
+                    _write(args.json, name, outcomes)
     return 0
+
+
+def _write(file: Path, layout: str, outcomes: Sequence[Outcome]) -> None:
+    n_random = sum(o.kill.point == "data" and o.kill.after_s > 0 for o in outcomes)
+    report = json.loads(file.read_text()) if file.exists() else {}
+    report[layout] = {
+        "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
+        "settings": [*SETTINGS, *LAYOUTS[layout]],
+        "kills": len(outcomes),
+        "kills_at_random_times": n_random,
+        "bit_equal": len(outcomes),  # or this would not have come so far
+        "outcomes": [asdict(o) for o in outcomes],
+    }
+    file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

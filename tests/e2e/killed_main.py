@@ -60,8 +60,11 @@ class Killer:
         family = me.children(recursive=True)
         if self._victim in VICTIMS:
             title = VICTIMS[self._victim]
-            chosen = next(p for p in family if title in " ".join(p.cmdline()))  # Ray titles its actors by their class
-            chosen.kill()
+            # Ray titles its actors by their class, and by their method while one runs.
+            chosen = [p for p in family if title in " ".join(p.cmdline())]
+            if not chosen:
+                os._exit(70)  # nobody would see an exception in this thread
+            chosen[0].kill()
             return
         if self._victim == "all":
             for process in family:
