@@ -1,9 +1,9 @@
 """`python -m tests.e2e.kill_matrix [--json FILE]`: kill -9 everywhere, resume, compare to the bit.
 
-By hand; an hour or so, or half of one with the layouts in two commands. In each layout one run is left alone. Others are
-killed again and again: at every point of a step (`tests.e2e.killed_main`), every victim, and at random times; each time
-they are resumed with trainer.resume=auto, from the newest checkpoint that was committed. In the end their metrics and
-exported weights must be those of the first, bit for bit, no step twice and none left out.
+By hand; an hour or so, or half of one with the layouts in two commands. In each layout one run is left alone. Others
+are killed again and again: at every point of a step (`tests.e2e.killed_main`), every victim, and at random times; each
+time they are resumed with trainer.resume=auto, from the newest checkpoint that was committed. In the end their metrics
+and exported weights must be those of the first, bit for bit, no step twice and none left out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Kill:
 
 @dataclass
 class Outcome:
-    layout: str
     kill: Kill
     exit_code: int
     resumed_from: int | None  # see `_resumed_from`
@@ -149,7 +148,7 @@ class Runs:
             raise RuntimeError(f"{when}: left behind: {[p.cmdline()[:3] for p in alive]}")
 
 
-def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill], layout: str = "") -> list[Outcome]:
+def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill]) -> list[Outcome]:
     """One run with all these kills, resumed to its end. Raises AssertionError where it is not the base run."""
     outcomes: list[Outcome] = []
     for kill in (*kills, None):
@@ -166,7 +165,7 @@ def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill], layout
         found = [text for text in differences(base, run_dir, export=False) if not text.startswith("steps")]
         assert not found, f"after {kill}: {found}"
         lines = read_metrics(run_dir / "metrics.jsonl")
-        outcomes.append(Outcome(layout, kill, code, resumed, int(lines[-1]["step"]) if lines else -1))
+        outcomes.append(Outcome(kill, code, resumed, int(lines[-1]["step"]) if lines else -1))
         when = f"{kill.point:16} {kill.nth} {kill.after_s:6.3f} s"
         print(f"  {when}  {kill.victim:7} exit {code:4}  from {resumed} to {outcomes[-1].reached}", flush=True)
         if code == 0:
@@ -208,7 +207,7 @@ def in_layout(layout: str, lab: Lab, port: int, root: Path, kills: Sequence[Kill
     n_runs = 0
     while pending or first:
         chain = [*first[:1], *pending[:KILLS_OF_A_RUN]]
-        done = torture(runs, base, root / f"run_{n_runs}", chain, layout)
+        done = torture(runs, base, root / f"run_{n_runs}", chain)
         assert done[0].killed, f"a whole run never came to {done[0].kill}"
         # What came after the end of this run is tried at the start of the next.
         n_killed = sum(o.killed for o in done)
