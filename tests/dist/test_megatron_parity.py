@@ -5,6 +5,8 @@ What this does not prove: NCCL, CUDA kernels, bfloat16 rounding.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(references: Path) -> dict[str, list[dict[str, Any]]]:
-    """Measurements of all ranks, per layout; one spawn for each world size runs its layouts in turn."""
-    measured: dict[str, list[dict[str, Any]]] = {}
-    for size in sorted({layout[0] for layout in LAYOUTS.values()}):
+def results(references: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """Measurements of all ranks of a layout; one spawn for each world size, when it is needed, runs its layouts."""
+
+    @functools.cache
+    def spawned(size: int) -> list[dict[str, dict[str, Any]]]:
         names = [name for name, layout in LAYOUTS.items() if layout[0] == size]
-        ranks = run_gloo(_measure_all, size, references, names, timeout_s=200.0)
-        measured |= {name: [rank[name] for rank in ranks] for name in names}
-    return measured
+        return run_gloo(_measure_all, size, references, names, timeout_s=200.0)
+
+    return lambda name: [rank[name] for rank in spawned(LAYOUTS[name][0])]
 
 
 def _measure_all(rank: int, world_size: int, root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -146,14 +149,16 @@ def _padding_grad(student: Any, layout: Any) -> float:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if size > 2 else ()) for name, (size, *_) in LAYOUTS.items()]
+)
 @pytest.mark.parametrize("kind", KINDS)
 class TestParity:
     """One class, so that a failure names layout and architecture."""
 
     def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
         """Fails if import maps a tensor wrongly, export is not its inverse, or a stage exports foreign names."""
-        ranks = [rank[kind] for rank in results[layout]]
+        ranks = [rank[kind] for rank in results(layout)]
         assert max(r["logits_diff"] for r in ranks) <= 1e-4
         assert all(r["round_trip"] for r in ranks)
         assert sorted({name for r in ranks for name in r["names"]}) == ranks[0]["expected_names"]
@@ -163,7 +168,7 @@ class TestParity:
         """Fails if loss scaling, a TP/PP/DP reduction, recompute or the loss's own gradient is off."""
         reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
         assert max(float(g.abs().max()) for g in reference.grads.values()) > 0.01  # else 1e-5 shows nothing
-        ranks = [rank[kind] for rank in results[layout]]
+        ranks = [rank[kind] for rank in results(layout)]
         assert max(r["grad_diff"] for r in ranks) <= 1e-5
         assert sorted({name for r in ranks for name in r["grad_names"]}) == sorted(reference.grads)
         assert max(r["padding_grad"] for r in ranks) == 0.0
@@ -171,7 +176,7 @@ class TestParity:
     def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
         """Fails if AdamW, weight-decay groups, clipping, or the reported statistics differ from plain training."""
         reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
-        ranks = [rank[kind] for rank in results[layout]]
+        ranks = [rank[kind] for rank in results(layout)]
         assert ranks[0]["teacher_mass"] < 0.95  # the loss is one of truncated distributions
         for r in ranks:
             assert r["weight_diff"] <= 1e-5

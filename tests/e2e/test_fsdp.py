@@ -25,6 +25,8 @@ def test_adapters_are_trained_and_their_sum_is_synced(lab: Lab, teacher_port: in
         "actor.strategy=fsdp2",
         "actor.lora.rank=8",
         "trainer.n_gpus_per_node=2",
+        "rollout.n_gpus_per_node=2",
+        "rollout.tp=2",
         "weight_sync.verify=always",
     )
     assert done.returncode == 0, done.stderr[-4000:]
