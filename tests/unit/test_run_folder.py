@@ -14,7 +14,8 @@ from gkd.config_check import all_keys
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import TokenRecord
-from gkd.run_folder import _FREE_IF_CONSTANT, _FREE_ON_RESUME, RunFolder, open_run_folder
+from gkd.run_folder import RunFolder, open_run_folder
+from gkd.same_run import FREE_IF_CONSTANT, FREE_ON_RESUME
 from tests.unit.checkpoint_files import check_actor, write_actor
 
 
@@ -93,7 +94,7 @@ def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
 
 def test_the_free_keys_are_real_keys() -> None:
     """If it fails, a renamed key silently became one that a resume must not change."""
-    assert all_keys() >= _FREE_ON_RESUME | _FREE_IF_CONSTANT
+    assert all_keys() >= FREE_ON_RESUME | FREE_IF_CONSTANT
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
