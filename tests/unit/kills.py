@@ -1,4 +1,4 @@
-"""Kill a process at a chosen operation on the names of files and folders; for tests of what is left then."""
+"""Kill a process at a chosen operation of what it writes; for tests of what is left then."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def kill_at(n: int) -> None:
-    """This process ends by SIGKILL right before its n-th operation on the names of files and folders."""
+    """This process ends by SIGKILL right before its n-th operation that changes a name, or opens a file to write."""
     left = n
 
     def hook(event: str, args: tuple[object, ...]) -> None:
         nonlocal left
-        if event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}:
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}:
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
