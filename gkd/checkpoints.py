@@ -2,10 +2,10 @@
 
 checkpoints/step_N/{actor/..., trainer.json, config.yaml, teacher.json, manifest.json}
             latest            name of the newest committed one
-            .tmp_step_N/      being written
+            .tmp_step_N_*/    being written; each save has a name of its own, see `CheckpointStore.begin`
             .trash_step_N/    being deleted
 
-    begin -> the ranks write into .tmp_step_N/actor -> commit: documents, manifest, flush, rename, flush, `latest`
+    begin -> the ranks write into .tmp_step_N_*/actor -> commit: documents, manifest, flush, rename, flush, `latest`
 
 Committed is what `latest` reaches: the folder that it names and those of earlier steps. A folder of a later step was
 renamed by a save that was killed before its end, or belongs to a future that was given up when a run went back to an
@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gkd.disk import fsync, write_synced
-from gkd.errors import CheckpointError
+from gkd.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
+from gkd.errors import CheckpointError, DamagedCheckpoint
 from gkd.log import get_logger
 from gkd.manifest import NAME as MANIFEST
 from gkd.manifest import Manifest, check_sizes, digest_bytes, verify
@@ -32,7 +31,7 @@ from gkd.roles import FileDigest
 log = get_logger("checkpoints")
 
 ACTOR, STATE = "actor", "trainer.json"
-_POINTER, _TMP, _TRASH = "latest", ".tmp_", ".trash_"
+_POINTER, _TRASH = "latest", ".trash_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +75,15 @@ def _folder_name(step: int) -> str:
 
 
 def verified(folder: Path) -> tuple[TrainerState, Manifest]:
-    """A checkpoint's state, after every byte of it was read and compared. Raises CheckpointError naming the file."""
+    """A checkpoint's state, after every byte of it was read and compared.
+
+    Raises:
+        DamagedCheckpoint: names the file that is not what was saved.
+        CheckpointError: names the file that cannot be read now, or that another version wrote.
+    """
     manifest = verify(folder)
     if manifest.step != step_of(folder):
-        raise CheckpointError(f"{folder}: {MANIFEST} is of step {manifest.step}")
+        raise DamagedCheckpoint(f"{folder}: {MANIFEST} is of step {manifest.step}")
     return read_state(folder), manifest
 
 
@@ -88,16 +92,20 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._begun: tuple[int, Path] | None = None  # the save under way
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of a save; it becomes a checkpoint by `commit`. Raises CheckpointError."""
-        work = self._work(step)
-        with _named(work):
-            if not self.root.exists():
-                self.root.mkdir(parents=True)
-                fsync(self.root.parent)
+        """An empty folder for the files of a save; it becomes a checkpoint by `commit`. Raises CheckpointError.
+
+        Its name is new each time: the ranks of a killed run live on for seconds, and what they still write must not
+        come into a save of the next run.
+        """
+        work = self.root / f"{TMP}{_folder_name(step)}_{secrets.token_hex(4)}"
+        with naming(work):
+            make_folder(self.root)
             self.remove_leftovers()
             work.mkdir()
+        self._begun = step, work
         return work
 
     def commit(self, step: int, documents: Mapping[str, bytes], actor: Mapping[str, FileDigest]) -> Manifest:
@@ -108,14 +116,18 @@ class CheckpointStore:
             actor: what the ranks wrote and flushed into actor/, relative to it.
 
         Raises:
-            CheckpointError: the disk is full or read-only, or a file is not what the ranks say; earlier checkpoints
-                are untouched.
+            CheckpointError: the disk is full or read-only, or a file is not what the ranks say; or `latest` is at this
+                step or a later one, or no save of this step was begun. Earlier checkpoints are untouched.
         """
-        work, final = self._work(step), self._folder(step)
-        newest = self._pointer()
-        assert newest is None or newest < step, f"step {step} is committed after step {newest}"
+        final, newest = self._folder(step), self._pointer()
+        if self._begun is None or self._begun[0] != step:
+            raise CheckpointError(f"{final}: no save of step {step} was begun, so none can be committed")
+        if newest is not None and newest >= step:
+            problem = f"{self.root / _POINTER} is at step {newest} already"
+            raise CheckpointError(f"{final} cannot be committed: {problem}; is another run writing into the folder?")
+        (_, work), self._begun = self._begun, None
         try:
-            with _named(final):
+            with naming(final):
                 manifest = self._finish(work, step, documents, actor)
                 reached = self.committed()
                 for folder in self._folders():
@@ -126,7 +138,7 @@ class CheckpointStore:
                 self._point_to(final)
         except CheckpointError:
             if not work.exists() and self._pointer() != step:  # renamed, and nothing reaches it
-                _remove(final)
+                remove(final)
             self.remove_leftovers()
             raise
         return manifest
@@ -148,11 +160,12 @@ class CheckpointStore:
         """The newest committed checkpoint that is undamaged, each byte read; damaged ones are logged. None: no save.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are damaged; names each and what is wrong with it.
+            CheckpointError: there are checkpoints, and all are damaged; names each and what is wrong with it. Or one
+                cannot be read now, or another version wrote it: going on from the one before would give it up.
         """
         damages = []
         newest, folders, committed = self._pointer(), self._folders(), self.committed()
-        if newest is not None and not self._folder(newest).is_dir():
+        if newest is not None and self._folder(newest) not in folders:
             damages.append(f"{self._folder(newest)} is missing ({_POINTER} names it)")
             log.error("damaged checkpoint: %s; looking for the one before", damages[-1])
         if newest is None and committed:
@@ -162,7 +175,7 @@ class CheckpointStore:
         for folder in reversed(committed):
             try:
                 verified(folder)
-            except CheckpointError as error:
+            except DamagedCheckpoint as error:
                 damages.append(str(error))
                 log.error("damaged checkpoint: %s; looking for the one before", damages[-1])
             else:
@@ -181,7 +194,7 @@ class CheckpointStore:
             CheckpointError: `latest` cannot be written.
         """
         if self._pointer() != step_of(folder):
-            with _named(self.root / _POINTER):
+            with naming(self.root / _POINTER):
                 self._point_to(folder)
 
     def committed(self) -> list[Path]:
@@ -199,8 +212,8 @@ class CheckpointStore:
 
     def remove_leftovers(self) -> None:
         """Delete what killed saves and deletions left behind; no other process may be writing."""
-        for path in [*self.root.glob(f"{_TMP}*"), *self.root.glob(f"{_TRASH}*")]:
-            _remove(path)
+        for path in [*self.root.glob(f"{TMP}*"), *self.root.glob(f"{_TRASH}*")]:
+            remove(path)
 
     def _finish(
         self, work: Path, step: int, documents: Mapping[str, bytes], actor: Mapping[str, FileDigest]
@@ -220,10 +233,7 @@ class CheckpointStore:
         return manifest
 
     def _point_to(self, folder: Path) -> None:
-        fresh = self.root / f"{_TMP}{_POINTER}"
-        write_synced(fresh, f"{folder.name}\n".encode())
-        fresh.replace(self.root / _POINTER)
-        fsync(self.root)
+        replace_file(self.root / _POINTER, f"{folder.name}\n".encode())
 
     def _pointer(self) -> int | None:
         """The step that `latest` names; None: there is no such file, or it is garbled."""
@@ -238,37 +248,15 @@ class CheckpointStore:
         return step if step is not None and text == f"{_folder_name(step)}\n" else None
 
     def _folders(self) -> list[Path]:
-        found = [path for path in self.root.glob("step_*") if step_of(path) is not None and path.is_dir()]
+        with naming(self.root, "read"):
+            found = [path for path in self.root.glob("step_*") if step_of(path) is not None and path.is_dir()]
         return sorted(found, key=lambda path: step_of(path) or 0)
 
     def _folder(self, step: int) -> Path:
         return self.root / _folder_name(step)
 
-    def _work(self, step: int) -> Path:
-        return self.root / f"{_TMP}{_folder_name(step)}"
-
     def _delete(self, folder: Path) -> None:
         trash = folder.with_name(f"{_TRASH}{folder.name}")
         folder.rename(trash)
         fsync(self.root)
-        _remove(trash)
-
-
-def _remove(path: Path) -> None:
-    """Delete a file or folder that nobody needs; what cannot be deleted is logged and left."""
-    try:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("%s cannot be removed: %s", path, error)
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """An OSError inside is a CheckpointError that names the checkpoint."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+        remove(trash)

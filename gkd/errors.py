@@ -40,7 +40,11 @@ class ModelError(GkdError):
 
 
 class CheckpointError(GkdError):
-    """A checkpoint is missing, damaged or belongs to another run."""
+    """A checkpoint, or another file of the run folder, is missing, damaged, of another run, or cannot be written."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint does not hold what was saved, and never will again; an earlier one may be used instead."""
 
 
 class ClusterError(GkdError):

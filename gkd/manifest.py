@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from gkd.errors import CheckpointError
+from gkd.errors import CheckpointError, DamagedCheckpoint
 from gkd.roles import FileDigest
 
 NAME = "manifest.json"
@@ -60,60 +60,74 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError: there is none, or it is not as it was written."""
+    """The list of a checkpoint's files.
+
+    Raises:
+        DamagedCheckpoint: there is none, or it is not as it was written.
+        CheckpointError: it cannot be read now, or is of a version of this program that this one does not know.
+    """
     file = folder / NAME
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: {NAME} is missing") from error
+        raise DamagedCheckpoint(f"{folder}: {NAME} is missing") from error
     except OSError as error:
         raise CheckpointError(f"{folder}: {NAME} cannot be read ({error})") from error
     except ValueError as error:  # JSON's and UTF-8's errors alike
-        raise CheckpointError(f"{folder}: {NAME} is damaged: it is not JSON ({error})") from error
-    if isinstance(content, dict) and content.get("format") not in (None, _FORMAT):
-        problem = f"has the format {content['format']!r}, and this version reads {_FORMAT}"
-        raise CheckpointError(f"{folder}: {NAME} {problem}, or it is damaged")
+        raise DamagedCheckpoint(f"{folder}: {NAME} is damaged: it is not JSON ({error})") from error
     try:
+        _check_seal(content)
+        if content["format"] != _FORMAT:
+            problem = f"has the format {content['format']!r}, and this version reads {_FORMAT}"
+            raise CheckpointError(f"{folder}: {NAME} {problem}; resume with the version that wrote it")
         return _parsed(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: {NAME} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"{folder}: {NAME} is damaged: {error}") from error
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Are all files there, as long as they should be? Raises CheckpointError naming the first that is not."""
+    """Are all files there, as long as they should be?
+
+    Raises:
+        DamagedCheckpoint: names the first that is not.
+        CheckpointError: names the first that cannot be looked at now.
+    """
     for name, wanted in manifest.files.items():
         path = folder / name
         try:
             if not path.is_file():
-                raise CheckpointError(f"{folder}: {name} is missing")
+                raise DamagedCheckpoint(f"{folder}: {name} is missing")
             n_bytes = path.stat().st_size
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read ({error})") from error
         if n_bytes != wanted.n_bytes:
-            raise CheckpointError(f"{folder}: {name} has {n_bytes} bytes where {wanted.n_bytes} were written")
+            raise DamagedCheckpoint(f"{folder}: {name} has {n_bytes} bytes where {wanted.n_bytes} were written")
 
 
 def verify(folder: Path) -> Manifest:
     """Read every byte of a checkpoint and compare. Blocks for as long as the disk takes.
 
     Raises:
-        CheckpointError: names the first file that is missing, of another size, or with other content.
+        DamagedCheckpoint: names the first file that is missing, of another size, or with other content.
+        CheckpointError: names the first file that cannot be read now, which says nothing about what it holds; or see
+            `read_manifest`.
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
 
-    def damage(name: str) -> str | None:
+    def problem_of(name: str) -> CheckpointError | None:
         try:
             same = digest_file(folder / name) == manifest.files[name]
         except OSError as error:
-            return f"cannot be read ({error})"
-        return None if same else "has other content than was written (its digest differs)"
+            return CheckpointError(f"{folder}: {name} cannot be read ({error})")
+        text = f"{folder}: {name} has other content than was written (its digest differs)"
+        return None if same else DamagedCheckpoint(text)
 
     with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="verify") as threads:
-        for name, problem in zip(manifest.files, threads.map(damage, manifest.files), strict=True):
+        for problem in threads.map(problem_of, manifest.files):
             if problem is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
-                raise CheckpointError(f"{folder}: {name} {problem}")
+                raise problem
     return manifest
 
 
@@ -121,10 +135,14 @@ def _seal(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def _parsed(content: Any) -> Manifest:
+def _check_seal(content: Any) -> None:
+    """Takes the seal out of it. The seal of every format is made like this, so one can be told from damage."""
     seal = content.pop("xxh3_128")
     if seal != _seal(content):
         raise ValueError("its own digest differs")
+
+
+def _parsed(content: Any) -> Manifest:
     files = {}
     for name, (n_bytes, digest) in content["files"].items():
         path = PurePosixPath(name)

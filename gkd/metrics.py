@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from gkd.disk import make_folder, naming, replace_file
+from gkd.errors import CheckpointError
 
 
 class StageTimers:
@@ -48,33 +52,61 @@ class StageTimers:
 
 
 class MetricsWriter:
-    """Appends one JSON object a line; flushed each time, so a killed run keeps all it reported.
+    """Appends one JSON object a line, at once, so a killed run keeps all it reported.
 
     Args:
         keep_through: lines of later steps are dropped first: a run that resumes from step 10 reports step 11 once,
             however far it had come before. -1 = start anew.
+
+    Raises:
+        CheckpointError: the file cannot be written, or (unless it starts anew) a line of it is garbled.
     """
 
     def __init__(self, path: Path, keep_through: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            kept = [line for line in read_metrics(path) if line["step"] <= keep_through]
-            fresh = path.with_suffix(".tmp")
-            fresh.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            fresh.replace(path)
-        self._file = path.open("a")
+        self._path = path
+        with naming(path):
+            make_folder(path.parent)
+            lines = read_metrics(path) if keep_through >= 0 and path.exists() else []
+            kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= keep_through)
+            replace_file(path, kept.encode())
+            self._file = path.open("ab", buffering=0)  # nothing is left to be written, and to fail, when it is closed
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One line. Raises CheckpointError: it cannot be written; half of it may be there, as after a kill."""
         # JSON has no NaN; a reader must see null, not a line its parser refuses.
         clean = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **clean}) + "\n")
-        self._file.flush()
+        left = (json.dumps({"step": step, **clean}) + "\n").encode()
+        with naming(self._path):
+            while left:
+                left = left[self._file.write(left) :]
+
+    def sync(self) -> None:
+        """Flush what was written to the disk: before a checkpoint that it leads up to. Raises CheckpointError."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl; a last line that a killed run left half-written is left out."""
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """The lines of a metrics.jsonl; a last line that a killed run left half-written is left out.
+
+    Raises:
+        CheckpointError: it cannot be read, or a line is not one of ours; names the line.
+    """
+    with naming(path, "read"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line]
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
+    try:
+        content = json.loads(line)
+    except ValueError as error:  # JSON's and UTF-8's errors alike
+        problem = f"is garbled ({error})"
+    else:
+        if isinstance(content, dict) and type(content.get("step")) is int:
+            return content
+        problem = "has no step"
+    raise CheckpointError(f"{path}: line {number} {problem}; delete that line, or restore the file, to go on")

@@ -149,14 +149,18 @@ class ActorRole(Protocol):
         """
         ...
 
-    def save_finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
+    def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
         """What the save wrote: file, relative to its folder, in POSIX form -> digest. All of it has reached the disk.
+
+        Answered also while a rank is busy with another call, or hangs in it.
 
         Args:
             wait: block until all is written. Otherwise None = not yet.
+            timeout_s: for how long at most; None: trainer.stage_timeout_s.
 
         Raises:
             CheckpointError: a rank could not write.
+            ClusterError: a rank died, or did not answer in time.
         """
         ...
 

@@ -5,9 +5,10 @@ run_dir/config.yaml            resolved settings
         metrics.jsonl          one line a step
         checkpoints/           see `gkd.checkpoints`
         branched_from          the checkpoint of another run that this one began with, if it did
+        going_back             the earlier checkpoint of its own that it was told to go back to, until that is loaded
         samples/step_N.jsonl   greedy answers to held-out prompts
         token_losses/step_N.jsonl  the numbers of each token of an evaluation, with eval.keep_token_losses
-        export/                the trained student in Hugging Face format
+        export/                the trained student in Hugging Face format; see `gkd.export_folder`
 """
 
 from __future__ import annotations
@@ -16,68 +17,27 @@ import fcntl
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from gkd import export_folder
 from gkd.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state, step_of, verified
 from gkd.config import Config
-from gkd.config_load import config_yaml, load_config
-from gkd.disk import fsync, write_synced
+from gkd.config_load import config_yaml
+from gkd.disk import TMP, fsync, make_folder, naming, replace_file
 from gkd.errors import ConfigError
+from gkd.log import get_logger
 from gkd.manifest import NAME as MANIFEST
 from gkd.manifest import Manifest
 from gkd.roles import FileDigest, Sample, TokenRecord
+from gkd.same_run import check_same_run, check_same_teacher
 
-_ORIGIN = "branched_from"
-# Keys a resumed run may change: they say how and where the same thing is computed, not what. A checkpoint can be loaded
-# in another layout, so the pools may be split anew.
-_FREE_ON_RESUME = {
-    "trainer.run_dir",
-    "trainer.resume",
-    "trainer.save_every",
-    "trainer.keep_last",
-    "trainer.keep_every",
-    "trainer.async_save",
-    "trainer.init_timeout_s",
-    "trainer.stage_timeout_s",
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
-    "actor.tp",
-    "actor.pp",
-    "actor.vpp",
-    "actor.ep",
-    "actor.sequence_parallel",
-    "actor.recompute",
-    "actor.fsdp_cpu_offload",
-    "actor.packing",
-    "actor.balance",
-    "actor.micro_batch_size",
-    "actor.max_tokens_per_micro_batch",
-    "actor.fused_lm_head",
-    "actor.logits_chunk_mib",
-    "actor.loss_kernel",
-    "rollout.n_gpus_per_node",
-    "rollout.nnodes",
-    "rollout.tp",
-    "rollout.max_num_seqs",
-    "rollout.gpu_memory_utilization",
-    "rollout.cpu_kv_cache_mib",
-    "rollout.enforce_eager",
-    "teacher.server_ip",
-    "teacher.server_port",
-    "teacher.name",
-    "teacher.keys",
-    "teacher.n_server_workers",
-    "teacher.overlap_rollout",
-    "teacher.request_timeout_s",
-    "teacher.outage_budget_s",
-}
-_FREE_SECTIONS = ("cluster.", "eval.", "weight_sync.")
-# The end of the run shapes every step of a schedule that ends there, and none of a constant one.
-_FREE_IF_CONSTANT = {"trainer.total_steps", "trainer.total_epochs"}
+log = get_logger("run_folder")
+
+_LOCK, _ORIGIN, _GOING_BACK = ".lock", "branched_from", "going_back"
+_BY_STEP = ("samples", "token_losses")  # folders with a file of each evaluation
 
 
 class RunFolder:
@@ -94,24 +54,34 @@ class RunFolder:
         self._teacher = teacher
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
-        self.export = root / "export"
+        self.new_export = export_folder.new_export(root)
         self.store = CheckpointStore(root / "checkpoints")
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """One JSON line a greedy answer."""
-        file = self.root / "samples" / f"step_{step:08d}.jsonl"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
+        """One JSON line a greedy answer. Raises CheckpointError: it cannot be written."""
+        self._write_of_step("samples", step, [asdict(sample) for sample in samples])
 
     def write_token_losses(self, step: int, records: Sequence[TokenRecord]) -> None:
-        """One JSON line a sequence of an evaluation; see `TokenRecord`. Infinities are null, as in the metrics."""
-        file = self.root / "token_losses" / f"step_{step:08d}.jsonl"
-        file.parent.mkdir(exist_ok=True)
-        lines = []
+        """One JSON line a sequence of an evaluation; see `TokenRecord`. Infinities are null, as in the metrics.
+
+        Raises CheckpointError: it cannot be written.
+        """
+        rows = []
         for record in records:
             values = {name: [v if math.isfinite(v) else None for v in row] for name, row in record.values.items()}
-            lines.append(json.dumps(asdict(record) | {"values": values}) + "\n")
-        file.write_text("".join(lines))
+            rows.append(asdict(record) | {"values": values})
+        self._write_of_step("token_losses", step, rows)
+
+    def forget_after(self, step: int) -> None:
+        """Delete the answers and token losses of later steps: the run went back, and makes those steps anew.
+
+        Raises CheckpointError: one cannot be deleted.
+        """
+        for file in [file for name in _BY_STEP for file in (self.root / name).glob("*")]:
+            digits = file.name.removeprefix("step_").removesuffix(".jsonl")
+            if file.name.startswith(TMP) or (digits.isdecimal() and int(digits) > step):
+                with naming(file, "deleted"):
+                    file.unlink()
 
     def commit_checkpoint(self, state: TrainerState, actor: Mapping[str, FileDigest]) -> Manifest:
         """Make a finished save the newest checkpoint, then delete those that trainer.keep_last and keep_every let go.
@@ -128,6 +98,10 @@ class RunFolder:
         self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every)
         return manifest
 
+    def starts_from_its_own(self) -> bool:
+        """Is what the run goes on from one of its own checkpoints?"""
+        return self.start is not None and self.start.parent == self.store.root
+
     def resume(self, load_actor: Callable[[Path], None]) -> TrainerState | None:
         """Load the checkpoint that the run goes on from; None: it begins at step 0.
 
@@ -137,14 +111,26 @@ class RunFolder:
             return None
         state = read_state(self.start)
         load_actor(self.start / ACTOR)
-        if self.start.parent == self.store.root:
+        if self.starts_from_its_own():
             self.store.go_on_from(self.start)
+            with naming(self.root / _GOING_BACK, "deleted"):
+                (self.root / _GOING_BACK).unlink(missing_ok=True)
+                fsync(self.root)  # or a power cut brings it back, and the run would go back once more
         return state
 
-    def clear_export(self) -> None:
-        """Remove the export of an earlier end of this run; it is written again at the new end."""
-        if self.export.exists():
-            shutil.rmtree(self.export)
+    def publish_export(self) -> Path:
+        """Put the whole folder at `new_export` in the place of an export of an earlier end of this run; that place.
+
+        Raises:
+            CheckpointError: it cannot be renamed; the earlier one stays.
+        """
+        return export_folder.publish(self.root)
+
+    def _write_of_step(self, folder: str, step: int, rows: Sequence[object]) -> None:
+        file = self.root / folder / f"step_{step:08d}.jsonl"
+        with naming(file):
+            make_folder(file.parent)
+            replace_file(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
@@ -159,13 +145,14 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
         ConfigError: it holds another run and trainer.resume is never or a checkpoint of another run, or the teacher or
             settings that shape the result have changed; trainer.resume is no checkpoint; another process holds it; it
             is a folder of something else; it cannot be written.
-        CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are.
+        CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are; or one
+            cannot be read now.
     """
     root = Path(config.trainer.run_dir)
     if root.exists() and not root.is_dir():
         raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
     is_ours = (root / "config.yaml").exists() and (root / "teacher.json").exists()
-    if root.exists() and any(root.iterdir()) and not is_ours:
+    if not is_ours and _holds_another_s(root):
         problem = "it is not empty and holds no whole run of ours."
         raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
     store, named = CheckpointStore(root / "checkpoints"), named_checkpoint(config)
@@ -179,25 +166,24 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
                 "it holds a run already.",
                 "name another folder, or set trainer.resume=auto to go on with that run.",
             )
-        _check_same_run(root / "config.yaml", config)
-        _check_same_teacher(root / "teacher.json", teacher, config)
+        check_same_run(root / "config.yaml", config)
+        check_same_teacher(root / "teacher.json", teacher, config)
     if named is not None:
         _check_checkpoint(named, teacher, config)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        fsync(root.parent)
+        make_folder(root)
         lock = _hold(root)
         try:
             start = named
             if config.trainer.resume == "auto":
-                start = store.newest() or _origin(root, teacher, config)
+                going_back = _noted(root / _GOING_BACK, teacher, config)
+                start = going_back or store.newest() or _noted(root / _ORIGIN, teacher, config)
             store.remove_leftovers()
-            _replace(root / "teacher.json", _teacher_json(teacher))
-            _replace(root / "config.yaml", config_yaml(config))
-            if start is not None and start.parent != store.root:
-                _replace(root / _ORIGIN, f"{start}\n")
-            elif config.trainer.resume == "never":
-                (root / _ORIGIN).unlink(missing_ok=True)
+            export_folder.tidy(root)
+            # Before the config: from that on this is a run, and `auto` must know what it was told to begin with.
+            _note_start(root, start, store, config)
+            replace_file(root / "teacher.json", _teacher_json(teacher).encode())
+            replace_file(root / "config.yaml", config_yaml(config).encode())
         except BaseException:
             lock.close()
             raise
@@ -224,26 +210,48 @@ def named_checkpoint(config: Config) -> Path | None:
     raise ConfigError("trainer.resume", resume, problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
 
 
-def _origin(root: Path, teacher: Mapping[str, str], config: Config) -> Path | None:
-    """The other run's checkpoint that a branch began with: where it goes on from until it has saved one of its own."""
-    file = root / _ORIGIN
+def _noted(file: Path, teacher: Mapping[str, str], config: Config) -> Path | None:
+    """The checkpoint that an earlier start was told to go on from, and has not come to replace by its own work.
+
+    `branched_from`: the other run's that a branch began with, until it has saved one of its own. `going_back`: the
+    run's own, until it is loaded. None: there is no such file.
+    """
     if not file.exists():
         return None
-    folder = Path(file.read_text().removesuffix("\n"))
+    with naming(file, "read"):
+        text = file.read_text().removesuffix("\n")
+    # Of its own the name alone, so that the run can be moved.
+    folder = file.parent / "checkpoints" / text if file.name == _GOING_BACK else Path(text)
+    log.info("%s: an earlier start was told to go on from %s, and this one does", file, folder)
     _check_checkpoint(folder, teacher, config)
     return folder
+
+
+def _note_start(root: Path, start: Path | None, store: CheckpointStore, config: Config) -> None:
+    """Write down what the run was told to go on from, where `auto` would not find it by itself. Raises OSError."""
+    origin, going_back = root / _ORIGIN, root / _GOING_BACK
+    if config.trainer.resume == "auto":
+        return  # what is noted still holds
+    if start is not None and start.parent == store.root:
+        replace_file(going_back, f"{start.name}\n".encode())
+        return
+    going_back.unlink(missing_ok=True)
+    if start is None:
+        origin.unlink(missing_ok=True)
+    else:
+        replace_file(origin, f"{start}\n".encode())
 
 
 def _check_checkpoint(folder: Path, teacher: Mapping[str, str], config: Config) -> None:
     """Is this checkpoint whole, and may a run of this config and teacher go on from it?"""
     verified(folder)
-    _check_same_run(folder / "config.yaml", config)
-    _check_same_teacher(folder / "teacher.json", teacher, config)
+    check_same_run(folder / "config.yaml", config)
+    check_same_teacher(folder / "teacher.json", teacher, config)
 
 
 def _hold(root: Path) -> TextIO:
     """Lock the folder for as long as the file stays open; the kernel lets go of it however the process ends."""
-    lock = (root / ".lock").open("w")
+    lock = (root / _LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -251,15 +259,22 @@ def _hold(root: Path) -> TextIO:
         raise ConfigError(
             "trainer.run_dir", str(root), "another run is writing into it right now.", "wait for it, or name another."
         ) from error
+    except OSError as error:
+        lock.close()
+        raise ConfigError(
+            "trainer.run_dir",
+            str(root),
+            f"its file system cannot lock files ({error}), so two runs could write into it at once.",
+            "name a folder of a file system that can, or have this one mounted with locks (flock).",
+        ) from error
     return lock
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write beside `path`, flush and rename: a kill or a power cut in between leaves the old file whole."""
-    fresh = path.with_name(f".{path.name}.tmp")
-    write_synced(fresh, text.encode())
-    fresh.replace(path)
-    fsync(path.parent)
+def _holds_another_s(root: Path) -> bool:
+    """Is there anything in it that a start of ours, killed before it had written its config, does not leave?"""
+    ours = {_LOCK, _ORIGIN, _GOING_BACK, "teacher.json"}
+    ours |= {f"{TMP}{name}" for name in (*ours, "config.yaml")}
+    return root.exists() and any(path.name not in ours for path in root.iterdir())
 
 
 def _teacher_json(teacher: Mapping[str, str]) -> str:
@@ -270,45 +285,3 @@ def _has_begun(root: Path) -> bool:
     """Is there anything of a run to lose? A config alone is that of a run that never came to its first number."""
     metrics = root / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or CheckpointStore(root / "checkpoints").has_any()
-
-
-def _check_same_run(before: Path, now: Config) -> None:
-    """Args: before: the config.yaml of the run or of the checkpoint that is to go on."""
-    old, new = _flat(asdict(load_config(before))), _flat(asdict(now))
-    free_keys = _FREE_ON_RESUME | (_FREE_IF_CONSTANT if now.actor.optim.schedule == "constant" else set())
-    for key in sorted(new):
-        free = key in free_keys or key.startswith(_FREE_SECTIONS)
-        if not free and old.get(key) != new[key]:
-            raise ConfigError(
-                key,
-                new[key],
-                f"{before.parent} was started with {old.get(key)!r}.",
-                "keep the old value to resume, or start a new run in another trainer.run_dir.",
-            )
-
-
-def _check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> None:
-    try:
-        before = json.loads(file.read_text())
-        before["fingerprint"], before["name"]
-    except (ValueError, KeyError, TypeError) as error:
-        problem = f"its teacher.json is damaged ({error!r})."
-        raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
-    if before["fingerprint"] != teacher["fingerprint"]:
-        raise ConfigError(
-            "teacher.server_port",
-            now.teacher.server_port,
-            f"the server there has the model {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
-            f"{before['name']} ({before['fingerprint'][:12]}).",
-            "start the server with the old model to resume, or start a new run in another trainer.run_dir.",
-        )
-
-
-def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

@@ -5,6 +5,7 @@
     finish    the same, waiting: before the next save and before the run ends
 
 One save at a time, so no more than one copy in host memory. A save that fails stops the run at the next of these calls.
+A save is of no use to anybody before its commit, so whatever ends the run but an interrupt waits for it by `finish`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gkd.checkpoints import ACTOR, TrainerState
-from gkd.errors import GkdError
 from gkd.log import get_logger
 from gkd.roles import ActorRole
 from gkd.run_folder import RunFolder
@@ -42,17 +42,18 @@ class Saver:
     ) -> None:
         self._folder, self._actor, self._in_background, self._clock = folder, actor, in_background, clock
         self._under_way: _Save | None = None
-        self._saved_step = 0  # before the first step there is nothing that a new start would not have
+        self._committed_step = 0  # before the first step there is nothing that a new start would not have
 
     def resume(self) -> TrainerState | None:
         """Load what the run goes on from; None: it begins at step 0. Raises CheckpointError."""
         state = self._folder.resume(self._actor.load)
-        if state is not None:
-            self._saved_step = state.step
+        if state is not None and self._folder.starts_from_its_own():  # a branch has nothing of its own yet
+            self._committed_step = state.step
         return state
 
     def save(self, state: TrainerState) -> dict[str, float]:
-        """Begin to save this step, unless it is saved already; blocks for the copy, and for a save still under way.
+        """Begin to save this step, unless it is saved already or about to be; blocks for the copy, and for an earlier
+        save still under way.
 
         Returns:
             The numbers of a save that came to its end in here.
@@ -60,39 +61,47 @@ class Saver:
         Raises:
             CheckpointError: this save or the one under way failed; what it wrote is removed.
         """
-        if state.step == self._saved_step:
+        if state.step == self._committed_step or (self._under_way and state.step == self._under_way.state.step):
             return {}
         numbers = self.finish()
         began_s = self._clock()
         try:
             self._actor.save(self._folder.store.begin(state.step) / ACTOR)
-        except GkdError:
+        except Exception:
             self._give_up()
             raise
-        self._under_way, self._saved_step = _Save(state, began_s), state.step
+        self._under_way = _Save(state, began_s)
         return numbers if self._in_background else numbers | self.finish()
 
     def poll(self) -> dict[str, float]:
         """Commit the save under way if all ranks have written it; its numbers if so. Raises CheckpointError."""
         return self._commit(wait=False)
 
-    def finish(self) -> dict[str, float]:
-        """Wait for the save under way, if there is one, and commit it; its numbers. Raises CheckpointError."""
-        return self._commit(wait=True)
+    def finish(self, timeout_s: float | None = None) -> dict[str, float]:
+        """Wait for the save under way, if there is one, and commit it; its numbers.
 
-    def _commit(self, *, wait: bool) -> dict[str, float]:
+        Args:
+            timeout_s: how long to wait; None: trainer.stage_timeout_s.
+
+        Raises:
+            CheckpointError: it failed.
+            ClusterError: a rank died, or has not written its files by then.
+        """
+        return self._commit(wait=True, timeout_s=timeout_s)
+
+    def _commit(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, float]:
         save = self._under_way
         if save is None:
             return {}
         try:
-            written = self._actor.save_finished(wait=wait)
+            written = self._actor.save_finished(wait=wait, timeout_s=timeout_s)
             if written is None:
                 return {}
             manifest = self._folder.commit_checkpoint(save.state, written)
-        except GkdError:
+        except Exception:
             self._give_up()
             raise
-        self._under_way = None
+        self._under_way, self._committed_step = None, save.state.step
         seconds = self._clock() - save.began_s
         log.info("checkpoint of step %d: %d bytes in %.1f s", save.state.step, manifest.n_bytes, seconds)
         return {"perf/checkpoint_write_s": seconds, "perf/checkpoint_bytes": float(manifest.n_bytes)}

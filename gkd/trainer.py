@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from gkd.checkpoints import TrainerState
 from gkd.config import Config
-from gkd.errors import GkdError, NumericsError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
 from gkd.mixing import on_policy_places
@@ -38,6 +38,7 @@ log = get_logger("trainer")
 
 # Greedy answers of each evaluation that are written to the run folder.
 KEPT_SAMPLES = 50
+LAST_WAIT_S = 60.0  # for a save under way, where a rank has died or hangs
 EVAL_SEED = 2**31  # far from data.seed + step, so no evaluation repeats a training rollout's draws
 
 
@@ -81,16 +82,19 @@ class Trainer:
             TeacherUnavailable: after a checkpoint of the last finished step is saved.
             NumericsError, TeacherError: the batch has not moved the weights.
             ClusterError, WeightSyncError: resume goes on from the newest checkpoint.
-            CheckpointError: a save failed, which in the background is found out one step later or more.
-            All of them after a save under way has come to its end.
+            CheckpointError: a save failed, which in the background is found out one step later or more; or a file of
+                the run folder cannot be written, as on a full disk.
+            These and all others but an interrupt after a save under way has come to its end; a ClusterError waits
+                LAST_WAIT_S for it and no longer, since the ranks may hang.
         """
-        resumed = self._resume()
-        metrics = MetricsWriter(self.folder.metrics_file, keep_through=self.step if resumed else -1)
+        keep_through = self.step if self._resume() else -1
+        self.folder.forget_after(keep_through)
+        metrics = MetricsWriter(self.folder.metrics_file, keep_through)
         try:
             self._begin(metrics)
             while self.step < self.total_steps:
                 timers = self.new_timers()
-                saved = self._checkpoint(timers)
+                saved = self._checkpoint(metrics, timers)
                 numbers = self._one_step(timers) | saved
                 try:
                     if self._evaluation_is_due():
@@ -99,13 +103,9 @@ class Trainer:
                     numbers |= with_rate(numbers, timers)
                     metrics.write(self.step, numbers)
                 log.info(step_line(self.step, self.total_steps, numbers))
-            self.saver.save(self._state())
-            self.saver.finish()
-            self.folder.clear_export()
-            self.roles.actor.export_hf(self.folder.export)
-            log.info("exported the student to %s", self.folder.export)
-        except GkdError as error:
-            self._keep_what_can_be_kept(error)
+            self._end(metrics)
+        except Exception as error:
+            self._keep_what_can_be_kept(error, metrics)
             raise
         finally:
             metrics.close()
@@ -203,31 +203,46 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def _checkpoint(self, timers: StageTimers) -> dict[str, float]:
+    def _checkpoint(self, metrics: MetricsWriter, timers: StageTimers) -> dict[str, float]:
         """Commit a save that is written; begin one where it is due. The numbers of a save that came to its end."""
         with timers("checkpoint"):
             numbers = self.saver.poll()
             if self._due(self.config.trainer.save_every):
-                # Of the step before: its line is written, so whoever resumes from this has the lines up to it.
-                numbers |= self.saver.save(self._state())
+                numbers |= self._save(metrics)
         return numbers
 
-    def _state(self) -> TrainerState:
-        return TrainerState(step=self.step, sampler_position=self.sampler.position)
+    def _save(self, metrics: MetricsWriter) -> dict[str, float]:
+        """Begin to save the last finished step. Its line is on the disk first: whoever resumes from this has it."""
+        metrics.sync()
+        return self.saver.save(TrainerState(step=self.step, sampler_position=self.sampler.position))
 
-    def _keep_what_can_be_kept(self, error: GkdError) -> None:
+    def _save_now(self, metrics: MetricsWriter) -> None:
+        self._save(metrics)
+        self.saver.finish()
+
+    def _end(self, metrics: MetricsWriter) -> None:
+        """The last checkpoint and the export. If the first fails, the second is what there will be of the student."""
+        try:
+            self._save_now(metrics)
+        except CheckpointError as error:
+            log.error("the last checkpoint failed: %s; exporting the student all the same", str(error))
+            self._tried("the export", self._export)
+            raise
+        self._export()
+
+    def _export(self) -> None:
+        self.roles.actor.export_hf(self.folder.new_export)
+        log.info("exported the student to %s", self.folder.publish_export())
+
+    def _keep_what_can_be_kept(self, error: Exception, metrics: MetricsWriter) -> None:
         """The run ends with this error: finish the save under way and, if only the teacher is gone, save this step.
 
-        A save that fails now is logged, so that `error` is what the user is told.
+        What fails now is logged, so that `error` is what the user is told.
         """
-        try:
-            if isinstance(error, TeacherUnavailable):
-                self.saver.save(self._state())
-            self.saver.finish()
-        except GkdError as second:
-            log.error("the newest state could not be saved on the way out: %s", second)
-            return
-        if isinstance(error, TeacherUnavailable):
+        log.error("the run ends: %s: %s", type(error).__name__, str(error))  # a record would keep the run's frames
+        wait_s = LAST_WAIT_S if isinstance(error, ClusterError) else None
+        self._tried("the save under way", lambda: self.saver.finish(wait_s))
+        if isinstance(error, TeacherUnavailable) and self._tried("the last save", lambda: self._save_now(metrics)):
             log.error(
                 "stopped after step %d; trainer.resume=auto goes on from there once the teacher is back", self.step
             )
@@ -239,6 +254,15 @@ class Trainer:
             return False
         self.step, self.sampler.position = state.step, state.sampler_position
         log.info("resumed from %s: step %d", self.folder.start, self.step)
+        return True
+
+    def _tried(self, what: str, work: Callable[[], object]) -> bool:
+        """Do it, but an error in it is logged alone: another one is already on its way to the user."""
+        try:
+            work()
+        except Exception as error:
+            log.error("%s failed, too: %s: %s", what, type(error).__name__, str(error))
+            return False
         return True
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from gkd.actor.pool import ActorPool
-from gkd.actor.worker import ActorWorker
+from gkd.actor.worker import SAVES, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config import Config
@@ -51,11 +51,12 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         rollout_slots = cluster.make_pool(rollout_spec, t.init_timeout_s)
         env = worker_env(on_cpu)
         log.info("starting %d actor ranks and %d rollout engines", actor_spec.world_size, n_engines(config))
-        actor = ActorPool(actor_slots.spawn(ActorWorker, env), config)
+        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=(SAVES,)), config)
         dp_size = actor.dp_size
         rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env), config, dp_size)
         # Both pools build at the same time; neither needs the other before the weight-sync group.
         building = rollout.init_model(plan.device, plan.eos_ids)
+        actor.check_run_dir(plan.folder.root)
         building |= actor.init_model(plan.device, plan.total_steps)
         gather(building, "init_model", t.init_timeout_s)
         endpoints = _endpoints(config, plan, actor)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gkd import shared_folder
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.balance import parts
 from gkd.cluster.calls import gather
@@ -39,6 +40,17 @@ class ActorPool:
         address = gather(root, "actor rendezvous", self._config.trainer.init_timeout_s)["actor rank 0"]
         return self._call("init_model", self._config, device, address, total_steps)
 
+    def check_run_dir(self, root: Path) -> None:
+        """Do all ranks see the folder that the driver sees, and can they write there? Raises ConfigError."""
+        root = root.absolute()
+        word = shared_folder.offer(root)
+        try:
+            limit_s = self._config.trainer.init_timeout_s  # the processes may still be starting
+            nodes = gather(self._call("check_run_dir", root, word), "check_run_dir", limit_s)
+            shared_folder.collect(root, word, nodes)
+        finally:
+            shared_folder.clear(root)
+
     def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
         return self._on_batch("train_step", batch)[0]
 
@@ -50,8 +62,9 @@ class ActorPool:
     def save(self, folder: Path) -> None:
         self._gathered("save", folder.absolute())
 
-    def save_finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        answers = gather(self._call("save_finished", wait), "save_finished", self._timeout_s).values()
+    def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        answers = gather(self._call("save_finished", wait), "save_finished", limit_s).values()
         if any(answer is None for answer in answers):
             return None
         return {name: digest for answer in answers for name, digest in answer.items()}

@@ -6,6 +6,7 @@ pipeline stage fetches the teacher's scores, because only it computes the loss.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from gkd import shared_folder
 from gkd.actor.agree import same_error
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.optim_spec import OptimSpec
@@ -38,8 +40,12 @@ if TYPE_CHECKING:
     from gkd.actor.base import Student
 
 
+# Methods of this group are answered while another one runs, or hangs; the pool is spawned with it.
+SAVES = "saves"
+
+
 class ActorWorker:
-    """One rank.
+    """One rank. Ray calls all methods but those of `SAVES` in one thread, one after the other.
 
     Args:
         rank: place in the pool, which is also the rank in torch.distributed.
@@ -60,6 +66,12 @@ class ActorWorker:
 
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
+
+    def check_run_dir(self, root: Path, word: str) -> str:
+        """Answers the driver's probe, see `gkd.shared_folder`; the name of this node. Raises ConfigError."""
+        node = socket.gethostname()
+        shared_folder.answer(root, word, f"actor rank {self._rank}", node)
+        return node
 
     def init_model(self, config: Config, device: str, address: tuple[str, int], total_steps: int) -> None:
         """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
@@ -158,8 +170,13 @@ class ActorWorker:
         self._writer.check_idle()  # before the copy, which would take as much memory again
         self._writer.start(folder, self._rank, self._student.snapshot())
 
+    @ray.method(concurrency_group=SAVES)
     def save_finished(self, wait: bool) -> dict[str, FileDigest] | None:
-        """This rank's files, or None while they are being written. Raises CheckpointError if they cannot be."""
+        """This rank's files, or None while they are being written. Raises CheckpointError if they cannot be.
+
+        Looks at the writer and at nothing else of this rank. The driver calls it only after `save` has returned and
+        before the next one, so that the writer's thread stays the same meanwhile.
+        """
         return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,25 +101,31 @@ class Pool:
     spec: PoolSpec
     groups: list[PlacementGroup]
 
-    def spawn(self, worker_class: Any, env: dict[str, str]) -> list[Any]:
-        """One Ray actor a slot, in rank order; each is given its rank as the only argument."""
+    def spawn(self, worker_class: Any, env: dict[str, str], *, beside: Sequence[str] = ()) -> list[Any]:
+        """One Ray actor a slot, in rank order; each is given its rank as the only argument.
+
+        Args:
+            beside: concurrency groups of the class (`ray.method(concurrency_group=...)`), whose methods are answered
+                while another one runs; one thread each. With any, the other methods share one thread, not the main one.
+        """
         handles = []
+        # `options` refuses the groups, and `ray.remote` an empty list of options.
+        groups = {"concurrency_groups": dict.fromkeys(beside, 1)}
+        remote_class = ray.remote(**groups)(worker_class) if beside else ray.remote(worker_class)
         for rank in range(self.spec.world_size):
             node, slot = divmod(rank, self.spec.workers_per_node)
             strategy = PlacementGroupSchedulingStrategy(
                 placement_group=self.groups[node], placement_group_bundle_index=slot
             )
             handles.append(
-                ray.remote(worker_class)
-                .options(
+                remote_class.options(
                     name=f"{self.spec.name}_{rank}_{os.getpid()}",
                     num_gpus=self.spec.gpus_per_worker,
                     num_cpus=1,
                     scheduling_strategy=strategy,
                     runtime_env={"env_vars": env},
                     max_restarts=0,
-                )
-                .remote(rank)
+                ).remote(rank)
             )
         return handles
 

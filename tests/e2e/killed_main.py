@@ -26,7 +26,7 @@ STAGES = ("data", "rollout", "teacher", "train", "weight_sync", "checkpoint", "e
 # Every place where the run makes something visible under its final name, and the two ends of the road.
 CALLS: dict[str, tuple[Any, str]] = {
     "metrics": (MetricsWriter, "write"),
-    "export": (RunFolder, "clear_export"),
+    "export": (RunFolder, "publish_export"),
     "rename": (Path, "rename"),
     "replace": (Path, "replace"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import random
@@ -10,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from gkd.checkpoints import CheckpointStore, TrainerState, read_state, step_of, verified
-from gkd.errors import CheckpointError
-from gkd.manifest import Manifest, digest_bytes, digest_file, read_manifest, verify
+from gkd.errors import CheckpointError, DamagedCheckpoint
+from gkd.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
 from gkd.roles import FileDigest
 from tests.unit.checkpoint_files import FILES, check_actor, commit, write_actor
+from tests.unit.kills import in_child, kill_at
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,16 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
-
-
-@pytest.fixture
-def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder where flushing is free: what a kill of a process leaves does not depend on the disk."""
-    if not os.path.isdir("/dev/shm"):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture
@@ -65,33 +57,6 @@ def newest_step(store: CheckpointStore) -> int | None:
     state, _ = verified(folder)
     check_actor(folder / "actor", state.step)
     return state.step
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Runs `work` in a forked process; its exit code (0 done, 1 raised), or minus the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def kill_at(n: int) -> None:
-    """This process ends by SIGKILL right before its n-th operation on the names of files and folders."""
-    left = n
-
-    def hook(event: str, args: tuple[object, ...]) -> None:
-        nonlocal left
-        if event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}:
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
 
 
 def test_what_was_committed_is_found_again(store: CheckpointStore) -> None:
@@ -484,7 +449,7 @@ def test_everything_is_flushed_before_it_is_relied_on(store: CheckpointStore, mo
     actor = write_actor(work_folder / "actor", 2)
     flushed.clear()
     store.commit(2, {"trainer.json": b"x", "config.yaml": b"y"}, actor)
-    work = "/.tmp_step_00000002"
+    work = f"/{work_folder.name}"
     *contents, folder, pointer, last = flushed
     assert sorted(contents) == [
         work,
@@ -537,7 +502,7 @@ def test_a_full_disk_costs_only_the_save(tmp_path: Path, kib: int) -> None:
 def test_a_file_in_the_place_of_the_folder_is_named(store: CheckpointStore) -> None:
     """Fails if a path that cannot be a folder ends in a traceback instead of an error that names it."""
     store.root.write_text("")
-    with pytest.raises(CheckpointError, match="step_00000001 cannot be written: .*Not a directory"):
+    with pytest.raises(CheckpointError, match="step_00000001_.* cannot be written: .*File exists"):
         store.begin(1)
     store.root.unlink()
     work = store.begin(1)
@@ -546,3 +511,72 @@ def test_a_file_in_the_place_of_the_folder_is_named(store: CheckpointStore) -> N
     with pytest.raises(CheckpointError, match="step_00000001 cannot be written"):
         store.commit(1, {}, actor)
     assert names(store) == ["step_00000001"] and (store.root / "step_00000001").is_file(), "not ours to delete"
+
+
+def test_a_rank_of_a_killed_run_cannot_write_into_the_next_save(store: CheckpointStore) -> None:
+    """Fails if two saves of one step share a folder: the killed run's files would be committed with the next one's."""
+    first = store.begin(5)
+    write_actor(first / "actor", 4)
+    second = CheckpointStore(store.root).begin(5)
+    assert second != first and not first.exists()
+    actor = write_actor(second / "actor", 5)
+    with pytest.raises(FileNotFoundError):
+        (first / "actor").mkdir(exist_ok=True)  # as a rank makes it: without its parent
+    first.mkdir()  # and should it be there again, nobody looks into it
+    (first / "late").write_text("x")
+    store.begin(5)
+    assert not first.exists() and not second.exists()
+    work = store.begin(5)
+    actor = write_actor(work / "actor", 5)
+    store.commit(5, {"trainer.json": TrainerState(5, 30).to_bytes()}, actor)
+    assert newest_step(store) == 5
+
+
+def test_what_was_not_begun_or_is_not_newer_is_not_committed(store: CheckpointStore) -> None:
+    """Fails if a second writer, or a step that comes twice, ends in a traceback or makes `latest` go back."""
+    commit(store, 3)
+    for step, problem in ((4, "no save of step 4 was begun"), (3, "latest is at step 3"), (2, "latest is at step 3")):
+        actor = write_actor(store.begin(step) / "actor", step) if step != 4 else {}
+        with pytest.raises(CheckpointError, match=problem):
+            store.commit(step, {}, actor)
+    assert newest_step(store) == 3
+
+
+def failing(method: Callable[..., object], error: int, name: str) -> Callable[..., object]:
+    """The same method of Path, but what is called `name` fails with this number."""
+
+    def replacement(path: Path, *args: object, **kwargs: object) -> object:
+        if path.name == name:
+            raise OSError(error, os.strerror(error), str(path))
+        return method(path, *args, **kwargs)
+
+    return replacement
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize(("method", "name"), [("open", "common.pt"), ("stat", "common.pt"), ("open", "manifest.json")])
+def test_a_disk_that_does_not_answer_is_not_damage(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int, method: str, name: str
+) -> None:
+    """Fails if a file server's bad minute makes a run go back, and its next save deletes the newest checkpoint."""
+    commit(store, 1)
+    commit(store, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, method, failing(getattr(Path, method), error, name))
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read .*{os.strerror(error)}") as caught:
+            store.newest()
+        assert not isinstance(caught.value, DamagedCheckpoint)
+    assert newest_step(store) == 2
+
+
+def test_a_newer_format_is_not_damage(store: CheckpointStore) -> None:
+    """Fails if an older version of the program, started by mistake, gives up the newer one's checkpoints."""
+    commit(store, 1)
+    folder = commit(store, 2)
+    newer = {"format": 2, "step": 2, "pieces": ["of another kind"]}
+    (folder / "manifest.json").write_text(json.dumps(newer | {"xxh3_128": _seal(newer)}))
+    with pytest.raises(CheckpointError, match="format 2, and this version reads 1") as caught:
+        store.newest()
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    (folder / "manifest.json").write_text(json.dumps(newer | {"xxh3_128": "0" * 32}))
+    assert newest_step(store) == 1, "with a wrong seal it is a garbled 1"

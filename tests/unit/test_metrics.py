@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from gkd.errors import CheckpointError
 from gkd.evaluation import final_answer, is_correct
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
 
@@ -77,6 +80,59 @@ def test_a_resumed_run_reports_each_step_once(tmp_path: Path) -> None:
         with file.open("a") as broken:
             broken.write('{"step": 9, "lo')
     assert [(m["step"], m["loss/total"]) for m in read_metrics(file)] == [(0, -1), (1, -1), (2, -1), (3, 2), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [('{"step": 2, "lo', "garbled"), ("\0\0\0", "garbled"), ("[]", "no step"), ('{"step": "2"}', "no step")],
+)
+def test_a_garbled_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    """If it fails, a resume ends in a parser's traceback, or a line in the middle is dropped without a word."""
+    file = tmp_path / "metrics.jsonl"
+    text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
+    file.write_text(text)
+    with pytest.raises(CheckpointError, match=f"{file}: line 2 .*{problem}"):
+        MetricsWriter(file, keep_through=3)
+    assert file.read_text() == text
+    MetricsWriter(file, keep_through=-1).close()
+    assert file.read_text() == "", "who starts anew needs none of it"
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """If it fails, a disk that is full ends the run in a traceback, or the file's end hides the first error."""
+    file = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(file, keep_through=-1)
+    writer.write(1, {"loss/total": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written: .*File too large"):
+            writer.write(2, {"loss/total": 2.0})
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(file.read_bytes().split(b"\n")[-1]) == 10, "what a resume cuts"
+    assert read_metrics(file) == [{"step": 1, "loss/total": 1.0}]
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CheckpointError, match="taken cannot be"):
+        MetricsWriter(tmp_path / "taken", keep_through=0)
+
+
+def test_lines_and_the_cut_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a power cut costs the lines of a checkpoint, or brings back given-up ones."""
+    flushed: list[tuple[str, int]] = []
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    monkeypatch.setattr(os, "fsync", fsync)
+    writer = MetricsWriter(file, keep_through=1)
+    assert [name for name, _ in flushed] == [str(tmp_path / ".tmp_metrics.jsonl"), str(tmp_path)]
+    writer.write(2, {"loss/total": 1.0})
+    writer.sync()
+    assert flushed[2:] == [(str(file), file.stat().st_size)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -13,9 +17,11 @@ from gkd.config import Config
 from gkd.config_check import all_keys
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ConfigError
-from gkd.roles import TokenRecord
-from gkd.run_folder import _FREE_IF_CONSTANT, _FREE_ON_RESUME, RunFolder, open_run_folder
+from gkd.roles import Sample, TokenRecord
+from gkd.run_folder import RunFolder, open_run_folder
+from gkd.same_run import FREE_IF_CONSTANT, FREE_ON_RESUME
 from tests.unit.checkpoint_files import check_actor, write_actor
+from tests.unit.kills import in_child
 
 
 def config(run_dir: Path, *overrides: str) -> Config:
@@ -23,7 +29,7 @@ def config(run_dir: Path, *overrides: str) -> Config:
     return load_config(None, [*base, *overrides])
 
 
-def _open(settings: Config, fingerprint: str = "abc") -> RunFolder:
+def open_folder(settings: Config, fingerprint: str = "abc") -> RunFolder:
     return open_run_folder(settings, {"name": "teacher", "fingerprint": fingerprint})
 
 
@@ -46,76 +52,76 @@ def resumed_step(folder: RunFolder) -> int | None:
 def test_a_folder_with_a_run_is_refused_or_resumed(tmp_path: Path) -> None:
     """If it fails, a second run overwrites the first, or resumes with other settings unnoticed."""
     run_dir = tmp_path / "run"
-    _open(config(run_dir, "actor.optim.lr=0.5"))
-    _open(config(run_dir))  # nothing had come of the first one yet: its wrong config may be corrected
+    open_folder(config(run_dir, "actor.optim.lr=0.5"))
+    open_folder(config(run_dir))  # nothing had come of the first one yet: its wrong config may be corrected
     (run_dir / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="resume=auto") as caught:
-        _open(config(run_dir))
+        open_folder(config(run_dir))
     assert caught.value.key == "trainer.run_dir"
-    _open(config(run_dir, "trainer.resume=auto", "trainer.total_steps=9", "teacher.server_port=1"))
+    open_folder(config(run_dir, "trainer.resume=auto", "trainer.total_steps=9", "teacher.server_port=1"))
     with pytest.raises(ConfigError, match="started with 1e-06") as caught:
-        _open(config(run_dir, "trainer.resume=auto", "actor.optim.lr=0.1"))
+        open_folder(config(run_dir, "trainer.resume=auto", "actor.optim.lr=0.1"))
     assert caught.value.key == "actor.optim.lr"
     with pytest.raises(ConfigError, match="scored by teacher"):
-        _open(config(run_dir, "trainer.resume=auto"), fingerprint="other")
+        open_folder(config(run_dir, "trainer.resume=auto"), fingerprint="other")
 
 
 def test_the_end_of_the_run_is_free_only_where_it_changes_nothing(tmp_path: Path) -> None:
     """If it fails, a resumed run trains its remaining steps at learning rates of another schedule."""
     run_dir = tmp_path / "run"
     settings = ("actor.optim.schedule=cosine", "trainer.resume=auto")
-    _open(config(run_dir, *settings))
+    open_folder(config(run_dir, *settings))
     (run_dir / "checkpoints" / "step_00000001").mkdir(parents=True)
-    _open(config(run_dir, *settings))
+    open_folder(config(run_dir, *settings))
     with pytest.raises(ConfigError) as caught:
-        _open(config(run_dir, *settings, "trainer.total_steps=9"))
+        open_folder(config(run_dir, *settings, "trainer.total_steps=9"))
     assert caught.value.key == "trainer.total_steps"
 
 
 def test_two_live_runs_never_share_a_folder(tmp_path: Path) -> None:
     """If it fails, a second start of the same command mixes its metrics and checkpoints with the first's."""
-    first = _open(config(tmp_path / "run"))
+    first = open_folder(config(tmp_path / "run"))
     with pytest.raises(ConfigError, match="right now"):
-        _open(config(tmp_path / "run"))
+        open_folder(config(tmp_path / "run"))
     del first
-    _open(config(tmp_path / "run"))
+    open_folder(config(tmp_path / "run"))
 
 
 def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
     """If it fails, a resume ends in a parser's traceback."""
-    folder = _open(config(tmp_path / "run"))
+    folder = open_folder(config(tmp_path / "run"))
     folder.metrics_file.write_text("{}\n")
     (tmp_path / "run" / "teacher.json").write_text("{")
     del folder
     with pytest.raises(ConfigError, match=r"teacher\.json"):
-        _open(config(tmp_path / "run", "trainer.resume=auto"))
+        open_folder(config(tmp_path / "run", "trainer.resume=auto"))
 
 
 def test_the_free_keys_are_real_keys() -> None:
     """If it fails, a renamed key silently became one that a resume must not change."""
-    assert all_keys() >= _FREE_ON_RESUME | _FREE_IF_CONSTANT
+    assert all_keys() >= FREE_ON_RESUME | FREE_IF_CONSTANT
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     """If it fails, a run writes into a folder of other files."""
     (tmp_path / "x").write_text("mine")
     with pytest.raises(ConfigError, match="not empty"):
-        _open(config(tmp_path))
+        open_folder(config(tmp_path))
     other = tmp_path / "other_tool"
     other.mkdir()
     (other / "config.yaml").write_text("theirs")
     with pytest.raises(ConfigError, match="not empty"):
-        _open(config(other))
+        open_folder(config(other))
     assert (other / "config.yaml").read_text() == "theirs"
     with pytest.raises(ConfigError, match="it is a file"):
-        _open(config(tmp_path / "x"))
+        open_folder(config(tmp_path / "x"))
     with pytest.raises(ConfigError, match="cannot be written"):
-        _open(config(tmp_path / "x" / "y"))
+        open_folder(config(tmp_path / "x" / "y"))
 
 
 def run_with_checkpoints(run_dir: Path, *overrides: str) -> list[Path]:
     """A run that came to step 6 and saved 2, 4 and 6; nobody holds it any more."""
-    folder = _open(config(run_dir, "trainer.keep_last=9", *overrides))
+    folder = open_folder(config(run_dir, "trainer.keep_last=9", *overrides))
     folder.metrics_file.write_text("{}\n")
     return [save(folder, step) for step in (2, 4, 6)]
 
@@ -123,12 +129,12 @@ def run_with_checkpoints(run_dir: Path, *overrides: str) -> list[Path]:
 def test_auto_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
     """Fails if a resume ignores a checkpoint, uses a damaged one, or leaves the pointer at what it did not use."""
     auto = config(tmp_path / "run", "trainer.resume=auto", "trainer.keep_last=9")
-    assert resumed_step(_open(auto)) is None
+    assert resumed_step(open_folder(auto)) is None
     *_, newest = run_with_checkpoints(tmp_path / "run")
     assert load_config(newest / "config.yaml") == config(tmp_path / "run", "trainer.keep_last=9")
-    assert resumed_step(_open(auto)) == 6
+    assert resumed_step(open_folder(auto)) == 6
     (newest / "actor" / "common.pt").write_text("")
-    folder = _open(auto)
+    folder = open_folder(auto)
     assert folder.store.newest() == newest.with_name("step_00000004")
     assert resumed_step(folder) == 4
     assert (folder.store.root / "latest").read_text() == "step_00000004\n"
@@ -138,9 +144,9 @@ def test_auto_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
     for path in newest.parent.glob("step_*"):
         (path / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match=r"step_00000005.*step_00000004.*step_00000002"):
-        _open(auto)
+        open_folder(auto)
     with pytest.raises(ConfigError, match="holds a run already"):
-        _open(config(tmp_path / "run"))
+        open_folder(config(tmp_path / "run"))
 
 
 def test_exactly_the_named_checkpoint_of_the_same_run(tmp_path: Path) -> None:
@@ -149,11 +155,11 @@ def test_exactly_the_named_checkpoint_of_the_same_run(tmp_path: Path) -> None:
     two, four, six = run_with_checkpoints(run_dir)
     again = ("trainer.keep_last=9", f"trainer.resume={four}")
     with pytest.raises(ConfigError, match="started with 1e-06"):
-        _open(config(run_dir, *again, "actor.optim.lr=0.1"))
+        open_folder(config(run_dir, *again, "actor.optim.lr=0.1"))
     with pytest.raises(ConfigError, match="scored by teacher"):
-        _open(config(run_dir, *again), fingerprint="other")
+        open_folder(config(run_dir, *again), fingerprint="other")
     assert (two.parent / "latest").read_text() == "step_00000006\n", "a refused run changes nothing"
-    folder = _open(config(run_dir, *again))
+    folder = open_folder(config(run_dir, *again))
     assert folder.store.newest() == six, "nor does one that has not loaded it yet"
     assert resumed_step(folder) == 4
     assert folder.store.newest() == four and six.is_dir()
@@ -168,34 +174,34 @@ def test_a_branch_goes_its_own_way(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     branch = ("trainer.keep_last=9", f"trainer.resume={two}")
     with pytest.raises(ConfigError, match="started with 0.5") as caught:
-        _open(config(tmp_path / "branch", *branch))
+        open_folder(config(tmp_path / "branch", *branch))
     assert caught.value.key == "actor.optim.lr"
     branch = (*branch, "actor.optim.lr=0.5")
     with pytest.raises(ConfigError, match="scored by teacher"):
-        _open(config(tmp_path / "branch", *branch), fingerprint="other")
+        open_folder(config(tmp_path / "branch", *branch), fingerprint="other")
     assert not (tmp_path / "branch").exists(), "a refused run leaves no trace"
-    assert resumed_step(_open(config(tmp_path / "branch", *branch))) == 2
-    assert resumed_step(_open(config(tmp_path / "branch", *branch))) == 2, "nothing had come of the first start"
-    folder = _open(config(tmp_path / "branch", *branch))
+    assert resumed_step(open_folder(config(tmp_path / "branch", *branch))) == 2
+    assert resumed_step(open_folder(config(tmp_path / "branch", *branch))) == 2, "nothing had come of the first start"
+    folder = open_folder(config(tmp_path / "branch", *branch))
     folder.metrics_file.write_text("{}\n")
     del folder
     with pytest.raises(ConfigError, match="holds a run already"):
-        _open(config(tmp_path / "branch", *branch))
+        open_folder(config(tmp_path / "branch", *branch))
     auto = config(tmp_path / "branch", "trainer.resume=auto", "actor.optim.lr=0.5")
-    folder = _open(auto)
+    folder = open_folder(auto)
     assert resumed_step(folder) == 2, "a branch without a checkpoint of its own does not begin at step 0"
     save(folder, 3)
     del folder
-    assert resumed_step(_open(auto)) == 3
+    assert resumed_step(open_folder(auto)) == 3
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 def test_a_folder_that_was_to_be_a_branch_can_begin_anew(tmp_path: Path) -> None:
     """Fails if a run that was told to begin at step 0 begins with the checkpoint of an earlier, failed start."""
     two, *_ = run_with_checkpoints(tmp_path / "run")
-    _open(config(tmp_path / "branch", f"trainer.resume={two}"))
-    assert resumed_step(_open(config(tmp_path / "branch"))) is None
-    assert resumed_step(_open(config(tmp_path / "branch", "trainer.resume=auto"))) is None
+    open_folder(config(tmp_path / "branch", f"trainer.resume={two}"))
+    assert resumed_step(open_folder(config(tmp_path / "branch"))) is None
+    assert resumed_step(open_folder(config(tmp_path / "branch", "trainer.resume=auto"))) is None
 
 
 def test_what_is_no_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
@@ -206,24 +212,24 @@ def test_what_is_no_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
     renamed = shutil.copytree(two, tmp_path / "best")
     for wrong in ("Auto", "", "always", two / "trainer.json", two.parent, tmp_path / "run", empty, renamed, "x" * 999):
         with pytest.raises(ConfigError) as caught:
-            _open(config(tmp_path / "new", f"trainer.resume={wrong}"))
+            open_folder(config(tmp_path / "new", f"trainer.resume={wrong}"))
         assert caught.value.key == "trainer.resume", wrong
     (two / "actor" / "common.pt").write_text("")
     (four / "manifest.json").unlink()
     for damaged, file in ((two, "common.pt"), (four, "manifest.json")):
         for run_dir in (tmp_path / "new", tmp_path / "run"):
             with pytest.raises(CheckpointError, match=file):
-                _open(config(run_dir, f"trainer.resume={damaged}"))
+                open_folder(config(run_dir, f"trainer.resume={damaged}"))
     assert not (tmp_path / "new").exists()
-    assert resumed_step(_open(config(tmp_path / "run", "trainer.resume=auto"))) == 6
+    assert resumed_step(open_folder(config(tmp_path / "run", "trainer.resume=auto"))) == 6
     link = tmp_path / "link"
     link.symlink_to(six)
-    assert resumed_step(_open(config(tmp_path / "new", f"trainer.resume={link}"))) == 6
+    assert resumed_step(open_folder(config(tmp_path / "new", f"trainer.resume={link}"))) == 6
 
 
 def test_a_commit_lets_old_ones_go(tmp_path: Path) -> None:
     """Fails if trainer.keep_last or trainer.keep_every does nothing."""
-    folder = _open(config(tmp_path / "run", "trainer.keep_last=1", "trainer.keep_every=2"))
+    folder = open_folder(config(tmp_path / "run", "trainer.keep_last=1", "trainer.keep_every=2"))
     for step in (1, 2, 3):
         save(folder, step)
     assert [path.name[-1] for path in folder.store.committed()] == ["2", "3"]
@@ -231,8 +237,71 @@ def test_a_commit_lets_old_ones_go(tmp_path: Path) -> None:
 
 def test_an_infinite_token_loss_is_still_json(tmp_path: Path) -> None:
     """If it fails, the lines that people want to look at most are those that no JSON reader takes."""
-    folder = _open(config(tmp_path / "run"))
+    folder = open_folder(config(tmp_path / "run"))
     folder.write_token_losses(3, [TokenRecord(7, 0, [5, 6], {"total": [0.5, float("inf")]})])
     (line,) = (tmp_path / "run" / "token_losses" / "step_00000003.jsonl").read_text().splitlines()
     wanted = {"prompt_id": 7, "sample_index": 0, "response_ids": [5, 6], "values": {"total": [0.5, None]}}
     assert json.loads(line, parse_constant=pytest.fail) == wanted
+
+
+def test_a_going_back_can_be_replaced(tmp_path: Path) -> None:
+    """Fails if the checkpoint that was named last is not the one that counts, or a damaged one is passed over."""
+    run_dir = tmp_path / "run"
+    two, four, six = run_with_checkpoints(run_dir)
+    for named in (four, two):
+        open_folder(config(run_dir, f"trainer.resume={named}", "trainer.keep_last=9"))
+    auto = config(run_dir, "trainer.resume=auto", "trainer.keep_last=9")
+    (two / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="step_00000002: manifest.json is missing"):
+        open_folder(auto)
+    open_folder(config(run_dir, f"trainer.resume={six}", "trainer.keep_last=9"))
+    assert resumed_step(open_folder(auto)) == 6
+    assert not (run_dir / "going_back").exists()
+
+
+def test_an_export_that_is_not_there_leaves_the_old_one(tmp_path: Path) -> None:
+    """Fails if an exchange that cannot be made costs the export that there was."""
+    folder = open_folder(config(tmp_path / "run"))
+    (folder.root / "export").mkdir()
+    (folder.root / "export" / "config.json").write_text("old")
+    with pytest.raises(CheckpointError, match="export cannot be written: .*No such file"):
+        folder.publish_export()
+    assert (folder.root / "export" / "config.json").read_text() == "old"
+
+
+def test_what_an_evaluation_writes_is_whole_and_goes_with_its_step(tmp_path: Path) -> None:
+    """Fails if a full disk ends in a traceback or half a file, or answers of a given-up step stay for good."""
+    folder = open_folder(config(tmp_path / "run"))
+    sample = Sample(1, [1], [2], "x" * 400, "y", correct=False)
+    record = TokenRecord(7, 0, [5, 6], {"total": [0.5, 0.25]})
+    for step in (0, 2, 4):
+        folder.write_samples(step, [sample])
+        folder.write_token_losses(step, [record])
+
+    def on_a_full_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+        with pytest.raises(CheckpointError, match=r"samples/step_00000006\.jsonl cannot be written: .*File too large"):
+            folder.write_samples(6, [sample])
+
+    assert in_child(on_a_full_disk) == 0
+    (folder.root / "samples" / "notes.txt").write_text("mine")
+    folder.forget_after(2)
+    assert sorted(path.name for path in (folder.root / "samples").iterdir()) == [
+        "notes.txt",
+        "step_00000000.jsonl",
+        "step_00000002.jsonl",
+    ]
+    assert len(list((folder.root / "token_losses").iterdir())) == 2
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """Fails if the user is told that the folder cannot be written, or that another run holds it."""
+
+    def flock(descriptor: object, how: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match="its file system cannot lock files") as caught:
+        open_folder(config(tmp_path / "run"))
+    assert caught.value.key == "trainer.run_dir"

@@ -14,7 +14,7 @@ import pytest
 from gkd.checkpoints import step_of
 from gkd.config import Config
 from gkd.config_load import load_config
-from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, ModelError, NumericsError, TeacherUnavailable
 from gkd.metrics import read_metrics
 from gkd.mixing import on_policy_places
 from gkd.roles import FileDigest, GreedyReport, RolloutChunk, ScoredChunk, SyncReport, TrainStats
@@ -49,7 +49,12 @@ class World:
         self.places: list[list[int]] = []  # of the prompts of each call
         self.polls_per_save = 0  # at which the ranks are still writing
         self.save_fails_at: int | None = None  # the step whose files cannot be written
+        self.save_failures = 99  # how often
         self.rank_dies_at: int | None = None
+        self.bug_at: int | None = None  # an error that nobody foresaw
+        self.export_fails = False
+        self.save_hangs = False  # no rank answers before the time is over
+        self.waits_s: list[float | None] = []  # for how long the loop would wait for each save
         self._pending: list[RolloutChunk] = []
         self._saving: tuple[Path, int] | None = None
         self._polls_left = 0
@@ -87,6 +92,8 @@ class World:
     def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
         if self.rank_dies_at == self.engine_version:
             raise ClusterError("actor rank 1: the process died")
+        if self.bug_at == self.engine_version:
+            raise RuntimeError("list index out of range")
         self.events.append("train")
         self.trained.append([(chunk.rollouts.ref, chunk.rollouts.on_policy) for chunk in batch])
         return TrainStats(1.0, 4, 0.1, 0.01)
@@ -102,14 +109,19 @@ class World:
         self.events.append("save")
         self._saving, self._polls_left = (folder, self.engine_version), self.polls_per_save
 
-    def save_finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
+    def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
         assert self._saving is not None
+        if wait:
+            self.waits_s.append(timeout_s)
         (folder, step), self._polls_left = self._saving, self._polls_left - 1
         if self._polls_left >= 0 and not wait:
             return None
         self._saving = None
+        if self.save_hangs:
+            raise ClusterError("save_finished: no answer from: actor rank 1")
         written = write_actor(folder, step)
-        if step == self.save_fails_at:
+        if step == self.save_fails_at and self.save_failures:
+            self.save_failures -= 1
             raise CheckpointError(f"actor rank 0: {folder} cannot be written: No space left on device")
         self.events.append(f"saved {step}")
         return written
@@ -119,6 +131,11 @@ class World:
         self.events.append("load")
 
     def export_hf(self, folder: Path) -> None:
+        if self.export_fails:
+            folder.with_name(f"{folder.name}.partial").mkdir()
+            raise ModelError(f"{folder} cannot be written: No space left on device")
+        folder.mkdir()
+        (folder / "of_version").write_text(f"{self.engine_version}")
         self.events.append("export")
 
     def push(self, policy_version: int) -> SyncReport:
@@ -407,4 +424,4 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in read_metrics(tmp_path / "branch" / "run" / "metrics.jsonl")] == [3, 4, 5]
     assert checkpoints(tmp_path)[1:] == [f"step_0000000{i}" for i in (1, 2, 3, 4, 5)]
-    assert checkpoints(tmp_path / "branch")[1:] == [f"step_0000000{i}" for i in (3, 4, 5)]
+    assert checkpoints(tmp_path / "branch")[1:] == [f"step_0000000{i}" for i in (2, 3, 4, 5)]

@@ -1,0 +1,88 @@
+"""The actor pool's calls that go beside the training, on real Ray actors of the real class, whose models are not built."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from gkd.actor.pool import ActorPool
+from gkd.actor.shards import HostCopies, Piece
+from gkd.actor.worker import SAVES, ActorWorker
+from gkd.cluster.pools import Cluster, PoolSpec
+from gkd.config_load import load_config
+from gkd.errors import CheckpointError, ClusterError, ConfigError
+from gkd.wiring import worker_env
+
+pytestmark = pytest.mark.dist
+
+N_RANKS = 2
+
+
+class Rank(ActorWorker):
+    """A rank with a snapshot in the place of a student, and a step that hangs."""
+
+    def save(self, folder: Path) -> None:
+        piece = Piece("w", "param", 0, 0, torch.full((1000,), float(self._rank)))
+        snapshot = HostCopies(torch.device("cpu")).snapshot([piece], {"step": 1, "world_size": N_RANKS}, {})
+        self._writer.start(folder, self._rank, snapshot)
+
+    def hang(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[list[object]]:
+    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
+    try:
+        slots = cluster.make_pool(PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1), 60)
+        yield slots.spawn(Rank, worker_env(on_cpu=True), beside=(SAVES,))
+    finally:
+        cluster.close()
+
+
+def pool(ranks: list[object], tmp_path: Path) -> ActorPool:
+    base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path}"]
+    return ActorPool(ranks, load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}"]))
+
+
+def test_the_ranks_and_the_driver_see_the_same_folder(ranks: list[object], tmp_path: Path) -> None:
+    """Fails if a run whose folder the ranks do not see, or may not write, starts; or its probes stay behind."""
+    actor = pool(ranks, tmp_path)
+    actor.check_run_dir(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="trainer.run_dir = .*actor rank 1 on node .* does not see"):
+        ray.get(ranks[1].check_run_dir.remote(tmp_path, "0" * 16))  # type: ignore[attr-defined]
+
+
+def test_a_save_is_committed_while_a_rank_hangs(ranks: list[object], tmp_path: Path) -> None:
+    """Fails if what is written is lost because a rank hangs in its step, or the run waits for that step to end."""
+    actor, folder = pool(ranks, tmp_path), tmp_path / "actor"
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match="no save was started"):
+        actor.save_finished(wait=True, timeout_s=30)
+    actor.save(folder)
+    hung = [rank.hang.remote(4) for rank in ranks]  # type: ignore[attr-defined]
+    began = time.monotonic()
+    written = actor.save_finished(wait=True, timeout_s=3)
+    seconds = time.monotonic() - began
+    assert written is not None and sorted(written) == sorted(path.name for path in folder.iterdir())
+    assert len(written) == N_RANKS
+    assert not ray.wait(hung, num_returns=1, timeout=0)[0], "the steps still hang"
+    print(f"answered after {seconds:.3f} s")
+
+
+def test_a_save_that_does_not_end_is_not_waited_for_longer_than_told(ranks: list[object], tmp_path: Path) -> None:
+    """Fails if a disk that hangs keeps a run that has failed from ending. The disk: a pipe that nobody reads."""
+    os.mkfifo(tmp_path / "rank_00001.safetensors")
+    actor = pool(ranks, tmp_path)
+    actor.save(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match="save_finished: no answer within 1 s from: actor rank 1"):
+        actor.save_finished(wait=True, timeout_s=1.0)
+    assert time.monotonic() - began < 5
