@@ -9,8 +9,9 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ import safetensors.torch
 import torch
 import xxhash
 
-from gkd.actor.rng import rng_state, set_rng_state
+from gkd.actor.host_copies import HostCopies, Snapshot
+from gkd.actor.rng import restore_rng, rng_state
 from gkd.actor.shard_writer import BackgroundWriter, write
-from gkd.actor.shards import HostCopies, Piece, ShardReader, Snapshot, file_name
+from gkd.actor.shards import Piece, ShardReader, file_name
 from gkd.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -65,8 +67,8 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_files_are_safetensors_and_digests_are_theirs(tmp_path: Path) -> None:
     """Fails if other tools cannot open a rank's file, or its digest or size is not that of the bytes on disk."""
-    digests = write(tmp_path / "new" / "folder", 0, _snapshot(_piece(0, 1000)))
-    path = tmp_path / "new" / "folder" / file_name(0)
+    digests = write(tmp_path / "new", 0, _snapshot(_piece(0, 1000)))
+    path = tmp_path / "new" / file_name(0)
     tensors = safetensors.torch.load_file(path)
     assert torch.equal(tensors["model.w/param/0/0"], WHOLE)
     data = path.read_bytes()
@@ -79,16 +81,62 @@ def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
     """Fails if training can still change a snapshot, or memory is reused before, or not after, its release."""
     copies, live = HostCopies(CPU), torch.ones(100)
     first = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
+    copies.settle()
     live.add_(1)
     second = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
+    second.wait()
     assert first.pieces[0].data.unique().tolist() == [1.0] and second.pieces[0].data.unique().tolist() == [2.0]
-    assert first.buffer.data_ptr() != second.buffer.data_ptr()
+    assert _address(first) != _address(second)
     first.release()
     third = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
-    assert third.buffer.data_ptr() == first.buffer.data_ptr()
+    assert _address(third) == _address(first)
     third.release()
     bigger = copies.snapshot([Piece("w", "param", 0, 0, torch.ones(1000))], {}, {})
+    bigger.wait()
     assert bigger.pieces[0].data.sum() == 1000
+
+
+def test_training_waits_for_the_copy_and_no_longer() -> None:
+    """Fails if weights may change before they are copied, or each settle or snapshot waits for the file, too."""
+    copies, live = HostCopies(CPU), torch.zeros(16 << 20)
+    taken = []
+    for number in range(1, 6):
+        live.fill_(number)
+        taken.append(copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {}))
+        copies.settle()
+    live.fill_(0)
+    for number, snapshot in enumerate(taken, start=1):
+        assert all(bool((piece.data == number).all()) for piece in snapshot.pieces)
+    with pytest.raises(RuntimeError, match="size"):  # a copy that fails is not a snapshot
+        copies._copy([torch.zeros(3)], [torch.zeros(4)])()
+    with pytest.raises(RuntimeError, match="size"):
+        copies.settle()
+
+
+def test_pieces_lie_in_slabs_without_gaps(tmp_path: Path) -> None:
+    """Fails if more than a slab's end is wasted, or a piece that crosses a border or is empty is damaged."""
+    live = [
+        Piece("half", "param", 0, 3, torch.arange(101, dtype=torch.bfloat16)),
+        Piece("none", "param", 0, 7, torch.zeros(0)),
+        *(Piece(f"w{i}", "exp_avg", 1, 10 * i, WHOLE[i : 400 + 37 * i].clone()) for i in range(8)),
+        Piece("bytes", "param", 0, 0, torch.arange(33, dtype=torch.uint8)),
+        Piece("double", "param", 0, 0, WHOLE.double()),
+    ]
+    n_bytes = sum(piece.data.nbytes for piece in live)
+    snapshot = HostCopies(CPU, slab_bytes=1024).snapshot(live, {"step": 1, "world_size": 1}, {})
+    assert len(snapshot.slabs) == -(-n_bytes // 1024) and {slab.nbytes for slab in snapshot.slabs} == {1024}
+    write(tmp_path, 0, snapshot)
+    with ShardReader(tmp_path) as reader:
+        for piece in live:
+            if piece.name != "none":
+                stop = piece.start + piece.data.numel()
+                values = reader.read(piece.name, piece.kind, piece.part, piece.start, stop)
+                assert torch.equal(values, piece.data), piece.name
+        assert reader.names() == {piece.name for piece in live} - {"none"}
+
+
+def _address(snapshot: Snapshot) -> int:
+    return snapshot.slabs[0].data_ptr()
 
 
 def _flip(data: bytearray) -> bytearray:
@@ -208,13 +256,54 @@ def test_the_background_writer_writes_one_at_a_time(tmp_path: Path) -> None:
     assert digests[file_name(0)].n_bytes == (tmp_path / "other" / file_name(0)).stat().st_size
 
 
+def test_the_next_save_may_begin_once_the_last_has_its_answer(tmp_path: Path) -> None:
+    """Fails if "done" can be seen before the writer is ready for the next save, or before the memory is free."""
+
+    class SlowCopies(HostCopies):
+        def give_back(self, slabs: Sequence[torch.Tensor]) -> None:
+            time.sleep(0.05)
+            super().give_back(slabs)
+
+    writer, copies, addresses = BackgroundWriter(), SlowCopies(CPU), set()
+    for _ in range(5):
+        snapshot = copies.snapshot([_piece(0, 10)], {"step": 1, "world_size": 1}, {})
+        addresses.add(_address(snapshot))
+        writer.start(tmp_path, 0, snapshot)
+        while writer.finished(wait=False) is None:
+            time.sleep(0)
+    assert len(addresses) == 1
+
+
+def test_the_writer_gives_way_to_training(tmp_path: Path) -> None:
+    """Fails if the writing thread is as urgent as the training one, or its lower priority spreads to that."""
+    writer, before = BackgroundWriter(), os.getpriority(os.PRIO_PROCESS, 0)
+    os.mkfifo(tmp_path / file_name(0))
+    writer.start(tmp_path, 0, _snapshot(_piece(0, 1000)))
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "checkpoint")
+    deadline = time.monotonic() + 10
+    while (priority := os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert priority == min(19, before + 10) and os.getpriority(os.PRIO_PROCESS, 0) == before
+    (tmp_path / file_name(0)).read_bytes()
+    with pytest.raises(CheckpointError, match="Invalid argument"):
+        writer.finished(wait=True)
+
+
+def test_a_rank_makes_its_folder_and_no_parent(tmp_path: Path) -> None:
+    """Fails if a rank that outlived its run brings a removed folder back, or an unshared disk is not named."""
+    with pytest.raises(CheckpointError, match="rank 3 .*gone/ranks.* does not see the folder's parent.*run_dir"):
+        write(tmp_path / "gone" / "ranks", 3, _snapshot(_piece(0, 10)))
+    assert not (tmp_path / "gone").exists()
+
+
 def test_the_writer_releases_the_memory(tmp_path: Path) -> None:
     """Fails if a snapshot's memory is not free for the next one after a save, good or bad."""
     copies, writer = HostCopies(CPU), BackgroundWriter()
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "good", tmp_path / "file" / "bad", tmp_path / "again"):
         snapshot = copies.snapshot([_piece(0, 1000)], {"step": 1, "world_size": 1}, {})
-        buffer = snapshot.buffer.data_ptr()
+        address = _address(snapshot)
         writer.start(folder, 0, snapshot)
         if "bad" in folder.name:
             with pytest.raises(CheckpointError, match="Not a directory"):
@@ -222,7 +311,7 @@ def test_the_writer_releases_the_memory(tmp_path: Path) -> None:
         else:
             writer.finished(wait=True)
         after = copies.snapshot([_piece(0, 1000)], {}, {})
-        assert after.buffer.data_ptr() == buffer, folder
+        assert _address(after) == address, folder
         after.release()
 
 
@@ -239,7 +328,8 @@ _CHILD = """
     import sys, torch
     from pathlib import Path
     from gkd.actor.shard_writer import BackgroundWriter
-    from gkd.actor.shards import HostCopies, Piece
+    from gkd.actor.host_copies import HostCopies
+    from gkd.actor.shards import Piece
 
     pieces = [Piece("w", "param", 0, 0, torch.ones(1_000_000))]
     snapshot = HostCopies(torch.device("cpu")).snapshot(pieces, {"step": 1, "world_size": 1}, {})
@@ -285,12 +375,12 @@ def test_generators_go_on_where_they_were() -> None:
     draw()  # leaves a second Gaussian of Python's and numpy's cached
     states = rng_state()
     expected = draw()
-    set_rng_state(states)
+    restore_rng(states, "a file")
     assert draw() == expected
     states["numpy"] = states["python"]
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        set_rng_state(states)
-    set_rng_state(before)
+    with pytest.raises(CheckpointError, match="a file has generator states that cannot be restored"):
+        restore_rng(states, "a file")
+    restore_rng(before, "here")
 
 
 def test_headers_hold_the_meta_data_as_json(tmp_path: Path) -> None:
