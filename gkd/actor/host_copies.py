@@ -62,7 +62,9 @@ class HostCopies:
         slabs = self._take(-(-sum(piece.data.nbytes for piece in live) // self._slab_bytes))
         pieces, sources = self._laid_out(live, slabs)
         targets = [piece.data for piece in pieces]
-        wait = self._copy(targets, sources) if self._stream is None else self._copy_cuda(targets, sources)
+        wait: Callable[[], object] = _nothing
+        if targets:
+            wait = self._copy(targets, sources) if self._stream is None else self._copy_cuda(targets, sources)
         return Snapshot(pieces, dict(meta), dict(rng), self, slabs, wait)
 
     def settle(self) -> None:
@@ -98,8 +100,6 @@ class HostCopies:
         return pieces, sources
 
     def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
-        if not targets:
-            return _nothing
         # One call for all: a thread that came back to Python for every piece would stop the training thread each time.
         copied = self._thread.submit(torch._foreach_copy_, targets, sources)
         self._settle = copied.result

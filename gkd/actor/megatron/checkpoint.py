@@ -2,8 +2,9 @@
 
 A DistributedOptimizer gives each DP rank a flat range of each TP part of a parameter: float32 weights and the two
 moments. Those ranges are the pieces of `gkd.actor.shards`, named after the parameter's first HF tensor. Names are
-global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size a parameter's old
-parts are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the way: bits stay.
+global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size the old
+parts that a rank needs are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the
+way: bits stay.
 
 In the same layout the resume is bit-exact, random generators included; in another one the generators, which
 belong to ranks, stay as they were seeded.
