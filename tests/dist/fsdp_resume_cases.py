@@ -30,7 +30,8 @@ def save_all(root: Path, rank: int, world_size: int, names: list[str]) -> dict[s
     for name in names:
         student = _student(root, rank, world_size, name)
         _train(student, 0, SAVED_AT)
-        snapshot, saved = late_snapshot(student), weights(student)
+        saved = weights(student)
+        snapshot = late_snapshot(student) if name == names[0] else student.snapshot()
         losses = _train(student, SAVED_AT, LAST)
         write(_folder(root, world_size, name), rank, snapshot)
         dist.barrier()

@@ -87,8 +87,14 @@ def save(student: Any, folder: Path) -> None:
 
 
 def late_snapshot(student: Any) -> Any:
-    """One whose copy begins so late that a step which does not wait for it overtakes it."""
-    student._host_copies._thread.submit(time.sleep, 0.2)
+    """One whose copy begins a second late, or after the next step if that has not waited for it."""
+    before, deadline = student.step, time.monotonic() + 1.0
+
+    def dawdle() -> None:
+        while student.step == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    student._host_copies._thread.submit(dawdle)
     return student.snapshot()
 
 
@@ -108,7 +114,8 @@ def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -
         student = make_student(root, case, rank)
         train(student, 0, SAVED_AT)
         _draw()  # or the generators would be saved as they were seeded
-        snapshot, saved = late_snapshot(student), weights(student)
+        saved = weights(student)
+        snapshot = late_snapshot(student) if case == cases[0] else student.snapshot()
         drawn = _draw()
         stats, final = train(student, SAVED_AT, LAST), weights(student)
         write(case.folder(root), rank, snapshot)
