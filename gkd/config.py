@@ -74,7 +74,7 @@ class TrainerConfig:
     keep_last: int = 2
     # Checkpoints of every so many steps are kept for good; 0 = none of them.
     keep_every: int = 0
-    # Write checkpoints while training goes on; a step waits only for the copy to host memory.
+    # Write checkpoints while training goes on; only the next optimizer step waits for the copy to host memory.
     async_save: bool = True
     # Seconds the pools may take to start before the run gives up and names who is missing.
     init_timeout_s: float = 600.0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.actor.shards import Snapshot
+from gkd.actor.host_copies import Snapshot
 from gkd.loss.distill_loss import DistillLoss
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
@@ -59,7 +59,7 @@ class Student(Protocol):
         ...
 
     def snapshot(self) -> Snapshot:
-        """This rank's share of what an exact resume needs, copied to host memory. No collective."""
+        """This rank's share of what an exact resume needs. No collective; the next step waits for the copy."""
         ...
 
     def load_checkpoint(self, folder: str | Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gkd.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Tensor]:
@@ -26,12 +29,24 @@ def rng_state() -> dict[str, Tensor]:
     return states
 
 
-def set_rng_state(states: Mapping[str, Tensor]) -> None:
+def restore_rng(states: Mapping[str, Tensor], source: str | Path) -> None:
     """Puts back what `rng_state` returned on a machine of the same kind.
 
+    Args:
+        source: where `states` come from, for the error.
+
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: that is not what `states` holds.
+        CheckpointError: that is not what `states` holds.
     """
+    try:
+        _restore(states)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{source} has generator states that cannot be restored: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _restore(states: Mapping[str, Tensor]) -> None:
     version, internal, gauss_next = _parsed(states["python"])
     random.setstate((version, tuple(internal), gauss_next))
     numpy = _parsed(states["numpy"])

@@ -1,7 +1,8 @@
 """Writes one rank's snapshot to disk while training goes on.
 
-A thread is enough: both the hash and the write of a large block leave the interpreter lock. The digest is of the bytes
-that were handed to the file, so that damage on the disk shows later.
+A thread is enough: both the hash and the write of a large block leave the interpreter lock. It is a polite one: where
+cores are scarce, training has them first. The digest is of the bytes that were handed to the file, so that damage on
+the disk shows later.
 """
 
 from __future__ import annotations
@@ -9,30 +10,33 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 import xxhash
 
-from gkd.actor.shards import DTYPES, FORMAT, Snapshot, file_name
+from gkd.actor.host_copies import Snapshot
+from gkd.actor.shards import DTYPES, FORMAT, file_name
 from gkd.errors import CheckpointError
 from gkd.roles import FileDigest
 
 # Small enough to stay in a cache between the hash and the write; large enough that the thread seldom has to get the
 # interpreter lock back, which takes up to 5 ms while the training thread is busy in Python.
 _BLOCK_BYTES = 4 << 20
-_BUFFER_BYTES = 1 << 16  # gathers small pieces; larger ones pass it by
+_NICENESS = 10  # added to the background thread's; 19 is the least urgent
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
-    """Writes this rank's file into `folder`, flushed to disk; creates the folder. Blocks.
+    """Writes this rank's file into `folder`, flushed to disk; creates the folder, but not its parent. Blocks.
 
     Returns:
         File name -> digest.
 
     Raises:
-        CheckpointError: disk full, read-only, ...; what was written so far stays behind.
+        CheckpointError: disk full, read-only, ...; what was written so far stays behind. Or there is no parent
+            folder: it was removed, or this node does not see the disk that it is on.
         ValueError: two pieces begin at the same place, so one of them has the wrong name.
     """
     path = folder / file_name(rank)
@@ -40,11 +44,12 @@ def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
     tensors |= {f"rng/{name}": state for name, state in snapshot.rng.items()}
     if len(tensors) != len(snapshot.pieces) + len(snapshot.rng):
         raise ValueError(f"rank {rank}: two pieces of a checkpoint have the same name, kind, part and start")
+    snapshot.wait()
     hasher, n_bytes = xxhash.xxh3_128(), 0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("wb", buffering=_BUFFER_BYTES) as file:
-            for raw in (_header(tensors, snapshot, rank), *(_raw(tensor) for tensor in tensors.values())):
+        _make_folder(folder, rank)
+        with path.open("wb") as file:
+            for raw in (_header(tensors, snapshot, rank), *_runs(tensors.values())):
                 for begin in range(0, len(raw), _BLOCK_BYTES):
                     block = raw[begin : begin + _BLOCK_BYTES]
                     hasher.update(block)
@@ -67,7 +72,7 @@ class BackgroundWriter:
 
     def check_idle(self) -> None:
         """Raises CheckpointError if a save is under way."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None and self._result is None:
             raise CheckpointError(
                 f"the save to {self._folder} is still being written; wait for it before the next one."
             )
@@ -88,21 +93,34 @@ class BackgroundWriter:
         """
         if self._thread is None:
             raise CheckpointError("no save was started, so none can finish.")
-        if wait:
+        if wait or self._result is not None:
             self._thread.join()
         if isinstance(self._result, CheckpointError):
             raise self._result
         return self._result
 
     def _run(self, folder: Path, rank: int, snapshot: Snapshot) -> None:
+        result: dict[str, FileDigest] | CheckpointError
         try:
-            self._result = write(folder, rank, snapshot)
+            os.nice(_NICENESS)  # on Linux of this thread alone
+            result = write(folder, rank, snapshot)
         except CheckpointError as error:
-            self._result = error
+            result = error
         except Exception as error:  # a thread's error is seen by nobody unless it is kept
-            self._result = CheckpointError(f"rank {rank}'s save to {folder} failed: {type(error).__name__}: {error}")
-        finally:
-            snapshot.release()
+            result = CheckpointError(f"rank {rank}'s save to {folder} failed: {type(error).__name__}: {error}")
+        snapshot.release()
+        self._result = result  # the last thing: whoever sees it may begin the next save
+
+
+def _make_folder(folder: Path, rank: int) -> None:
+    """The driver makes the parent: a rank that outlives its run must not bring a removed one back."""
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"rank {rank} cannot write its checkpoint to {folder}: its node does not see the folder's parent, "
+            "which the driver made. run_dir must be on a disk that all nodes share."
+        ) from error
 
 
 def _header(tensors: dict[str, torch.Tensor], snapshot: Snapshot, rank: int) -> memoryview:
@@ -123,5 +141,21 @@ def _header(tensors: dict[str, torch.Tensor], snapshot: Snapshot, rank: int) -> 
     return memoryview(len(text).to_bytes(8, "little") + text)
 
 
-def _raw(tensor: torch.Tensor) -> memoryview:
-    return tensor.view(torch.uint8).numpy().data
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The tensors' bytes; neighbours in memory as one."""
+    of: torch.UntypedStorage | None = None
+    begin = stop = 0
+    for tensor in tensors:
+        storage, at = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
+        if of is not None and (storage.data_ptr() != of.data_ptr() or at != stop):
+            yield _raw(of, begin, stop)
+            of = None
+        if of is None:
+            begin, of = at, storage
+        stop = at + tensor.nbytes
+    if of is not None:
+        yield _raw(of, begin, stop)
+
+
+def _raw(storage: torch.UntypedStorage, begin: int, stop: int) -> memoryview:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)[begin:stop].numpy().data

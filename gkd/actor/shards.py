@@ -1,6 +1,6 @@
 """A checkpoint's files as the ranks see them: flat pieces of parameters and optimizer state under HF names.
 
-    live tensors --HostCopies--> Snapshot --shard_writer--> rank_00000.safetensors, ... --ShardReader--> any layout
+    live tensors --host_copies--> Snapshot --shard_writer--> rank_00000.safetensors, ... --ShardReader--> any layout
 
 Every rank writes what it holds and nothing is gathered. A piece says where it lies in its parameter, so that
 a reader puts ranges together without knowing how they were cut. Both backends use this; which
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "U8": torch.uint8,
 }
-_ALIGNMENT = 64  # bytes, of a piece in host memory
 _MAX_HEADER_BYTES = 1 << 30
 
 
@@ -46,61 +44,6 @@ class Piece:
     part: int  # which tensor-parallel part of the parameter; 0 where it is whole
     start: int  # first element, counted in the flattened part
     data: Tensor  # [n], contiguous
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One rank's state in host memory, which training no longer touches.
-
-    `meta` is JSON data and must have `step` and `world_size`; all ranks of a checkpoint have the same.
-    """
-
-    pieces: Sequence[Piece]
-    meta: Mapping[str, Any]
-    rng: Mapping[str, Tensor]  # [n] uint8, this rank's generators
-    memory: HostCopies
-    buffer: Tensor  # [n_bytes] uint8, what the pieces lie in
-
-    def release(self) -> None:
-        """Lets the next snapshot reuse the memory; nobody may read the pieces from now on."""
-        self.memory.give_back(self.buffer)
-
-
-class HostCopies:
-    """Makes snapshots, and keeps the memory of the last released one: fresh pages cost more than the copy.
-
-    Args:
-        device: where the live tensors are; with CUDA the memory is pinned and the copies overlap.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._free: list[Tensor] = []
-
-    def snapshot(self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor]) -> Snapshot:
-        """Copies all of `live` to the host; when it returns, the live tensors may change. No collective."""
-        offsets, n_bytes = [], 0
-        for piece in live:
-            offsets.append(n_bytes)
-            n_bytes += -(-piece.data.nbytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = self._take(n_bytes)
-        copies = []
-        for piece, offset in zip(live, offsets, strict=True):
-            copy = buffer[offset : offset + piece.data.nbytes].view(piece.data.dtype)
-            copy.copy_(piece.data, non_blocking=True)
-            copies.append(Piece(piece.name, piece.kind, piece.part, piece.start, copy))
-        if self._cuda:
-            torch.cuda.current_stream().synchronize()
-        return Snapshot(copies, dict(meta), dict(rng), self, buffer)
-
-    def give_back(self, buffer: Tensor) -> None:
-        self._free[:] = [buffer]
-
-    def _take(self, n_bytes: int) -> Tensor:
-        free = self._free.pop() if self._free else None
-        if free is not None and free.nbytes == n_bytes:
-            return free
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._cuda)
 
 
 def file_name(rank: int) -> str:

@@ -166,7 +166,7 @@ class ActorWorker:
         return replace(stats, tokens=token_records(batches, tables, self._student.loss.report_names, kept))
 
     def save(self, folder: Path) -> None:
-        """Copies this rank's state to host memory, and begins to write it into `folder`."""
+        """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
         self._writer.start(folder, self._rank, self._student.snapshot())
 

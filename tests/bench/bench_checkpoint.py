@@ -1,23 +1,19 @@
-"""A checkpoint of the student on this machine, measured: what training waits for, and how fast the files are.
+"""A checkpoint of the student on this machine: what training waits for, and how fast the files are.
 
-    python -m tests.bench.bench_checkpoint [--folder FOLDER] [--rounds N] [--json FILE]
-
-One process, float32, about 150 MB of weights and moments. The folder's disk is what is measured: a synchronous
-save, a save beside training, and the disk's own speed take turns, and a ratio is the median over the rounds of
-ratios within a round. A run replaces its part of the JSON file. Under a minute on two idle cores.
+Part of `bench_student`. One rank, one thread, float32. Three modes take turns: some steps, the same steps with a save
+begun before the first, and a save that training waits for. The disk's own speed is measured in the same round, and a
+ratio is the median over the rounds of ratios within a round.
 """
 
 from __future__ import annotations
 
-import argparse
+import errno
 import os
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,124 +21,135 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gkd.actor.host_copies import Snapshot
 from gkd.actor.shard_writer import BackgroundWriter, write
-from gkd.actor.shards import ShardReader, Snapshot, file_name
-from tests.bench.teacher_report import Figure, Observer, Part, Table, as_json, as_text, machine, merge_json
-from tests.dist.helpers import free_port
-from tests.dist.megatron_reference import make_micro_batches
+from gkd.actor.shards import ShardReader, file_name
+from gkd.batching import make_micro_batches
+from tests.bench.student_case import make_student, save_model, sequences
+from tests.bench.teacher_report import Figure, Part, Table
 
 _BLOCK_BYTES = 8 << 20
-_STEPS = 4  # before and after a save, to say how long one takes
-_SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 320,
-    "intermediate_size": 896,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 40,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+_STEPS = 2  # of each mode; the save must be over before they are
+_SIZES = {"hidden_size": 512, "intermediate_size": 1536}  # 200 MB of weights and moments
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Round:
-    """Seconds of one round, and whether its files were read from the disk itself."""
+    """Seconds."""
 
-    step: float = 0.0
-    snapshot: float = 0.0
-    save: float = 0.0  # synchronous, snapshot included
-    stall: float = 0.0  # of training by a save in the background
-    beside: float = 0.0  # from the begin of that save until its files were on disk
-    write: float = 0.0
-    disk_write: float = 0.0
-    read: float = 0.0
-    load: float = 0.0
-    disk_read: float = 0.0
-    cold: list[bool] = field(default_factory=list)
+    steps: float  # _STEPS of them
+    steps_with_save: float  # the same, with a save begun before the first
+    late: float  # how long that save went on after them
+    copy: float  # to the host, with training waiting for it
+    write: float  # hashed, and on disk
+    disk_write: float  # the same bytes, plainly
+    read: float  # of every piece
+    load: float  # into the student
+    disk_read: float
+    cold: bool  # were the files read from the disk itself
+
+    @property
+    def save(self) -> float:
+        """One that training waits for."""
+        return self.copy + self.write
+
+    @property
+    def stall(self) -> float:
+        return self.steps_with_save - self.steps
 
 
-def checkpoint(folder: Path, rounds: int) -> Part:
-    """Measures in `folder`, which must be empty; its disk is the one that counts."""
-    with _student(folder) as student:
-        writer, found = BackgroundWriter(), []
+def checkpoint_part(rounds: int) -> Part:
+    """Measures on the disk of the folder for temporary files; TMPDIR chooses another."""
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as name, _student(Path(name)) as (student, step):
+        folder, writer = Path(name), BackgroundWriter()
         snapshot = student.snapshot()
-        n_bytes = snapshot.buffer.nbytes
-        write(folder / "warm", 0, snapshot)  # memory, files and Megatron's buffers are made once
+        write(folder / "beside", 0, snapshot)  # memory and files are made once
+        n_bytes = sum(piece.data.nbytes for piece in snapshot.pieces)
         snapshot.release()
-        for _ in range(rounds):
-            found.append(_round(student, writer, folder))
-        student.load_checkpoint(folder / "warm")
+        # Who goes first finds the disk and the caches as the round before left them; that must not favour one of them.
+        found = [_round(student, step, writer, folder, save_first=i % 2 == 1) for i in range(rounds)]
     return _part(found, n_bytes)
 
 
-def _round(student: Any, writer: BackgroundWriter, folder: Path) -> _Round:
-    result = _Round()
-    batches = make_micro_batches(0)
-    steps = [_seconds(lambda: student.train_step(batches)) for _ in range(_STEPS)]
+def _round(
+    student: Any, step: Callable[[], object], writer: BackgroundWriter, folder: Path, *, save_first: bool
+) -> _Round:
+    seconds: dict[str, float] = {}
 
+    def take_steps(*, with_save: bool) -> None:
+        if with_save:
+            writer.start(folder / "beside", 0, student.snapshot())
+        for _ in range(_STEPS):
+            step()
+
+    for with_save in (save_first, not save_first):
+        os.sync()
+        name = "steps_with_save" if with_save else "steps"
+        seconds[name] = _seconds(lambda with_save=with_save: take_steps(with_save=with_save))
+        if with_save:
+            seconds["late"] = _seconds(lambda: writer.finished(wait=True))
+
+    os.sync()
     snapshots: list[Snapshot] = []
-    result.snapshot = _seconds(lambda: snapshots.append(student.snapshot()))
-    result.write = _seconds(lambda: write(folder / "sync", 0, snapshots[0]))
-    result.save = result.snapshot + result.write
-    result.disk_write = _seconds(lambda: _plain_write(folder / "plain", snapshots[0].buffer))
-    snapshots[0].release()
+    seconds["copy"] = _seconds(lambda: _copy(student, snapshots))
+    snapshot = snapshots[0]
+    seconds["write"] = _seconds(lambda: write(folder / "sync", 0, snapshot))
+    path, plain = folder / "sync" / file_name(0), folder / "plain"
+    seconds["disk_write"] = _seconds(lambda: _plain_write(plain, snapshot.slabs, path.stat().st_size))
+    cold = [_drop(plain)]
+    seconds["disk_read"] = _seconds(lambda: _plain_read(plain))
+    cold.append(_drop(path))
+    seconds["read"] = _seconds(lambda: _read_all(folder / "sync", snapshot))
+    snapshot.release()
+    cold.append(_drop(path))
+    seconds["load"] = _seconds(lambda: student.load_checkpoint(folder / "sync"))
+    return _Round(**seconds, cold=all(cold))
 
-    begin, n_steps, times = time.perf_counter(), 0, []
-    writer.start(folder / "beside", 0, student.snapshot())
-    while not times:
-        student.train_step(batches)
-        n_steps += 1
-        if writer.finished(wait=False) is not None:
-            times.append(time.perf_counter() - begin)
-    steps += [_seconds(lambda: student.train_step(batches)) for _ in range(_STEPS)]
-    result.step, result.beside = median(steps), times[0]
-    result.stall = result.beside - n_steps * result.step
 
-    path = folder / "sync" / file_name(0)
-    result.cold.append(_drop(folder / "plain"))
-    result.disk_read = _seconds(lambda: _plain_read(folder / "plain"))
-    result.cold.append(_drop(path))
-    result.read = _seconds(lambda: _read_all(folder / "sync", snapshots[0]))
-    result.cold.append(_drop(path))
-    result.load = _seconds(lambda: student.load_checkpoint(folder / "sync"))
-    return result
+def _copy(student: Any, snapshots: list[Snapshot]) -> None:
+    snapshots.append(student.snapshot())
+    snapshots[0].wait()
 
 
 def _part(found: Sequence[_Round], n_bytes: int) -> Part:
     def ratio(name: str, other: str) -> float:
         return median(getattr(item, name) / getattr(item, other) for item in found)
 
-    cold = all(all(item.cold) for item in found)
+    cold = all(item.cold for item in found)
     cache = "cold: the files were dropped from the page cache" if cold else "warm: the page cache could not be dropped"
+    n_late = sum(item.late > 0.01 for item in found)
     figures = [
-        Figure("stall of training by a save beside it / synchronous save", ratio("stall", "save"), at_most=0.1),
-        Figure("copy to the host alone / synchronous save", ratio("snapshot", "save")),
+        Figure(
+            "stall of training by an asynchronous save / synchronous save",
+            ratio("stall", "save"),
+            at_most=0.1,
+            note=f"{n_late} of {len(found)} saves ended after the {_STEPS} steps" if n_late else "",
+        ),
+        Figure("copy to the host alone / synchronous save", ratio("copy", "save")),
         Figure("write, hashed / plain write, bandwidth", ratio("disk_write", "write"), at_least=0.8),
         Figure("read of every piece / plain read, bandwidth", ratio("disk_read", "read"), note=cache),
         Figure("load into the student / plain read, bandwidth", ratio("disk_read", "load"), note=cache),
     ]
     rows = []
-    for name, what in (
-        ("step", "training step"),
-        ("snapshot", "copy to the host"),
-        ("save", "synchronous save"),
-        ("stall", "stall by a save beside training"),
-        ("beside", "that save, until it is on disk"),
-        ("write", "write, hashed, fsync"),
-        ("disk_write", "plain write, fsync"),
-        ("read", "read of every piece"),
-        ("load", "load into the student"),
-        ("disk_read", "plain read"),
+    for name, what, moves_all in (
+        ("steps", f"{_STEPS} training steps", False),
+        ("steps_with_save", "the same with a save beside them", False),
+        ("stall", "stall", False),
+        ("save", "synchronous save", True),
+        ("copy", "copy to the host", True),
+        ("write", "write, hashed, fsync", True),
+        ("disk_write", "plain write, fsync", True),
+        ("read", "read of every piece", True),
+        ("load", "load into the student", True),
+        ("disk_read", "plain read", True),
     ):
         seconds = [getattr(item, name) for item in found]
-        moves_all = name not in ("step", "stall", "beside")
         speed = f"{n_bytes / median(seconds) / 1e9:.2f}" if moves_all else ""
         rows.append((what, median(seconds), min(seconds), max(seconds), speed))
     table = Table("", ("what", "median, s", "fastest, s", "slowest, s", "GB/s"), rows)
     settings = {"rounds": len(found), "megabytes": round(n_bytes / 1e6, 1), "cache": cache}
-    return Part("checkpoint", f"{n_bytes / 1e6:.0f} MB of weights and moments, one rank.", figures, [table], settings)
+    what = f"{n_bytes / 1e6:.0f} MB of weights and moments, one rank, one thread for training."
+    return Part("checkpoint", what, figures, [table], settings)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -151,11 +158,13 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def _plain_write(path: Path, buffer: torch.Tensor) -> None:
-    raw = buffer.numpy().data
+def _plain_write(path: Path, slabs: Sequence[torch.Tensor], n_bytes: int) -> None:
     with path.open("wb", buffering=0) as file:
-        for begin in range(0, len(raw), _BLOCK_BYTES):
-            file.write(raw[begin : begin + _BLOCK_BYTES])
+        for slab in slabs:
+            raw = slab.numpy().data[:n_bytes]
+            for begin in range(0, len(raw), _BLOCK_BYTES):
+                file.write(raw[begin : begin + _BLOCK_BYTES])
+            n_bytes -= len(raw)
         os.fsync(file.fileno())
 
 
@@ -175,7 +184,7 @@ def _read_all(folder: Path, snapshot: Snapshot) -> None:
 
 
 def _drop(path: Path) -> bool:
-    """Asks the kernel to forget a file's pages; whether it did."""
+    """Asks the kernel to forget a file's pages; whether it did, as far as it says so."""
     with path.open("rb") as file:
         os.fsync(file.fileno())  # only clean pages can go
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -184,61 +193,23 @@ def _drop(path: Path) -> bool:
             os.preadv(file.fileno(), [bytearray(1)], middle, os.RWF_NOWAIT)
         except BlockingIOError:
             return True
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # a file system in memory, say
+                raise
     return False
 
 
 @contextmanager
-def _student(folder: Path) -> Iterator[Any]:
-    """A student of one process with random weights, after its first step."""
-    import transformers as tf
-
-    from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
-    from gkd.loss.spec import LossSpec
-
+def _student(folder: Path) -> Iterator[tuple[Any, Callable[[], object]]]:
+    """A student of one process with random weights, and a step of it; the first is made."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SIZES)).save_pretrained(folder / "hf")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    save_model(folder / "hf", **_SIZES)
+    rollouts, scores = sequences("even")
+    batches = list(make_micro_batches(rollouts[:1], scores[:1], micro_batch_size=1, max_tokens=0, packed=False))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
-        student = MegatronStudent(
-            folder / "hf",
-            ParallelLayout(tp=1, pp=1, world_size=1, rank=0),
-            optim=OptimSpec(lr=1e-4),
-            loss=LossSpec(),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            seed=0,
-        )
-        student.train_step(make_micro_batches(0))
-        yield student
+        student = make_student("megatron", folder / "hf")
+        student.train_step(batches)
+        yield student, lambda: student.train_step(batches)
     finally:
         dist.destroy_process_group()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 1 if a figure missed its goal."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_checkpoint", description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="on the disk to measure; default: the system's")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="docs/results/student_checkpoint_cpu.json, say")
-    args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: at least one round")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    observer = Observer()
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        part = checkpoint(Path(folder), args.rounds)
-    result = as_json(part, machine(), observer.stop())
-    print(as_text(part))
-    if args.json is not None:
-        merge_json(args.json, {part.name: result})
-    return 1 if any(figure.met is False for figure in part.figures) else 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,20 @@ from gkd.actor.shard_writer import write
 from gkd.actor.shards import ShardReader
 from tests.dist.megatron_reference import make_micro_batches
 
-# name -> (processes, tp, pp)
+DEEP = "deep"  # the folder of a model with layers enough for four chunks
+# name -> (processes, tp, pp, vpp, sequence parallel)
 LAYOUTS = {
-    "one": (1, 1, 1),
-    "tp2": (2, 2, 1),
-    "pp2": (2, 1, 2),
-    "dp2": (2, 1, 1),
-    "tp2pp2": (4, 2, 2),
-    "tp2dp2": (4, 2, 1),
-    "pp2dp2": (4, 1, 2),
+    "one": (1, 1, 1, 1, False),
+    "tp2": (2, 2, 1, 1, False),
+    "tp2sp": (2, 2, 1, 1, True),
+    "pp2": (2, 1, 2, 1, False),
+    "pp2vpp2": (2, 1, 2, 2, False),
+    "dp2": (2, 1, 1, 1, False),
+    "tp2pp2": (4, 2, 2, 1, False),
+    "tp2pp2vpp2sp": (4, 2, 2, 2, True),
+    "tp2dp2": (4, 2, 1, 1, False),
+    "pp2dp2": (4, 1, 2, 1, False),
+    "pp2dp2vpp2": (4, 1, 2, 2, False),
 }
 SAVED_AT, LAST = 2, 4  # steps
 
@@ -54,17 +60,18 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
     from gkd.actor.optim_spec import OptimSpec
     from gkd.loss.spec import LossSpec
 
-    world_size, tp, pp = LAYOUTS[case.layout]
+    world_size, tp, pp, vpp, sequence_parallel = LAYOUTS[case.layout]
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     return MegatronStudent(
         root / case.kind,
-        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank),
+        ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank, vpp=vpp),
         optim=OptimSpec(lr=1e-3, schedule="cosine", warmup_steps=2, total_steps=6),
         loss=LossSpec(),
         dtype=case.dtype,
         device=torch.device("cpu"),
         seed=3,
+        sequence_parallel=sequence_parallel,
     )
 
 
@@ -79,6 +86,18 @@ def save(student: Any, folder: Path) -> None:
     dist.barrier()
 
 
+def late_snapshot(student: Any) -> Any:
+    """One whose copy begins a second late, or after the next step if that has not waited for it."""
+    before, deadline = student.step, time.monotonic() + 1.0
+
+    def dawdle() -> None:
+        while student.step == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    student._host_copies._thread.submit(dawdle)
+    return student.snapshot()
+
+
 def weights(student: Any) -> dict[str, str]:
     """Digest of each tensor that this rank's stage exports."""
     return {name: digest(tensor) for name, tensor in student.export()}
@@ -89,16 +108,18 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    """Trains with a save in between, and once more from the save in a new object; whether the two are equal."""
+    """Trains with a save beside it, and once more from the save in a new object; whether the two are equal."""
     results = {}
     for case in cases:
         student = make_student(root, case, rank)
         train(student, 0, SAVED_AT)
         _draw()  # or the generators would be saved as they were seeded
-        save(student, case.folder(root))
         saved = weights(student)
+        snapshot = late_snapshot(student) if case == cases[0] else student.snapshot()
         drawn = _draw()
         stats, final = train(student, SAVED_AT, LAST), weights(student)
+        write(case.folder(root), rank, snapshot)
+        dist.barrier()
         resumed = make_student(root, case, rank)
         resumed.load_checkpoint(case.folder(root))
         results[case] = {

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.config import LoraConfig
 from gkd.errors import GkdError
+from tests.dist.fsdp_resume_cases import LORA, OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import (
     BETAS,
@@ -30,12 +30,12 @@ from tests.dist.megatron_reference import (
     make_micro_batches,
     train_reference,
 )
+from tests.dist.resume_cases import SAVED_AT
 from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights
 
 N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
 ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False}  # name -> does it take packs and the fused head
-LORA = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "v_proj", "down_proj"])
 
 
 def _make_folder(folder: Path, kind: str) -> Path:
@@ -153,6 +153,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result["lora"] = _measure_lora(build, losses, root)
     result["refused"] = _measure_refusals(build, root)
     result["bad_batches"] = _measure_bad_batches(plain, rank)
+    result["resume"] = in_two(root, rank)
     return result
 
 
@@ -258,8 +259,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(root: Path) -> list[dict[str, Any]]:
+def saved_in_one(root: Path) -> dict[str, Any]:
+    return save_in_one(root)
+
+
+@pytest.fixture(scope="module")
+def ranks(root: Path, saved_in_one: Any) -> list[dict[str, Any]]:
     return run_gloo(_measure, 2, root, timeout_s=280.0)
+
+
+@pytest.fixture(scope="module")
+def resumed_in_one(root: Path, ranks: Any) -> dict[Any, Any]:
+    return resume_in_one(root)
 
 
 @pytest.mark.dist
@@ -317,6 +328,33 @@ def test_lora(ranks: Any, root: Path) -> None:
     assert moved == {name for name in base if name.removesuffix(".weight").endswith(tuple(LORA.targets))}
     assert max(float((ours[name] - merged[name]).abs().max()) for name in moved) <= 1e-5
     assert max(float((ours[name] - base[name]).abs().max()) for name in moved) > 1e-4
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("pair", SAME_WORLD, ids="-".join)
+def test_resume(ranks: Any, pair: tuple[str, str]) -> None:
+    """Fails if a bit of adapters, or of shards that are on the host now and were not then, differs after a resume.
+
+    Also if a step does not wait for the copy that a save has begun.
+    """
+    for rank in ranks:
+        saves, resumes, _ = rank["resume"]
+        result = resumes[pair]
+        assert result.pop("step") == SAVED_AT
+        assert result == saves[pair[0]]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("pair", OTHER_WORLD, ids="-".join)
+def test_another_number_of_ranks_takes_over(
+    ranks: Any, saved_in_one: Any, resumed_in_one: Any, pair: tuple[str, str]
+) -> None:
+    """Fails if weights lose a bit between one rank and two, or moments or the step: training would go on otherwise."""
+    saves, _, from_one = ranks[0]["resume"]
+    for result, save in ((from_one[pair], saved_in_one[pair[0]]), (resumed_in_one[pair], saves[pair[0]])):
+        assert result["step"] == SAVED_AT
+        assert result["saved"] == save["saved"]
+        assert result["losses"] == pytest.approx(save["losses"], abs=1e-5)
 
 
 @pytest.mark.dist

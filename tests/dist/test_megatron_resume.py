@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
 from tests.dist.resume_cases import (
+    DEEP,
     LAYOUTS,
     SAVED_AT,
     Case,
@@ -28,7 +31,12 @@ from tests.dist.resume_cases import (
 )
 
 # Tied embeddings give pp2 a second copy of the matrix; qwen3 has norms on queries and keys.
-QUICK = [Case("qwen2_tied", "tp2"), Case("qwen3", "pp2"), Case("qwen2_tied", "dp2", torch.bfloat16)]
+QUICK = [
+    Case("qwen2_tied", "tp2sp"),
+    Case("qwen3", "pp2"),
+    Case("qwen2_tied", "dp2", torch.bfloat16),
+    Case(DEEP, "pp2vpp2"),
+]
 QUICK_PAIRS = [
     (QUICK[0], "pp2"),
     (QUICK[0], "dp2"),
@@ -36,6 +44,7 @@ QUICK_PAIRS = [
     (QUICK[1], "dp2"),
     (QUICK[2], "tp2"),
     (QUICK[2], "pp2"),
+    (QUICK[3], "tp2"),
 ]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of losses after a move: sums run in another order
 
@@ -120,6 +129,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     root = tmp_path_factory.mktemp("resume")
     for kind in ("qwen3", "qwen2_tied"):
         (make_hf_folder(root / kind, kind) / "tokenizer.json").write_text("{}")
+    make_hf_folder(root / DEEP, "qwen2_tied", n_layers=4)
     return root, run_gloo(_all, 2, root, timeout_s=200.0)
 
 
@@ -147,7 +157,10 @@ def _check_moved(root: Path, case: Case, layout: str, saved: list[Any], moved: l
 
 @pytest.mark.dist
 def test_resume_is_exact(world: tuple[Path, list[Any]]) -> None:
-    """Fails if a resumed run differs in one bit: weights, optimizer state, learning rate or a generator."""
+    """Fails if a resumed run differs in one bit: weights, optimizer state, learning rate or a generator.
+
+    Also if a step does not wait for the copy that a save has begun.
+    """
     _check_resume([saved for saved, _, _ in world[1]])
 
 
@@ -160,15 +173,65 @@ def test_another_layout_takes_over(world: tuple[Path, list[Any]], case: Case, la
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize(("old_tp", "tp"), [(1, 2), (2, 1), (2, 4), (12, 4), (4, 6), (3, 2), (4, 12)])
+def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: int) -> None:
+    """Fails if a part is put together from the wrong old ones, for any ratio of the sizes and any range of a DP rank.
+
+    Also if it reads a part that it needs nothing of: those are not in the checkpoint.
+    """
+    from gkd.actor.host_copies import HostCopies
+    from gkd.actor.megatron.checkpoint import _read_vocab, _recut, part_shape
+    from gkd.actor.megatron.hf_config import read_hf_dims
+    from gkd.actor.megatron.hf_mapping import SplitVocab, stage_entries
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.shard_writer import write
+    from gkd.actor.shards import Piece, ShardReader
+
+    make_hf_folder(tmp_path, "qwen2_tied", n_layers=1)
+    dims = replace(read_hf_dims(tmp_path), n_heads=24, n_kv_heads=12, head_dim=2)
+    whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
+    entries = [entry for entry in stage_entries(dims, whole) if entry.layout.partition_dim is not None]
+    assert len({type(entry.layout) for entry in entries}) == 4
+    copies, generator = HostCopies(torch.device("cpu")), torch.Generator().manual_seed(0)
+    for number, entry in enumerate(entries):
+        tensors = [torch.rand(shape, generator=generator) for shape in entry.hf_shapes]
+
+        def part(of: int, rank: int, entry: Any = entry, tensors: Any = tensors) -> torch.Tensor:
+            made = torch.empty(part_shape(entry, of))
+            entry.layout.fill(made, tensors, dims, of, rank)
+            return made.view(-1)
+
+        for rank in range(tp):
+            wanted = part(tp, rank)
+            if isinstance(entry.layout, SplitVocab):
+                size = len(part(old_tp, 0))
+                begin, end = rank * len(wanted) // size, min(-(-(rank + 1) * len(wanted) // size), old_tp)
+            else:  # there are as many blocks as both sizes have in common
+                n_old, n_new = old_tp // math.gcd(old_tp, tp), tp // math.gcd(old_tp, tp)
+                begin = rank // n_new * n_old
+                end = begin + n_old
+            pieces = [Piece(entry.hf_names[0], "param", old, 0, part(old_tp, old)) for old in range(begin, end)]
+            folder = tmp_path / f"{number}_{rank}"
+            write(folder, 0, copies.snapshot(pieces, {"world_size": 1}, {}))
+            model: Any = SimpleNamespace(dims=dims, layout=ParallelLayout(tp=tp, pp=1, world_size=tp, rank=rank))
+            read = _read_vocab if isinstance(entry.layout, SplitVocab) else _recut
+            middle = len(wanted) // 3
+            with ShardReader(folder) as reader:
+                for start, stop in ((0, middle), (middle, len(wanted))):
+                    values = read(reader, "param", entry, model, old_tp, start, stop)
+                    assert torch.equal(values, wanted[start:stop]), (entry.param, rank)
+
+
+@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2_tied"])
 def test_every_layout_takes_over_from_every_other(tmp_path: Path, kind: str) -> None:
     """Fails as the two tests above do, for all pairs of layouts of one, two and four processes."""
-    make_hf_folder(tmp_path / kind, kind)
+    make_hf_folder(tmp_path / kind, kind, n_layers=4)
     cases = {name: Case(kind, name) for name in LAYOUTS}
     saved, moved = {}, {}
-    sizes = sorted({size for size, _, _ in LAYOUTS.values()})
+    sizes = sorted({size for size, *_ in LAYOUTS.values()})
     for size in sizes:
         own = [case for name, case in cases.items() if LAYOUTS[name][0] == size]
         results = run_gloo(save_and_resume, size, tmp_path, own, timeout_s=600.0)

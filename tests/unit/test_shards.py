@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import resource
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import safetensors.torch
 import torch
-import xxhash
 
-from gkd.actor.rng import rng_state, set_rng_state
-from gkd.actor.shard_writer import BackgroundWriter, write
-from gkd.actor.shards import HostCopies, Piece, ShardReader, Snapshot, file_name
+from gkd.actor.shard_writer import write
+from gkd.actor.shards import Piece, ShardReader, file_name
 from gkd.errors import CheckpointError
-
-CPU = torch.device("cpu")
-WHOLE = torch.arange(1000, dtype=torch.float32)
-
-
-def _snapshot(*pieces: Piece, step: int = 3, world_size: int = 1) -> Snapshot:
-    rng = {"torch": torch.arange(9, dtype=torch.uint8)}
-    return HostCopies(CPU).snapshot(pieces, {"step": step, "world_size": world_size}, rng)
-
-
-def _piece(start: int, stop: int, *, name: str = "model.w", kind: str = "param", part: int = 0) -> Piece:
-    return Piece(name, kind, part, start, WHOLE[start:stop])
+from tests.unit.shard_pieces import WHOLE, piece_of, snapshot_of
 
 
 def _write_two_ranks(folder: Path) -> None:
     """Elements 0:300 and 700:1000 of rank 0, 300:700 of rank 1; each rank has a tensor of its own, too."""
     own = Piece("model.norm", "exp_avg", 1, 5, torch.full((4,), 0.5, dtype=torch.bfloat16))
-    write(folder, 0, _snapshot(_piece(700, 1000), _piece(0, 300), world_size=2))
-    write(folder, 1, _snapshot(_piece(300, 700), own, world_size=2))
+    write(folder, 0, snapshot_of(piece_of(700, 1000), piece_of(0, 300), world_size=2))
+    write(folder, 1, snapshot_of(piece_of(300, 700), own, world_size=2))
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -61,34 +40,6 @@ def test_round_trip(tmp_path: Path) -> None:
         assert reader.meta == {"step": 3, "world_size": 2}
         assert reader.names() == {"model.w", "model.norm"}
         assert reader.rng(1)["torch"].tolist() == list(range(9)) and reader.rng(2) == {}
-
-
-def test_files_are_safetensors_and_digests_are_theirs(tmp_path: Path) -> None:
-    """Fails if other tools cannot open a rank's file, or its digest or size is not that of the bytes on disk."""
-    digests = write(tmp_path / "new" / "folder", 0, _snapshot(_piece(0, 1000)))
-    path = tmp_path / "new" / "folder" / file_name(0)
-    tensors = safetensors.torch.load_file(path)
-    assert torch.equal(tensors["model.w/param/0/0"], WHOLE)
-    data = path.read_bytes()
-    assert list(digests) == [path.name]
-    assert digests[path.name].n_bytes == len(data)
-    assert digests[path.name].xxh3_128 == xxhash.xxh3_128_hexdigest(data)
-
-
-def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
-    """Fails if training can still change a snapshot, or memory is reused before, or not after, its release."""
-    copies, live = HostCopies(CPU), torch.ones(100)
-    first = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
-    live.add_(1)
-    second = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
-    assert first.pieces[0].data.unique().tolist() == [1.0] and second.pieces[0].data.unique().tolist() == [2.0]
-    assert first.buffer.data_ptr() != second.buffer.data_ptr()
-    first.release()
-    third = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
-    assert third.buffer.data_ptr() == first.buffer.data_ptr()
-    third.release()
-    bigger = copies.snapshot([Piece("w", "param", 0, 0, torch.ones(1000))], {}, {})
-    assert bigger.pieces[0].data.sum() == 1000
 
 
 def _flip(data: bytearray) -> bytearray:
@@ -122,7 +73,7 @@ def test_damaged_file_is_named(tmp_path: Path, kind: str) -> None:
 
 def test_random_damage_of_a_header_never_escapes(tmp_path: Path) -> None:
     """Fails if some garbled header raises anything but CheckpointError, at the opening or at a read."""
-    write(tmp_path, 0, _snapshot(_piece(0, 1000)))
+    write(tmp_path, 0, snapshot_of(piece_of(0, 1000)))
     path, chance = tmp_path / file_name(0), random.Random(5)
     whole = path.read_bytes()
     n_header = 8 + int.from_bytes(whole[:8], "little")
@@ -143,7 +94,7 @@ def test_random_damage_of_a_header_never_escapes(tmp_path: Path) -> None:
 def test_gaps_overlaps_and_strangers_are_refused(tmp_path: Path) -> None:
     """Fails if elements that nobody wrote are made up, two writers disagree unseen, or files of two saves are mixed."""
     with pytest.raises(ValueError, match="same name, kind, part and start"):
-        write(tmp_path, 0, _snapshot(_piece(0, 10), _piece(0, 20)))
+        write(tmp_path, 0, snapshot_of(piece_of(0, 10), piece_of(0, 20)))
     _write_two_ranks(tmp_path)
     with ShardReader(tmp_path) as reader:
         for args, words in (
@@ -155,13 +106,13 @@ def test_gaps_overlaps_and_strangers_are_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=words):
                 reader.read(*args)
-    write(tmp_path, 1, _snapshot(_piece(300, 600), world_size=2))
+    write(tmp_path, 1, snapshot_of(piece_of(300, 600), world_size=2))
     with ShardReader(tmp_path) as reader, pytest.raises(CheckpointError, match="lacks element 600"):
         reader.read("model.w", "param", 0, 0, 1000)
-    write(tmp_path, 1, _snapshot(_piece(300, 701), world_size=2))
+    write(tmp_path, 1, snapshot_of(piece_of(300, 701), world_size=2))
     with pytest.raises(CheckpointError, match="both have element 700 of param of model.w"):
         ShardReader(tmp_path)
-    write(tmp_path, 1, _snapshot(_piece(300, 700), world_size=2, step=4))
+    write(tmp_path, 1, snapshot_of(piece_of(300, 700), world_size=2, step=4))
     with pytest.raises(CheckpointError, match="different checkpoints"):
         ShardReader(tmp_path)
 
@@ -181,120 +132,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_after_the_opening_is_named(tmp_path: Path) -> None:
     """Fails if a file cut off under the reader's hands kills the process or gives back wrong elements."""
-    write(tmp_path, 0, _snapshot(_piece(0, 1000)))
+    write(tmp_path, 0, snapshot_of(piece_of(0, 1000)))
     with ShardReader(tmp_path) as reader:
         os.truncate(tmp_path / file_name(0), 2000)
         with pytest.raises(CheckpointError, match="became shorter"):
             reader.read("model.w", "param", 0, 0, 1000)
-
-
-def test_the_background_writer_writes_one_at_a_time(tmp_path: Path) -> None:
-    """Fails if a poll says "done" too early, the answer gets lost, or two saves run into each other."""
-    writer = BackgroundWriter()
-    with pytest.raises(CheckpointError, match="no save was started"):
-        writer.finished(wait=False)
-    os.mkfifo(tmp_path / file_name(0))  # its writer waits until somebody reads: a save as slow as this test wants
-    writer.start(tmp_path, 0, _snapshot(_piece(0, 1000)))
-    time.sleep(0.05)
-    assert writer.finished(wait=False) is None
-    with pytest.raises(CheckpointError, match=f"save to {tmp_path} is still being written"):
-        writer.start(tmp_path / "other", 0, _snapshot(_piece(0, 10)))
-    (tmp_path / file_name(0)).read_bytes()
-    with pytest.raises(CheckpointError, match="rank 0 cannot write .*Invalid argument"):  # a pipe has no fsync
-        writer.finished(wait=True)
-    writer.start(tmp_path / "other", 0, _snapshot(_piece(0, 10)))
-    digests = writer.finished(wait=True)
-    assert digests is not None and digests == writer.finished(wait=False)
-    assert digests[file_name(0)].n_bytes == (tmp_path / "other" / file_name(0)).stat().st_size
-
-
-def test_the_writer_releases_the_memory(tmp_path: Path) -> None:
-    """Fails if a snapshot's memory is not free for the next one after a save, good or bad."""
-    copies, writer = HostCopies(CPU), BackgroundWriter()
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "good", tmp_path / "file" / "bad", tmp_path / "again"):
-        snapshot = copies.snapshot([_piece(0, 1000)], {"step": 1, "world_size": 1}, {})
-        buffer = snapshot.buffer.data_ptr()
-        writer.start(folder, 0, snapshot)
-        if "bad" in folder.name:
-            with pytest.raises(CheckpointError, match="Not a directory"):
-                writer.finished(wait=True)
-        else:
-            writer.finished(wait=True)
-        after = copies.snapshot([_piece(0, 1000)], {}, {})
-        assert after.buffer.data_ptr() == buffer, folder
-        after.release()
-
-
-def test_read_only_and_full_devices_are_named(tmp_path: Path) -> None:
-    """Fails if a target that cannot be written passes, or its error lacks the path or the system's reason."""
-    with pytest.raises(CheckpointError, match="/sys/.*rank_00000.safetensors"):
-        write(Path("/sys"), 0, _snapshot(_piece(0, 10)))
-    (tmp_path / file_name(0)).symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        write(tmp_path, 0, _snapshot(_piece(0, 1000)))
-
-
-_CHILD = """
-    import sys, torch
-    from pathlib import Path
-    from gkd.actor.shard_writer import BackgroundWriter
-    from gkd.actor.shards import HostCopies, Piece
-
-    pieces = [Piece("w", "param", 0, 0, torch.ones(1_000_000))]
-    snapshot = HostCopies(torch.device("cpu")).snapshot(pieces, {"step": 1, "world_size": 1}, {})
-    writer = BackgroundWriter()
-    writer.start(Path(sys.argv[1]), 0, snapshot)
-"""
-
-
-def _child(code: str, folder: Path, limit_bytes: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_CHILD) + code, str(folder)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def test_a_file_that_may_not_grow_ends_the_save_with_its_reason(tmp_path: Path) -> None:
-    """Fails if a save that stops in the middle of its file is taken for a whole one."""
-    done = _child("writer.finished(wait=True)", tmp_path, 1 << 20)
-    assert "CheckpointError: rank 0 cannot write" in done.stderr and "File too large" in done.stderr
-    assert (tmp_path / file_name(0)).stat().st_size == 1 << 20
-    with pytest.raises(CheckpointError, match="cut off"):
-        ShardReader(tmp_path)
-
-
-def test_a_process_may_end_while_it_writes(tmp_path: Path) -> None:
-    """Fails if a process that ends, for whatever reason, waits for its disk."""
-    os.mkfifo(tmp_path / file_name(0))  # nobody reads it, so the write never ends
-    done = _child("print('over')", tmp_path, resource.RLIM_INFINITY)
-    assert done.returncode == 0 and done.stdout == "over\n", done.stderr
-
-
-def test_generators_go_on_where_they_were() -> None:
-    """Fails if a restored generator of Python, numpy or torch draws other numbers, its cached half included."""
-
-    def draw() -> list[float]:
-        return [random.random(), random.gauss(), float(np.random.randn()), float(torch.randn(1))]
-
-    before = rng_state()
-    draw()  # leaves a second Gaussian of Python's and numpy's cached
-    states = rng_state()
-    expected = draw()
-    set_rng_state(states)
-    assert draw() == expected
-    states["numpy"] = states["python"]
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        set_rng_state(states)
-    set_rng_state(before)
-
-
-def test_headers_hold_the_meta_data_as_json(tmp_path: Path) -> None:
-    """Fails if what a checkpoint says of itself can be read by this project only."""
-    write(tmp_path, 0, _snapshot(_piece(0, 10)))
-    with safetensors.safe_open(tmp_path / file_name(0), "pt") as file:
-        assert json.loads(file.metadata()["gkd"]) == {"step": 3, "world_size": 1, "format": 1, "rank": 0}

@@ -19,15 +19,16 @@ from torch.distributed.tensor import DTensor
 
 from gkd.actor.agree import same_error
 from gkd.actor.fsdp.weights import Place, first_row
-from gkd.actor.rng import rng_state, set_rng_state
-from gkd.actor.shards import KINDS, HostCopies, Piece, ShardReader, Snapshot
-from gkd.errors import CheckpointError
+from gkd.actor.host_copies import HostCopies, Snapshot
+from gkd.actor.rng import restore_rng, rng_state
+from gkd.actor.same_student import check_same_student
+from gkd.actor.shards import KINDS, Piece, ShardReader
 
 
 def snapshot(
     copies: HostCopies, trained: Mapping[str, Place], optimizer: torch.optim.AdamW, meta: Mapping[str, Any]
 ) -> Snapshot:
-    """This rank's share in host memory; no collective.
+    """This rank's share on its way to host memory; `copies.settle` before it changes. No collective.
 
     Args:
         copies: owns the memory.
@@ -59,9 +60,8 @@ def load(
     """
     step = 0
     with same_error(device), ShardReader(folder) as reader:
-        _check_student(folder, reader.meta, meta)
-        if names := reader.names() ^ set(trained):
-            raise CheckpointError(f"{folder} is of another student: one of the two has no {sorted(names)[0]}.")
+        settings = ("strategy", "dtype", "lora_scale")
+        check_same_student(folder, reader.meta, meta, settings=settings, model="shapes")
         step = int(reader.meta["step"])
         with torch.no_grad():
             for name, start, tensors in _owned(trained, optimizer):
@@ -70,7 +70,7 @@ def load(
         for place in trained.values():
             optimizer.state[place.tensor]["step"].fill_(step)
         if reader.meta["world_size"] == meta["world_size"] and reader.meta["device"] == meta["device"]:
-            _set_rng(folder, reader.rng(rank))
+            restore_rng(reader.rng(rank), folder)
     return step
 
 
@@ -108,22 +108,3 @@ def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterat
 
 def _is_fused(optimizer: torch.optim.AdamW) -> bool:
     return bool(optimizer.param_groups[0]["fused"])
-
-
-def _check_student(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming the first thing in which the checkpoint's student is another one."""
-    if missing := {"step", *own} - saved.keys():
-        raise CheckpointError(f"{folder} does not say of its student: {', '.join(sorted(missing))}.")
-    for what in ("strategy", "dtype", "lora_scale"):
-        if saved[what] != own[what]:
-            raise CheckpointError(f"{folder} was saved with {what} = {saved[what]}, this student has {own[what]}.")
-    for name, shape in own["shapes"].items():
-        if (theirs := saved["shapes"].get(name)) != shape:
-            raise CheckpointError(f"{folder} is of another model: {name} = {theirs}, this student has {shape}.")
-
-
-def _set_rng(folder: str | Path, states: dict[str, Tensor]) -> None:
-    try:
-        set_rng_state(states)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} has generator states that cannot be restored: {error}") from error

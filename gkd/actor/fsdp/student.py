@@ -25,8 +25,8 @@ from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
 from gkd.actor.hf_files import open_tensors
 from gkd.actor.hf_folder import TensorPlan, exhaust, write_folder
+from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.optim_spec import OptimSpec
-from gkd.actor.shards import HostCopies, Snapshot
 from gkd.actor.step import (
     BatchSums,
     check_evaluation,
@@ -161,6 +161,7 @@ class FsdpStudent:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         scale_grads(self._trained, clip_factor(grad_norm, self.optim.clip_grad) / sums.n_loss_tokens)
+        self._host_copies.settle()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1
@@ -235,7 +236,7 @@ class FsdpStudent:
                 raise ModelError(f"the student cannot be saved to {out_dir}: {what}") from problem
 
     def snapshot(self) -> Snapshot:
-        """This rank's share of what an exact resume needs, copied to host memory. No collective."""
+        """This rank's share of what an exact resume needs. No collective; the next step waits for the copy."""
         meta = self._meta() | {"step": self.step}
         return checkpoint.snapshot(self._host_copies, self._trained_places(), self._optimizer, meta)
 
@@ -245,6 +246,7 @@ class FsdpStudent:
         Raises:
             CheckpointError: see `gkd.actor.fsdp.checkpoint.load`.
         """
+        self._host_copies.settle()
         places, meta = self._trained_places(), self._meta()
         self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
 

@@ -2,8 +2,9 @@
 
 A DistributedOptimizer gives each DP rank a flat range of each TP part of a parameter: float32 weights and the two
 moments. Those ranges are the pieces of `gkd.actor.shards`, named after the parameter's first HF tensor. Names are
-global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size a parameter's old
-parts are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the way: bits stay.
+global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size the old
+parts that a rank needs are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the
+way: bits stay.
 
 In the same layout the resume is bit-exact, random generators included; in another one the generators, which
 belong to ranks, stay as they were seeded.
@@ -12,8 +13,9 @@ belong to ranks, stay as they were seeded.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,21 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from gkd.actor.agree import same_error
-from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, held_entries
+from gkd.actor.host_copies import HostCopies, Snapshot
+from gkd.actor.megatron.hf_mapping import Shape, SplitVocab, TensorEntry, held_entries
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.rng import rng_state, set_rng_state
-from gkd.actor.shards import KINDS, HostCopies, Piece, ShardReader, Snapshot
-from gkd.errors import CheckpointError
+from gkd.actor.rng import restore_rng, rng_state
+from gkd.actor.same_student import check_same_student
+from gkd.actor.shards import KINDS, Piece, ShardReader
 
 _TRACKER = "megatron."  # before the names of Megatron's own generators
 
 
 def snapshot(copies: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, *, step: int) -> Snapshot:
-    """This rank's share of model and optimizer in host memory; no collective. `copies` owns the memory."""
+    """This rank's share of model and optimizer on its way to host memory; `copies.settle` before it changes.
+
+    No collective. `copies` owns the memory.
+    """
     pieces = []
     for entry, start, _, tensors in _owned(model, optimizer):
         if not _writes(entry, model):
@@ -57,14 +63,14 @@ def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer) 
     step = 0
     with same_error(_device(model)), ShardReader(folder) as reader:
         saved = reader.meta
-        _check_model(folder, saved, _meta(model, optimizer))
+        check_same_student(folder, saved, _meta(model, optimizer), settings=("strategy", "dtype"), model="dims")
         step = saved["step"]
         _fill(reader, model, optimizer)
         for part in optimizer.chained_optimizers:
             for group in part.param_groups:
                 group["step"] = step
         if saved["layout"] == _layout(model):
-            _set_rng(folder, reader.rng(model.layout.rank))
+            _restore_rng(folder, reader.rng(model.layout.rank))
     _share_params(optimizer)
     return step
 
@@ -112,7 +118,8 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
         is_cut = _is_cut(entry)
         for kind, tensor in tensors.items():
             if is_cut and old_tp != model.layout.tp:
-                tensor.copy_(_recut(reader, kind, entry, model, old_tp)[start:stop])
+                read = _read_vocab if isinstance(entry.layout, SplitVocab) else _recut
+                tensor.copy_(read(reader, kind, entry, model, old_tp, start, stop))
             else:
                 part = model.layout.tp_rank if is_cut else 0
                 out = tensor if tensor.device.type == "cpu" else None
@@ -121,16 +128,45 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
                     tensor.copy_(values)
 
 
-def _recut(reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int) -> Tensor:
-    """This TP rank's part, flattened, of a parameter that was cut into `old_tp` parts."""
-    shape = part_shape(entry, old_tp)
-    old_parts = torch.empty(old_tp, *shape)
-    for rank, out in enumerate(old_parts):
+def _read_vocab(
+    reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int, start: int, stop: int
+) -> Tensor:
+    """Elements [start, stop) of this TP rank's part of an embedding or LM head that was cut into `old_tp` parts.
+
+    Its parts are ranges of the flattened matrix, so nothing else is read: these are a model's largest parameters.
+    """
+    old_size, whole = math.prod(part_shape(entry, old_tp)), math.prod(entry.hf_shapes[0])
+    begin = model.layout.tp_rank * math.prod(part_shape(entry, model.layout.tp))
+    values = torch.zeros(stop - start)  # and zeros they stay behind the vocabulary's end
+    at, end = begin + start, min(begin + stop, whole)
+    while at < end:
+        part, offset = divmod(at, old_size)
+        n = min(end - at, old_size - offset)
+        done = at - begin - start
+        reader.read(entry.hf_names[0], kind, part, offset, offset + n, out=values[done : done + n])
+        at += n
+    return values
+
+
+def _recut(
+    reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int, start: int, stop: int
+) -> Tensor:
+    """Elements [start, stop) of this TP rank's part of a layer's parameter that was cut into `old_tp` parts.
+
+    With g = gcd(old_tp, tp), old parts and new ones are cuts of the same g blocks, and only this rank's block is read:
+    in host memory it is there at most twice, and the new part once.
+    """
+    layout = model.layout
+    n_blocks = math.gcd(old_tp, layout.tp)
+    n_old, n_new = old_tp // n_blocks, layout.tp // n_blocks
+    old_parts = torch.empty(n_old, *part_shape(entry, old_tp))
+    for rank, out in enumerate(old_parts, start=layout.tp_rank // n_new * n_old):
         reader.read(entry.hf_names[0], kind, rank, 0, out.numel(), out=out.view(-1))
-    part = torch.empty(part_shape(entry, model.layout.tp))
-    tensors = entry.layout.join(old_parts, model.dims)
-    entry.layout.fill(part, tensors, model.dims, model.layout.tp, model.layout.tp_rank)
-    return part.view(-1)
+    n_heads, n_kv_heads = model.dims.n_heads // n_blocks, model.dims.n_kv_heads // n_blocks
+    dims = replace(model.dims, n_heads=n_heads, n_kv_heads=n_kv_heads)  # of a block
+    part = torch.empty(part_shape(entry, layout.tp))
+    entry.layout.fill(part, entry.layout.join(old_parts, dims), dims, n_new, layout.tp_rank % n_new)
+    return part.view(-1)[start:stop]
 
 
 def part_shape(entry: TensorEntry, tp: int) -> Shape:
@@ -172,26 +208,9 @@ def _device(model: StudentModel) -> torch.device:
     return next(param for _, param in model.named_params()).device
 
 
-def _check_model(folder: str | Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises CheckpointError naming the first thing in which the checkpoint's student is another one."""
-    missing = {"step", *own} - saved.keys()
-    if missing:
-        raise CheckpointError(f"{folder} does not say of its student: {', '.join(sorted(missing))}.")
-    for what in ("strategy", "dtype"):
-        if saved[what] != own[what]:
-            raise CheckpointError(f"{folder} was saved with {what} = {saved[what]}, this student has {own[what]}.")
-    for name in dict.fromkeys([*own["dims"], *saved["dims"]]):
-        theirs, ours = saved["dims"].get(name), own["dims"].get(name)
-        if theirs != ours:
-            raise CheckpointError(f"{folder} is of another model: {name} = {theirs}, this student has {ours}.")
-
-
-def _set_rng(folder: str | Path, states: dict[str, Tensor]) -> None:
+def _restore_rng(folder: str | Path, states: dict[str, Tensor]) -> None:
     tracker = {name: states.pop(name) for name in list(states) if name.startswith(_TRACKER)}
-    try:
-        tensor_parallel.get_cuda_rng_tracker().set_states(
-            {name.removeprefix(_TRACKER): state for name, state in tracker.items()}
-        )
-        set_rng_state(states)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} has generator states that cannot be restored: {error}") from error
+    restore_rng(states, folder)
+    tensor_parallel.get_cuda_rng_tracker().set_states(
+        {name.removeprefix(_TRACKER): state for name, state in tracker.items()}
+    )

@@ -15,6 +15,7 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
+from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups
@@ -24,7 +25,6 @@ from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logits
 from gkd.actor.optim_spec import OptimSpec
-from gkd.actor.shards import HostCopies, Snapshot
 from gkd.actor.step import BatchSums, check_evaluation, diagnostics, not_finite, teacher_head_rows
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
@@ -125,6 +125,7 @@ class MegatronStudent:
             raise error
         lr = self.optim.lr_at(self.step)
         set_lr(self._optimizer, self.optim, lr)
+        self._host_copies.settle()
         clip_and_step(self._optimizer, clip_grad=self.optim.clip_grad, grad_norm=grad_norm)
         self.step += 1
         return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, diagnostics(self.loss, sums))
@@ -183,7 +184,7 @@ class MegatronStudent:
         save_hf(self.model, out_dir, source_dir)
 
     def snapshot(self) -> Snapshot:
-        """This rank's share of what an exact resume needs, copied to host memory. No collective."""
+        """This rank's share of what an exact resume needs. No collective; the next step waits for the copy."""
         return checkpoint.snapshot(self._host_copies, self.model, self._optimizer, step=self.step)
 
     def load_checkpoint(self, folder: str | Path) -> None:
@@ -192,6 +193,7 @@ class MegatronStudent:
         Raises:
             CheckpointError: see `gkd.actor.megatron.checkpoint.load`.
         """
+        self._host_copies.settle()
         self.step = checkpoint.load(folder, self.model, self._optimizer)
 
     def forward_logits(self, tokens: Tensor) -> Tensor | None:

@@ -1,0 +1,124 @@
+"""A rank's state on its way to disk: copied to host memory while the next batch runs forward and backward.
+
+Weights and moments stand still from one optimizer step to the next. So a save lets training go on at once, the copy
+runs beside it, and only the next optimizer step has to wait until it is done. The pieces lie without gaps in
+slabs of one size, so that the file's writer meets a few long runs of bytes and not thousands of small tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gkd.actor.shards import Piece
+
+# A power of two, because torch rounds pinned memory up to one: 17 GiB in one tensor would take 32 GiB. All that
+# is lost here is the end of the last slab. A multiple of every item size.
+_SLAB_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One rank's state in host memory, as it was when the snapshot was made.
+
+    `meta` is JSON data and must have `step` and `world_size`; all ranks of a checkpoint have the same.
+    """
+
+    pieces: Sequence[Piece]  # in host memory, without gaps between neighbours in a slab
+    meta: Mapping[str, Any]
+    rng: Mapping[str, Tensor]  # [n] uint8, this rank's generators
+    memory: HostCopies
+    slabs: Sequence[Tensor]  # each [slab_bytes] uint8: what the pieces lie in
+    wait: Callable[[], object]  # blocks until the pieces hold their values; nobody may read them before
+
+    def release(self) -> None:
+        """Lets the next snapshot reuse the memory, after this one's copy; nobody may read the pieces from now on."""
+        self.memory.give_back(self.slabs)
+
+
+class HostCopies:
+    """Makes snapshots, and keeps the memory of the last released one: fresh pages cost more than the copy.
+
+    Args:
+        device: where the live tensors are; with CUDA the memory is pinned and a stream of its own copies.
+        slab_bytes: memory is taken in pieces of this size, a power of two.
+    """
+
+    def __init__(self, device: torch.device, *, slab_bytes: int = _SLAB_BYTES) -> None:
+        self._slab_bytes = slab_bytes
+        self._free: Sequence[Tensor] = ()
+        self._settle: Callable[[], object] = _nothing
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "snapshot")  # starts with the first copy
+
+    def snapshot(self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor]) -> Snapshot:
+        """Begins to copy all of `live` to the host; the live tensors may change after `settle`. No collective."""
+        self.settle()
+        slabs = self._take(-(-sum(piece.data.nbytes for piece in live) // self._slab_bytes))
+        pieces, sources = self._laid_out(live, slabs)
+        targets = [piece.data for piece in pieces]
+        wait: Callable[[], object] = _nothing
+        if targets:
+            wait = self._copy(targets, sources) if self._stream is None else self._copy_cuda(targets, sources)
+        return Snapshot(pieces, dict(meta), dict(rng), self, slabs, wait)
+
+    def settle(self) -> None:
+        """To be called before the live tensors change: waits until the last snapshot has its copy of them.
+
+        On CUDA only the current stream waits.
+        """
+        self._settle()
+        self._settle = _nothing
+
+    def give_back(self, slabs: Sequence[Tensor]) -> None:
+        self._free = slabs
+
+    def _take(self, n_slabs: int) -> list[Tensor]:
+        slabs, self._free = list(self._free[:n_slabs]), ()
+        while len(slabs) < n_slabs:
+            slabs.append(torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._stream is not None))
+        return slabs
+
+    def _laid_out(self, live: Sequence[Piece], slabs: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
+        """(pieces in `slabs`, what belongs in each); a piece that crosses the end of a slab becomes two."""
+        pieces, sources, at = [], [], 0
+        # The largest items first: then all are aligned without gaps.
+        for piece in sorted(live, key=lambda piece: -piece.data.itemsize):
+            size, done = piece.data.itemsize, 0
+            while done < piece.data.numel():
+                number, offset = divmod(at, self._slab_bytes)
+                n = min(piece.data.numel() - done, (self._slab_bytes - offset) // size)
+                target = slabs[number][offset : offset + n * size].view(piece.data.dtype)
+                pieces.append(Piece(piece.name, piece.kind, piece.part, piece.start + done, target))
+                sources.append(piece.data[done : done + n])
+                done, at = done + n, at + n * size
+        return pieces, sources
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
+        # One call for all: a thread that came back to Python for every piece would stop the training thread each time.
+        copied = self._thread.submit(torch._foreach_copy_, targets, sources)
+        self._settle = copied.result
+        return copied.result
+
+    def _copy_cuda(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        copied = self._stream.record_event()
+
+        def settle() -> None:
+            torch.cuda.current_stream(sources[0].device).wait_event(copied)  # and keeps the sources until then
+
+        self._settle = settle
+        return copied.synchronize
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""

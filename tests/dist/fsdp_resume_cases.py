@@ -1,0 +1,93 @@
+"""Saves and resumes of the FSDP2 student, run inside the ranks; `test_fsdp_student` reads what they return.
+
+A world of two saves and resumes; a world of one takes its checkpoints over, and the other way round.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from gkd.actor.shard_writer import write
+from gkd.config import LoraConfig
+from tests.dist.helpers import free_port
+from tests.dist.megatron_reference import make_micro_batches
+from tests.dist.resume_cases import LAST, SAVED_AT, late_snapshot, weights
+from tests.dist.student_cases import build_student, share
+
+LORA = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "v_proj", "down_proj"])
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"cpu_offload": True}, "lora": {"lora": LORA}}
+# (settings of the student that saved, of the one that resumes)
+SAME_WORLD = [("plain", "offloaded"), ("offloaded", "plain"), ("lora", "lora")]
+OTHER_WORLD = [("plain", "plain"), ("lora", "lora")]
+
+
+def save_all(root: Path, rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Trains one student of each name, with a save beside it."""
+    results = {}
+    for name in names:
+        student = _student(root, rank, world_size, name)
+        _train(student, 0, SAVED_AT)
+        saved = weights(student)
+        snapshot = late_snapshot(student) if name == names[0] else student.snapshot()
+        losses = _train(student, SAVED_AT, LAST)
+        write(_folder(root, world_size, name), rank, snapshot)
+        dist.barrier()
+        results[name] = {"saved": saved, "losses": losses, "final": weights(student)}
+    return results
+
+
+def resume_all(
+    root: Path, rank: int, world_size: int, pairs: list[tuple[str, str]], *, saved_by: int
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Resumes what a world of `saved_by` ranks saved, and trains on."""
+    results = {}
+    for saved, resumed in pairs:
+        student = _student(root, rank, world_size, resumed)
+        student.load_checkpoint(_folder(root, saved_by, saved))
+        result = {"step": student.step, "saved": weights(student), "losses": _train(student, SAVED_AT, LAST)}
+        results[saved, resumed] = result | {"final": weights(student)}
+    return results
+
+
+def in_two(root: Path, rank: int) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """(saves, resumes of them, resumes of what one rank saved); the world of two ranks."""
+    saves = save_all(root, rank, 2, list(SETTINGS))
+    resumes = resume_all(root, rank, 2, SAME_WORLD, saved_by=2)
+    return saves, resumes, resume_all(root, rank, 2, OTHER_WORLD, saved_by=1)
+
+
+def save_in_one(root: Path) -> dict[str, Any]:
+    """Saves of a world of one rank, which is this process."""
+    with_names = [saved for saved, _ in OTHER_WORLD]
+    return _alone(lambda: save_all(root, 0, 1, with_names))
+
+
+def resume_in_one(root: Path) -> dict[Any, Any]:
+    """Resumes of what two ranks saved, in a world of one rank, which is this process."""
+    return _alone(lambda: resume_all(root, 0, 1, OTHER_WORLD, saved_by=2))
+
+
+def _alone(work: Any) -> dict[Any, Any]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        result: dict[Any, Any] = work()
+        return result
+    finally:
+        dist.destroy_process_group()
+
+
+def _student(root: Path, rank: int, world_size: int, name: str) -> Any:
+    return build_student("fsdp2", root / "qwen3", rank, world_size, packing=False, **SETTINGS[name])
+
+
+def _train(student: Any, first: int, last: int) -> list[float]:
+    """Losses of steps [first, last), each on this rank's share."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return [student.train_step(share(make_micro_batches(step), rank, world_size)).loss for step in range(first, last)]
+
+
+def _folder(root: Path, world_size: int, name: str) -> Path:
+    return root / f"ckpt_{world_size}_{name}"

@@ -1,0 +1,71 @@
+"""Snapshots: copies that training cannot change any more, in memory that is used again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gkd.actor.host_copies import HostCopies
+from gkd.actor.shard_writer import write
+from gkd.actor.shards import Piece, ShardReader
+from tests.unit.shard_pieces import CPU, WHOLE, address
+
+
+def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
+    """Fails if training can still change a snapshot, or memory is reused before, or not after, its release."""
+    copies, live = HostCopies(CPU), torch.ones(100)
+    first = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
+    copies.settle()
+    live.add_(1)
+    second = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
+    second.wait()
+    assert first.pieces[0].data.unique().tolist() == [1.0] and second.pieces[0].data.unique().tolist() == [2.0]
+    assert address(first) != address(second)
+    first.release()
+    third = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
+    assert address(third) == address(first)
+    third.release()
+    bigger = copies.snapshot([Piece("w", "param", 0, 0, torch.ones(1000))], {}, {})
+    bigger.wait()
+    assert bigger.pieces[0].data.sum() == 1000
+
+
+def test_training_waits_for_the_copy_and_no_longer() -> None:
+    """Fails if weights may change before they are copied, or each settle or snapshot waits for the file, too."""
+    copies, live = HostCopies(CPU), torch.zeros(16 << 20)
+    taken = []
+    for number in range(1, 6):
+        live.fill_(number)
+        taken.append(copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {}))
+        copies.settle()
+    live.fill_(0)
+    for number, snapshot in enumerate(taken, start=1):
+        assert all(bool((piece.data == number).all()) for piece in snapshot.pieces)
+    with pytest.raises(RuntimeError, match="size"):  # a copy that fails is not a snapshot
+        copies._copy([torch.zeros(3)], [torch.zeros(4)])()
+    with pytest.raises(RuntimeError, match="size"):
+        copies.settle()
+
+
+def test_pieces_lie_in_slabs_without_gaps(tmp_path: Path) -> None:
+    """Fails if more than a slab's end is wasted, or a piece that crosses a border or is empty is damaged."""
+    live = [
+        Piece("half", "param", 0, 3, torch.arange(101, dtype=torch.bfloat16)),
+        Piece("none", "param", 0, 7, torch.zeros(0)),
+        *(Piece(f"w{i}", "exp_avg", 1, 10 * i, WHOLE[i : 400 + 37 * i].clone()) for i in range(8)),
+        Piece("bytes", "param", 0, 0, torch.arange(33, dtype=torch.uint8)),
+        Piece("double", "param", 0, 0, WHOLE.double()),
+    ]
+    n_bytes = sum(piece.data.nbytes for piece in live)
+    snapshot = HostCopies(CPU, slab_bytes=1024).snapshot(live, {"step": 1, "world_size": 1}, {})
+    assert len(snapshot.slabs) == -(-n_bytes // 1024) and {slab.nbytes for slab in snapshot.slabs} == {1024}
+    write(tmp_path, 0, snapshot)
+    with ShardReader(tmp_path) as reader:
+        for piece in live:
+            if piece.name != "none":
+                stop = piece.start + piece.data.numel()
+                values = reader.read(piece.name, piece.kind, piece.part, piece.start, stop)
+                assert torch.equal(values, piece.data), piece.name
+        assert reader.names() == {piece.name for piece in live} - {"none"}

@@ -1,0 +1,30 @@
+"""Random generators go on where they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.actor.rng import restore_rng, rng_state
+from gkd.errors import CheckpointError
+
+
+def test_generators_go_on_where_they_were() -> None:
+    """Fails if a restored generator of Python, numpy or torch draws other numbers, its cached half included."""
+
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(), float(np.random.randn()), float(torch.randn(1))]
+
+    before = rng_state()
+    draw()  # leaves a second Gaussian of Python's and numpy's cached
+    states = rng_state()
+    expected = draw()
+    restore_rng(states, "a file")
+    assert draw() == expected
+    states["numpy"] = states["python"]
+    with pytest.raises(CheckpointError, match="a file has generator states that cannot be restored"):
+        restore_rng(states, "a file")
+    restore_rng(before, "here")
