@@ -1,4 +1,4 @@
-"""The actor pool's calls that go beside the training, on real Ray actors of the real class, whose models are not built."""
+"""The actor pool's calls that go beside the training, on real Ray actors of the real class, without their models."""
 
 from __future__ import annotations
 
