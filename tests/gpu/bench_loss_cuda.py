@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,10 @@ from torch import Tensor
 
 from gkd.loss.row_kernels import RowKernels, TorchRows
 from gkd.loss.triton_rows import TritonRows
+from tests.gpu.timing import median_ms
 
 TOKENS, VOCAB, TOP_K = 8192, 151_936, 64
-WARM_UP = 5
 CONFIGURATIONS = [(block, warps) for block in (4096, 8192, 16384) for warps in (4, 8, 16)]
-
-
-def median_ms(action: Callable[[], Any], rounds: int) -> float:
-    """Median time of one call on the device, by CUDA events; the first calls, which compile, do not count."""
-    for _ in range(WARM_UP):
-        action()
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        action()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def copy_bytes_per_ms(logits: Tensor, rounds: int) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from gkd.batching import make_micro_batches
 from tests.bench.student_case import MIXES, PlainStep, make_student, save_model, sequences
+from tests.gpu.timing import median_ms
 
 # Qwen3-0.6B.
 SIZES = {
@@ -35,7 +35,6 @@ SIZES = {
     "max_position_embeddings": 40_960,
     "tie_word_embeddings": True,
 }
-WARM_UP = 3
 
 
 def useful_flops(lengths: Sequence[int], n_loss_tokens: int) -> float:
@@ -48,21 +47,6 @@ def useful_flops(lengths: Sequence[int], n_loss_tokens: int) -> float:
     # Two products of [n, d] with [d, n] forward, four backward, half of each masked away.
     attention = 6.0 * q * s["num_hidden_layers"] * sum(n * n for n in lengths)
     return matrices + head + attention
-
-
-def median_s(step: Callable[[], float], rounds: int) -> float:
-    """Median time of a step, by CUDA events."""
-    for _ in range(WARM_UP):
-        step()
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(times)
 
 
 def main() -> None:
@@ -89,7 +73,7 @@ def main() -> None:
                 student = make_student(name, Path(folder), dtype=dtype, device="cuda:0")
                 step = lambda student=student: float(student.train_step([packed]).loss)  # noqa: E731
             torch.cuda.reset_peak_memory_stats()
-            seconds = median_s(step, args.rounds)
+            seconds = median_ms(step, args.rounds, warm_up=3) / 1e3
             table[name] = {
                 "step_s": seconds,
                 "tokens_per_s": sum(r.n_tokens for r in rollouts) / seconds,
