@@ -60,6 +60,7 @@ def check_headers(
     *,
     model_type: str,
     is_ignorable: Callable[[str], bool],
+    is_float: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Raises ModelError on the first kind of disagreement between the files and the architecture; names the tensors.
 
@@ -67,6 +68,7 @@ def check_headers(
         tensors: as `open_tensors` gives them.
         expected: tensor name -> shape.
         is_ignorable: of a name that is not expected: the model can do without it.
+        is_float: of an expected name: it must be of a float type; False for counters and other integers.
     """
     if missing := [name for name in expected if name not in tensors]:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing: {some_names(missing)}.")
@@ -78,7 +80,7 @@ def check_headers(
         header = tensors[name].get_slice(name)
         if (actual := tuple(header.get_shape())) != shape:
             raise ModelError(f"{folder}: {name} has shape {list(actual)}, config.json wants {list(shape)}.")
-        if (dtype := header.get_dtype()) not in _DTYPES:
+        if (dtype := header.get_dtype()) not in _DTYPES and is_float(name):
             raise ModelError(
                 f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantised weights."
             )

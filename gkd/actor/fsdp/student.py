@@ -204,17 +204,24 @@ class FsdpStudent:
 
     def export_plan(self) -> list[TensorPlan]:
         """(HF name, shape, dtype) of what `export` yields, in its order; moves no data."""
-        return [(name, place.shape, self._export_dtype(place.tensor)) for name, place in self._places.items()]
+        return [
+            (part.name, part.shape, self._export_dtype(place.tensor))
+            for place in self._places.values()
+            for part in place.parts
+        ]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole student as full HF tensors, adapters added to the weights they belong to.
+        """The whole student as full tensors, adapters added to the weights they belong to, named as in its files.
 
-        Collective over the world: every rank must run the iterator to its end. One weight is gathered at a time.
+        Collective over the world: every rank must run the iterator to its end. One weight is gathered at a time; all
+        experts of a layer may be one.
         """
         for name, place in self._places.items():
             tensor = full_tensor(place.tensor, self.device, self._export_dtype(place.tensor))
             adapter = self._adapters.get(name)
-            yield name, tensor if adapter is None else adapter.merged(tensor)
+            whole = tensor if adapter is None else adapter.merged(tensor)
+            for part in place.parts:
+                yield part.name, part.cut_from(whole)
 
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
         """Writes weights, and config, generation config and tokenizer as in `source_dir`. Collective, blocks.
@@ -249,14 +256,15 @@ class FsdpStudent:
         self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
 
     def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Gradients of one global batch, full float32 tensors by HF name; makes no step. For diagnosis."""
+        """Gradients of one global batch, full float32 tensors named as in the files; makes no step. For diagnosis."""
         self._optimizer.zero_grad()
         sums = self._run(micro_batches, backward=True)
         scale_grads(self._trained, 1.0 / sums.n_loss_tokens)
         grads = {}
-        for name, place in self._places.items():
+        for place in self._places.values():
             if (grad := place.tensor.grad) is not None:
-                grads[name] = full_tensor(grad, self.device)
+                whole = full_tensor(grad, self.device)
+                grads |= {part.name: part.cut_from(whole) for part in place.parts}
         self._optimizer.zero_grad()
         return grads
 
