@@ -19,11 +19,18 @@ from gkd.actor.agree import same_error
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.lora import add_adapters, init_adapters
-from gkd.actor.fsdp.model import build_on_meta, check_recompute, layer_list, reshard, shard
-from gkd.actor.fsdp.optim import build_adamw, clip_factor, global_grad_norm, scale_grads
+from gkd.actor.fsdp.model import build_on_meta, layer_list, reset, reshard, shard
+from gkd.actor.fsdp.optim import (
+    build_adamw,
+    clip_factor,
+    global_grad_norm,
+    host_threads,
+    scale_grads,
+    threads_per_rank,
+)
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.actor.hf_files import open_tensors
+from gkd.actor.hf_files import open_tensors, weights_digest
 from gkd.actor.hf_folder import TensorPlan, exhaust, write_folder
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shards import HostCopies, Snapshot
@@ -82,15 +89,14 @@ class FsdpStudent:
             signals: what the teacher gives; `hidden` needs `set_teacher_head` before the first batch.
             fused_lm_head: LM head and loss together, `logits_chunk_mib` of logits at a time; else all of a micro-batch.
             loss_kernel: see `gkd.loss.row_kernels.row_kernels`.
-            recompute: none | selective | full: a second forward pass of each layer for the memory of its activations.
-                The attention kernels recompute in any case what "selective" is about.
+            recompute: none | full: a second forward pass of each layer for the memory of its activations.
             packing: take packed micro-batches; padded ones are taken either way.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
             lora: train adapters of this rank instead of all weights; None or rank 0: all weights.
 
         Raises:
             ModelError: the folder is broken or not a causal language model.
-            ConfigError: the model does not bear packing, the fused LM head, selective recomputation or these adapters.
+            ConfigError: the model does not bear packing, the fused LM head or these adapters.
         """
         self.optim, self.device = optim, device
         self.step = 0  # optimizer steps made so far
@@ -104,10 +110,10 @@ class FsdpStudent:
                 packing=packing,
                 trust_remote_code=trust_remote_code,
             )
-            check_recompute(hf, recompute)
             with open_tensors(folder) as tensors:
                 self._places = match_files(hf, folder, tensors)
             self._adapters = add_adapters(hf, lora, self._places) if adapted and lora is not None else {}
+            self._base_digest = weights_digest(folder) if adapted else ""
             n_layers = len(layer_list(hf))
         self._n_vocab: int = hf.config.get_text_config().vocab_size
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
@@ -116,7 +122,8 @@ class FsdpStudent:
         init_adapters(self._adapters, seed)
         probe(self.model, n_layers=n_layers, packing=packing, fused=fused_lm_head, device=device)
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
-        self._optimizer = build_adamw(self._trained, optim, torch.device("cpu") if cpu_offload else device)
+        self._optimizer = build_adamw(self._trained, optim)
+        self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
         self.loss = DistillLoss(
             loss,
             tuple(signals),
@@ -143,11 +150,12 @@ class FsdpStudent:
         """One optimizer step on one global batch; `self.step` grows by one.
 
         Args:
-            micro_batches: of this rank, on any device; may be empty, and differ in number and size between ranks.
+            micro_batches: of this rank, in host memory; may be empty, and differ in number and size between ranks.
 
         Raises:
             NumericsError: loss or gradient is not finite. Nothing has moved: neither weights, nor
                 optimizer state, nor `self.step`.
+                Or a token id is not in the vocabulary; then, too, before anything moved.
             DataError: no loss token in the global batch, or a malformed micro-batch.
         """
         self._optimizer.zero_grad()
@@ -160,8 +168,9 @@ class FsdpStudent:
         lr = self.optim.lr_at(self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        scale_grads(self._trained, clip_factor(grad_norm, self.optim.clip_grad) / sums.n_loss_tokens)
-        self._optimizer.step()
+        with host_threads(self._n_threads):
+            scale_grads(self._trained, clip_factor(grad_norm, self.optim.clip_grad) / sums.n_loss_tokens)
+            self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1
         return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, diagnostics(self.loss, sums))
@@ -180,7 +189,6 @@ class FsdpStudent:
             sums = self._run(micro_batches, backward=False)
         finally:
             self.loss.on_rows = None
-            reshard(self.model)
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         check_evaluation(self.step, loss)
         return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=diagnostics(self.loss, sums))
@@ -243,6 +251,7 @@ class FsdpStudent:
 
     def snapshot(self) -> Snapshot:
         """This rank's share of what an exact resume needs, copied to host memory. No collective."""
+        reshard(self.model)  # gathered parameters are copies, and no pieces
         meta = self._meta() | {"step": self.step}
         return checkpoint.snapshot(self._host_copies, self._trained_places(), self._optimizer, meta)
 
@@ -260,7 +269,7 @@ class FsdpStudent:
         self._optimizer.zero_grad()
         sums = self._run(micro_batches, backward=True)
         scale_grads(self._trained, 1.0 / sums.n_loss_tokens)
-        grads = {}
+        grads: dict[str, Tensor] = {}
         for place in self._places.values():
             if (grad := place.tensor.grad) is not None:
                 whole = full_tensor(grad, self.device)
@@ -270,18 +279,23 @@ class FsdpStudent:
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> BatchSums:
         """Forward, with `backward` also backward, over the global batch; gradients are sums over its loss tokens."""
-        n_batches = torch.tensor(len(micro_batches), device=self.device)
-        # Every rank joins every gather and reduction, so one with fewer micro-batches runs some without loss.
-        dist.all_reduce(n_batches, op=dist.ReduceOp.MAX)
-        totals = torch.zeros(2 + len(self.loss.report_names), dtype=torch.float64, device=self.device)
-        for i in range(max(1, int(n_batches))):
-            batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
-            with same_error(self.device):
+        with same_error(self.device, count=len(micro_batches)) as agreement:
+            for batch in micro_batches:
                 self._check(batch)
-            loss_sum, values = self._forward(batch)
-            totals += values
-            if backward:
-                loss_sum.backward()
+        totals = torch.zeros(2 + len(self.loss.report_names), dtype=torch.float64, device=self.device)
+        try:
+            # Every rank joins every gather and reduction, so one with fewer micro-batches runs some without loss.
+            for i in range(max(1, agreement.largest)):
+                batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
+                loss_sum, values = self._forward(batch)
+                totals += values
+                if backward:
+                    loss_sum.backward()
+        except BaseException:
+            reset(self.model)
+            self._optimizer.zero_grad()
+            raise
+        reshard(self.model)  # a forward pass without a backward leaves parameters gathered
         n_tokens, n_on_policy, *sums = sum_over_group(totals, dist.group.WORLD).tolist()
         return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(self.loss.report_names, sums, strict=True)))
 
@@ -306,6 +320,8 @@ class FsdpStudent:
         if batch.cu_seqlens is not None and not self._packing:
             raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
         self.loss.shard.check(batch.tokens)
+        if batch.targets is not None:
+            self.loss.check(batch.targets)
 
     def _trained_places(self) -> dict[str, Place]:
         """What the optimizer updates, by the name it has in a checkpoint."""
@@ -320,7 +336,12 @@ class FsdpStudent:
     def _meta(self) -> dict[str, Any]:
         scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
         return checkpoint.student_meta(
-            self._trained_places(), dtype=self._dtype, scale=scale, world_size=dist.get_world_size(), device=self.device
+            self._trained_places(),
+            dtype=self._dtype,
+            scale=scale,
+            base=self._base_digest,
+            world_size=dist.get_world_size(),
+            device=self.device,
         )
 
     def _export_dtype(self, tensor: Tensor) -> torch.dtype:

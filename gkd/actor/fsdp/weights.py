@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from gkd.actor.fsdp.conversion import FilePart, file_parts
 from gkd.actor.hf_files import check_headers, open_tensors
+from gkd.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Place:
 
 
 def named_places(hf: PreTrainedModel) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
-    """The model's parameters and persistent buffers by name; and further names of the shared ones, with their shapes."""
+    """The model's parameters and persistent buffers by name; further names of the shared ones, with their shapes."""
     places: dict[str, Place] = {}
     aliases: dict[str, tuple[int, ...]] = {}
     seen: set[int] = set()
@@ -66,7 +67,10 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
             on load in a way that is not done here.
     """
     places, aliases = named_places(hf)
-    parts = file_parts(hf, tensors, {name: place.shape for name, place in places.items()} | aliases)
+    try:
+        parts = file_parts(hf, tensors, {name: place.shape for name, place in places.items()} | aliases)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
     repeated = {part.name for name in aliases for part in parts.get(name, [])}
     ignored = tuple(hf._keys_to_ignore_on_load_unexpected or ())
 
@@ -79,7 +83,8 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
     for name, place in places.items():
         wanted = {part.name: part.shape for part in parts.get(name, [])} or {name: place.shape}
         shapes |= wanted
-        floats |= wanted.keys() if place.tensor.is_floating_point() else ()
+        if place.tensor.is_floating_point():
+            floats |= wanted.keys()
     check_headers(
         folder,
         tensors,
