@@ -84,6 +84,11 @@ class MicroBatches(Sequence[MicroBatch]):
             yield from _samples([self._rollouts[i] for i in group])
 
 
+def bare(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """The same micro-batches, without the teacher's tables if those would have to be made."""
+    return batches.bare() if isinstance(batches, MicroBatches) else batches
+
+
 def _padded(rollouts: Sequence[Rollout], pad_id: int) -> MicroBatch:
     length = max(r.n_tokens for r in rollouts)
     tokens = np.full((len(rollouts), length), pad_id, dtype=np.int64)

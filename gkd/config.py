@@ -120,7 +120,8 @@ class LoraConfig:
 @dataclass
 class ActorConfig:
     # megatron: Megatron-core, for the architectures that docs/student.md lists | fsdp2: torch's fully_shard around the
-    # Hugging Face model, for any causal language model; every rank of the pool is data parallel.
+    # Hugging Face model, for any causal language model of transformers with a list of layers and a linear LM head;
+    # every rank of the pool is data parallel.
     strategy: str = "megatron"
     # Tensor parallel size.
     tp: int = 1
@@ -133,7 +134,8 @@ class ActorConfig:
     ep: int = 1
     # Split the activations between tensor-parallel regions along the sequence, too; needs tp > 1.
     sequence_parallel: bool = False
-    # Recompute in the backward pass instead of keeping activations: none | selective (attention) | full (whole layers).
+    # Recompute in the backward pass instead of keeping activations: none | selective (attention; megatron only) | full
+    # (whole layers).
     recompute: str = "none"
     # fsdp2: keep sharded parameters, gradients and optimizer state in host memory.
     fsdp_cpu_offload: bool = False
@@ -203,8 +205,8 @@ class TeacherConfig:
     overlap_rollout: bool = True
     # What the teacher says of each position: topk (its most probable tokens) | sampled (the response token's logprob
     # alone; for k1, k2, k3 and sft) | hidden (hidden states; the actor multiplies them by the teacher's LM head, which
-    # it fetches once: the whole distribution, D numbers a token) | logits (the whole distribution, V numbers a token).
-    # teacher.wire decides how they are rounded.
+    # it fetches once and keeps, 4 V D bytes on each actor rank, over actor.tp: the whole distribution, D numbers a
+    # token) | logits (the whole distribution, V numbers a token). teacher.wire decides how they are rounded.
     signal: str = "topk"
     # Entries of the teacher's distribution kept at each position.
     topk: int = 64

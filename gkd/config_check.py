@@ -176,6 +176,9 @@ def _check_strategy(config: Config) -> None:
             if size != 1:
                 problem = "actor.strategy is fsdp2, where every rank is data parallel."
                 raise ConfigError(key, size, problem, "use 1, or actor.strategy=megatron.")
+        if a.recompute == "selective":
+            problem = "actor.strategy is fsdp2, whose attention kernels recompute their scores in any case."
+            raise ConfigError("actor.recompute", a.recompute, problem, "use full, or none.")
         if a.sequence_parallel:
             problem = "actor.strategy is fsdp2, which has no tensor-parallel regions."
             raise ConfigError("actor.sequence_parallel", True, problem, "use false, or actor.strategy=megatron.")

@@ -157,22 +157,11 @@ def check_student(config: Config) -> HfDims | ModelSizes:
         layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
         layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
         dims.check_sequence_length(longest)
-    tp = config.rollout.tp
-    expert_columns = dims.moe.ffn_size if isinstance(dims, HfDims) and dims.moe is not None else 0
-    for what, count in (
-        ("attention heads", dims.n_heads),
-        ("MLP columns", dims.dense_ffn_size if isinstance(dims, HfDims) else dims.ffn_size),
-        ("expert columns", expert_columns),
-    ):
-        if count % tp:
-            raise ConfigError("rollout.tp", tp, f"it does not divide the student's {count} {what}.", "lower it.")
-    if dims.n_kv_heads % tp and tp % dims.n_kv_heads:
-        raise ConfigError(
-            "rollout.tp",
-            tp,
-            f"it neither divides the student's {dims.n_kv_heads} key/value heads nor is a multiple of them.",
-            "lower it.",
-        )
+        expert_columns = (dims.moe.ffn_size,) if dims.moe is not None else ()
+        columns = (dims.dense_ffn_size,)
+        _check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), columns, expert_columns)
+    else:
+        _check_engine_split(config.rollout.tp, dims.n_heads, dims.n_kv_heads, dims.ffn_sizes, dims.expert_ffn_sizes)
     if longest > dims.max_positions:
         raise ConfigError(
             "data.max_response_length",
@@ -182,6 +171,24 @@ def check_student(config: Config) -> HfDims | ModelSizes:
             "lower one of the two.",
         )
     return dims
+
+
+def _check_engine_split(
+    tp: int,
+    heads: tuple[int, ...],
+    kv_heads: tuple[int, ...],
+    columns: tuple[int, ...],
+    expert_columns: tuple[int, ...],
+) -> None:
+    """Raises ConfigError where a rollout engine cannot cut the student over `tp` ranks; what is unknown is empty."""
+    for what, counts in (("attention heads", heads), ("MLP columns", columns), ("expert columns", expert_columns)):
+        for count in counts:
+            if count % tp:
+                raise ConfigError("rollout.tp", tp, f"it does not divide the student's {count} {what}.", "lower it.")
+    for count in kv_heads:
+        if count % tp and tp % count:
+            problem = f"it neither divides the student's {count} key/value heads nor is a multiple of them."
+            raise ConfigError("rollout.tp", tp, problem, "lower it.")
 
 
 def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> None:

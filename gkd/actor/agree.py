@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,15 @@ import torch.distributed as dist
 from gkd.errors import GkdError
 
 
+@dataclass(slots=True)
+class Agreement:
+    """What the ranks told each other at the end of a block."""
+
+    largest: int = 0  # of the ranks' `count`
+
+
 @contextmanager
-def same_error(device: torch.device) -> Iterator[None]:
+def same_error(device: torch.device, count: int = 0) -> Iterator[Agreement]:
     """A block that every rank of the world enters; if it raises a GkdError on some, all raise the lowest rank's.
 
     The block itself must hold no collective. Other exceptions go through at once: they are bugs, and whoever
@@ -20,15 +28,21 @@ def same_error(device: torch.device) -> Iterator[None]:
 
     Args:
         device: where the world's collectives run.
+        count: a number that travels with the news.
+
+    Yields:
+        What holds the largest count of any rank, once the block is over.
     """
     error: GkdError | None = None
+    agreement = Agreement()
     try:
-        yield
+        yield agreement
     except GkdError as caught:
         error = caught
-    failed = torch.tensor(int(error is not None), device=device)
-    dist.all_reduce(failed)
-    if not int(failed):
+    news = torch.tensor([int(error is not None), count], device=device)
+    dist.all_reduce(news, op=dist.ReduceOp.MAX)
+    failed, agreement.largest = news.tolist()
+    if not failed:
         return
     errors: list[GkdError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)

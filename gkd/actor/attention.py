@@ -20,9 +20,15 @@ _CAUSAL_WINDOW = (-1, 0)  # everything to the left, nothing to the right
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, *, max_length: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    max_length: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, each position seeing itself and what stands before it in its own sequence.
+    """softmax(scale q k^T) v, each position seeing itself and what stands before it in its own sequence.
 
     Padding must be on the right; then the causal mask alone keeps real tokens from seeing it.
 
@@ -32,6 +38,7 @@ def causal_attention(
         cu_seqlens: [n + 1] int32, on the device of q: sequence i is columns cu_seqlens[i] to cu_seqlens[i + 1], from 0
             to S, B = 1. None: each row is one sequence.
         max_length: of the longest sequence, where the caller knows it; on CUDA it saves a wait for the device.
+        scale: of the scores; None: 1 / sqrt(D).
 
     Returns:
         [B, heads, S, D].
@@ -40,22 +47,22 @@ def causal_attention(
         ValueError: `cu_seqlens` with B > 1.
     """
     if cu_seqlens is None:
-        return _sdpa(q, k, v)
+        return _sdpa(q, k, v, scale)
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences stand in one row, and q has {q.shape[0]}")
     if _has_varlen_kernel(q):
-        return _varlen(q, k, v, cu_seqlens, max_length)
+        return _varlen(q, k, v, cu_seqlens, max_length, scale)
     lengths = cu_seqlens.diff().tolist()
     parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-    return torch.cat([_sdpa(*part) for part in parts], dim=2)
+    return torch.cat([_sdpa(a, b, c, scale) for a, b, c in parts], dim=2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     n_shared = q.shape[1] // k.shape[1]
     if n_shared > 1 and q.is_cuda and q.dtype not in _VARLEN_DTYPES:
         # Flash takes no float32 and the memory-efficient kernel no shared heads: [heads, S, S] would be left.
         k, v = (tensor.repeat_interleave(n_shared, dim=1) for tensor in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
 
 
 def _has_varlen_kernel(q: Tensor) -> bool:
@@ -68,7 +75,7 @@ def _has_varlen_kernel(q: Tensor) -> bool:
     )
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None, scale: float | None) -> Tensor:
     """The pack in one call of torch's flash kernel, which wants [S, heads, D]."""
     longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v))
@@ -80,6 +87,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int
         cu_seqlens,
         longest,
         longest,
+        scale=scale,
         window_size=_CAUSAL_WINDOW,
         enable_gqa=q.shape[1] != k.shape[1],
     )

@@ -37,7 +37,7 @@ class Student(Protocol):
         ...
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
-        """One optimizer step. NumericsError: nothing has moved."""
+        """One optimizer step on micro-batches in host memory. NumericsError: nothing has moved."""
         ...
 
     def evaluate(

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from gkd.errors import ModelError
@@ -15,6 +16,7 @@ from gkd.errors import ModelError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")  # safetensors' names; integers and float8 are quantised weights
+_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of each file, for its digest
 _SHOWN = 5  # tensor names in one error message
 
 
@@ -34,6 +36,27 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
                 raise ModelError(f"{path} is not a readable safetensors file ({error}). Copy it again.") from error
             tensors.update(dict.fromkeys(handle.keys(), handle))
         yield tensors
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells models apart without reading them whole: xxh3 of each file's name, size, header and a sample of its bytes.
+
+    Weights that were trained further differ all over, so a sample shows it.
+
+    Raises:
+        ModelError: as `open_tensors`.
+    """
+    hasher = xxhash.xxh3_128()
+    for path in _weight_files(folder):
+        size = path.stat().st_size
+        hasher.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            n_header = int.from_bytes(file.read(8), "little")  # what a safetensors file begins with
+            hasher.update(file.read(min(n_header, size)))
+            for part in range(_SAMPLES):
+                file.seek(size * part // _SAMPLES)
+                hasher.update(file.read(_SAMPLE_BYTES))
+    return hasher.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -60,6 +83,7 @@ def check_headers(
     *,
     model_type: str,
     is_ignorable: Callable[[str], bool],
+    is_float: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Raises ModelError on the first kind of disagreement between the files and the architecture; names the tensors.
 
@@ -67,6 +91,7 @@ def check_headers(
         tensors: as `open_tensors` gives them.
         expected: tensor name -> shape.
         is_ignorable: of a name that is not expected: the model can do without it.
+        is_float: of an expected name: it must be of a float type; False for counters and other integers.
     """
     if missing := [name for name in expected if name not in tensors]:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing: {some_names(missing)}.")
@@ -78,7 +103,7 @@ def check_headers(
         header = tensors[name].get_slice(name)
         if (actual := tuple(header.get_shape())) != shape:
             raise ModelError(f"{folder}: {name} has shape {list(actual)}, config.json wants {list(shape)}.")
-        if (dtype := header.get_dtype()) not in _DTYPES:
+        if (dtype := header.get_dtype()) not in _DTYPES and is_float(name):
             raise ModelError(
                 f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantised weights."
             )

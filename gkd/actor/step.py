@@ -6,12 +6,14 @@ Letters: B sequences, S columns, N loss rows, V vocabulary, D hidden size of the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gkd.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.spec import SFT
@@ -65,6 +67,9 @@ def token_counts(batch: MicroBatch, targets: TokenTargets, device: torch.device)
 def teacher_head_rows(head: np.ndarray, loss: DistillLoss, n_local: int, device: torch.device) -> Tensor:
     """The rows of the teacher's LM head that this rank's part of the vocabulary needs, on `device`.
 
+    They stay there: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all of them, since it has
+    all columns of the student's logits; with tensor parallelism a rank has its share.
+
     Args:
         head: [V, D] float32, over the vocabulary that student and teacher share.
         n_local: rows of the student's LM head on this rank.
@@ -77,6 +82,26 @@ def teacher_head_rows(head: np.ndarray, loss: DistillLoss, n_local: int, device:
         raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
     rows = np.array(head[shard.start : shard.start + shard.n_columns(n_local)], np.float32)  # a copy: see below
     return torch.from_numpy(rows).to(device)  # the object store frees its own
+
+
+def check_before(
+    loss: DistillLoss, batch: MicroBatch, micro_batches: Sequence[MicroBatch], *, needs_scores: bool = True
+) -> None:
+    """Everything that can be wrong with a micro-batch, before a forward pass that other ranks take part in.
+
+    Args:
+        batch: of `bare(micro_batches)`.
+        needs_scores: this rank computes the loss. Tables that are made when they are needed were looked at before they
+            were handed in, see `gkd.batching.check_batch`.
+
+    Raises:
+        DataError, NumericsError: training on it would train on something else, or stop midway.
+    """
+    needs_scores = needs_scores and not isinstance(micro_batches, MicroBatches)
+    check_micro_batch(batch, needs_scores=needs_scores)
+    loss.shard.check(batch.tokens)
+    if needs_scores and batch.targets is not None:
+        loss.check(batch.targets)
 
 
 def check_micro_batch(batch: MicroBatch, *, needs_scores: bool = True) -> None:

@@ -90,9 +90,9 @@ class DistillLoss:
             The sum of the losses of all rows, differentiable once, and float64 sums in the order of `report_names`.
 
         Raises:
-            NumericsError: a token id outside the vocabulary. DataError: a table is missing.
+            NumericsError, DataError: see `check`.
         """
-        self._check(targets)
+        self.check(targets)
         if not torch.is_grad_enabled():  # a Function is told of inputs that want a gradient, not of no_grad
             hidden, head = hidden.detach(), head.detach()
         loss, sums = _HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad)
@@ -100,7 +100,7 @@ class DistillLoss:
 
     def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
         """Like `from_hidden`, for [N, V_local] logits, which must have no other use: their gradient overwrites them."""
-        self._check(targets)
+        self.check(targets)
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
         if self.is_full:
@@ -174,14 +174,13 @@ class DistillLoss:
         """[n, v] the teacher's logits / temperature for this rank's columns."""
         dtype, n_columns = statistics_dtype(like), like.shape[1]
         if targets.hidden is not None:
-            if self.teacher_head is None:
-                raise DataError("the teacher sent hidden states, and nobody gave its LM head (set_teacher_head)")
+            assert self.teacher_head is not None  # checked
             hidden = targets.hidden.to(like.device, dtype)
             return (hidden @ self.teacher_head[:n_columns].to(dtype).T).div_(self.spec.temperature)
-        if targets.logits is not None:  # only this rank's columns leave the host
-            part = targets.logits[:, self.shard.start : self.shard.start + n_columns]
-            return part.to(like.device, dtype, copy=True)
-        raise DataError(f"the loss wants the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
+        assert targets.logits is not None  # checked
+        # Only this rank's columns leave the host.
+        part = targets.logits[:, self.shard.start : self.shard.start + n_columns]
+        return part.to(like.device, dtype, copy=True)
 
     def _sums(self, losses: TokenLosses) -> Tensor:
         values = {"total": losses.total.detach(), **losses.values}
@@ -190,13 +189,36 @@ class DistillLoss:
             self.on_rows(table)
         return table.double().sum(dim=0)
 
-    def _check(self, targets: TokenTargets) -> None:
+    def check(self, targets: TokenTargets) -> None:
+        """Everything that can be wrong with targets, before a forward pass that other ranks take part in.
+
+        Raises:
+            NumericsError: a token id outside the vocabulary.
+            DataError: a table that the loss wants is missing or too narrow, or the teacher's LM head is.
+        """
         self.shard.check(targets.sampled_ids)
         if targets.topk_ids is not None:
             self.shard.check(targets.topk_ids, lowest=-1)
+        if len(targets) == 0:  # a rank without data; its tables may be missing
+            return
+        if self.is_full:
+            self._check_distribution(targets)
+            return
         for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
-            if signal in self.signals and table is None and len(targets) and not self.is_full:
+            if signal in self.signals and table is None:
                 raise DataError(f"the loss wants the teacher's {signal} table, and the micro-batch has none")
+
+    def _check_distribution(self, targets: TokenTargets) -> None:
+        hidden, logits, head = targets.hidden, targets.logits, self.teacher_head
+        if hidden is not None:
+            if head is None:
+                raise DataError("the teacher sent hidden states, and nobody gave its LM head (set_teacher_head)")
+            if hidden.shape[1] != head.shape[1]:
+                raise DataError(f"the teacher sent {hidden.shape[1]} hidden sizes, its LM head takes {head.shape[1]}")
+        elif logits is None:
+            raise DataError(f"the loss wants the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
+        elif logits.shape[1] < self.shard.n_valid:
+            raise DataError(f"the teacher sent {logits.shape[1]} logits a token, the student has {self.shard.n_valid}")
 
 
 def _picked_ids(targets: TokenTargets) -> Tensor:

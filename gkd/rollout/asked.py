@@ -13,11 +13,22 @@ import numpy as np
 from gkd.errors import DataError
 from gkd.types import Prompt
 
+_MAX = 2**31 - 1
+
 
 def encode_prompts(prompts: Sequence[Prompt], places: Sequence[int]) -> bytes:
-    """Ids and tokens of some prompts, and the place of each in the whole batch; int32."""
+    """Ids and tokens of some prompts, and the place of each in the whole batch; int32.
+
+    Raises:
+        DataError: no prompts, or a number that is negative or over int32.
+    """
+    if not prompts:
+        raise DataError("an engine was to be asked for nothing: a list of prompts is empty")
     rows = [(p.prompt_id, place, len(p.token_ids)) for p, place in zip(prompts, places, strict=True)]
     numbers = np.concatenate([[len(rows)], np.ravel(rows), *(p.token_ids for p in prompts)])
+    if int(numbers.min()) < 0 or int(numbers.max()) > _MAX:
+        span = f"[{int(numbers.min())}, {int(numbers.max())}]"
+        raise DataError(f"ids, places and tokens of prompts span {span}; they travel as numbers from 0 to {_MAX}.")
     return numbers.astype("<i4").tobytes()
 
 
@@ -25,13 +36,14 @@ def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
     """(prompts, their places) that `encode_prompts` was given.
 
     Raises:
-        DataError: the data end too early or too late.
+        DataError: the data end too early or too late, or are no such numbers.
     """
     numbers = np.frombuffer(data, "<i4", count=len(data) // 4)
     n = int(numbers[0]) if len(numbers) else 0
     head, ids = numbers[1 : 1 + 3 * n], numbers[1 + 3 * n :]
     rows = head[: len(head) // 3 * 3].reshape(-1, 3)
-    if len(rows) != n or 4 * (1 + 3 * n + int(rows[:, 2].sum())) != len(data):
+    n_tokens = int(rows[:, 2].sum(dtype=np.int64))
+    if n < 1 or len(rows) != n or int(numbers.min()) < 0 or 4 * (1 + 3 * n + n_tokens) != len(data):
         raise DataError(f"{n} prompts and their tokens are not {len(data)} bytes")
     tokens = np.split(ids, np.cumsum(rows[:-1, 2]))
     prompts = [Prompt(prompt_id, ids) for prompt_id, ids in zip(rows[:, 0].tolist(), tokens, strict=True)]

@@ -6,6 +6,7 @@ CUDA streams, pinned memory.
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gkd.config import LoraConfig
 from gkd.errors import GkdError
 from tests.dist.fsdp_resume_cases import LORA, OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
 from tests.dist.helpers import run_gloo
+from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
@@ -35,32 +38,10 @@ from tests.dist.student_cases import as_numpy, build_student, packed, same_weigh
 
 N_CURVE, N_SHORT = 20, 4
 BF16_LR = 2e-4
-ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False}  # name -> does it take packs and the fused head
-
-
-def _make_folder(folder: Path, kind: str) -> Path:
-    """Models that the Megatron backend does not take; 2 layers, random weights that are nowhere inert."""
-    import transformers as tf
-
-    torch.manual_seed(len(kind))
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    model: Any
-    if kind == "gpt2":  # tied, biases, learned positions, [in, out] weights, dropout in its config
-        model = tf.GPT2LMHeadModel(
-            tf.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, **ids)
-        )
-    elif kind == "olmo2":
-        model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, **ids, tie_word_embeddings=False))
-    else:  # sliding windows, soft caps on scores and logits, scaled embeddings
-        config = tf.Gemma2Config(**sizes, **ids, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
-        model = tf.Gemma2ForCausalLM(config)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(1.0 if param.ndim == 1 else 0.0, 0.15)
-    model.save_pretrained(folder)
-    return folder
+# name -> does it take packs and the fused head. Of the last three the files are named or cut unlike the model.
+ARCHITECTURES = {"gpt2": True, "olmo2": True, "gemma2": False, "gpt_neox": True, "qwen3_moe": True, "mixtral": True}
+CPU = torch.device("cpu")
+CONV1D_LORA = LoraConfig(rank=4, alpha=8.0, targets=["c_attn", "c_proj"])
 
 
 def _train_bf16(folder: Path, n_steps: int) -> list[float]:
@@ -95,14 +76,16 @@ def _train_bf16(folder: Path, n_steps: int) -> list[float]:
     return losses
 
 
-def _train_lora(folder: Path, adapters: dict[str, torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train_lora(
+    folder: Path, lora: LoraConfig, adapters: dict[str, torch.Tensor]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and merged weights of peft under torch's AdamW, from the same first adapters."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    settings = PeftConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=LORA.targets)
+    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets)
     model = get_peft_model(base, settings)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with torch.no_grad():
@@ -137,7 +120,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
     result: dict[str, Any] = {"curves": {}, "architectures": {}}
     for kind in ("qwen3", "qwen2_tied"):
-        recompute = "full" if kind == "qwen3" else "selective"
+        recompute = "full" if kind == "qwen3" else "none"
         result["curves"][kind] = losses(build(kind, recompute=recompute), N_CURVE)
     result["bf16"] = losses(build("qwen3_bf16", dtype=torch.bfloat16, lr=BF16_LR), N_CURVE, period=4)
     exported = weights(build("qwen3_bf16", dtype=torch.bfloat16))
@@ -150,11 +133,68 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         student = build(kind, packing=whole, fused_lm_head=whole)
         round_trip = same_weights(weights(student), load_file(root / kind / "model.safetensors"))
         result["architectures"][kind] = (round_trip, losses(student, N_SHORT, pack=whole))
+    student.save_hf(root / "mixtral_saved", root / "mixtral")
+    saved = build("mixtral_saved")
+    result["saved"] = same_weights(weights(student), weights(saved))
+    result["experts_moved"] = _moved(weights(saved), load_file(root / "mixtral" / "model.safetensors"))
+    result["sometimes"] = _measure_unused(root / "qwen3", rank)
     result["lora"] = _measure_lora(build, losses, root)
     result["refused"] = _measure_refusals(build, root)
     result["bad_batches"] = _measure_bad_batches(plain, rank)
     result["resume"] = in_two(root, rank)
+    result["threads"] = _measure_threads()
+    result["broken_off"] = _measure_breaking_off(plain)
     return result
+
+
+def _measure_threads() -> list[int]:
+    """A rank's threads, as they are counted, within a block that sets them, and after it."""
+    from gkd.actor.fsdp.optim import host_threads, threads_per_rank
+
+    with host_threads(3):
+        within = torch.get_num_threads()
+    return [threads_per_rank(), within, torch.get_num_threads()]
+
+
+def _moved(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> int:
+    """Tensors of the experts that differ."""
+    return sum(".experts." in name and not torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+class _Sometimes(torch.nn.Module):
+    """An MLP for rows of more than one token, as an expert is for tokens that choose it."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mlp(hidden) if hidden.shape[1] > 1 else hidden
+
+
+def _measure_unused(folder: Path, rank: int) -> float:
+    """Largest error of any gradient where only rank 0 uses one of the MLPs."""
+    from transformers import AutoModelForCausalLM
+
+    from gkd.actor.fsdp.model import build_on_meta, shard
+    from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
+    from gkd.actor.hf_files import open_tensors
+
+    rows = [torch.tensor([[5, 6, 7]]), torch.tensor([[8]])]
+    hf = build_on_meta(folder, dtype=torch.float32, packing=False)
+    with open_tensors(folder) as tensors:
+        places = match_files(hf, folder, tensors)
+    hf.model.layers[1].mlp = _Sometimes(hf.model.layers[1].mlp)
+    root = shard(hf, device=CPU, dtype=torch.float32, recompute=False, offload=False)
+    load_weights(folder, places)
+    root(rows[rank], torch.arange(rows[rank].shape[1])).square().sum().backward()
+    grads = {name: full_tensor(place.tensor.grad, CPU) for name, place in places.items()}
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain.model.layers[1].mlp = _Sometimes(plain.model.layers[1].mlp)
+    for row in rows:
+        plain(row).logits.square().sum().backward()
+    expected = {name.replace(".mlp.mlp.", ".mlp."): param.grad for name, param in plain.named_parameters()}
+    return max(float((grads[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in grads)
 
 
 def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:
@@ -163,10 +203,19 @@ def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:
     first = {name: place.tensor.full_tensor().detach().clone() for name, place in places.items()}
     before = weights(student)
     curve = losses(student, N_SHORT)
+    transposed = build("gpt2", lora=CONV1D_LORA)
+    conv1d_adapters = {
+        name: place.tensor.full_tensor().detach().clone() for name, place in transposed._trained_places().items()
+    }
+    conv1d = {"adapters": as_numpy(conv1d_adapters), "losses": losses(transposed, N_SHORT)}
     half = build("qwen3_bf16", dtype=torch.bfloat16, lora=LORA, recompute="full")
     unmoved = same_weights(weights(half), load_file(root / "qwen3_bf16" / "model.safetensors"))
     return {
         "adapters": as_numpy(first),
+        "conv1d": conv1d | {"merged": as_numpy(weights(transposed))},
+        "elsewhere": _caught(lambda: _resumed_on_another_base(build, root)),
+        "fewer": _caught(lambda: _resumed_with(build, root, fewer=True)),
+        "more": _caught(lambda: _resumed_with(build, root, fewer=False)),
         "first_is_base": same_weights(before, load_file(root / "qwen3" / "model.safetensors")),
         "first_bf16_is_base": unmoved,
         "bf16_dtypes": {str(place.tensor.dtype) for place in half._trained_places().values()},
@@ -176,31 +225,55 @@ def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:
     }
 
 
+def _resumed_on_another_base(build: Any, root: Path) -> None:
+    """Adapters of one model beside the weights of another with the same shapes."""
+    folder = root / "lora_checkpoint"
+    _write(build("qwen3", lora=LORA), folder)
+    build("qwen3_other", lora=LORA).load_checkpoint(folder)
+
+
+def _resumed_with(build: Any, root: Path, *, fewer: bool) -> None:
+    targets = LORA.targets[:1] if fewer else [*LORA.targets, "up_proj"]
+    build("qwen3", lora=replace(LORA, targets=targets)).load_checkpoint(root / "lora_checkpoint")
+
+
+def _write(student: Any, folder: Path) -> None:
+    import torch.distributed as dist
+
+    from gkd.actor.shard_writer import write
+
+    write(folder, dist.get_rank(), student.snapshot())
+    dist.barrier()
+
+
+def _caught(action: Any) -> tuple[str, str]:
+    """(type, text) of the GkdError that `action` ends with."""
+    try:
+        action()
+    except GkdError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
 def _measure_refusals(build: Any, root: Path) -> dict[str, tuple[str, str]]:
     """What is wrong with a model or a setting, by case: (type, text) of the error."""
     cases: dict[str, dict[str, Any]] = {
         "gemma2 packed": {"kind": "gemma2"},
         "gemma2 fused": {"kind": "gemma2", "packing": False},
-        "gemma2 selective": {"kind": "gemma2", "packing": False, "recompute": "selective"},
+        "opt fused": {"kind": "opt"},
+        "falcon packed": {"kind": "falcon"},
         "no target": {"kind": "qwen3", "lora": replace(LORA, targets=["q_proj", "c_attn"])},
         "head as target": {"kind": "qwen3", "lora": replace(LORA, targets=["lm_head"])},
         **{kind: {"kind": kind} for kind in ("missing", "unexpected", "shape", "dtype", "cut", "no_config")},
     }
-    refused = {}
-    for case, changes in cases.items():
-        kind = changes.pop("kind")
-        try:
-            build(kind, **changes)
-            refused[case] = ("no error", "")
-        except GkdError as error:
-            refused[case] = (type(error).__name__, str(error))
-    return refused
+    return {case: _caught(lambda changes=changes: build(**changes)) for case, changes in cases.items()}
 
 
 def _measure_bad_batches(student: Any, rank: int) -> dict[str, tuple[str, str]]:
     """A malformed micro-batch on rank 1 alone, by case; and that a good step follows."""
     good = packed(make_micro_batches(0)[1])
-    assert good.cu_seqlens is not None
+    targets = good.targets
+    assert good.cu_seqlens is not None and targets is not None and targets.topk_ids is not None
     outside = good.tokens.clone()
     outside[0, 0] = VOCAB
     cases = {
@@ -209,20 +282,38 @@ def _measure_bad_batches(student: Any, rank: int) -> dict[str, tuple[str, str]]:
         "empty sequence": replace(good, cu_seqlens=torch.cat([good.cu_seqlens[:1], good.cu_seqlens])),
         "rows": replace(good, loss_index=good.loss_index + good.tokens.shape[1]),
         "targets": replace(good, targets=None),
+        "no table": replace(good, targets=replace(targets, topk_ids=None, topk_logprobs=None)),
+        "listed token": replace(good, targets=replace(targets, topk_ids=targets.topk_ids + VOCAB)),
+        "sampled token": replace(good, targets=replace(targets, sampled_ids=targets.sampled_ids + VOCAB)),
         "token": replace(good, tokens=outside),
         "left padded": replace(make_micro_batches(0)[1], position_ids=make_micro_batches(0)[1].position_ids + 1),
     }
-    caught = {}
-    for case, bad in cases.items():
-        try:
-            student.train_step([good, bad if rank == 1 else good])
-            caught[case] = ("no error", "")
-        except GkdError as error:
-            caught[case] = (type(error).__name__, str(error))
+    caught = {
+        case: _caught(lambda bad=bad: student.train_step([good, bad if rank == 1 else good]))
+        for case, bad in cases.items()
+    }
     step = student.step
     student.train_step([good])
     caught["after"] = (str(step), str(student.step))
     return caught
+
+
+def _measure_breaking_off(student: Any) -> list[bool]:
+    """Whether a snapshot is the weights, and the next step its usual loss, after an error within a forward pass."""
+
+    def give_up(table: torch.Tensor) -> None:
+        raise RuntimeError("enough")
+
+    batches = [packed(batch) for batch in make_micro_batches(0)]
+    usual = student.evaluate(batches).loss
+    before = [piece.data.clone() for piece in student.snapshot().pieces]
+    student.loss.on_rows = give_up
+    with pytest.raises(RuntimeError, match="enough"):
+        student.train_step(batches)
+    student.loss.on_rows = None
+    after = [piece.data for piece in student.snapshot().pieces]
+    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return [same, student.evaluate(batches).loss == usual, student.train_step(batches).loss == usual]
 
 
 def _damage(root: Path) -> None:
@@ -252,8 +343,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("qwen3", "qwen2_tied"):
         make_hf_folder(root / kind, kind)
     make_hf_folder(root / "qwen3_bf16", "qwen3", dtype=torch.bfloat16)
-    for kind in ARCHITECTURES:
-        _make_folder(root / kind, kind)
+    for kind in (*ARCHITECTURES, "opt", "falcon"):
+        make_model_folder(root / kind, kind)
+    shutil.copytree(root / "qwen3", root / "qwen3_other")
+    other = load_file(root / "qwen3" / "model.safetensors")
+    save_file({name: -tensor for name, tensor in other.items()}, root / "qwen3_other" / "model.safetensors")
     _damage(root)
     return root
 
@@ -317,7 +411,7 @@ def test_lora(ranks: Any, root: Path) -> None:
     adapters, ours = (
         {name: torch.from_numpy(array) for name, array in lora[key].items()} for key in ("adapters", "merged")
     )
-    losses, merged = _train_lora(root / "qwen3", adapters)
+    losses, merged = _train_lora(root / "qwen3", LORA, adapters)
     for rank in ranks:
         assert rank["lora"]["losses"] == pytest.approx(losses, abs=1e-5)
         assert rank["lora"]["first_is_base"] and rank["lora"]["first_bf16_is_base"]
@@ -358,6 +452,56 @@ def test_another_number_of_ranks_takes_over(
 
 
 @pytest.mark.dist
+def test_lora_beside_transposed_weights(ranks: Any, root: Path) -> None:
+    """Fails if adapters of gpt2's [in, out] weights are trained, or added to them, the wrong way round."""
+    ours = ranks[0]["lora"]["conv1d"]
+    adapters = {name: torch.from_numpy(array) for name, array in ours["adapters"].items()}
+    losses, merged = _train_lora(root / "gpt2", CONV1D_LORA, adapters)
+    assert ours["losses"] == pytest.approx(losses, abs=1e-5)
+    base = load_file(root / "gpt2" / "model.safetensors")
+    errors = [float((torch.from_numpy(array) - merged[name]).abs().max()) for name, array in ours["merged"].items()]
+    moved = [name for name, array in ours["merged"].items() if not torch.equal(torch.from_numpy(array), base[name])]
+    assert max(errors) <= 1e-5 and len(moved) == 2 * 3  # c_attn, and c_proj of attention and MLP, in two layers
+
+
+@pytest.mark.dist
+def test_adapters_find_their_own_model(ranks: Any) -> None:
+    """Fails if adapters are resumed beside other weights than they were trained with, or other layers' than saved."""
+    for rank in ranks:
+        kinds, texts = zip(*(rank["lora"][case] for case in ("elsewhere", "fewer", "more")), strict=True)
+        assert set(kinds) == {"CheckpointError"}
+        assert "another base model" in texts[0]
+        assert "this student does not train model.layers.0.mlp.down_proj.lora_A.weight" in texts[1]
+        assert "the checkpoint does not train model.layers.0.mlp.up_proj.lora_A.weight" in texts[2]
+
+
+@pytest.mark.dist
+def test_experts_are_saved_as_they_were_cut(ranks: Any) -> None:
+    """Fails if a trained model's folder, with a file's tensor for each expert, does not hold what was trained."""
+    for rank in ranks:
+        assert rank["saved"] and rank["experts_moved"] == 2 * 3 * 3  # w1, w2, w3 of 3 experts in 2 layers
+
+
+@pytest.mark.dist
+def test_a_parameter_that_one_rank_does_not_use(ranks: Any) -> None:
+    """Fails if the ranks' reductions no longer match each other, so that they hang or add up other gradients."""
+    assert all(rank["sometimes"] <= 1e-5 for rank in ranks)
+
+
+@pytest.mark.dist
+def test_ranks_share_the_cores_of_their_host(ranks: Any) -> None:
+    """Fails if optimizers in host memory run in one thread each, or fight over cores, or other work then does."""
+    cores = len(os.sched_getaffinity(0))
+    assert all(rank["threads"] == [max(1, cores // 2), 3, 1] for rank in ranks)
+
+
+@pytest.mark.dist
+def test_after_an_error_in_a_forward_pass(ranks: Any) -> None:
+    """Fails if parameters stay gathered, so that what is saved next is not the student, or no step can follow."""
+    assert all(all(rank["broken_off"]) for rank in ranks)
+
+
+@pytest.mark.dist
 def test_what_is_refused(ranks: Any) -> None:
     """Fails if a model or a setting would train something else without a word, or ranks disagree about it."""
     refused = ranks[0]["refused"]
@@ -366,7 +510,8 @@ def test_what_is_refused(ranks: Any) -> None:
     for case, kind, texts in (
         ("gemma2 packed", "ConfigError", ("actor.packing", "sliding window", "actor.packing=false")),
         ("gemma2 fused", "ConfigError", ("actor.fused_lm_head", "soft cap")),
-        ("gemma2 selective", "ConfigError", ("actor.recompute", "eager")),
+        ("opt fused", "ConfigError", ("actor.fused_lm_head", "its own backbone")),
+        ("falcon packed", "ConfigError", ("actor.packing", "falcon", "actor.packing=false")),
         ("no target", "ConfigError", ("actor.lora.targets", "c_attn", "choose among")),
         ("head as target", "ConfigError", ("actor.lora.targets", "lm_head")),
         ("missing", "ModelError", ("1 tensors are missing", name)),
@@ -394,5 +539,7 @@ def test_a_malformed_micro_batch_on_one_rank(ranks: Any) -> None:
         ("left padded", "padded on the right"),
     ):
         assert caught[case][0] == "DataError" and text in caught[case][1], (case, caught[case])
-    assert caught["token"][0] == "NumericsError"
+    assert caught["no table"][0] == "DataError" and "topk table" in caught["no table"][1]
+    for case in ("token", "listed token", "sampled token"):
+        assert caught[case][0] == "NumericsError" and "vocabulary" in caught[case][1], (case, caught[case])
     assert caught["after"] == (str(N_SHORT), str(N_SHORT + 1))

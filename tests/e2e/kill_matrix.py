@@ -162,10 +162,12 @@ def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill]) -> lis
             assert code == 0, f"the run could not be finished after {kills}: exit code {code}\n{log[-3000:]}"
             break
         assert code in (0, kill.exit_code), f"{kill}: exit code {code}\n{log[-3000:]}"
-        found = [text for text in differences(base, run_dir, export=False) if not text.startswith("steps")]
-        assert not found, f"after {kill}: {found}"
-        lines = read_metrics(run_dir / "metrics.jsonl")
-        outcomes.append(Outcome(kill, code, resumed, int(lines[-1]["step"]) if lines else -1))
+        reached = -1
+        if (run_dir / "metrics.jsonl").exists():
+            found = [text for text in differences(base, run_dir, export=False) if not text.startswith("steps")]
+            assert not found, f"after {kill}: {found}"
+            reached = max((int(line["step"]) for line in read_metrics(run_dir / "metrics.jsonl")), default=-1)
+        outcomes.append(Outcome(kill, code, resumed, reached))
         when = f"{kill.point:16} {kill.nth} {kill.after_s:6.3f} s"
         print(f"  {when}  {kill.victim:7} exit {code:4}  from {resumed} to {outcomes[-1].reached}", flush=True)
         if code == 0:

@@ -25,12 +25,13 @@ def _borders() -> Tensor:
     return torch.tensor((0, *LENGTHS)).cumsum(0).int()
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float | None = None) -> Tensor:
     """One [S, S] mask, softmax by hand."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     mask = torch.block_diag(*[torch.ones((n, n)).tril() for n in lengths]).bool()
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~mask, -torch.inf)
     return scores.softmax(dim=-1) @ v
 
 
@@ -42,12 +43,13 @@ def _with_grads(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("packed", [True, False])
-def test_equals_dense_attention(heads: tuple[int, int], packed: bool) -> None:
-    """Fails if a position sees the future or another sequence, or key/value heads are shared wrongly."""
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_equals_dense_attention(heads: tuple[int, int], packed: bool, scale: float | None) -> None:
+    """Fails if a position sees the future or another sequence, heads are shared wrongly or scores scaled otherwise."""
     inputs = tuple(tensor.requires_grad_() for tensor in _inputs(*heads, rows=1 if packed else 3))
     lengths = LENGTHS if packed else (sum(LENGTHS),)
-    actual = _with_grads(causal_attention(*inputs, _borders() if packed else None), inputs)
-    for a, b in zip(actual, _with_grads(_dense(*inputs, lengths), inputs), strict=True):
+    actual = _with_grads(causal_attention(*inputs, _borders() if packed else None, scale=scale), inputs)
+    for a, b in zip(actual, _with_grads(_dense(*inputs, lengths, scale), inputs), strict=True):
         assert float((a - b).abs().max()) <= 1e-12
 
 
@@ -66,8 +68,8 @@ def test_cuda(dtype: torch.dtype, head_dim: int, knows_length: bool) -> None:
     """Fails if the flash kernel gets its borders, its window or its layout wrong."""
     inputs = tuple(t.cuda().to(dtype).requires_grad_() for t in _inputs(4, 2, head_dim=head_dim))
     longest = max(LENGTHS) if knows_length else None
-    actual = _with_grads(causal_attention(*inputs, _borders().cuda(), max_length=longest), inputs)
+    actual = _with_grads(causal_attention(*inputs, _borders().cuda(), max_length=longest, scale=0.1), inputs)
     exact_inputs = tuple(t.detach().double().cpu().requires_grad_() for t in inputs)
-    exact = _with_grads(_dense(*exact_inputs, LENGTHS), exact_inputs)
+    exact = _with_grads(_dense(*exact_inputs, LENGTHS, 0.1), exact_inputs)
     for a, b in zip(actual, exact, strict=True):
         assert float((a.double().cpu() - b).abs().max()) <= 0.02 * max(1.0, float(b.abs().max()))

@@ -138,6 +138,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["actor.strategy=fsdp2", "actor.pp=2", "trainer.n_gpus_per_node=2"], "actor.pp"),
         (["actor.strategy=fsdp2", "actor.vpp=2"], "actor.vpp"),
         (["actor.strategy=fsdp2", "actor.ep=2"], "actor.ep"),
+        (["actor.strategy=fsdp2", "actor.recompute=selective"], "actor.recompute"),
         (["actor.strategy=fsdp2", "actor.sequence_parallel=true"], "actor.sequence_parallel"),
         (["actor.fsdp_cpu_offload=true"], "actor.fsdp_cpu_offload"),
         (["actor.lora.rank=8"], "actor.lora.rank"),

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PretrainedConfig, conversion_mapping
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 
+from gkd.actor.fsdp.conversion import file_parts
+from gkd.actor.fsdp.model import build_on_meta
+from gkd.actor.fsdp.optim import build_adamw
+from gkd.actor.fsdp.preflight import ModelSizes, _counts
+from gkd.actor.fsdp.weights import match_files
+from gkd.actor.hf_files import check_headers, open_tensors, weights_digest
+from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.pool import ActorPool
 from gkd.config import ActorConfig, Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
-from gkd.errors import ConfigError
-from gkd.preflight import check_student
+from gkd.errors import ConfigError, ModelError
+from gkd.preflight import _check_engine_split, check_student
+from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hf_folder(tmp_path_factory.mktemp("fsdp_checks") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("fsdp_models")
+    for kind in ("mamba", "falcon", "opt", "gemma2", "mixtral"):
+        make_model_folder(root / kind, kind)
+    shutil.copytree(root / "mixtral", root / "mixtral_window")
+    settings = json.loads((root / "mixtral" / "config.json").read_text())
+    (root / "mixtral_window" / "config.json").write_text(json.dumps(settings | {"sliding_window": 4}))
+    return root
 
 
 def _config(folder: Path, **actor: Any) -> Config:
@@ -32,8 +60,25 @@ def _config(folder: Path, **actor: Any) -> Config:
 def test_a_whole_folder_passes_with_its_sizes(qwen3: Path) -> None:
     """Fails if sizes that the rollout's layout is checked against are read wrongly."""
     sizes = check_student(_config(qwen3, lora=LoraConfig(rank=2)))
-    found = (sizes.vocab_size, sizes.n_heads, sizes.n_kv_heads, sizes.ffn_size, sizes.max_positions)
-    assert found == (VOCAB, 4, 2, 48, 64)
+    assert isinstance(sizes, ModelSizes)
+    found = (sizes.vocab_size, sizes.n_heads, sizes.n_kv_heads, sizes.ffn_sizes, sizes.max_positions)
+    assert found == (VOCAB, (4,), (2,), (48,), 64)
+
+
+def test_sizes_that_a_model_does_not_say_are_not_checked(folders: Path) -> None:
+    """Fails if a model without heads, or with one MLP size for each layer, ends preflight instead of being taken."""
+    config = _config(folders / "mamba", packing=False)
+    config.rollout.tp = 4
+    sizes = check_student(config)
+    assert isinstance(sizes, ModelSizes)
+    assert (sizes.n_heads, sizes.n_kv_heads, sizes.max_positions) == ((), (), sys.maxsize)
+    falcon = check_student(_config(folders / "falcon", packing=False))
+    assert isinstance(falcon, ModelSizes) and falcon.n_heads == (4,)
+    by_layer = PretrainedConfig(intermediate_size=[48, 96, 48])
+    assert _counts(by_layer, "intermediate_size") == (48, 96)
+    with pytest.raises(ConfigError) as caught:
+        _check_engine_split(5, (10,), (5,), (10, 12), ())
+    assert caught.value.key == "rollout.tp" and "12 MLP columns" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +95,131 @@ def test_settings_that_the_model_does_not_bear(qwen3: Path, actor: dict[str, Any
     assert caught.value.key == key and text in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "text"),
+    [
+        ("gemma2", "actor.packing", "sliding window"),
+        ("mixtral_window", "actor.packing", "sliding window"),
+        ("falcon", "actor.packing", "falcon"),
+        ("opt", "actor.fused_lm_head", "its own backbone"),
+    ],
+)
+def test_models_that_do_not_bear_the_settings(folders: Path, kind: str, key: str, text: str) -> None:
+    """Fails if what a forward pass shows without weights is found out by the ranks alone, or by no name."""
+    with pytest.raises(ConfigError) as caught:
+        check_student(_config(folders / kind))
+    assert caught.value.key == key and text in str(caught.value)
+
+
+def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
+    """Fails if files with a tensor for each expert are refused, or taken with one of them missing or misshapen."""
+    check_student(_config(folders / "mixtral"))
+    weights = load_file(folders / "mixtral" / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    for changed, text in (
+        ({key: tensor for key, tensor in weights.items() if key != name}, "made of 3 tensors named"),
+        (
+            {key: tensor for key, tensor in weights.items() if ".1.block_sparse_moe.experts." not in key},
+            "2 tensors are",
+        ),
+        ({**weights, name: weights[name][:-1].contiguous()}, name),
+        ({**weights, name.replace("w3", "w4"): torch.zeros(2)}, "do not belong to a mixtral model"),
+    ):
+        shutil.copytree(folders / "mixtral", tmp_path, dirs_exist_ok=True)
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError) as caught:
+            check_student(_config(tmp_path))
+        assert caught.value.key == "model.path" and text in str(caught.value)
+
+
+def test_files_of_a_backbone_alone(tmp_path: Path) -> None:
+    """Fails if names without the backbone's prefix, as the first gpt2's are, are refused or taken for others."""
+    make_model_folder(tmp_path, "gpt2")
+    weights = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check_student(_config(tmp_path))
+    hf = build_on_meta(tmp_path, dtype=torch.float32, packing=True)
+    with open_tensors(tmp_path) as tensors:
+        places = match_files(hf, tmp_path, tensors)
+    assert {part.name for place in places.values() for part in place.parts} == bare.keys()
+    assert places["transformer.wte.weight"].parts[0].name == "wte.weight"
+
+
+def test_another_way_of_fusing_is_refused_by_name(folders: Path) -> None:
+    """Fails if a tensor is loaded as it stands where transformers would compute another one from it."""
+    hf = build_on_meta(folders / "mixtral", dtype=torch.float32, packing=True)
+    transposed = [WeightConverter("mlp.gate.weight", "mlp.gate.weight", [Transpose(0, 1)])]
+    register_checkpoint_conversion_mapping("mixtral", transposed, overwrite=True)
+    try:
+        with pytest.raises(ModelError, match="a mixtral model are converted on load.*Transpose makes.*mlp.gate.weight"):
+            file_parts(hf, ["model.layers.0.mlp.gate.weight"], {"model.layers.0.mlp.gate.weight": (3, 32)})
+    finally:
+        conversion_mapping._checkpoint_conversion_mapping_cache = None
+
+
+def test_counters_may_be_integers(tmp_path: Path) -> None:
+    """Fails if a model is refused for a buffer that is no float, or taken with quantised weights."""
+    save_file({"n": torch.zeros(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with open_tensors(tmp_path) as tensors:
+
+        def check(is_float: bool) -> None:
+            check_headers(
+                tmp_path,
+                tensors,
+                {"n": (2,)},
+                model_type="any",
+                is_ignorable=lambda name: False,
+                is_float=lambda name: is_float,
+            )
+
+        check(False)
+        with pytest.raises(ModelError, match="n has dtype I64"):
+            check(True)
+
+
+def test_the_digest_tells_models_apart(qwen3: Path, tmp_path: Path) -> None:
+    """Fails if adapters would be resumed beside weights that were trained on, or not beside a copy of their own."""
+    shutil.copytree(qwen3, tmp_path / "copy")
+    assert weights_digest(tmp_path / "copy") == weights_digest(qwen3)
+    weights = load_file(qwen3 / "model.safetensors")
+    moved = {name: tensor * 1.01 for name, tensor in weights.items()}
+    save_file(moved, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
+    assert weights_digest(tmp_path / "copy") != weights_digest(qwen3)
+
+
+def test_adamw_is_torchs_own() -> None:
+    """Fails if the fused update is another one than the plain loop, or decays what should not be."""
+    spec = OptimSpec(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad=0.0)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((7, 5), (5,), (3, 4, 2))]
+    ours, plain = ([nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+    groups = [{"params": [plain[0], plain[2]], "weight_decay": 0.1}, {"params": [plain[1]], "weight_decay": 0.0}]
+    optimizers = [
+        build_adamw(ours, spec),
+        torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False),
+    ]
+    for _ in range(20):
+        for one, two in zip(ours, plain, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            two.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)) <= 1e-6
+    assert float((ours[0] - start[0]).abs().max()) > 1e-2
+
+
 def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
     """Fails if the driver takes a folder that the ranks cannot load."""
     (tmp_path / "config.json").write_bytes((qwen3 / "config.json").read_bytes())
     with pytest.raises(ConfigError) as caught:
         check_student(_config(tmp_path))
     assert caught.value.key == "model.path" and "model.safetensors" in str(caught.value)
+    settings = json.loads((qwen3 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_act": "no_such_function"}))
+    with pytest.raises(ConfigError) as caught:
+        check_student(_config(tmp_path))
+    assert caught.value.key == "model.path" and "no_such_function" in str(caught.value)
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ConfigError) as caught:
         check_student(_config(tmp_path))

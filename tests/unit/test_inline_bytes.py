@@ -45,7 +45,7 @@ def test_what_the_driver_reads_of_a_chunk_is_under_the_limit() -> None:
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_the_limit_is_in_the_workers_environment(on_cpu: bool) -> None:
-    """Fails if Ray's own limit, 100 kB, is in force."""
+    """Fails if the workers are started without the limit; that Ray keeps to it, tests/e2e/test_driver_bytes.py sees."""
     assert worker_env(on_cpu)["RAY_max_direct_call_object_size"] == str(INLINE_BYTES)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.spec import LossSpec, LossTerm
 from gkd.types import TokenTargets
@@ -15,7 +18,11 @@ from tests.unit.loss_cases import (
     SHARD,
     V_PADDED,
     Batch,
+    D,
     H,
+    N,
+    V,
+    distill_loss,
     one_thread,  # noqa: F401
 )
 
@@ -127,6 +134,28 @@ def test_no_loss_rows(signal: Signal, tables: bool, fused: bool) -> None:
     assert float(total) == 0.0 and sums.shape == (len(loss.report_names),) and not sums.any()
     assert hidden.grad is not None and hidden.grad.shape == (0, H)
     assert head.grad is not None and not head.grad.any()
+
+
+def test_targets_are_checked_before_they_are_used() -> None:
+    """Fails if what is wrong with them shows only within a forward pass, where other ranks wait for this one."""
+    batch = Batch()
+    for signal, change, text in (
+        ("topk", {"topk_ids": None}, "topk table"),
+        ("hidden", {"hidden": None}, "hidden, and the micro-batch has none"),
+        ("hidden", {"hidden": batch.teacher_hidden[:, :-1]}, f"{D - 1} hidden sizes, its LM head takes {D}"),
+        ("logits", {"logits": torch.zeros(N, V - 1)}, f"{V - 1} logits a token, the student has {V}"),
+    ):
+        targets = batch.targets(signal, 1.0)
+        loss = batch.loss(LossSpec((LossTerm("forward_kl"),)), signal)
+        loss.check(targets)
+        with pytest.raises(DataError, match=text):
+            loss.check(replace(targets, **change))
+        with pytest.raises(NumericsError, match="vocabulary"):
+            loss.check(replace(targets, sampled_ids=batch.sampled_ids + 1))
+    headless = distill_loss(LossSpec((LossTerm("forward_kl"),)), "hidden")
+    with pytest.raises(DataError, match="nobody gave its LM head"):
+        headless.check(batch.targets("hidden", 1.0))
+    headless.check(batch.targets("hidden", 1.0).rows(slice(0, 0)))  # a rank without data
 
 
 def test_rows_of_a_chunk_fit_its_bytes() -> None:

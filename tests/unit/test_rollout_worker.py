@@ -167,9 +167,16 @@ def test_prompts_reach_an_engine_whole_and_without_what_it_does_not_need() -> No
     for prompt, wanted in zip(got, asked, strict=True):
         assert prompt.prompt_id == wanted.prompt_id and (prompt.answer, prompt.response_ids) == (None, None)
         assert prompt.token_ids.dtype == np.int32 and np.array_equal(prompt.token_ids, wanted.token_ids)
-    for bad in (b"", data[:20], data[:-1], data[:-4], data + b"abcd"):
+    nothing, backwards = b"\0" * 4, np.array([2, 5, 0, 3, 6, 1, -1, 9, 9], "<i4").tobytes()
+    for bad in (b"", data[:20], data[:-1], data[:-4], data + b"abcd", nothing, backwards):
         with pytest.raises(DataError, match=f"are not {len(bad)} bytes"):
             decode_prompts(bad)
+    ids = np.arange(3, dtype=np.int32)
+    with pytest.raises(DataError, match="empty"):
+        encode_prompts([], [])
+    for prompt_id, place in ((2**31, 0), (-1, 0), (0, 2**31), (0, -1)):
+        with pytest.raises(DataError, match=r"from 0 to 2147483647"):
+            encode_prompts([Prompt(prompt_id, ids)], [place])
 
 
 def test_no_two_sequences_share_a_seed() -> None:

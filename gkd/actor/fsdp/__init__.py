@@ -2,7 +2,8 @@
 
 model.py      HF folder -> sharded module         head.py   the LM head on the loss rows, with the loss
 attention.py  packed sequences in transformers    probe.py  does the model compute what the loss assumes
-weights.py    safetensors <-> shards              lora.py   adapters, and the weights they add up to
-optim.py      AdamW, clipping                     checkpoint.py  exact resume
-preflight.py  checks before any process starts   student.py  all of it behind one class
+weights.py    safetensors <-> shards              conversion.py  files that are named or cut unlike the model
+lora.py       adapters, and the merged weights    optim.py  AdamW, clipping
+preflight.py  checks before any process starts    checkpoint.py  exact resume
+student.py    all of it behind one class
 """

@@ -6,7 +6,6 @@ a model that counts on it would train on something else.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +64,8 @@ def packed_attention(
         raise ModelError(f"{type(module).__name__} asks for attention dropout {dropout}; the student trains without.")
     if pack is not None and pack.calls is not None:
         pack.calls.append(type(module).__name__)
-    default = 1.0 / math.sqrt(query.shape[-1])
-    if scaling is not None and not math.isclose(scaling, default):
-        query = query * (scaling / default)
-    if pack is None:
-        context = causal_attention(query, key, value, None)
-    else:
-        context = causal_attention(query, key, value, pack.cu_seqlens, max_length=pack.max_length)
+    borders, longest = (None, None) if pack is None else (pack.cu_seqlens, pack.max_length)
+    context = causal_attention(query, key, value, borders, max_length=longest, scale=scaling)
     return context.transpose(1, 2).contiguous(), None
 
 

@@ -23,6 +23,7 @@ from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.rng import restore_rng, rng_state
 from gkd.actor.same_student import check_same_student
 from gkd.actor.shards import KINDS, Piece, ShardReader
+from gkd.errors import CheckpointError
 
 
 def snapshot(
@@ -60,7 +61,8 @@ def load(
     """
     step = 0
     with same_error(device), ShardReader(folder) as reader:
-        settings = ("strategy", "dtype", "lora_scale")
+        _check_trained(folder, reader.meta, meta)
+        settings = ("strategy", "dtype", "lora_scale", "base")
         check_same_student(folder, reader.meta, meta, settings=settings, model="shapes")
         step = int(reader.meta["step"])
         with torch.no_grad():
@@ -75,17 +77,25 @@ def load(
 
 
 def student_meta(
-    trained: Mapping[str, Place], *, dtype: torch.dtype, scale: float, world_size: int, device: torch.device
+    trained: Mapping[str, Place],
+    *,
+    dtype: torch.dtype,
+    scale: float,
+    base: str,
+    world_size: int,
+    device: torch.device,
 ) -> dict[str, Any]:
     """What must be equal for a checkpoint to fit, and what decides about the generators; JSON data.
 
     Args:
         scale: alpha / rank of the adapters; 0 without.
+        base: digest of the frozen weights, which are not in the checkpoint; empty where all weights are trained.
     """
     return {
         "strategy": "fsdp2",
         "dtype": str(dtype).removeprefix("torch."),
         "lora_scale": scale,
+        "base": base,
         "shapes": {name: list(place.shape) for name, place in trained.items()},
         "world_size": world_size,
         "device": device.type,
@@ -99,12 +109,23 @@ def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterat
         assert isinstance(param, DTensor)
         state = optimizer.state[param]
         if not state:  # before the first step; AdamW would begin with the same
-            state["step"] = torch.zeros((), device=param.to_local().device if _is_fused(optimizer) else None)
+            state["step"] = torch.zeros((), device=param.to_local().device)
             state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS[1:]}
         tensors = {"param": param, **{kind: state[kind] for kind in KINDS[1:]}}
         start = first_row(param) * (param.numel() // max(1, param.shape[0]))
         yield name, start, {kind: tensor.detach().to_local().view(-1) for kind, tensor in tensors.items()}
 
 
-def _is_fused(optimizer: torch.optim.AdamW) -> bool:
-    return bool(optimizer.param_groups[0]["fused"])
+def _check_trained(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where adapters would stand beside another base, or are not the same ones."""
+    if saved.get("base", own["base"]) != own["base"]:
+        raise CheckpointError(
+            f"{folder} holds adapters of another base model than model.path has now. Name the folder it was begun with."
+        )
+    shapes = saved.get("shapes", own["shapes"])
+    for one, other, who in ((shapes, own["shapes"], "this student"), (own["shapes"], shapes, "the checkpoint")):
+        if lacking := sorted(one.keys() - other.keys()):
+            raise CheckpointError(
+                f"{folder} is of another student: {who} does not train {lacking[0]}. Is it the same model, and are "
+                "actor.lora.rank and actor.lora.targets as they were?"
+            )

@@ -44,10 +44,10 @@ class Adapter:
             weight: [O, I], all rows.
         """
         a, b = (full_tensor(place.tensor, weight.device) for place in (self.a, self.b))
-        if not b.any():
-            return weight  # not even the sign of a zero differs from what was loaded
         delta = self.scale * (b @ a)
-        return (weight.float() + (delta.T if self.transposed else delta)).to(weight.dtype)
+        delta = delta.T if self.transposed else delta
+        # Where nothing is added not even the sign of a zero differs from what was loaded.
+        return torch.where(delta == 0, weight, (weight.float() + delta).to(weight.dtype))
 
 
 def check_targets(hf: PreTrainedModel, lora: LoraConfig) -> None:
@@ -79,6 +79,10 @@ def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Pla
     adapters = {}
     for layer in [module for module in hf.modules() if isinstance(module, LoraLayer)]:
         base = layer.get_base_layer()
+        if id(base) not in names:
+            own = type(base).__name__
+            problem = f"a {own} of a {hf.config.model_type} model that they name shares its weight with another layer."
+            raise ConfigError("actor.lora.targets", lora.targets, problem, "leave it out.")
         a, b = (_float32_place(part[_ADAPTER]) for part in (layer.lora_A, layer.lora_B))
         adapters[names[id(base)]] = Adapter(a, b, layer.scaling[_ADAPTER], transposed=isinstance(base, Conv1D))
     return adapters

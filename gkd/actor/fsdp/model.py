@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, refuse_packing, register_packed_attention
 from gkd.actor.fsdp.head import RowsHead
-from gkd.errors import ConfigError, ModelError
+from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
 
@@ -100,7 +100,7 @@ def build_on_meta(
         packing: attention takes packed sequences; else it is the model's own.
 
     Raises:
-        ModelError: the folder is not that of a causal language model, or its LM head is not one linear layer.
+        ModelError: no causal language model can be made of the folder, or its LM head is not one linear layer.
         ConfigError: naming actor.packing: the model's attention cannot be replaced.
     """
     config = read_config(model_path, trust_remote_code=trust_remote_code)
@@ -114,10 +114,12 @@ def build_on_meta(
             hf: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
             )
-    except ValueError as error:
-        if packing and "attention" in str(error).lower():
+    except Exception as error:  # a model's own code may raise anything
+        # Some look their attention up in a table of their own: KeyError: 'gkd_packed'.
+        if packing and ("attention" in str(error).lower() or PACKED_ATTENTION in str(error)):
             raise refuse_packing(config.model_type, f"has no attention that can be replaced ({error})") from error
-        raise ModelError(f"{model_path}: no causal language model can be made of it: {error}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{model_path}: no causal language model can be made of it: {what}") from error
     if packing and not hf._supports_attention_backend:
         raise refuse_packing(config.model_type, "does not let its attention be replaced")
     head = hf.get_output_embeddings()
@@ -175,15 +177,9 @@ def shard(
         # A plain sum, divided once by the global number of tokens; gloo knows neither averages nor factors.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        # A parameter that one rank's tokens did not reach, such as an expert, is reduced all the same: as zeros.
+        module.set_reduce_scatter_unused_params(True, recurse=False)
     return root
-
-
-def check_recompute(hf: PreTrainedModel, recompute: str) -> None:
-    """Raises ConfigError for "selective" where attention keeps its scores; every other kind recomputes them anyway."""
-    attention = hf.config._attn_implementation
-    if recompute == "selective" and attention == "eager":
-        problem = f"the {attention} attention of a {hf.config.model_type} model cannot be recomputed by itself."
-        raise ConfigError("actor.recompute", recompute, problem, "use full, or none.")
 
 
 def fsdp_modules(root: nn.Module) -> list[FSDPModule]:
@@ -195,6 +191,12 @@ def reshard(root: nn.Module) -> None:
     """Makes every parameter a shard again; a forward pass without a backward pass leaves some of them gathered."""
     for module in fsdp_modules(root):
         module.reshard()
+
+
+def reset(root: nn.Module) -> None:
+    """Makes every parameter a shard again after an error within a forward or backward pass; its gradients are lost."""
+    assert isinstance(root, FSDPModule)
+    root.reset_iter_state()
 
 
 def layer_list(hf: PreTrainedModel) -> nn.ModuleList:

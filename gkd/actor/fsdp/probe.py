@@ -1,7 +1,8 @@
 """One forward pass of a few tokens, to see that the model computes what packing and the fused loss take for granted.
 
 Both look at parts of a model and fill in the rest themselves. What a model does there beyond the usual would be left
-out without a word, so it is looked for here, in the model as it runs.
+out without a word, so it is looked for here, in the model as it runs: on the ranks with its weights, and before that
+in the driver without, where much of it shows already.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gkd.actor.fsdp.attention import Pack, refuse_packing
 from gkd.actor.fsdp.model import LossModel, reshard
-from gkd.errors import ConfigError
+from gkd.errors import ConfigError, GkdError
+from gkd.log import get_logger
+
+log = get_logger("actor.fsdp")
 
 
 @torch.no_grad()
@@ -23,12 +28,37 @@ def probe(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device:
     Raises:
         ConfigError: naming actor.packing or actor.fused_lm_head, which the model does not bear.
     """
+    try:
+        _look(root, n_layers=n_layers, packing=packing, fused=fused, device=device)
+    finally:
+        reshard(root)
+
+
+@torch.no_grad()
+def probe_on_meta(hf: PreTrainedModel, *, n_layers: int, packing: bool, fused: bool) -> None:
+    """The same for a model without weights, as far as it goes: logits are not compared. Moves `hf` to the meta device.
+
+    Raises:
+        ConfigError: see `probe`.
+    """
+    root = LossModel(hf.to("meta"))
+    try:
+        hf.set_experts_implementation("batched_mm")  # its shapes do not depend on what the router chooses
+        _look(root, n_layers=n_layers, packing=packing, fused=fused, device=torch.device("meta"))
+    except GkdError:
+        raise
+    except Exception as error:  # of the model's own code, where it asks for numbers that are not there
+        log.info("a %s model shows only on the ranks what it bears (%s)", hf.config.model_type, type(error).__name__)
+
+
+def _look(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
     calls: list[str] = []
     tokens = torch.tensor([[0, 1, 0]], device=device)
     arguments: dict[str, Any] = {}
     if packing:
-        cu_seqlens = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
-        arguments = {"pack": Pack(cu_seqlens, 2, calls), "position_ids": torch.tensor([[0, 1, 0]], device=device)}
+        # Without weights nothing is computed, but the borders are read.
+        borders = torch.tensor([0, 2, 3], dtype=torch.int32, device="cpu" if device.type == "meta" else device)
+        arguments = {"pack": Pack(borders, 2, calls), "position_ids": torch.tensor([[0, 1, 0]], device=device)}
     seen: dict[str, Tensor] = {}
 
     def keep_hidden(_module: Any, _inputs: Any, output: Any) -> None:
@@ -43,12 +73,18 @@ def probe(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device:
     finally:
         for hook in hooks:
             hook.remove()
-        reshard(root)
     model_type = root.hf.config.model_type
     if packing and len(calls) < n_layers:
         why = f"has {n_layers} layers, and only {len(calls)} of them attend in a way that knows packed sequences"
         raise refuse_packing(model_type, why)
-    if fused:
+    if fused and len(seen) < 3:
+        raise ConfigError(
+            "actor.fused_lm_head",
+            True,
+            f"a {model_type} model does not go through its own backbone and LM head, as the fused loss would.",
+            "use actor.fused_lm_head=false.",
+        )
+    if fused and device.type != "meta":
         between = not _same(seen["hidden"], seen["head_input"])
         after = root.head.bias is not None or not _same(seen["head_output"], logits)
         if between or after:

@@ -19,24 +19,32 @@ from gkd.actor.agree import same_error
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.lora import add_adapters, init_adapters
-from gkd.actor.fsdp.model import build_on_meta, check_recompute, layer_list, reshard, shard
-from gkd.actor.fsdp.optim import build_adamw, clip_factor, global_grad_norm, scale_grads
+from gkd.actor.fsdp.model import build_on_meta, layer_list, reset, reshard, shard
+from gkd.actor.fsdp.optim import (
+    build_adamw,
+    clip_factor,
+    global_grad_norm,
+    host_threads,
+    scale_grads,
+    threads_per_rank,
+)
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.actor.hf_files import open_tensors
+from gkd.actor.hf_files import open_tensors, weights_digest
 from gkd.actor.hf_folder import TensorPlan, exhaust, write_folder
 from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.step import (
     BatchSums,
+    check_before,
     check_evaluation,
-    check_micro_batch,
     diagnostics,
     empty_micro_batch,
     not_finite,
     teacher_head_rows,
     token_counts,
 )
+from gkd.collate import bare
 from gkd.config import LoraConfig
 from gkd.errors import DataError, ModelError
 from gkd.log import get_logger
@@ -82,15 +90,14 @@ class FsdpStudent:
             signals: what the teacher gives; `hidden` needs `set_teacher_head` before the first batch.
             fused_lm_head: LM head and loss together, `logits_chunk_mib` of logits at a time; else all of a micro-batch.
             loss_kernel: see `gkd.loss.row_kernels.row_kernels`.
-            recompute: none | selective | full: a second forward pass of each layer for the memory of its activations.
-                The attention kernels recompute in any case what "selective" is about.
+            recompute: none | full: a second forward pass of each layer for the memory of its activations.
             packing: take packed micro-batches; padded ones are taken either way.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
             lora: train adapters of this rank instead of all weights; None or rank 0: all weights.
 
         Raises:
             ModelError: the folder is broken or not a causal language model.
-            ConfigError: the model does not bear packing, the fused LM head, selective recomputation or these adapters.
+            ConfigError: the model does not bear packing, the fused LM head or these adapters.
         """
         self.optim, self.device = optim, device
         self.step = 0  # optimizer steps made so far
@@ -104,10 +111,10 @@ class FsdpStudent:
                 packing=packing,
                 trust_remote_code=trust_remote_code,
             )
-            check_recompute(hf, recompute)
             with open_tensors(folder) as tensors:
                 self._places = match_files(hf, folder, tensors)
             self._adapters = add_adapters(hf, lora, self._places) if adapted and lora is not None else {}
+            self._base_digest = weights_digest(folder) if adapted else ""
             n_layers = len(layer_list(hf))
         self._n_vocab: int = hf.config.get_text_config().vocab_size
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
@@ -116,7 +123,8 @@ class FsdpStudent:
         init_adapters(self._adapters, seed)
         probe(self.model, n_layers=n_layers, packing=packing, fused=fused_lm_head, device=device)
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
-        self._optimizer = build_adamw(self._trained, optim, torch.device("cpu") if cpu_offload else device)
+        self._optimizer = build_adamw(self._trained, optim)
+        self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
         self.loss = DistillLoss(
             loss,
             tuple(signals),
@@ -143,11 +151,12 @@ class FsdpStudent:
         """One optimizer step on one global batch; `self.step` grows by one.
 
         Args:
-            micro_batches: of this rank, on any device; may be empty, and differ in number and size between ranks.
+            micro_batches: of this rank, in host memory; may be empty, and differ in number and size between ranks.
 
         Raises:
             NumericsError: loss or gradient is not finite. Nothing has moved: neither weights, nor
                 optimizer state, nor `self.step`.
+                Or a token id is not in the vocabulary; then, too, before anything moved.
             DataError: no loss token in the global batch, or a malformed micro-batch.
         """
         self._optimizer.zero_grad()
@@ -160,9 +169,10 @@ class FsdpStudent:
         lr = self.optim.lr_at(self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        scale_grads(self._trained, clip_factor(grad_norm, self.optim.clip_grad) / sums.n_loss_tokens)
-        self._host_copies.settle()
-        self._optimizer.step()
+        with host_threads(self._n_threads):
+            scale_grads(self._trained, clip_factor(grad_norm, self.optim.clip_grad) / sums.n_loss_tokens)
+            self._host_copies.settle()
+            self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1
         return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, diagnostics(self.loss, sums))
@@ -181,7 +191,6 @@ class FsdpStudent:
             sums = self._run(micro_batches, backward=False)
         finally:
             self.loss.on_rows = None
-            reshard(self.model)
         loss = token_mean(sums.values["total"], sums.n_loss_tokens)
         check_evaluation(self.step, loss)
         return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=diagnostics(self.loss, sums))
@@ -205,17 +214,24 @@ class FsdpStudent:
 
     def export_plan(self) -> list[TensorPlan]:
         """(HF name, shape, dtype) of what `export` yields, in its order; moves no data."""
-        return [(name, place.shape, self._export_dtype(place.tensor)) for name, place in self._places.items()]
+        return [
+            (part.name, part.shape, self._export_dtype(place.tensor))
+            for place in self._places.values()
+            for part in place.parts
+        ]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole student as full HF tensors, adapters added to the weights they belong to.
+        """The whole student as full tensors, adapters added to the weights they belong to, named as in its files.
 
-        Collective over the world: every rank must run the iterator to its end. One weight is gathered at a time.
+        Collective over the world: every rank must run the iterator to its end. One weight is gathered at a time; all
+        experts of a layer may be one.
         """
         for name, place in self._places.items():
             tensor = full_tensor(place.tensor, self.device, self._export_dtype(place.tensor))
             adapter = self._adapters.get(name)
-            yield name, tensor if adapter is None else adapter.merged(tensor)
+            whole = tensor if adapter is None else adapter.merged(tensor)
+            for part in place.parts:
+                yield part.name, part.cut_from(whole)
 
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
         """Writes weights, and config, generation config and tokenizer as in `source_dir`. Collective, blocks.
@@ -237,6 +253,7 @@ class FsdpStudent:
 
     def snapshot(self) -> Snapshot:
         """This rank's share of what an exact resume needs. No collective; the next step waits for the copy."""
+        reshard(self.model)  # gathered parameters are copies, and no pieces
         meta = self._meta() | {"step": self.step}
         return checkpoint.snapshot(self._host_copies, self._trained_places(), self._optimizer, meta)
 
@@ -251,31 +268,39 @@ class FsdpStudent:
         self.step = checkpoint.load(folder, places, self._optimizer, meta, rank=dist.get_rank(), device=self.device)
 
     def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Gradients of one global batch, full float32 tensors by HF name; makes no step. For diagnosis."""
+        """Gradients of one global batch, full float32 tensors named as in the files; makes no step. For diagnosis."""
         self._optimizer.zero_grad()
         sums = self._run(micro_batches, backward=True)
         scale_grads(self._trained, 1.0 / sums.n_loss_tokens)
-        grads = {}
-        for name, place in self._places.items():
+        grads: dict[str, Tensor] = {}
+        for place in self._places.values():
             if (grad := place.tensor.grad) is not None:
-                grads[name] = full_tensor(grad, self.device)
+                whole = full_tensor(grad, self.device)
+                grads |= {part.name: part.cut_from(whole) for part in place.parts}
         self._optimizer.zero_grad()
         return grads
 
     def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> BatchSums:
         """Forward, with `backward` also backward, over the global batch; gradients are sums over its loss tokens."""
-        n_batches = torch.tensor(len(micro_batches), device=self.device)
-        # Every rank joins every gather and reduction, so one with fewer micro-batches runs some without loss.
-        dist.all_reduce(n_batches, op=dist.ReduceOp.MAX)
+        with same_error(self.device, count=len(micro_batches)) as agreement:
+            for batch in bare(micro_batches):
+                check_before(self.loss, batch, micro_batches)
+                if batch.cu_seqlens is not None and not self._packing:
+                    raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
         totals = torch.zeros(2 + len(self.loss.report_names), dtype=torch.float64, device=self.device)
-        for i in range(max(1, int(n_batches))):
-            batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
-            with same_error(self.device):
-                self._check(batch)
-            loss_sum, values = self._forward(batch)
-            totals += values
-            if backward:
-                loss_sum.backward()
+        try:
+            # Every rank joins every gather and reduction, so one with fewer micro-batches runs some without loss.
+            for i in range(max(1, agreement.largest)):
+                batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
+                loss_sum, values = self._forward(batch)
+                totals += values
+                if backward:
+                    loss_sum.backward()
+        except BaseException:
+            reset(self.model)
+            self._optimizer.zero_grad()
+            raise
+        reshard(self.model)  # a forward pass without a backward leaves parameters gathered
         n_tokens, n_on_policy, *sums = sum_over_group(totals, dist.group.WORLD).tolist()
         return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(self.loss.report_names, sums, strict=True)))
 
@@ -294,13 +319,6 @@ class FsdpStudent:
         )
         return loss_sum, torch.cat([token_counts(batch, targets, self.device), values])
 
-    def _check(self, batch: MicroBatch) -> None:
-        """Raises DataError or NumericsError where training on `batch` would train on something else, or stop midway."""
-        check_micro_batch(batch)
-        if batch.cu_seqlens is not None and not self._packing:
-            raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
-        self.loss.shard.check(batch.tokens)
-
     def _trained_places(self) -> dict[str, Place]:
         """What the optimizer updates, by the name it has in a checkpoint."""
         if not self._adapters:
@@ -314,7 +332,12 @@ class FsdpStudent:
     def _meta(self) -> dict[str, Any]:
         scale = next((adapter.scale for adapter in self._adapters.values()), 0.0)
         return checkpoint.student_meta(
-            self._trained_places(), dtype=self._dtype, scale=scale, world_size=dist.get_world_size(), device=self.device
+            self._trained_places(),
+            dtype=self._dtype,
+            scale=scale,
+            base=self._base_digest,
+            world_size=dist.get_world_size(),
+            device=self.device,
         )
 
     def _export_dtype(self, tensor: Tensor) -> torch.dtype:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from gkd.actor.fsdp.conversion import FilePart, file_parts
 from gkd.actor.hf_files import check_headers, open_tensors
 from gkd.errors import ModelError
-
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,7 @@ class Place:
     module: nn.Module
     attribute: str
     shape: tuple[int, ...]  # of the whole tensor
+    parts: tuple[FilePart, ...] = ()  # the files' tensors in it; of an adapter none
 
     @property
     def tensor(self) -> Tensor:
@@ -36,10 +36,10 @@ class Place:
         return tensor
 
 
-def named_places(hf: PreTrainedModel) -> tuple[dict[str, Place], frozenset[str]]:
-    """The model's parameters and persistent buffers by name, and the second names of those that are shared."""
+def named_places(hf: PreTrainedModel) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
+    """The model's parameters and persistent buffers by name; further names of the shared ones, with their shapes."""
     places: dict[str, Place] = {}
-    aliases: set[str] = set()
+    aliases: dict[str, tuple[int, ...]] = {}
     seen: set[int] = set()
     for path, module in hf.named_modules():
         kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
@@ -48,41 +48,52 @@ def named_places(hf: PreTrainedModel) -> tuple[dict[str, Place], frozenset[str]]
                 continue
             name = f"{path}.{attribute}"
             if id(tensor) in seen:
-                aliases.add(name)
+                aliases[name] = tuple(tensor.shape)
             else:
                 seen.add(id(tensor))
                 places[name] = Place(module, attribute, tuple(tensor.shape))
-    return places, frozenset(aliases)
+    return places, aliases
 
 
 def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -> dict[str, Place]:
-    """Place of each tensor of the folder, by its name there; reads headers only.
+    """Place of each tensor of the model, by its name there, with the folder's tensors in it; reads headers only.
 
     Args:
         hf: as `build_on_meta` made it, not yet sharded.
         tensors: as `open_tensors` gives them.
 
     Raises:
-        ModelError: tensors are missing, unexpected, of the wrong shape or not of a float type; names them.
+        ModelError: tensors are missing, unexpected, of the wrong shape or quantised; names them. Or they are converted
+            on load in a way that is not done here.
     """
     places, aliases = named_places(hf)
-    prefix = f"{hf.base_model_prefix}."
-    if not any(name.startswith(prefix) for name in tensors):  # saved from the backbone alone, as the first gpt2 was
-        places = {name.removeprefix(prefix): place for name, place in places.items()}
-        aliases = frozenset(name.removeprefix(prefix) for name in aliases)
+    try:
+        parts = file_parts(hf, tensors, {name: place.shape for name, place in places.items()} | aliases)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
+    repeated = {part.name for name in aliases for part in parts.get(name, [])}
     ignored = tuple(hf._keys_to_ignore_on_load_unexpected or ())
 
     def is_ignorable(name: str) -> bool:
         by_model = any(re.search(pattern, name) for pattern in ignored)
-        return name in aliases or name.endswith("rotary_emb.inv_freq") or by_model
+        return name in repeated or name.endswith("rotary_emb.inv_freq") or by_model
 
-    shapes = {name: place.shape for name, place in places.items()}
-    check_headers(folder, tensors, shapes, model_type=hf.config.model_type, is_ignorable=is_ignorable)
-    floats = [name for name, place in places.items() if place.tensor.is_floating_point()]
-    for name in floats:
-        if (dtype := tensors[name].get_slice(name).get_dtype()) not in _FLOAT_DTYPES:
-            raise ModelError(f"{folder}: {name} is stored as {dtype}; wanted is one of {', '.join(_FLOAT_DTYPES)}.")
-    return places
+    shapes: dict[str, tuple[int, ...]] = {}
+    floats: set[str] = set()
+    for name, place in places.items():
+        wanted = {part.name: part.shape for part in parts.get(name, [])} or {name: place.shape}
+        shapes |= wanted
+        if place.tensor.is_floating_point():
+            floats |= wanted.keys()
+    check_headers(
+        folder,
+        tensors,
+        shapes,
+        model_type=hf.config.model_type,
+        is_ignorable=is_ignorable,
+        is_float=floats.__contains__,
+    )
+    return {name: replace(place, parts=tuple(parts[name])) for name, place in places.items()}
 
 
 def check_weight_files(hf: PreTrainedModel, folder: Path) -> None:
@@ -95,14 +106,26 @@ def check_weight_files(hf: PreTrainedModel, folder: Path) -> None:
 def load_weights(folder: Path, places: Mapping[str, Place]) -> None:
     """Fills every place from the folder, cast to its dtype; of a sharded parameter, this rank's rows."""
     with open_tensors(folder) as tensors:
-        for name, place in places.items():
+        for place in places.values():
             tensor = place.tensor
-            if isinstance(tensor, DTensor):
-                local, start = tensor.to_local(), first_row(tensor)
-                if len(local):
-                    local.copy_(tensors[name].get_slice(name)[start : start + len(local)])
-            else:
-                tensor.copy_(tensors[name].get_tensor(name))
+            local, start = (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
+            for part in place.parts:
+                _copy_rows(part, tensors[part.name], local, start)
+
+
+def _copy_rows(part: FilePart, file: Any, local: Tensor, start: int) -> None:
+    """Fills the rows of `local`, which begins at row `start` of its parameter, that `part` has a share in."""
+    if not local.ndim:
+        local.copy_(file.get_tensor(part.name))
+        return
+    first = max(start, part.start[0])
+    last = min(start + len(local), part.start[0] + part.sizes[0])
+    if first >= last:
+        return
+    rows = file.get_slice(part.name)
+    rows = rows[:][None] if part.stacked else rows[first - part.start[0] : last - part.start[0]]
+    rest = (slice(a, a + n) for a, n in zip(part.start[1:], part.sizes[1:], strict=True))
+    local[(slice(first - start, last - start), *rest)] = rows.to(local.device, local.dtype)
 
 
 def first_row(tensor: DTensor) -> int:

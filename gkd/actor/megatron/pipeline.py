@@ -22,8 +22,8 @@ from torch import Tensor
 
 from gkd.actor.agree import same_error
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.step import BatchSums, check_micro_batch, empty_micro_batch, token_counts
-from gkd.collate import MicroBatches
+from gkd.actor.step import BatchSums, check_before, empty_micro_batch, token_counts
+from gkd.collate import bare
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
@@ -58,12 +58,10 @@ def run_batch(
     device = model.device
     shapes = []
     # Not made into a list: `MicroBatches` makes each again when its turn comes, so that not all of the teacher's tables
-    # exist at once. It has compared its tables with their rows itself.
-    checked = isinstance(micro_batches, MicroBatches)
+    # exist at once.
     with same_error(device):
-        for batch in _bare(micro_batches):
-            check_micro_batch(batch, needs_scores=model.layout.is_last_stage and not checked)
-            loss.shard.check(batch.tokens)
+        for batch in bare(micro_batches):
+            check_before(loss, batch, micro_batches, needs_scores=model.layout.is_last_stage)
             shapes.append(batch.tokens.shape)
     outputs = _schedule(
         ddps,
@@ -124,7 +122,7 @@ def _schedule(
     fillers = [empty_micro_batch()] * (n_batches - len(batches))
     # Only the chunk with the LM head reads the teacher's tables.
     holds_head = [model.layout.holds_head(chunk) for chunk in range(len(ddps))]
-    roads = [chain(batches if holds else _bare(batches), fillers) for holds in holds_head]
+    roads = [chain(batches if holds else bare(batches), fillers) for holds in holds_head]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -180,11 +178,6 @@ def _loss_sums(
         loss_sum, values = loss.from_logits(output, targets)
     n_tokens = torch.tensor(batch.n_loss_tokens, dtype=torch.int, device=output.device)
     return loss_sum, n_tokens, torch.cat([token_counts(batch, targets, output.device), values])
-
-
-def _bare(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """The same micro-batches, without the teacher's tables if they would have to be made."""
-    return batches.bare() if isinstance(batches, MicroBatches) else batches
 
 
 def _n_common(n_batches: int, model: StudentModel) -> int:

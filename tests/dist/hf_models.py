@@ -1,0 +1,53 @@
+"""Tiny models of architectures that the Megatron backend does not take, each for something that others lack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.dist.megatron_reference import VOCAB
+
+
+def make_model_folder(folder: Path, kind: str) -> Path:
+    """Models that the Megatron backend does not take; 2 layers, random weights that are nowhere inert."""
+    import transformers as tf
+
+    torch.manual_seed(len(kind))
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model: Any
+    if kind == "gpt2":  # tied, biases, learned positions, [in, out] weights, dropout in its config
+        model = tf.GPT2LMHeadModel(
+            tf.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, **ids)
+        )
+    elif kind == "olmo2":
+        model = tf.Olmo2ForCausalLM(tf.Olmo2Config(**sizes, **ids, tie_word_embeddings=False))
+    elif kind == "gpt_neox":  # embed_out in the files
+        del sizes["num_key_value_heads"]
+        model = tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**sizes, **ids))
+    elif kind == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**sizes, **ids, **experts, head_dim=8))
+    elif kind == "mixtral":  # other names on top; more experts than two ranks can share evenly
+        model = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, **ids, num_local_experts=3, num_experts_per_tok=2))
+    elif kind == "opt":  # layers in a decoder within the backbone
+        settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+        model = tf.OPTForCausalLM(
+            tf.OPTConfig(vocab_size=VOCAB, ffn_dim=48, max_position_embeddings=64, **settings, **ids)
+        )
+    elif kind == "falcon":  # its attention is of its own making
+        settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = tf.FalconForCausalLM(tf.FalconConfig(vocab_size=VOCAB, **settings, **ids))
+    elif kind == "mamba":  # no attention at all
+        model = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, **ids))
+    else:  # gemma2: sliding windows, soft caps on scores and logits, scaled embeddings
+        config = tf.Gemma2Config(**sizes, **ids, head_dim=8, query_pre_attn_scalar=8, sliding_window=4)
+        model = tf.Gemma2ForCausalLM(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(1.0 if param.ndim == 1 else 0.0, 0.15)
+    model.save_pretrained(folder)
+    return folder
