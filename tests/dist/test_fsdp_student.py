@@ -306,14 +306,19 @@ def _measure_breaking_off(student: Any) -> list[bool]:
 
     batches = [packed(batch) for batch in make_micro_batches(0)]
     usual = student.evaluate(batches).loss
-    before = [piece.data.clone() for piece in student.snapshot().pieces]
+    before = _state(student)
     student.loss.on_rows = give_up
     with pytest.raises(RuntimeError, match="enough"):
         student.train_step(batches)
     student.loss.on_rows = None
-    after = [piece.data for piece in student.snapshot().pieces]
-    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, _state(student), strict=True))
     return [same, student.evaluate(batches).loss == usual, student.train_step(batches).loss == usual]
+
+
+def _state(student: Any) -> list[torch.Tensor]:
+    snapshot = student.snapshot()
+    snapshot.wait()
+    return [piece.data.clone() for piece in snapshot.pieces]
 
 
 def _damage(root: Path) -> None:
