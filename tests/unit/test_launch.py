@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,12 @@ def test_the_device_is_resolved_or_refused(
         assert caught.value.key == result
     else:
         assert resolve_device(config) == result
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """Fails if pytest passes over a folder in silence, as it does by default over one that is called dist."""
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {file.parent for file in (ROOT / "tests").rglob("test_*.py")}
+    assert len(folders) > 4
+    skipped = [folder.name for folder in folders if any(fnmatch(folder.name, pattern) for pattern in patterns)]
+    assert not skipped, skipped
