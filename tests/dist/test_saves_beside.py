@@ -12,7 +12,8 @@ import ray
 import torch
 
 from gkd.actor.pool import ActorPool
-from gkd.actor.shards import HostCopies, Piece
+from gkd.actor.host_copies import HostCopies
+from gkd.actor.shards import Piece
 from gkd.actor.worker import SAVES, ActorWorker
 from gkd.cluster.pools import Cluster, PoolSpec
 from gkd.config_load import load_config

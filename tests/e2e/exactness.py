@@ -13,9 +13,16 @@ from gkd.metrics import read_metrics
 _OTHERWISE = ("time/", "perf/", "weight_sync/verified_tensors", "teacher/topk_mass")
 
 
-def differences(one: Path, other: Path, *, export: bool = True) -> list[str]:
-    """What differs between two run folders: steps, numbers of a step, or weights of the export."""
-    lines = [read_metrics(run / "metrics.jsonl") for run in (one, other)]
+def differences(one: Path, other: Path, *, export: bool = True, through: int | None = None) -> list[str]:
+    """What differs between two run folders: steps, numbers of a step, or weights of the export.
+
+    Args:
+        through: the last step that is compared; None: all. What comes after the newest checkpoint is made again.
+    """
+    lines = [
+        [line for line in read_metrics(run / "metrics.jsonl") if through is None or line["step"] <= through]
+        for run in (one, other)
+    ]
     steps = [[int(line["step"]) for line in run] for run in lines]
     found = [f"steps {steps[1]}, expected {steps[0]}"] if steps[0] != steps[1] else []
     wanted_lines, got_lines = ({int(line["step"]): line for line in run} for run in lines)

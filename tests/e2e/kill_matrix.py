@@ -164,7 +164,7 @@ def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill]) -> lis
         assert code in (0, kill.exit_code), f"{kill}: exit code {code}\n{log[-3000:]}"
         reached = -1
         if (run_dir / "metrics.jsonl").exists():
-            found = [text for text in differences(base, run_dir, export=False) if not text.startswith("steps")]
+            found = differences(base, run_dir, export=False, through=_committed(run_dir) or -1)
             assert not found, f"after {kill}: {found}"
             reached = max((int(line["step"]) for line in read_metrics(run_dir / "metrics.jsonl")), default=-1)
         outcomes.append(Outcome(kill, code, resumed, reached))
@@ -195,8 +195,10 @@ def _tail(log: Path) -> str:
     return log.read_text()[-4000:]
 
 
-def in_layout(layout: str, lab: Lab, port: int, root: Path, kills: Sequence[Kill], n_random: int) -> list[Outcome]:
-    """All kills of a layout, in as many runs as it takes."""
+def in_layout(
+    layout: str, lab: Lab, port: int, root: Path, kills: Sequence[Kill], n_random: int, file: Path | None
+) -> None:
+    """All kills of a layout, in as many runs as it takes; `file` gets what is shown so far after each."""
     runs = Runs(lab, port, root, (*SETTINGS, *LAYOUTS[layout]))
     base = root / "base"
     code, log = runs.launch(base, None)
@@ -216,9 +218,10 @@ def in_layout(layout: str, lab: Lab, port: int, root: Path, kills: Sequence[Kill
         pending = [*chain[max(n_killed, len(first[:1])) :], *pending[KILLS_OF_A_RUN:]]
         first = first[1:]
         outcomes += [o for o in done if o.killed]
+        if file is not None:
+            _write(file, layout, outcomes)
         n_runs += 1
         print(f"{layout}: run {n_runs} equal to the bit after {n_killed} kills; {len(pending)} to go", flush=True)
-    return outcomes
 
 
 def main() -> int:
@@ -238,9 +241,7 @@ def main() -> int:
                 # One layout is killed at every point; all of them at random times, and where ranks save together.
                 everywhere = name == "one_rank"
                 kills = [*FIRST_KILLS, *kills_at_points()] if everywhere else [Kill("checkpoint", 3, 0.03, "actor")]
-                outcomes = in_layout(name, lab, server.port, root / name, kills, args.random)
-                if args.json:
-                    _write(args.json, name, outcomes)
+                in_layout(name, lab, server.port, root / name, kills, args.random, args.json)
     return 0
 
 
