@@ -11,8 +11,8 @@ import pytest
 import ray
 import torch
 
-from gkd.actor.pool import ActorPool
 from gkd.actor.host_copies import HostCopies
+from gkd.actor.pool import ActorPool
 from gkd.actor.shards import Piece
 from gkd.actor.worker import SAVES, ActorWorker
 from gkd.cluster.pools import Cluster, PoolSpec
