@@ -228,6 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="default: %(default)s")
     parser.add_argument("--random", type=int, default=17, help="kills at random times, in each layout")
+    parser.add_argument("--no-points", action="store_true", help="leave out the kills at every point of a step")
     parser.add_argument("--json", type=Path, help="put the layouts that ran into this file")
     args = parser.parse_args()
     names = args.layouts.split(",")
@@ -239,7 +240,7 @@ def main() -> int:
         with ServerProcess(lab.teacher, root, options=("--max-batch-tokens", "2")) as server:
             for name in names:
                 # One layout is killed at every point; all of them at random times, and where ranks save together.
-                everywhere = name == "one_rank"
+                everywhere = name == "one_rank" and not args.no_points
                 kills = [*FIRST_KILLS, *kills_at_points()] if everywhere else [Kill("checkpoint", 3, 0.03, "actor")]
                 in_layout(name, lab, server.port, root / name, kills, args.random, args.json)
     return 0
