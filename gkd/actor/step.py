@@ -16,8 +16,10 @@ from torch import Tensor
 from gkd.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.reduce import token_mean
 from gkd.loss.spec import SFT
 from gkd.loss.token_loss import ON_POLICY_VALUES
+from gkd.roles import TrainStats
 from gkd.types import MicroBatch, TokenTargets
 
 
@@ -40,10 +42,12 @@ def not_finite(step: int, loss: float, grad_norm: float) -> NumericsError | None
     )
 
 
-def check_evaluation(step: int, loss: float) -> None:
-    """Raises NumericsError for a loss that is not finite."""
-    if not math.isfinite(loss):
-        raise NumericsError(f"evaluation at step {step}: loss = {loss}")
+def evaluation(step: int, loss: DistillLoss, sums: BatchSums) -> TrainStats:
+    """What a forward pass over a global batch found. NumericsError: its loss is not finite; DataError: no loss token."""
+    mean = token_mean(sums.values["total"], sums.n_loss_tokens)
+    if not math.isfinite(mean):
+        raise NumericsError(f"evaluation at step {step}: loss = {mean}")
+    return TrainStats(mean, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=diagnostics(loss, sums))
 
 
 def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:

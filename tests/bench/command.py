@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.bench.teacher_report import Observer, Part, as_json, as_text, machine, merge_json
 
@@ -28,6 +32,26 @@ def parsed(made: argparse.ArgumentParser, parts: Collection[str], argv: Sequence
     if args.rounds < 1:
         made.error(f"--rounds {args.rounds}: at least one round")
     return args
+
+
+def in_fresh_process(module: str, case: Mapping[str, Any], *, threads: int, timeout_s: float) -> dict[str, Any]:
+    """`python -m MODULE CASE`, and the JSON object of its last line.
+
+    Raises:
+        subprocess.CalledProcessError, subprocess.TimeoutExpired: it failed, or took longer.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [sys.executable, "-m", module, json.dumps(case)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def run_parts(args: argparse.Namespace, measure: Callable[[str], Part]) -> int:

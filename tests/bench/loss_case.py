@@ -8,18 +8,16 @@ prints a JSON line. It stands alone, so that one case can be looked at with a pr
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gkd.types import TokenTargets
+from tests.bench.command import in_fresh_process
 from tests.bench.loss_memory import PeakMeter
 from tests.bench.loss_variants import head_kl, jsd, topk_kl
 
@@ -48,15 +46,10 @@ class Measured:
 
 
 def measure(case: Case, timeout_s: float = 600.0) -> Measured:
-    """Run the case in a fresh process. Raises subprocess.CalledProcessError, subprocess.TimeoutExpired."""
-    threads = str(case.threads)
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    command = [sys.executable, "-m", "tests.bench.loss_case", json.dumps(asdict(case))]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+    """Runs the case in a fresh process; raises as `in_fresh_process`."""
+    return Measured(
+        **in_fresh_process("tests.bench.loss_case", asdict(case), threads=case.threads, timeout_s=timeout_s)
     )
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def run(case: Case) -> Measured:

@@ -9,8 +9,6 @@ their losses must agree.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from torch import Tensor
 from gkd.batching import make_micro_batches
 from gkd.loss.spec import LossSpec
 from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, VersionSpan
+from tests.bench.command import in_fresh_process
 
 VOCAB, TOPK, LR = 4096, 64, 1e-4
 # 5.8 million parameters: small enough that a step takes seconds on a core, large enough that matrices dominate it.
@@ -71,14 +70,10 @@ class Measured:
 
 
 def measure(case: Case, timeout_s: float = 900.0) -> Measured:
-    """Runs the case in a fresh process. Raises subprocess.CalledProcessError, subprocess.TimeoutExpired."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(case.threads), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.bench.student_case", json.dumps(asdict(case))]
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True, timeout=timeout_s, check=True
+    """Runs the case in a fresh process; raises as `in_fresh_process`."""
+    return Measured(
+        **in_fresh_process("tests.bench.student_case", asdict(case), threads=case.threads, timeout_s=timeout_s)
     )
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def run(case: Case) -> Measured:

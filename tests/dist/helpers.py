@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
 from typing import Any
 
+from gkd.errors import GkdError
+
 
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
@@ -106,3 +108,12 @@ def _child(
         sender.send((False, traceback.format_exc()))
     finally:
         sender.close()
+
+
+def caught(action: Callable[[], Any]) -> tuple[str, str]:
+    """(type, text) of the GkdError that `action` ends with; ("no error", "") if with none."""
+    try:
+        action()
+    except GkdError as error:
+        return type(error).__name__, str(error)
+    return "no error", ""

@@ -15,7 +15,7 @@ from gkd.batching import check_batch, make_micro_batches
 from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError
 from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import caught, run_gloo
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
 
 SPEC = LossSpec((LossTerm("forward_kl"), LossTerm("k2", 0.5)))
@@ -67,15 +67,6 @@ def _with_nan(share: Share, table: str) -> Share:
     return rollouts, [scores[0], bad, *scores[2:]]
 
 
-def _caught(action: Any) -> tuple[str, str]:
-    """(type, text) of the GkdError that `action` ends with."""
-    try:
-        action()
-    except GkdError as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
-
-
 def _layout(rank: int, root: Path, name: str) -> dict[str, Any]:
     """Runs in a rank: good step, bad ones, good step; and a student that saw the good ones only."""
     from gkd.actor.megatron.layout import ParallelLayout
@@ -100,14 +91,14 @@ def _layout(rank: int, root: Path, name: str) -> dict[str, Any]:
     stats = [_step(student, share(0), rank)]
     errors = {}
     token = _with_bad_token(share(1))
-    errors["token on rank 1"] = _caught(lambda: _step(student, token if rank == 1 else share(1), rank))
-    errors["token on both"] = _caught(lambda: _step(student, token, rank))
+    errors["token on rank 1"] = caught(lambda: _step(student, token if rank == 1 else share(1), rank))
+    errors["token on both"] = caught(lambda: _step(student, token, rank))
     scores = _with_nan(share(1), "topk")
-    errors["scores on rank 1"] = _caught(lambda: _step(student, scores if rank == 1 else share(1), rank))
+    errors["scores on rank 1"] = caught(lambda: _step(student, scores if rank == 1 else share(1), rank))
     for table in ("topk", "sampled"):
         # One data-parallel rank's; ranks that split one model have the same batch.
         bad = _with_nan(share(1), table) if layout.dp_rank == layout.dp - 1 else share(1)
-        errors[f"unseen {table}"] = _caught(lambda bad=bad: _step(student, bad, rank, checked=False))
+        errors[f"unseen {table}"] = caught(lambda bad=bad: _step(student, bad, rank, checked=False))
     step_after_errors = student.step
     stats.append(_step(student, share(1), rank))
     pairs = zip(undisturbed.export(), student.export(), strict=True)
@@ -129,7 +120,7 @@ def _every_type(rank: int) -> dict[str, tuple[str, str]]:
 
     config = ConfigError("a.b", 3, "it is odd.", "use 2.")
     others = [kind(f"{kind.__name__} of rank 1") for kind in _subclasses(GkdError) if kind is not ConfigError]
-    return {type(error).__name__: _caught(lambda error=error: fail(error)) for error in [config, *others]}
+    return {type(error).__name__: caught(lambda error=error: fail(error)) for error in [config, *others]}
 
 
 def _subclasses(kind: type[GkdError]) -> list[type[GkdError]]:

@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gkd.config import LoraConfig
-from gkd.errors import GkdError
 from tests.dist.fsdp_resume_cases import LORA, OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import caught, run_gloo
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import (
     BETAS,
@@ -213,9 +212,9 @@ def _measure_lora(build: Any, losses: Any, root: Path) -> dict[str, Any]:
     return {
         "adapters": as_numpy(first),
         "conv1d": conv1d | {"merged": as_numpy(weights(transposed))},
-        "elsewhere": _caught(lambda: _resumed_on_another_base(build, root)),
-        "fewer": _caught(lambda: _resumed_with(build, root, fewer=True)),
-        "more": _caught(lambda: _resumed_with(build, root, fewer=False)),
+        "elsewhere": caught(lambda: _resumed_on_another_base(build, root)),
+        "fewer": caught(lambda: _resumed_with(build, root, fewer=True)),
+        "more": caught(lambda: _resumed_with(build, root, fewer=False)),
         "first_is_base": same_weights(before, load_file(root / "qwen3" / "model.safetensors")),
         "first_bf16_is_base": unmoved,
         "bf16_dtypes": {str(place.tensor.dtype) for place in half._trained_places().values()},
@@ -246,15 +245,6 @@ def _write(student: Any, folder: Path) -> None:
     dist.barrier()
 
 
-def _caught(action: Any) -> tuple[str, str]:
-    """(type, text) of the GkdError that `action` ends with."""
-    try:
-        action()
-    except GkdError as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
-
-
 def _measure_refusals(build: Any, root: Path) -> dict[str, tuple[str, str]]:
     """What is wrong with a model or a setting, by case: (type, text) of the error."""
     cases: dict[str, dict[str, Any]] = {
@@ -266,7 +256,7 @@ def _measure_refusals(build: Any, root: Path) -> dict[str, tuple[str, str]]:
         "head as target": {"kind": "qwen3", "lora": replace(LORA, targets=["lm_head"])},
         **{kind: {"kind": kind} for kind in ("missing", "unexpected", "shape", "dtype", "cut", "no_config")},
     }
-    return {case: _caught(lambda changes=changes: build(**changes)) for case, changes in cases.items()}
+    return {case: caught(lambda changes=changes: build(**changes)) for case, changes in cases.items()}
 
 
 def _measure_bad_batches(student: Any, rank: int) -> dict[str, tuple[str, str]]:
@@ -289,7 +279,7 @@ def _measure_bad_batches(student: Any, rank: int) -> dict[str, tuple[str, str]]:
         "left padded": replace(make_micro_batches(0)[1], position_ids=make_micro_batches(0)[1].position_ids + 1),
     }
     caught = {
-        case: _caught(lambda bad=bad: student.train_step([good, bad if rank == 1 else good]))
+        case: caught(lambda bad=bad: student.train_step([good, bad if rank == 1 else good]))
         for case, bad in cases.items()
     }
     step = student.step

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.errors import GkdError
 from gkd.types import MicroBatch
-from tests.dist.helpers import run_gloo
+from tests.dist.helpers import caught, run_gloo
 from tests.dist.megatron_reference import VOCAB, Reference, make_hf_folder, make_micro_batches, train_reference
 from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights, with_nan
 
@@ -83,9 +82,9 @@ def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, 
     stats = [student.train_step(mine(0))]
     halfway = weights(student)
     bad = [with_nan(batch) for batch in mine(1)] if rank == world_size - 1 else mine(1)
-    result["nan"] = _caught(lambda: student.train_step(bad))
-    result["nan_evaluated"] = _caught(lambda: student.evaluate(bad))
-    result["no_tokens"] = _caught(lambda: student.train_step([]))
+    result["nan"] = caught(lambda: student.train_step(bad))
+    result["nan_evaluated"] = caught(lambda: student.evaluate(bad))
+    result["no_tokens"] = caught(lambda: student.train_step([]))
     result["untouched"] = [student.step, same_weights(halfway, weights(student))]
     stats += [student.train_step(mine(step)) for step in range(1, N_STEPS)]
     result["stats"] = [(s.loss, s.grad_norm, s.n_loss_tokens, s.lr) for s in stats]
@@ -93,7 +92,7 @@ def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, 
     after = weights(student)
     out = root / f"saved_{backend}_{world_size}"
     student.save_hf(out, folder)
-    result["save_again"] = _caught(lambda: student.save_hf(out, folder))
+    result["save_again"] = caught(lambda: student.save_hf(out, folder))
     if rank == 0:
         result["saved_equal"] = _loads_as(out, after)
 
@@ -108,15 +107,6 @@ def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, 
     return result
 
 
-def _caught(action: Any) -> tuple[str, str]:
-    """(type, text) of the GkdError that `action` ends with."""
-    try:
-        action()
-    except GkdError as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
-
-
 def _loads_as(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
     from transformers import AutoModelForCausalLM
 
@@ -129,7 +119,7 @@ def _hidden_signal(student: Any, batches: list[MicroBatch]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     head = torch.randn((VOCAB, TEACHER_HIDDEN), generator=generator).numpy()
     out: dict[str, Any] = {"no_head": student.teacher_hidden_size}
-    out["short_head"] = _caught(lambda: student.set_teacher_head(head[:-1]))
+    out["short_head"] = caught(lambda: student.set_teacher_head(head[:-1]))
     student.set_teacher_head(head)
     out["hidden_size"] = student.teacher_hidden_size
     with_hidden = []

@@ -37,9 +37,9 @@ from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.step import (
     BatchSums,
     check_before,
-    check_evaluation,
     diagnostics,
     empty_micro_batch,
+    evaluation,
     not_finite,
     teacher_head_rows,
     token_counts,
@@ -191,9 +191,7 @@ class FsdpStudent:
             sums = self._run(micro_batches, backward=False)
         finally:
             self.loss.on_rows = None
-        loss = token_mean(sums.values["total"], sums.n_loss_tokens)
-        check_evaluation(self.step, loss)
-        return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=diagnostics(self.loss, sums))
+        return evaluation(self.step, self.loss, sums)
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Takes the teacher's LM head, for the signal `hidden`.

@@ -25,7 +25,7 @@ from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logits
 from gkd.actor.optim_spec import OptimSpec
-from gkd.actor.step import BatchSums, check_evaluation, diagnostics, not_finite, teacher_head_rows
+from gkd.actor.step import BatchSums, diagnostics, evaluation, not_finite, teacher_head_rows
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
@@ -143,9 +143,7 @@ class MegatronStudent:
             sums = run_batch(self._ddps, self.model, micro_batches, self.loss, fused=self._fused, forward_only=True)
         finally:
             self.loss.on_rows = None
-        loss = token_mean(sums.values["total"], sums.n_loss_tokens)
-        check_evaluation(self.step, loss)
-        return TrainStats(loss, sums.n_loss_tokens, grad_norm=0.0, lr=0.0, extra=diagnostics(self.loss, sums))
+        return evaluation(self.step, self.loss, sums)
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Takes this rank's rows of the teacher's LM head, for the signal `hidden`. Does nothing off the last stage.
