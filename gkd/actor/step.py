@@ -43,7 +43,7 @@ def not_finite(step: int, loss: float, grad_norm: float) -> NumericsError | None
 
 
 def evaluation(step: int, loss: DistillLoss, sums: BatchSums) -> TrainStats:
-    """What a forward pass over a global batch found. NumericsError: its loss is not finite; DataError: no loss token."""
+    """What a forward pass over a global batch found. NumericsError: the loss is not finite; DataError: no token."""
     mean = token_mean(sums.values["total"], sums.n_loss_tokens)
     if not math.isfinite(mean):
         raise NumericsError(f"evaluation at step {step}: loss = {mean}")
