@@ -278,14 +278,14 @@ def _measure_bad_batches(student: Any, rank: int) -> dict[str, tuple[str, str]]:
         "token": replace(good, tokens=outside),
         "left padded": replace(make_micro_batches(0)[1], position_ids=make_micro_batches(0)[1].position_ids + 1),
     }
-    caught = {
+    errors = {
         case: caught(lambda bad=bad: student.train_step([good, bad if rank == 1 else good]))
         for case, bad in cases.items()
     }
     step = student.step
     student.train_step([good])
-    caught["after"] = (str(step), str(student.step))
-    return caught
+    errors["after"] = (str(step), str(student.step))
+    return errors
 
 
 def _measure_breaking_off(student: Any) -> list[bool]:
