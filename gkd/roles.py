@@ -100,6 +100,33 @@ class FileDigest:
     xxh3_128: str  # 32 hex digits
 
 
+class RolloutStream(Protocol):
+    """Answers without batches: prompts go in at any time, each comes out when all its samples are finished.
+
+    A sequence that is being written when new weights arrive goes on with those, its cache computed anew by them; its
+    `version_spans` say who wrote which part.
+    """
+
+    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
+        """Give prompts to the engines, to the least busy one each; returns at once.
+
+        Args:
+            places: a number for each prompt that no other one of the stream has; modulo the number of data-parallel
+                groups it is the group that scores it, and with `seed` it makes the seeds of its samples.
+        """
+        ...
+
+    def finished(self, timeout_s: float) -> list[RolloutChunk]:
+        """What has finished since the last call, one chunk a prompt; waits for the first one for so long, and then
+        returns nothing. Raises ClusterError: an engine died.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop; what is not finished is dropped. Calling it twice is harmless."""
+        ...
+
+
 class RolloutRole(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
@@ -108,6 +135,13 @@ class RolloutRole(Protocol):
 
         Args:
             places: place of each prompt in the whole batch.
+        """
+        ...
+
+    def open_stream(self, *, n: int, temperature: float, seed: int) -> RolloutStream:
+        """Have the engines answer prompts as they are given to them, also while they take new weights.
+
+        One at a time; until it is closed, `generate` and `greedy` work beside it, and so does a weight sync.
         """
         ...
 
