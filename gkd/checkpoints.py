@@ -1,11 +1,12 @@
 """A run's checkpoints on disk: whole or absent, however the process or the machine ends. Floor 1.
 
-checkpoints/step_N/{actor/..., trainer.json, config.yaml, teacher.json, manifest.json}
+checkpoints/step_N/{actor/..., in_flight/..., trainer.json, config.yaml, teacher.json, manifest.json}
             latest            name of the newest committed one
             .tmp_step_N_*/    being written; each save has a name of its own, see `CheckpointStore.begin`
             .trash_step_N/    being deleted
 
-    begin -> the ranks write into .tmp_step_N_*/actor -> commit: documents, manifest, flush, rename, flush, `latest`
+    begin -> others write into .tmp_step_N_*/{actor,in_flight} -> commit: documents, manifest, flush, rename, flush,
+    `latest`
 
 Committed is what `latest` reaches: the folder that it names and those of earlier steps. A folder of a later step was
 renamed by a save that was killed before its end, or belongs to a future that was given up when a run went back to an
@@ -30,7 +31,7 @@ from gkd.roles import FileDigest
 
 log = get_logger("checkpoints")
 
-ACTOR, STATE = "actor", "trainer.json"
+ACTOR, IN_FLIGHT, STATE = "actor", "in_flight", "trainer.json"
 _POINTER, _TRASH = "latest", ".trash_"
 
 
@@ -39,7 +40,8 @@ class TrainerState:
     """What the driver needs to go on; the rest is in the actor's part of the checkpoint."""
 
     step: int
-    sampler_position: int
+    sampler_position: int  # of the prompts' order: those before it are trained on, in flight, or unfinished
+    unfinished: tuple[int, ...] = ()  # positions before it that are neither trained on nor in flight: to begin again
 
     def to_bytes(self) -> bytes:
         """As it is stored in trainer.json."""
@@ -56,11 +58,13 @@ def read_state(folder: Path) -> TrainerState:
     keys = set(TrainerState.__slots__)
     if not isinstance(content, dict) or set(content) != keys:
         raise CheckpointError(f"{folder}: {STATE} has {content!r} where {', '.join(sorted(keys))} were expected")
-    if not all(type(value) is int and value >= 0 for value in content.values()):
+    unfinished = content["unfinished"]
+    counts = [content["step"], content["sampler_position"], *(unfinished if type(unfinished) is list else [None])]
+    if not all(type(value) is int and value >= 0 for value in counts):
         raise CheckpointError(f"{folder}: {STATE} has {content!r} where counts were expected")
     if content["step"] != step_of(folder):
         raise CheckpointError(f"{folder}: {STATE} is of step {content['step']}")
-    return TrainerState(**content)
+    return TrainerState(content["step"], content["sampler_position"], tuple(unfinished))
 
 
 def step_of(folder: Path) -> int | None:
@@ -108,12 +112,12 @@ class CheckpointStore:
         self._begun = step, work
         return work
 
-    def commit(self, step: int, documents: Mapping[str, bytes], actor: Mapping[str, FileDigest]) -> Manifest:
+    def commit(self, step: int, documents: Mapping[str, bytes], written: Mapping[str, FileDigest]) -> Manifest:
         """Make what was written since `begin` the newest checkpoint; on an error it is removed. Blocks on the disk.
 
         Args:
             documents: file name -> content, of the driver's files.
-            actor: what the ranks wrote and flushed into actor/, relative to it.
+            written: what others wrote and flushed since, relative to the folder.
 
         Raises:
             CheckpointError: the disk is full or read-only, or a file is not what the ranks say; or `latest` is at this
@@ -128,7 +132,7 @@ class CheckpointStore:
         (_, work), self._begun = self._begun, None
         try:
             with naming(final):
-                manifest = self._finish(work, step, documents, actor)
+                manifest = self._finish(work, step, documents, written)
                 reached = self.committed()
                 for folder in self._folders():
                     if folder not in reached:  # `latest` would reach it from now on, and it is of another history
@@ -216,13 +220,12 @@ class CheckpointStore:
             remove(path)
 
     def _finish(
-        self, work: Path, step: int, documents: Mapping[str, bytes], actor: Mapping[str, FileDigest]
+        self, work: Path, step: int, documents: Mapping[str, bytes], written: Mapping[str, FileDigest]
     ) -> Manifest:
         """The driver's files, the manifest last; all names flushed."""
-        if not actor:
+        if not any(name.startswith(f"{ACTOR}/") for name in written):
             raise CheckpointError(f"{work}: the actor wrote nothing")
-        files = {f"{ACTOR}/{name}": digest for name, digest in actor.items()}
-        files |= {name: digest_bytes(data) for name, data in documents.items()}
+        files = {**written, **{name: digest_bytes(data) for name, data in documents.items()}}
         for name, data in documents.items():
             write_synced(work / name, data)
         manifest = Manifest(step, files)

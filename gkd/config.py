@@ -51,8 +51,19 @@ class ModelConfig:
 class TrainerConfig:
     # auto (cuda where there is one) | cuda | cpu. On cpu a "GPU" of a pool is one process slot.
     device: str = "auto"
-    # sync: rollout, scoring, training and weight sync take turns; every rollout has staleness 0.
+    # sync: rollout, scoring, training and weight sync take turns; every rollout has staleness 0 | one_step_off: the
+    # next batch is answered and scored beside the training step, staleness 1 | two_step_off: the next two, staleness
+    # 2 | stream: the engines answer prompt after prompt and take new weights in the middle of responses; a step takes
+    # what has finished first.
     scheduler: str = "sync"
+    # stream: no sequence is trained on that was begun more than this many steps before; the step waits for those that
+    # would get older. The other schedulers' bound follows from their name.
+    max_staleness: int = 1
+    # Keep what every step is trained on, rollouts and scores, in run_dir/batches; see trainer.replay.
+    record_batches: bool = False
+    # The batches folder of a run that had record_batches: train on its batches, in its order, instead of on answers of
+    # this run's engines. With that run's settings and layout its numbers come out again, to the bit. Empty = off.
+    replay: str = ""
     # Passes over train_files; whichever of total_epochs and total_steps comes first ends the run.
     total_epochs: int = 1
     # Optimizer steps; 0 = no limit.

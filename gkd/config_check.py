@@ -12,6 +12,7 @@ from typing import cast, get_args
 from gkd.config import Config
 from gkd.errors import ConfigError
 from gkd.loss.spec import LOSS_NAMES, loss_spec, teacher_signals
+from gkd.schedule import AHEAD, STREAM
 from teacher_server.protocol import MAX_K, Signal
 
 _CHOICES = {
@@ -19,7 +20,7 @@ _CHOICES = {
     "data.chat_template": ("auto", "always", "never"),
     "model.dtype": ("bfloat16", "float32"),
     "trainer.device": ("auto", "cuda", "cpu"),
-    "trainer.scheduler": ("sync",),
+    "trainer.scheduler": (*AHEAD, STREAM),
     "actor.strategy": ("megatron", "fsdp2"),
     "actor.recompute": ("none", "selective", "full"),
     "actor.loss_kernel": ("auto", "torch", "triton"),
@@ -64,6 +65,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "data.seed",
+    "trainer.max_staleness",
     "trainer.total_steps",
     "trainer.save_every",
     "trainer.keep_every",
@@ -103,8 +105,19 @@ def check_config(config: Config) -> None:
     _check_strategy(config)
     _check_pools(config)
     _check_sizes(config)
+    _check_scheduler(config)
     _check_signal(config)
     _check_mixture(config)
+
+
+def _check_scheduler(config: Config) -> None:
+    if config.trainer.scheduler == STREAM and not config.teacher.overlap_rollout:
+        raise ConfigError(
+            "teacher.overlap_rollout",
+            False,
+            "with trainer.scheduler: stream there is no end of a rollout that the teacher could wait for.",
+            "set it to true, or choose another scheduler.",
+        )
 
 
 def data_parallel_size(config: Config) -> int:

@@ -15,7 +15,9 @@ from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
 from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
+from gkd.replay import check_replay
 from gkd.run_folder import RunFolder, named_checkpoint, open_run_folder
+from gkd.schedule import STREAM
 from gkd.teacher.base import TeacherInfo
 from gkd.types import Prompt
 
@@ -79,6 +81,9 @@ def preflight(config: Config) -> Plan:
     if n_cut:
         log.warning("%d dataset responses are over data.max_response_length and cut there, without an end", n_cut)
     val = _held_out(config, tokenizer)
+    total_steps = planned_steps(config, len(train))
+    check_replay(config, total_steps)
+    check_stream_fits(config, total_steps)
     teacher = ask_teacher(config)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
     warn_of_the_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
@@ -89,9 +94,21 @@ def preflight(config: Config) -> Plan:
         val_prompts=val,
         teacher=teacher,
         n_vocab=n_vocab,
-        total_steps=planned_steps(config, len(train)),
+        total_steps=total_steps,
         folder=open_run_folder(config, {"name": teacher.model_name, "fingerprint": teacher.fingerprint}),
     )
+
+
+def check_stream_fits(config: Config, total_steps: int) -> None:
+    """A stream numbers the sequences of the whole run, and they travel as int32. Raises ConfigError."""
+    most = 2**31 // (config.trainer.global_batch_size * config.rollout.n)
+    if config.trainer.scheduler == STREAM and total_steps > most:
+        raise ConfigError(
+            "trainer.total_steps",
+            total_steps,
+            f"with trainer.scheduler: stream a run of this batch size has at most {most} steps.",
+            "lower it, and go on from the end in a run of its own (trainer.resume).",
+        )
 
 
 def planned_steps(config: Config, n_prompts: int) -> int:

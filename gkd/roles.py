@@ -33,6 +33,15 @@ class RolloutChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PendingScores:
+    """A rollout chunk that the teacher was asked about; the answer may still be on its way."""
+
+    rollouts: RolloutChunk
+    ref: Any  # see ScoredChunk; the handle is there before its content
+    summary: Any  # handle of a `ScoreSummary`'s bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredChunk:
     """A rollout chunk and the handle of the teacher's scores for it."""
 
@@ -100,6 +109,13 @@ class FileDigest:
     xxh3_128: str  # 32 hex digits
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Files that are being written: whose -> the handle of their digests."""
+
+    refs: dict[str, Any]
+
+
 class RolloutStream(Protocol):
     """Answers without batches: prompts go in at any time, each comes out when all its samples are finished.
 
@@ -158,12 +174,51 @@ class RolloutRole(Protocol):
 
 
 class ScoringRole(Protocol):
-    def submit(self, chunk: RolloutChunk) -> None:
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
         """Start scoring; returns at once."""
         ...
 
-    def collect(self) -> list[ScoredChunk]:
-        """Wait for everything submitted. Raises TeacherUnavailable, TeacherError."""
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        """Wait for these, and return them in their order. Raises TeacherUnavailable, TeacherError."""
+        ...
+
+    def record(
+        self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
+    ) -> Recording:
+        """Start to write these chunks into files of `folder`, which is there; returns at once.
+
+        Args:
+            label: what the files' names begin with; `restore` asks for it.
+            scored: wait for the scores and write them, too. False: the rollouts alone.
+        """
+        ...
+
+    def recorded(
+        self, recording: Recording, *, wait: bool, timeout_s: float | None = None
+    ) -> dict[str, FileDigest] | None:
+        """What `record` wrote: file name -> digest; all of it has reached the disk.
+
+        Args:
+            wait: block until all is written. Otherwise None = not yet.
+            timeout_s: for how long at most; None: trainer.stage_timeout_s.
+
+        Raises:
+            CheckpointError: a file could not be written.
+            TeacherUnavailable, TeacherError: the scores that were waited for failed.
+        """
+        ...
+
+    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
+        """What was recorded with this label, to the bit; what had no scores then is submitted.
+
+        The groups may be others now: each sequence goes to that of its place. Nothing under the label: nothing.
+
+        Args:
+            per_prompt: a chunk for each prompt, with all its samples.
+
+        Raises:
+            CheckpointError: a file cannot be read, or is something else.
+        """
         ...
 
 

@@ -8,6 +8,7 @@ run_dir/config.yaml            resolved settings
         going_back             the earlier checkpoint of its own that it was told to go back to, until that is loaded
         samples/step_N.jsonl   greedy answers to held-out prompts
         token_losses/step_N.jsonl  the numbers of each token of an evaluation, with eval.keep_token_losses
+        batches/step_N_*.npz   what each step was trained on, with trainer.record_batches; see `gkd.replay`
         export/                the trained student in Hugging Face format; see `gkd.export_folder`
 """
 
@@ -17,6 +18,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,8 +38,9 @@ from gkd.same_run import check_same_run, check_same_teacher
 
 log = get_logger("run_folder")
 
+BATCHES = "batches"
 _LOCK, _ORIGIN, _GOING_BACK = ".lock", "branched_from", "going_back"
-_BY_STEP = ("samples", "token_losses")  # folders with a file of each evaluation
+_BY_STEP = ("samples", "token_losses", BATCHES)  # folders with files of each evaluation or step
 
 
 class RunFolder:
@@ -55,6 +58,7 @@ class RunFolder:
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
         self.new_export = export_folder.new_export(root)
+        self.batches = root / BATCHES
         self.store = CheckpointStore(root / "checkpoints")
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -73,18 +77,21 @@ class RunFolder:
         self._write_of_step("token_losses", step, rows)
 
     def forget_after(self, step: int) -> None:
-        """Delete the answers and token losses of later steps: the run went back, and makes those steps anew.
+        """Delete what was kept of later steps: the run went back, and makes those steps anew.
 
         Raises CheckpointError: one cannot be deleted.
         """
         for file in [file for name in _BY_STEP for file in (self.root / name).glob("*")]:
-            digits = file.name.removeprefix("step_").removesuffix(".jsonl")
-            if file.name.startswith(TMP) or (digits.isdecimal() and int(digits) > step):
+            named = re.match(r"step_(\d+)", file.name)
+            if file.name.startswith(TMP) or (named and int(named[1]) > step):
                 with naming(file, "deleted"):
                     file.unlink()
 
-    def commit_checkpoint(self, state: TrainerState, actor: Mapping[str, FileDigest]) -> Manifest:
+    def commit_checkpoint(self, state: TrainerState, written: Mapping[str, FileDigest]) -> Manifest:
         """Make a finished save the newest checkpoint, then delete those that trainer.keep_last and keep_every let go.
+
+        Args:
+            written: the files of everybody but the driver, relative to the checkpoint's folder.
 
         Raises:
             CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
@@ -94,7 +101,7 @@ class RunFolder:
             "config.yaml": config_yaml(self.config).encode(),
             "teacher.json": _teacher_json(self._teacher).encode(),
         }
-        manifest = self.store.commit(state.step, documents, actor)
+        manifest = self.store.commit(state.step, documents, written)
         self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every)
         return manifest
 

@@ -20,6 +20,7 @@ FREE_ON_RESUME = {
     "trainer.keep_last",
     "trainer.keep_every",
     "trainer.async_save",
+    "trainer.record_batches",
     "trainer.init_timeout_s",
     "trainer.stage_timeout_s",
     "trainer.n_gpus_per_node",

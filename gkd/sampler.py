@@ -1,9 +1,8 @@
-"""Which prompts the next step takes: an endless, reproducible, resumable order.
+"""Which prompts are trained on, in which order: endless, reproducible, resumable.
 
-The order is the epochs' permutations one after another; a batch is the next slice of it and may
-straddle two epochs, so no prompt is dropped. Its whole state is one number, the position, and
-`peek` does not move it: the trainer commits a batch only when it has been trained on, so a crash in
-between repeats that batch instead of losing it.
+The order is the epochs' permutations one after another; a batch is a slice of it and may straddle two epochs, so no
+prompt is dropped. It follows from the seed alone: whoever asks says from which position, and keeps count of what was
+trained on.
 """
 
 from __future__ import annotations
@@ -16,37 +15,28 @@ from gkd.types import Prompt
 
 
 class PromptSampler:
-    """Batches of `batch_size` prompts.
+    """The order of the prompts.
 
     Args:
         prompts: all training prompts, in file order.
-        batch_size: prompts a step.
         shuffle: a new permutation each epoch, from (seed, epoch); False = file order.
-        position: prompts already trained on.
     """
 
-    def __init__(
-        self, prompts: Sequence[Prompt], batch_size: int, *, shuffle: bool, seed: int, position: int = 0
-    ) -> None:
-        self._prompts, self._batch_size, self._shuffle, self._seed = prompts, batch_size, shuffle, seed
-        self.position = position
+    def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> None:
+        self._prompts, self._shuffle, self._seed = prompts, shuffle, seed
+        self._newest = (-1, np.arange(0))  # epoch and its order: the next question is mostly about the same
 
-    def peek(self) -> list[Prompt]:
-        """The next batch, without taking it."""
-        batch: list[Prompt] = []
-        position = self.position
-        while len(batch) < self._batch_size:
-            epoch, offset = divmod(position, len(self._prompts))
-            take = self._order(epoch)[offset : offset + self._batch_size - len(batch)]
-            batch += [self._prompts[i] for i in take]
-            position += len(take)
-        return batch
-
-    def commit(self) -> None:
-        """The batch that `peek` shows has been trained on."""
-        self.position += self._batch_size
+    def take(self, start: int, count: int) -> list[Prompt]:
+        """The prompts at positions start to start + count of the order."""
+        taken: list[Prompt] = []
+        while len(taken) < count:
+            epoch, offset = divmod(start + len(taken), len(self._prompts))
+            taken += [self._prompts[i] for i in self._order(epoch)[offset : offset + count - len(taken)]]
+        return taken
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(len(self._prompts))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+        if self._newest[0] != epoch:
+            self._newest = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+        return self._newest[1]

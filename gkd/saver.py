@@ -1,6 +1,7 @@
 """Saves beside the training: the loop waits for a copy of the student in host memory, the files follow.
 
-    save      wait for the save before -> every rank copies its state -> back to training
+    save      wait for the save before -> every rank copies its state -> back to training; the rollouts in flight are
+              written by the hosts that have them
     poll      at each later step: have all ranks written? Then commit
     finish    the same, waiting: before the next save and before the run ends
 
@@ -13,11 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from gkd.checkpoints import ACTOR, TrainerState
+from gkd.checkpoints import ACTOR, IN_FLIGHT, TrainerState
+from gkd.disk import naming
 from gkd.log import get_logger
-from gkd.roles import ActorRole
+from gkd.roles import ActorRole, FileDigest, Recording, ScoringRole
 from gkd.run_folder import RunFolder
+from gkd.sources import InFlight
 
 log = get_logger("saver")
 
@@ -28,6 +32,7 @@ class _Save:
 
     state: TrainerState
     began_s: float
+    in_flight: list[Recording]
 
 
 class Saver:
@@ -38,9 +43,16 @@ class Saver:
     """
 
     def __init__(
-        self, folder: RunFolder, actor: ActorRole, *, in_background: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: RunFolder,
+        actor: ActorRole,
+        scoring: ScoringRole,
+        *,
+        in_background: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._actor, self._in_background, self._clock = folder, actor, in_background, clock
+        self._folder, self._actor, self._scoring = folder, actor, scoring
+        self._in_background, self._clock = in_background, clock
         self._under_way: _Save | None = None
         self._committed_step = 0  # before the first step there is nothing that a new start would not have
 
@@ -51,9 +63,12 @@ class Saver:
             self._committed_step = state.step
         return state
 
-    def save(self, state: TrainerState) -> dict[str, float]:
+    def save(self, step: int, in_flight: InFlight, *, scored: bool = True) -> dict[str, float]:
         """Begin to save this step, unless it is saved already or about to be; blocks for the copy, and for an earlier
         save still under way.
+
+        Args:
+            scored: with the teacher's scores of what is in flight, once they are there. False: it is scored again.
 
         Returns:
             The numbers of a save that came to its end in here.
@@ -61,16 +76,19 @@ class Saver:
         Raises:
             CheckpointError: this save or the one under way failed; what it wrote is removed.
         """
-        if state.step == self._committed_step or (self._under_way and state.step == self._under_way.state.step):
+        if step == self._committed_step or (self._under_way and step == self._under_way.state.step):
             return {}
         numbers = self.finish()
         began_s = self._clock()
         try:
-            self._actor.save(self._folder.store.begin(state.step) / ACTOR)
+            folder = self._folder.store.begin(step)
+            self._actor.save(folder / ACTOR)
+            recordings = self._record(in_flight, folder / IN_FLIGHT, scored)
         except Exception:
             self._give_up()
             raise
-        self._under_way = _Save(state, began_s)
+        state = TrainerState(step, in_flight.position, in_flight.unfinished)
+        self._under_way = _Save(state, began_s, recordings)
         return numbers if self._in_background else numbers | self.finish()
 
     def poll(self) -> dict[str, float]:
@@ -86,6 +104,7 @@ class Saver:
         Raises:
             CheckpointError: it failed.
             ClusterError: a rank died, or has not written its files by then.
+            TeacherUnavailable, TeacherError: the scores of what is in flight do not come.
         """
         return self._commit(wait=True, timeout_s=timeout_s)
 
@@ -94,7 +113,7 @@ class Saver:
         if save is None:
             return {}
         try:
-            written = self._actor.save_finished(wait=wait, timeout_s=timeout_s)
+            written = self._written(save, wait, timeout_s)
             if written is None:
                 return {}
             manifest = self._folder.commit_checkpoint(save.state, written)
@@ -105,6 +124,26 @@ class Saver:
         seconds = self._clock() - save.began_s
         log.info("checkpoint of step %d: %d bytes in %.1f s", save.state.step, manifest.n_bytes, seconds)
         return {"perf/checkpoint_write_s": seconds, "perf/checkpoint_bytes": float(manifest.n_bytes)}
+
+    def _record(self, in_flight: InFlight, folder: Path, scored: bool) -> list[Recording]:
+        if not in_flight.chunks:
+            return []
+        with naming(folder):
+            folder.mkdir()
+        return [
+            self._scoring.record(chunks, folder, label, scored=scored) for label, chunks in in_flight.chunks.items()
+        ]
+
+    def _written(self, save: _Save, wait: bool, timeout_s: float | None) -> dict[str, FileDigest] | None:
+        """All files of the save, relative to its folder; None: some are still being written."""
+        files: dict[str, FileDigest] = {}
+        for recording in save.in_flight:
+            recorded = self._scoring.recorded(recording, wait=wait, timeout_s=timeout_s)
+            if recorded is None:
+                return None
+            files |= {f"{IN_FLIGHT}/{name}": digest for name, digest in recorded.items()}
+        actor = self._actor.save_finished(wait=wait, timeout_s=timeout_s)  # last: it answers once
+        return None if actor is None else files | {f"{ACTOR}/{name}": digest for name, digest in actor.items()}
 
     def _give_up(self) -> None:
         self._under_way = None

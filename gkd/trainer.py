@@ -2,36 +2,33 @@
 
     prompts -> rollout -> teacher score -> train step -> weight sync -> metrics -> checkpoint
 
-Everything heavy is behind the Protocols of `gkd.roles`; this process moves handles and numbers. The road under
-`trainer.scheduler: sync`: every rollout is written by the newest weights, so staleness is 0, and the loop
-checks that it is. Below `distill.on_policy_share: 1` some prompts of a batch take the dataset's response instead of a
-rollout (`gkd.mixing`); from there on both kinds go the same road.
+Everything heavy is behind the Protocols of `gkd.roles`; this process moves handles and numbers. Where a batch comes
+from, and what goes on beside a training step, is `trainer.scheduler` (`gkd.schedule`); each promises a bound on the
+staleness, and the loop checks it. Below `distill.on_policy_share: 1` some prompts of a batch take the dataset's
+response instead of a rollout (`gkd.mixing`); from there on both kinds go the same road.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gkd.checkpoints import TrainerState
+from gkd.answering import Answering
+from gkd.batches_ahead import BatchesAhead
+from gkd.checkpoints import IN_FLIGHT
 from gkd.config import Config
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
-from gkd.mixing import on_policy_places
-from gkd.roles import (
-    ActorRole,
-    RolloutChunk,
-    RolloutRole,
-    ScoredChunk,
-    ScoringRole,
-    SyncReport,
-    TrainStats,
-    WeightSyncRole,
-)
+from gkd.replay import BatchRecorder, Replay
+from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, WeightSyncRole
 from gkd.run_folder import RunFolder
 from gkd.sampler import PromptSampler
 from gkd.saver import Saver
+from gkd.schedule import STREAM, staleness_bound
+from gkd.sources import BatchSource
+from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
+from gkd.streaming import Streaming
 from gkd.types import Prompt
 
 log = get_logger("trainer")
@@ -68,12 +65,12 @@ class Trainer:
         self.config, self.roles, self.folder = config, roles, folder
         self.val_prompts = list(val_prompts)[: config.eval.max_prompts or None]
         self.new_timers = new_timers
-        self.sampler = PromptSampler(
-            train_prompts, config.trainer.global_batch_size, shuffle=config.data.shuffle, seed=config.data.seed
-        )
         self.total_steps = total_steps
         self.step = 0
-        self.saver = Saver(folder, roles.actor, in_background=config.trainer.async_save)
+        self.answering = Answering(config, roles.rollout, roles.scoring)
+        self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
+        self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
+        self.recorder = BatchRecorder(folder.batches, roles.scoring) if config.trainer.record_batches else None
 
     def fit(self) -> None:
         """Train to the end.
@@ -113,54 +110,33 @@ class Trainer:
     def _one_step(self, timers: StageTimers) -> dict[str, float]:
         """One batch down the whole road; its numbers but the times."""
         with timers("data"):
-            prompts = self.sampler.peek()
-            share, seed = self.config.distill.on_policy_share, self.config.data.seed
-            on_policy = on_policy_places(self.step, len(prompts), share, seed)
-        answers = self._answers(prompts, on_policy, n=self.config.rollout.n, seed=seed + self.step)
-        batch = self._score(answers, timers)
-        staleness = self.step - min(chunk.rollouts.policy_version for chunk in batch)
-        if staleness != 0:
-            raise NumericsError(f"scheduler sync promises staleness 0; a rollout of step {self.step} has {staleness}")
+            self.source.begin(self.step)
+        batch = self.source.next(self.step, timers)
+        staleness = self._staleness(batch)
+        if self.recorder is not None:
+            self.recorder.begin(self.step + 1, batch)
         with timers("train"):
             stats = self.roles.actor.train_step(batch)
-        self.sampler.commit()
+        self.source.trained()
         self.step += 1
+        if self.recorder is not None:
+            with timers("record"):
+                self.recorder.finish()
+        self.source.settle(timers)
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
-        return step_metrics(batch, stats, report, staleness)
+        return step_numbers(batch, stats, report, staleness)
 
-    def _answers(
-        self, prompts: Sequence[Prompt], on_policy: Sequence[int], *, n: int, seed: int
-    ) -> Iterator[RolloutChunk]:
-        """Answers to a batch: the dataset's, which are there already, then the student's as they finish.
-
-        Args:
-            on_policy: places in `prompts` of those that the student answers, ascending.
-        """
-        rollout = self.roles.rollout
-        from_dataset = sorted(set(range(len(prompts))) - set(on_policy))
-        if from_dataset:
-            asked = [prompts[i] for i in from_dataset]
-            yield from rollout.dataset(asked, places=from_dataset, policy_version=self.step)
-        if on_policy:
-            asked = [prompts[i] for i in on_policy]
-            temperature = self.config.rollout.temperature
-            yield from rollout.generate(asked, places=on_policy, n=n, temperature=temperature, seed=seed)
-
-    def _score(self, answers: Iterator[RolloutChunk], timers: StageTimers) -> list[ScoredChunk]:
-        """All answers and, while some are still being written, the teacher's scores of those that are finished."""
-        scoring = self.roles.scoring
-        with timers("rollout"):
-            if self.config.teacher.overlap_rollout:
-                for chunk in answers:
-                    scoring.submit(chunk)
-                held = []
-            else:
-                held = list(answers)
-        with timers("teacher"):
-            for chunk in held:
-                scoring.submit(chunk)
-            return scoring.collect()
+    def _staleness(self, batch: Sequence[ScoredChunk]) -> dict[str, float]:
+        """Raises NumericsError: a rollout is older than the scheduler promises. It is not trained on."""
+        numbers = staleness_numbers(batch, self.step)
+        trainer = self.config.trainer
+        if numbers["staleness/max"] > staleness_bound(trainer):
+            raise NumericsError(
+                f"scheduler {trainer.scheduler} promises staleness {staleness_bound(trainer)}; a rollout of step "
+                f"{self.step} has {numbers['staleness/max']:g}"
+            )
+        return numbers
 
     def _evaluate(self, timers: StageTimers) -> dict[str, float]:
         """Held-out prompts: KL on the student's own samples, whatever the mixture in training, and greedy accuracy.
@@ -169,8 +145,9 @@ class Trainer:
         """
         with timers("eval"):
             # The same seed every time, so that two evaluations differ by the student alone.
-            answers = self._answers(self.val_prompts, range(len(self.val_prompts)), n=1, seed=EVAL_SEED)
-            scored = self._score(answers, self.new_timers())
+            places = range(len(self.val_prompts))
+            pending = self.answering.submitted(self.val_prompts, places, n=1, seed=EVAL_SEED, policy_version=self.step)
+            scored = self.roles.scoring.collect(pending)
             stats = self.roles.actor.evaluate(scored, keep_tokens=self.config.eval.keep_token_losses)
             if stats.tokens:
                 self.folder.write_token_losses(self.step, stats.tokens)
@@ -211,17 +188,18 @@ class Trainer:
                 numbers |= self._save(metrics)
         return numbers
 
-    def _save(self, metrics: MetricsWriter) -> dict[str, float]:
+    def _save(self, metrics: MetricsWriter, *, scored: bool = True) -> dict[str, float]:
         """Begin to save the last finished step. Its line is on the disk first: whoever resumes from this has it."""
         metrics.sync()
-        return self.saver.save(TrainerState(step=self.step, sampler_position=self.sampler.position))
+        return self.saver.save(self.step, self.source.in_flight(self.step), scored=scored)
 
-    def _save_now(self, metrics: MetricsWriter) -> None:
-        self._save(metrics)
+    def _save_now(self, metrics: MetricsWriter, *, scored: bool = True) -> None:
+        self._save(metrics, scored=scored)
         self.saver.finish()
 
     def _end(self, metrics: MetricsWriter) -> None:
         """The last checkpoint and the export. If the first fails, the second is what there will be of the student."""
+        self.source.close()
         try:
             self._save_now(metrics)
         except CheckpointError as error:
@@ -242,19 +220,33 @@ class Trainer:
         log.error("the run ends: %s: %s", type(error).__name__, str(error))  # a record would keep the run's frames
         wait_s = LAST_WAIT_S if isinstance(error, ClusterError) else None
         self._tried("the save under way", lambda: self.saver.finish(wait_s))
-        if isinstance(error, TeacherUnavailable) and self._tried("the last save", lambda: self._save_now(metrics)):
+        # The teacher that is gone owes scores of what is in flight: a resumed run asks for them again.
+        if isinstance(error, TeacherUnavailable) and self._tried(
+            "the last save", lambda: self._save_now(metrics, scored=False)
+        ):
             log.error(
                 "stopped after step %d; trainer.resume=auto goes on from there once the teacher is back", self.step
             )
+        if not isinstance(error, ClusterError):  # else the engines hang or are gone, and end with the run
+            self._tried("stopping the rollouts", self.source.close)
 
     def _resume(self) -> bool:
         """Go on from a checkpoint; False if the run begins at step 0."""
         state = self.saver.resume()
-        if state is None:
+        if state is None or self.folder.start is None:
             return False
-        self.step, self.sampler.position = state.step, state.sampler_position
+        self.step = state.step
+        self.source.restore(self.folder.start / IN_FLIGHT, state)
         log.info("resumed from %s: step %d", self.folder.start, self.step)
         return True
+
+    def _source(self, sampler: PromptSampler) -> BatchSource:
+        config, roles = self.config, self.roles
+        if config.trainer.replay:
+            return Replay(config, roles.scoring)
+        if config.trainer.scheduler == STREAM:
+            return Streaming(config, roles.rollout, roles.scoring, sampler, self.total_steps)
+        return BatchesAhead(config, self.answering, roles.scoring, sampler, self.total_steps)
 
     def _tried(self, what: str, work: Callable[[], object]) -> bool:
         """Do it, but an error in it is logged alone: another one is already on its way to the user."""
@@ -264,45 +256,3 @@ class Trainer:
             log.error("%s failed, too: %s: %s", what, type(error).__name__, str(error))
             return False
         return True
-
-
-def step_metrics(
-    batch: Sequence[ScoredChunk], stats: TrainStats, report: SyncReport, staleness: int
-) -> dict[str, float]:
-    """Everything of a step but its times; `rollout/` counts the dataset's responses, too."""
-    n_sequences = sum(c.rollouts.n_sequences for c in batch)
-    n_tokens = sum(c.rollouts.n_response_tokens for c in batch)
-    masses = [c.teacher_mass * c.rollouts.n_response_tokens for c in batch if c.teacher_mass is not None]
-    return {
-        "loss/total": stats.loss,
-        "loss/tokens": float(stats.n_loss_tokens),
-        "optim/grad_norm": stats.grad_norm,
-        "optim/lr": stats.lr,
-        "rollout/sequences": float(n_sequences),
-        "rollout/on_policy_sequences": float(sum(c.rollouts.n_sequences for c in batch if c.rollouts.on_policy)),
-        "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
-        "rollout/response_tokens": float(n_tokens),
-        "rollout/response_length_mean": n_tokens / n_sequences,
-        "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
-        **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
-        "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
-        "staleness/max": float(staleness),
-        "weight_sync/bytes": float(report.n_bytes),
-        "weight_sync/verified_tensors": float(report.verified_tensors),
-        **stats.extra,
-    }
-
-
-def with_rate(numbers: dict[str, float], timers: StageTimers) -> dict[str, float]:
-    """The step's times so far, and its response tokens a second."""
-    times = timers.report()
-    return times | {"perf/response_tokens_per_s": numbers["rollout/response_tokens"] / times["time/step_s"]}
-
-
-def step_line(step: int, total: int, m: dict[str, float]) -> str:
-    """One line a step for people."""
-    stages = " ".join(f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync"))
-    return (
-        f"step {step}/{total}  loss {m['loss/total']:.4f}  grad {m['optim/grad_norm']:.3f}  "
-        f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})"
-    )

@@ -17,8 +17,9 @@ from gkd.config import Config
 from gkd.config_check import n_engines
 from gkd.log import get_logger
 from gkd.preflight import Plan
+from gkd.rollout.chunks import CHUNK_SIZE
 from gkd.rollout.engine import CPU_ENV
-from gkd.rollout.pool import CHUNK_SIZE, RolloutPool
+from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.scoring import ScoringPool

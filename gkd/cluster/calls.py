@@ -7,7 +7,7 @@ time-out); whoever has not answered in time is named.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import ray
@@ -40,6 +40,11 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
             raise ClusterError(f"{what}: no answer within {timeout_s:.0f} s from: {late}")
         results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
     return {name: results[name] for name in refs}
+
+
+def all_done(refs: Collection[Any]) -> bool:
+    """Have all of them finished, well or badly?"""
+    return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs) if refs else True
 
 
 def fetch(ref: Any, what: str) -> Any:

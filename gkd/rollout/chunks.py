@@ -20,6 +20,9 @@ from gkd.types import Prompt, Rollout
 # dp_rank, n_sequences, n_cut, on_policy, n_prompt_tokens, n_response_tokens, policy_version; after it the sequences'
 # sample_index and then their n_tokens, all int32.
 _SIZES = struct.Struct("<iii?3xqqq")
+# Finished sequences of one data-parallel group that leave an engine together: enough that the driver handles a few
+# bytes a sequence, few enough that the teacher starts long before the rollout ends.
+CHUNK_SIZE = 16
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) -> RolloutChunk:

@@ -14,13 +14,9 @@ from gkd.config import Config
 from gkd.errors import ClusterError
 from gkd.roles import GreedyReport, RolloutChunk
 from gkd.rollout.asked import encode_prompts
-from gkd.rollout.chunks import dataset_chunks, decode_sizes
+from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks, decode_sizes
 from gkd.rollout.engine import Sampling
 from gkd.types import Prompt
-
-# Finished sequences of one data-parallel group that leave an engine together: enough that the driver handles a few
-# bytes a sequence, few enough that the teacher starts long before the rollout ends.
-CHUNK_SIZE = 16
 
 
 class RolloutPool:

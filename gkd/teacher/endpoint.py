@@ -10,16 +10,23 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from gkd.config import Config
+from gkd.disk import naming, replace_file
 from gkd.errors import TeacherError
 from gkd.loss.spec import loss_spec, teacher_signals
+from gkd.manifest import digest_bytes
+from gkd.recorded import decode_sequences, encode_sequences
+from gkd.roles import FileDigest
+from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores
 from teacher_server.protocol import Signal, Wire
@@ -109,6 +116,65 @@ class ScoringEndpoint:
         else:
             scores = self._all_at_once(teacher, rollouts)
         return scores, _summary(scores).encode()
+
+    def record(self, file: str, n_chunks: int, *parts: Any) -> dict[str, FileDigest]:
+        """Write chunks of rollouts, and their scores, into one file, whole and flushed.
+
+        Args:
+            file: its path, on a file system that all hosts share.
+            n_chunks: `parts` are so many chunks of rollouts and, if they are to be recorded, their scores.
+
+        Returns:
+            Its name and digest.
+
+        Raises:
+            CheckpointError: it cannot be written; names it.
+        """
+        rollouts = [rollout for chunk in parts[:n_chunks] for rollout in chunk]
+        scores = [score for chunk in parts[n_chunks:] for score in chunk] if len(parts) > n_chunks else None
+        data, path = encode_sequences(rollouts, scores), Path(file)
+        with naming(path):
+            replace_file(path, data)
+        return {path.name: digest_bytes(data)}
+
+    def restore(self, files: Sequence[str], dp_rank: int, dp_size: int, chunk_size: int) -> Iterator[Any]:
+        """This group's part of some files that `record` wrote, in chunks.
+
+        Four objects a chunk: the rollouts and the scores (None: they were not recorded), which the driver never
+        fetches, and then `encode_sizes` and `ScoreSummary.encode` (nothing if not scored), which it does.
+
+        Args:
+            dp_rank: of how many groups this one is; it takes the sequences of every dp_size-th place.
+            chunk_size: sequences of a chunk; 0: a chunk for each prompt.
+
+        Raises:
+            CheckpointError: a file cannot be read, or is something else.
+        """
+        n = self._config.rollout.n
+        mine: dict[int, list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)  # by place
+        for file in files:
+            path = Path(file)
+            with naming(path, "read"):
+                rollouts, scores = decode_sequences(path.read_bytes(), file)
+            for i, rollout in enumerate(rollouts):
+                if rollout.sample_index // n % dp_size == dp_rank:
+                    mine[rollout.sample_index // n].append((rollout, None if scores is None else scores[i]))
+        groups = list(mine.values())
+        if chunk_size:
+            # A chunk's sequences are of one kind, see `RolloutChunk.on_policy`, and scored or not.
+            kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
+            for rollout, score in (pair for group in groups for pair in group):
+                kinds[rollout.on_policy, score is not None].append((rollout, score))
+            groups = [k[i : i + chunk_size] for k in kinds.values() for i in range(0, len(k), chunk_size)]
+        for group in groups:
+            chunk = [rollout for rollout, _ in group]
+            scores = [score for _, score in group if score is not None] or None
+            # No policy wrote a dataset response, so it has no version; it is never stale.
+            version = min((rollout.policy_version for rollout in chunk), default=0) if chunk[0].on_policy else 0
+            yield chunk
+            yield scores
+            yield encode_sizes(chunk_sizes(dp_rank, chunk, version))
+            yield _summary(scores).encode() if scores else b""
 
     def lm_head(self) -> np.ndarray:
         """[n_vocab, D] float32: hidden states @ lm_head.T are the teacher's logits, not yet divided by the temperature.

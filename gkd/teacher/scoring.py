@@ -1,13 +1,21 @@
-"""The driver's side of scoring: hand each finished chunk to its data-parallel group's endpoint, collect handles."""
+"""The driver's side of scoring: hand each finished chunk to its data-parallel group's endpoint, collect handles; have
+the endpoints write what is in flight into a checkpoint, and read it again.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from gkd.cluster.calls import gather
-from gkd.roles import RolloutChunk, ScoredChunk
+from gkd.cluster.calls import all_done, fetch, gather
+from gkd.errors import ClusterError
+from gkd.roles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.rollout.chunks import CHUNK_SIZE, decode_sizes
 from gkd.teacher.endpoint import ScoreSummary
+
+_PER_CHUNK = 4  # objects of `ScoringEndpoint.restore`
 
 
 class ScoringPool:
@@ -15,26 +23,62 @@ class ScoringPool:
 
     def __init__(self, endpoints: Sequence[Any], timeout_s: float) -> None:
         self._endpoints, self._timeout_s = list(endpoints), timeout_s
-        self._pending: list[tuple[RolloutChunk, Any, Any]] = []  # (chunk, ref of the scores, ref of their summary)
 
-    def submit(self, chunk: RolloutChunk) -> None:
-        endpoint = self._endpoints[chunk.dp_rank]
-        scores, summary = endpoint.score.options(num_returns=2).remote(chunk.ref)
-        self._pending.append((chunk, scores, summary))
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
+        scores, summary = self._endpoints[chunk.dp_rank].score.options(num_returns=2).remote(chunk.ref)
+        return PendingScores(chunk, scores, summary)
 
-    def collect(self) -> list[ScoredChunk]:
-        """In the order of submission. Forgets what was pending also when it raises."""
-        pending, self._pending = self._pending, []
-        refs = {
-            f"chunk {i} (scoring endpoint {chunk.dp_rank})": summary for i, (chunk, _, summary) in enumerate(pending)
-        }
-        summaries = gather(refs, "teacher scoring", self._timeout_s).values()
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        refs = {f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})": p.summary for i, p in enumerate(pending)}
+        summaries = map(ScoreSummary.decode, gather(refs, "teacher scoring", self._timeout_s).values())
         return [
             ScoredChunk(
-                chunk,
-                scores,
-                None if summary.mass is None else summary.mass / chunk.n_response_tokens,
+                p.rollouts,
+                p.ref,
+                None if summary.mass is None else summary.mass / p.rollouts.n_response_tokens,
                 summary.n_bytes,
             )
-            for (chunk, scores, _), summary in zip(pending, map(ScoreSummary.decode, summaries), strict=True)
+            for p, summary in zip(pending, summaries, strict=True)
         ]
+
+    def record(
+        self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
+    ) -> Recording:
+        """One file a group: `<label>_group_<dp_rank>.npz`."""
+        groups: dict[int, list[PendingScores | ScoredChunk]] = defaultdict(list)
+        for chunk in chunks:
+            groups[chunk.rollouts.dp_rank].append(chunk)
+        refs = {}
+        for dp_rank, group in sorted(groups.items()):
+            file = folder.absolute() / f"{label}_group_{dp_rank}.npz"
+            parts = [chunk.rollouts.ref for chunk in group] + ([chunk.ref for chunk in group] if scored else [])
+            refs[f"scoring endpoint {dp_rank}"] = self._endpoints[dp_rank].record.remote(str(file), len(group), *parts)
+        return Recording(refs)
+
+    def recorded(
+        self, recording: Recording, *, wait: bool, timeout_s: float | None = None
+    ) -> dict[str, FileDigest] | None:
+        if not wait and not all_done(recording.refs.values()):
+            return None
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        digests = gather(recording.refs, "recording rollouts", limit_s)
+        return {name: digest for written in digests.values() for name, digest in written.items()}
+
+    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
+        files = sorted(str(file.absolute()) for file in folder.glob(f"{label}_group_*.npz"))
+        if not files:
+            return []
+        size, restored = 0 if per_prompt else CHUNK_SIZE, []
+        dp_size = len(self._endpoints)
+        for dp_rank, endpoint in enumerate(self._endpoints):
+            what = f"restoring rollouts on scoring endpoint {dp_rank}"
+            items = list(endpoint.restore.options(num_returns="streaming").remote(files, dp_rank, dp_size, size))
+            if len(items) % _PER_CHUNK:  # a failed call's last item holds the error
+                fetch(items[-1], what)
+                raise ClusterError(f"{what}: it ended in the middle of a chunk")
+            for i in range(0, len(items), _PER_CHUNK):
+                rollouts, scores, sizes, summary = items[i : i + _PER_CHUNK]
+                chunk = decode_sizes(fetch(sizes, what), rollouts)
+                scored = bool(fetch(summary, what))
+                restored.append(PendingScores(chunk, scores, summary) if scored else self.submit(chunk))
+        return restored

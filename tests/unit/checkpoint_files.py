@@ -26,6 +26,11 @@ def write_actor(folder: Path, step: int) -> dict[str, FileDigest]:
     return {name: digest_bytes(content(step, name)) for name in FILES}
 
 
+def written(folder: Path, step: int) -> dict[str, FileDigest]:
+    """The same in a checkpoint's folder, named as the store is told of them."""
+    return {f"actor/{name}": digest for name, digest in write_actor(folder / "actor", step).items()}
+
+
 def check_actor(folder: Path, step: int) -> None:
     """Are the files there what `write_actor` wrote for that step?"""
     for name in FILES:
@@ -34,7 +39,7 @@ def check_actor(folder: Path, step: int) -> None:
 
 def commit(store: CheckpointStore, step: int) -> Path:
     """One whole save; the checkpoint's folder."""
-    actor = write_actor(store.begin(step) / "actor", step)
+    actor = written(store.begin(step), step)
     documents = {"trainer.json": TrainerState(step, 6 * step).to_bytes(), "config.yaml": b"a: 1\n"}
     store.commit(step, documents, actor)
     return store.root / f"step_{step:08d}"

@@ -22,7 +22,7 @@ from gkd.checkpoints import CheckpointStore, TrainerState, read_state, step_of, 
 from gkd.errors import CheckpointError, DamagedCheckpoint
 from gkd.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
 from gkd.roles import FileDigest
-from tests.unit.checkpoint_files import FILES, check_actor, commit, write_actor
+from tests.unit.checkpoint_files import FILES, check_actor, commit, written
 from tests.unit.kills import in_child, kill_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -359,11 +359,13 @@ def test_leftovers_go_at_the_next_save(store: CheckpointStore) -> None:
     ("text", "problem"),
     [
         ('{"step": 1}', "were expected"),
-        ('{"step": 1, "sampler_position": 6, "epoch": 0}', "were expected"),
-        ('{"step": true, "sampler_position": 6}', "counts"),
-        ('{"step": 1, "sampler_position": -6}', "counts"),
-        ('{"step": 1.0, "sampler_position": 6}', "counts"),
-        ('{"step": 2, "sampler_position": 6}', "is of step 2"),
+        ('{"step": 1, "sampler_position": 6, "unfinished": [], "epoch": 0}', "were expected"),
+        ('{"step": true, "sampler_position": 6, "unfinished": []}', "counts"),
+        ('{"step": 1, "sampler_position": -6, "unfinished": []}', "counts"),
+        ('{"step": 1.0, "sampler_position": 6, "unfinished": []}', "counts"),
+        ('{"step": 1, "sampler_position": 6, "unfinished": 3}', "counts"),
+        ('{"step": 1, "sampler_position": 6, "unfinished": ["3"]}', "counts"),
+        ('{"step": 2, "sampler_position": 6, "unfinished": []}', "is of step 2"),
         ("[]", "were expected"),
         ("{", "cannot be read"),
     ],
@@ -391,7 +393,7 @@ def test_digests_are_those_of_the_bytes(tmp_path: Path) -> None:
 def test_what_the_ranks_did_not_write_is_not_committed(store: CheckpointStore, wrong: str) -> None:
     """Fails if a checkpoint is committed that its own manifest refuses."""
     commit(store, 1)
-    actor = write_actor(store.begin(2) / "actor", 2)
+    actor = written(store.begin(2), 2)
     if wrong == "missing":
         actor["gone"] = digest_bytes(b"x")
     elif wrong == "longer":
@@ -413,7 +415,7 @@ def test_a_file_that_cannot_grow_costs_only_the_save(store: CheckpointStore, lim
     commit(store, 1)
 
     def work() -> None:
-        actor = write_actor(store.begin(2) / "actor", 2)
+        actor = written(store.begin(2), 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         documents = {"trainer.json": TrainerState(2, 12).to_bytes(), "config.yaml": b"#" * 200}
         with pytest.raises(CheckpointError, match=r"step_00000002 cannot be written: .*File too large"):
@@ -427,7 +429,7 @@ def test_a_file_that_cannot_grow_costs_only_the_save(store: CheckpointStore, lim
 def test_a_pointer_that_cannot_be_written_takes_its_checkpoint_back(store: CheckpointStore) -> None:
     """Fails if a save that ended in an error is used by the next run, or its leftovers stay."""
     commit(store, 1)
-    actor = write_actor(store.begin(2) / "actor", 2)
+    actor = written(store.begin(2), 2)
     (store.root / ".tmp_latest").mkdir()  # where the new pointer is written first
     with pytest.raises(CheckpointError, match="step_00000002 cannot be written: .*Is a directory"):
         store.commit(2, {}, actor)
@@ -446,7 +448,7 @@ def test_everything_is_flushed_before_it_is_relied_on(store: CheckpointStore, mo
     monkeypatch.setattr(os, "fsync", fsync)
     work_folder = store.begin(2)
     assert flushed == [f"{store.root.parent}"], "its name is in there"
-    actor = write_actor(work_folder / "actor", 2)
+    actor = written(work_folder, 2)
     flushed.clear()
     store.commit(2, {"trainer.json": b"x", "config.yaml": b"y"}, actor)
     work = f"/{work_folder.name}"
@@ -506,7 +508,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(store: CheckpointStore) -> N
         store.begin(1)
     store.root.unlink()
     work = store.begin(1)
-    actor = write_actor(work / "actor", 1)
+    actor = written(work, 1)
     (store.root / "step_00000001").write_text("")
     with pytest.raises(CheckpointError, match="step_00000001 cannot be written"):
         store.commit(1, {}, actor)
@@ -516,10 +518,10 @@ def test_a_file_in_the_place_of_the_folder_is_named(store: CheckpointStore) -> N
 def test_a_rank_of_a_killed_run_cannot_write_into_the_next_save(store: CheckpointStore) -> None:
     """Fails if two saves of one step share a folder: the killed run's files would be committed with the next one's."""
     first = store.begin(5)
-    write_actor(first / "actor", 4)
+    written(first, 4)
     second = CheckpointStore(store.root).begin(5)
     assert second != first and not first.exists()
-    actor = write_actor(second / "actor", 5)
+    actor = written(second, 5)
     with pytest.raises(FileNotFoundError):
         (first / "actor").mkdir(exist_ok=True)  # as a rank makes it: without its parent
     first.mkdir()  # and should it be there again, nobody looks into it
@@ -527,7 +529,7 @@ def test_a_rank_of_a_killed_run_cannot_write_into_the_next_save(store: Checkpoin
     store.begin(5)
     assert not first.exists() and not second.exists()
     work = store.begin(5)
-    actor = write_actor(work / "actor", 5)
+    actor = written(work, 5)
     store.commit(5, {"trainer.json": TrainerState(5, 30).to_bytes()}, actor)
     assert newest_step(store) == 5
 
@@ -536,7 +538,7 @@ def test_what_was_not_begun_or_is_not_newer_is_not_committed(store: CheckpointSt
     """Fails if a second writer, or a step that comes twice, ends in a traceback or makes `latest` go back."""
     commit(store, 3)
     for step, problem in ((4, "no save of step 4 was begun"), (3, "latest is at step 3"), (2, "latest is at step 3")):
-        actor = write_actor(store.begin(step) / "actor", step) if step != 4 else {}
+        actor = written(store.begin(step), step) if step != 4 else {}
         with pytest.raises(CheckpointError, match=problem):
             store.commit(step, {}, actor)
     assert newest_step(store) == 3

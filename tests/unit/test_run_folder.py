@@ -20,7 +20,7 @@ from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import Sample, TokenRecord
 from gkd.run_folder import RunFolder, open_run_folder
 from gkd.same_run import FREE_IF_CONSTANT, FREE_ON_RESUME
-from tests.unit.checkpoint_files import check_actor, write_actor
+from tests.unit.checkpoint_files import check_actor, written
 from tests.unit.kills import in_child
 
 
@@ -34,7 +34,7 @@ def open_folder(settings: Config, fingerprint: str = "abc") -> RunFolder:
 
 
 def save(folder: RunFolder, step: int) -> Path:
-    folder.commit_checkpoint(TrainerState(step, 6 * step), write_actor(folder.store.begin(step) / "actor", step))
+    folder.commit_checkpoint(TrainerState(step, 6 * step), written(folder.store.begin(step), step))
     return folder.store.root / f"step_{step:08d}"
 
 

@@ -5,164 +5,15 @@ The fake actor's files are real ones, and what becomes of them is the real store
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from gkd.checkpoints import step_of
-from gkd.config import Config
-from gkd.config_load import load_config
-from gkd.errors import CheckpointError, ClusterError, ModelError, NumericsError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.metrics import read_metrics
 from gkd.mixing import on_policy_places
-from gkd.roles import FileDigest, GreedyReport, RolloutChunk, ScoredChunk, SyncReport, TrainStats
-from gkd.run_folder import open_run_folder
 from gkd.sampler import PromptSampler
-from gkd.trainer import Roles, Trainer
-from gkd.types import Prompt
-from tests.unit.checkpoint_files import check_actor, write_actor
-
-PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
-
-
-def answers(
-    prompt: Prompt, n: int, n_response_tokens: int, n_cut: int, version: int, *, on_policy: bool = True
-) -> RolloutChunk:
-    """Answers to one prompt; what stands for their handle is the prompt's id."""
-    sizes = np.zeros(n, np.int32)  # the loop does not look at each sequence's
-    numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_cut, version, on_policy)
-    return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes)
-
-
-class World:
-    """All four roles; `events` is what the loop did, in order."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.engine_version = -1
-        self.lag = 0  # versions that the engine stays behind
-        self.teacher_dies_at: int | None = None
-        self.has_distribution = True  # of the teacher: top-k and its mass, so that there is a KL
-        self.trained: list[list[tuple[int, bool]]] = []  # (prompt id, on-policy) of each batch's chunks
-        self.places: list[list[int]] = []  # of the prompts of each call
-        self.polls_per_save = 0  # at which the ranks are still writing
-        self.save_fails_at: int | None = None  # the step whose files cannot be written
-        self.save_failures = 99  # how often
-        self.rank_dies_at: int | None = None
-        self.bug_at: int | None = None  # an error that nobody foresaw
-        self.export_fails = False
-        self.save_hangs = False  # no rank answers before the time is over
-        self.waits_s: list[float | None] = []  # for how long the loop would wait for each save
-        self._pending: list[RolloutChunk] = []
-        self._saving: tuple[Path, int] | None = None
-        self._polls_left = 0
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
-    ) -> Iterator[RolloutChunk]:
-        self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
-        self.places.append(list(places))
-        for prompt in prompts:
-            self.events.append("chunk")
-            yield answers(prompt, n, 2 * n, 0, self.engine_version - self.lag)
-
-    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
-        self.events.append(f"dataset v={policy_version}")
-        self.places.append(list(places))
-        return [answers(prompt, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
-
-    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
-        self.events.append("greedy")
-        return GreedyReport(0.5, [])
-
-    def submit(self, chunk: RolloutChunk) -> None:
-        self.events.append("submit")
-        self._pending.append(chunk)
-
-    def collect(self) -> list[ScoredChunk]:
-        self.events.append("collect")
-        if self.teacher_dies_at == self.engine_version:
-            raise TeacherUnavailable("gone")
-        pending, self._pending = self._pending, []
-        mass = 0.9 if self.has_distribution else None
-        return [ScoredChunk(chunk, None, mass, 10) for chunk in pending]
-
-    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
-        if self.rank_dies_at == self.engine_version:
-            raise ClusterError("actor rank 1: the process died")
-        if self.bug_at == self.engine_version:
-            raise RuntimeError("list index out of range")
-        self.events.append("train")
-        self.trained.append([(chunk.rollouts.ref, chunk.rollouts.on_policy) for chunk in batch])
-        return TrainStats(1.0, 4, 0.1, 0.01)
-
-    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
-        self.events.append("evaluate")
-        extra = {"loss/token_kl": 0.3} if self.has_distribution else {"loss/sampled_reverse_kl": 0.2}
-        return TrainStats(0.7, 4, extra=extra)
-
-    def save(self, folder: Path) -> None:
-        assert self._saving is None, "one save at a time"
-        assert folder.parent.is_dir() and not folder.exists()
-        self.events.append("save")
-        self._saving, self._polls_left = (folder, self.engine_version), self.polls_per_save
-
-    def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
-        assert self._saving is not None
-        if wait:
-            self.waits_s.append(timeout_s)
-        (folder, step), self._polls_left = self._saving, self._polls_left - 1
-        if self._polls_left >= 0 and not wait:
-            return None
-        self._saving = None
-        if self.save_hangs:
-            raise ClusterError("save_finished: no answer from: actor rank 1")
-        written = write_actor(folder, step)
-        if step == self.save_fails_at and self.save_failures:
-            self.save_failures -= 1
-            raise CheckpointError(f"actor rank 0: {folder} cannot be written: No space left on device")
-        self.events.append(f"saved {step}")
-        return written
-
-    def load(self, folder: Path) -> None:
-        check_actor(folder, step_of(folder.parent) or 0)
-        self.events.append("load")
-
-    def export_hf(self, folder: Path) -> None:
-        if self.export_fails:
-            folder.with_name(f"{folder.name}.partial").mkdir()
-            raise ModelError(f"{folder} cannot be written: No space left on device")
-        folder.mkdir()
-        (folder / "of_version").write_text(f"{self.engine_version}")
-        self.events.append("export")
-
-    def push(self, policy_version: int) -> SyncReport:
-        self.events.append(f"push {policy_version}")
-        self.engine_version = policy_version
-        return SyncReport(8, 0)
-
-
-def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = ()) -> Trainer:
-    config: Config = load_config(
-        None,
-        [
-            "data.train_files=[a]",
-            "model.path=m",
-            f"trainer.run_dir={tmp_path / 'run'}",
-            "trainer.global_batch_size=2",
-            "data.seed=10",
-            *overrides,
-        ],
-    )
-    roles = Roles(actor=world, rollout=world, scoring=world, weight_sync=world)
-    folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
-    return Trainer(config, roles, PROMPTS, val, folder, total_steps=config.trainer.total_steps)
-
-
-def checkpoints(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+from tests.unit.world import PROMPTS, World, checkpoints, make
 
 
 def test_the_road_of_one_batch(tmp_path: Path) -> None:
@@ -265,14 +116,13 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
     world = World()
     settings = ("trainer.global_batch_size=4", "rollout.n=3", f"teacher.overlap_rollout={overlap}")
     make(tmp_path, world, "trainer.total_steps=2", "distill.on_policy_share=0.5", *settings).fit()
-    sampler = PromptSampler(PROMPTS, 4, shuffle=True, seed=10)
+    sampler = PromptSampler(PROMPTS, shuffle=True, seed=10)
     for step, batch in enumerate(world.trained):
-        ids = [prompt.prompt_id for prompt in sampler.peek()]
+        ids = [prompt.prompt_id for prompt in sampler.take(4 * step, 4)]
         student = on_policy_places(step, 4, 0.5, 10)
         dataset = [place for place in range(4) if place not in student]
         assert world.places[2 * step : 2 * step + 2] == [dataset, student], "what is there already goes first"
         assert batch == [*((ids[place], False) for place in dataset), *((ids[place], True) for place in student)]
-        sampler.commit()
     assert [e for e in world.events if e.startswith(("dataset", "generate"))] == [
         *["dataset v=0", "generate n=3 seed=10 v=0"],
         *["dataset v=1", "generate n=3 seed=11 v=1"],

@@ -10,7 +10,7 @@ import pytest
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
 from gkd.metrics import MetricsWriter, read_metrics
 from gkd.trainer import LAST_WAIT_S
-from tests.unit.test_trainer import PROMPTS, World, checkpoints, make
+from tests.unit.world import PROMPTS, World, checkpoints, make
 
 
 def test_whatever_ends_the_run_a_save_under_way_is_waited_for(tmp_path: Path) -> None:

@@ -1,0 +1,227 @@
+"""The stream as the loop sees it, with engines that finish what, and when, a test says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.checkpoints import TrainerState
+from gkd.config_load import load_config
+from gkd.errors import ClusterError
+from gkd.metrics import StageTimers
+from gkd.roles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.sampler import PromptSampler
+from gkd.streaming import Streaming
+from gkd.types import Prompt
+
+PROMPTS = [Prompt(i, np.array([i], np.int32)) for i in range(10)]
+N = 2
+
+
+def chunk(place: int, version: int, *, on_policy: bool = True) -> RolloutChunk:
+    """All samples of the prompt at one position."""
+    index = np.arange(place * N, place * N + (N if on_policy else 1), dtype=np.int32)
+    numbers = (0, place, len(index), 1, 2, 0, version, on_policy)
+    return RolloutChunk(*numbers, sample_index=index, n_tokens=np.full(len(index), 2, np.int32))
+
+
+class Engines:
+    """RolloutRole, RolloutStream and ScoringRole; answers come when the test says so."""
+
+    def __init__(self) -> None:
+        self.admitted: list[list[int]] = []
+        self.prompts: dict[int, int] = {}  # position -> prompt id
+        self.submitted: list[int] = []
+        self.from_dataset: list[int] = []
+        self.n_opened = self.n_closed = 0
+        self.restorable: list[PendingScores] = []
+        self._ready: list[RolloutChunk] = []
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+
+    def finish(self, *chunks: RolloutChunk) -> None:
+        with self._changed:
+            self._ready += chunks
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def open_stream(self, *, n: int, temperature: float, seed: int) -> Engines:
+        assert (n, temperature, seed) == (N, 0.5, 10)
+        self.n_opened += 1
+        return self
+
+    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
+        self.admitted.append(list(places))
+        self.prompts |= {place: prompt.prompt_id for place, prompt in zip(places, prompts, strict=True)}
+
+    def finished(self, timeout_s: float) -> list[RolloutChunk]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._error, timeout_s)
+            if self._error:
+                raise self._error
+            ready, self._ready = self._ready, []
+            return ready
+
+    def close(self) -> None:
+        self.n_closed += 1
+
+    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+        self.from_dataset += places
+        return [chunk(place, policy_version, on_policy=False) for place in places]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a stream answers no batches")
+
+    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+        raise AssertionError("nobody evaluates here")
+
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
+        self.submitted.append(chunk.ref)
+        return PendingScores(chunk, None, None)
+
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        return [ScoredChunk(p.rollouts, None, None, 0) for p in pending]
+
+    def record(self, chunks: Any, folder: Path, label: str, *, scored: bool) -> Recording:
+        raise AssertionError("the saver records")
+
+    def recorded(self, recording: Recording, **_: Any) -> dict[str, FileDigest]:
+        raise AssertionError("the saver records")
+
+    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
+        assert (label, per_prompt) == ("stream", True)
+        return self.restorable
+
+
+def make(engines: Engines, *overrides: str, total_steps: int = 9) -> Streaming:
+    settings = ["trainer.scheduler=stream", "trainer.global_batch_size=2", "rollout.temperature=0.5", "data.seed=10"]
+    config = load_config(None, [*settings, f"rollout.n={N}", "trainer.stage_timeout_s=5", *overrides])
+    sampler = PromptSampler(PROMPTS, shuffle=False, seed=10)
+    return Streaming(config, engines, engines, sampler, total_steps)
+
+
+def places(batch: Sequence[ScoredChunk]) -> list[int]:
+    return [c.rollouts.ref for c in batch]
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_prompts_go_in_as_the_bound_allows_and_come_out_as_they_finish() -> None:
+    """Fails if the engines idle although the bound leaves room, a batch is not what finished first, or the teacher is
+    asked only when the batch is whole.
+    """
+    engines = Engines()
+    source = make(engines)
+    source.begin(0)
+    assert engines.admitted == [[0, 1, 2, 3]] and engines.prompts == {i: i for i in range(4)}
+    engines.finish(chunk(2, 0))
+    eventually(lambda: engines.submitted == [2])
+    engines.finish(chunk(0, 0))
+    assert places(source.next(0, StageTimers())) == [2, 0]
+    source.trained()
+    source.settle(StageTimers())
+    source.begin(1)
+    assert engines.admitted[1:] == [[4, 5]]
+    engines.finish(chunk(5, 1), chunk(4, 1), chunk(3, 0), chunk(1, 0))
+    assert sorted(places(source.next(1, StageTimers()))) == [1, 3], "due: begun by version 0, and the bound is 1"
+    source.trained()
+    assert places(source.next(2, StageTimers())) == [5, 4]
+    source.close()
+    assert (engines.n_opened, engines.n_closed) == (1, 1)
+
+
+def test_the_run_s_last_prompts_are_the_last_that_are_admitted() -> None:
+    """Fails if prompts are answered that no step will train on."""
+    engines = Engines()
+    source = make(engines, "trainer.max_staleness=7", total_steps=2)
+    source.begin(0)
+    source.begin(1)
+    assert [p for positions in engines.admitted for p in positions] == [0, 1, 2, 3]
+    source.close()
+
+
+def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None:
+    """Fails if a resumed run loses a prompt of the stream, or trains on one twice."""
+    engines = Engines()
+    source = make(engines, "trainer.max_staleness=2")
+    source.begin(0)  # 0 to 5
+    engines.finish(chunk(4, 0), chunk(1, 0), chunk(3, 0))
+    eventually(lambda: len(engines.submitted) == 3)
+    taken = places(source.next(0, StageTimers()))
+    assert taken == [4, 1]
+    before = source.in_flight(0)
+    assert [p.rollouts.ref for p in before.chunks["stream"]] == [4, 1, 3], "a batch is in flight until it is trained on"
+    source.trained()
+    state = source.in_flight(1)
+    assert (state.position, state.unfinished) == (6, (0, 2, 5))
+    assert [p.rollouts.ref for p in state.chunks["stream"]] == [3]
+    source.close()
+
+    again = Engines()
+    again.restorable = list(state.chunks["stream"])
+    resumed = make(again, "trainer.max_staleness=2")
+    resumed.restore(Path("x"), TrainerState(1, state.position, state.unfinished))
+    kept = resumed.in_flight(1)
+    assert (kept.position, set(kept.unfinished)) == (6, {0, 2, 5}), "a save before the first batch keeps all of it"
+    resumed.begin(1)
+    assert again.admitted == [[0, 2, 5, 6, 7]] and again.prompts[7] == 7
+    again.finish(chunk(7, 1))
+    assert places(resumed.next(1, StageTimers())) == [3, 7]
+    resumed.close()
+
+
+def test_dataset_responses_are_finished_at_once() -> None:
+    """Fails if distill.on_policy_share does nothing in a stream, or its split depends on timing."""
+    engines = Engines()
+    source = make(engines, "distill.on_policy_share=0.5", "trainer.global_batch_size=4")
+    source.begin(0)
+    assert sorted(engines.from_dataset + engines.admitted[0]) == list(range(8))
+    assert len([p for p in engines.from_dataset if p < 4]) == len([p for p in engines.from_dataset if p >= 4]) == 2
+    assert engines.submitted == engines.from_dataset
+    source.close()
+
+
+def test_a_dead_engine_ends_the_wait() -> None:
+    """Fails if the loop waits for ever for answers of an engine that is gone."""
+    engines = Engines()
+    source = make(engines)
+    source.begin(0)
+    engines.fail(ClusterError("rollout engine 1: the process died"))
+    with pytest.raises(ClusterError, match="engine 1"):
+        source.next(0, StageTimers())
+
+
+def test_silent_engines_end_the_wait() -> None:
+    """Fails if engines that hang are waited for longer than trainer.stage_timeout_s, or nobody says for what."""
+    engines = Engines()
+    source = make(engines, "trainer.stage_timeout_s=0.2")
+    source.begin(0)
+    engines.finish(chunk(1, 0))
+    with pytest.raises(ClusterError, match=r"no prompt of the 3 in the stream finished within 0.* \[0, 2, 3\]"):
+        source.next(0, StageTimers())
+    source.close()
+
+
+def test_an_answer_that_nobody_asked_for_is_an_error() -> None:
+    """Fails if a doubled or foreign answer is trained on."""
+    engines = Engines()
+    source = make(engines)
+    source.begin(0)
+    engines.finish(chunk(1, 0), chunk(1, 0))
+    with pytest.raises(ClusterError, match="position 1 of the order"):
+        source.next(0, StageTimers())

@@ -1,0 +1,193 @@
+"""The four roles as fakes that only record, for tests of the loop's own logic.
+
+The fake actor's files are real ones, and what becomes of them is the real store's.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gkd.checkpoints import step_of
+from gkd.config import Config
+from gkd.config_load import load_config
+from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
+from gkd.manifest import digest_bytes
+from gkd.roles import (
+    FileDigest,
+    GreedyReport,
+    PendingScores,
+    Recording,
+    RolloutChunk,
+    RolloutStream,
+    ScoredChunk,
+    SyncReport,
+    TrainStats,
+)
+from gkd.run_folder import open_run_folder
+from gkd.trainer import Roles, Trainer
+from gkd.types import Prompt
+from tests.unit.checkpoint_files import check_actor, write_actor
+
+PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
+
+
+def answers(
+    prompt: Prompt, n: int, n_response_tokens: int, n_cut: int, version: int, *, on_policy: bool = True
+) -> RolloutChunk:
+    """Answers to one prompt; what stands for their handle is the prompt's id."""
+    sizes = np.zeros(n, np.int32)  # the loop does not look at each sequence's
+    numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_cut, version, on_policy)
+    return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes)
+
+
+class World:
+    """All four roles; `events` is what the loop did, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.engine_version = -1
+        self.lag = 0  # versions that the engine stays behind
+        self.teacher_dies_at: int | None = None
+        self.has_distribution = True  # of the teacher: top-k and its mass, so that there is a KL
+        self.trained: list[list[tuple[int, bool]]] = []  # (prompt id, on-policy) of each batch's chunks
+        self.places: list[list[int]] = []  # of the prompts of each call
+        self.polls_per_save = 0  # at which the ranks are still writing
+        self.save_fails_at: int | None = None  # the step whose files cannot be written
+        self.save_failures = 99  # how often
+        self.rank_dies_at: int | None = None
+        self.bug_at: int | None = None  # an error that nobody foresaw
+        self.export_fails = False
+        self.save_hangs = False  # no rank answers before the time is over
+        self.waits_s: list[float | None] = []  # for how long the loop would wait for each save
+        self._saving: tuple[Path, int] | None = None
+        self._polls_left = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
+    ) -> Iterator[RolloutChunk]:
+        self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
+        self.places.append(list(places))
+        for prompt in prompts:
+            self.events.append("chunk")
+            yield answers(prompt, n, 2 * n, 0, self.engine_version - self.lag)
+
+    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+        self.events.append(f"dataset v={policy_version}")
+        self.places.append(list(places))
+        return [answers(prompt, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
+
+    def open_stream(self, *, n: int, temperature: float, seed: int) -> RolloutStream:
+        raise NotImplementedError  # see tests/unit/test_streaming.py
+
+    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+        self.events.append("greedy")
+        return GreedyReport(0.5, [])
+
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
+        self.events.append("submit")
+        return PendingScores(chunk, None, None)
+
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        self.events.append("collect")
+        if self.teacher_dies_at == self.engine_version:
+            raise TeacherUnavailable("gone")
+        mass = 0.9 if self.has_distribution else None
+        return [ScoredChunk(p.rollouts, None, mass, 10) for p in pending]
+
+    def record(
+        self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
+    ) -> Recording:
+        """Real files, of what the loop knows of a chunk: its sizes, and the prompt's id that stands for its handle."""
+        self.events.append(f"record {label} {'scored' if scored else 'unscored'}")
+        data = pickle.dumps([c.rollouts for c in chunks])
+        (folder / f"{label}_group_0.npz").write_bytes(data)
+        return Recording({f"{label}_group_0.npz": digest_bytes(data)})
+
+    def recorded(
+        self, recording: Recording, *, wait: bool, timeout_s: float | None = None
+    ) -> dict[str, FileDigest] | None:
+        return recording.refs
+
+    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
+        self.events.append(f"restore {label}")
+        files = sorted(folder.glob(f"{label}_group_*.npz"))
+        return [PendingScores(c, None, None) for file in files for c in pickle.loads(file.read_bytes())]
+
+    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        if self.rank_dies_at == self.engine_version:
+            raise ClusterError("actor rank 1: the process died")
+        if self.bug_at == self.engine_version:
+            raise RuntimeError("list index out of range")
+        self.events.append("train")
+        self.trained.append([(chunk.rollouts.ref, chunk.rollouts.on_policy) for chunk in batch])
+        return TrainStats(1.0, 4, 0.1, 0.01)
+
+    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
+        self.events.append("evaluate")
+        extra = {"loss/token_kl": 0.3} if self.has_distribution else {"loss/sampled_reverse_kl": 0.2}
+        return TrainStats(0.7, 4, extra=extra)
+
+    def save(self, folder: Path) -> None:
+        assert self._saving is None, "one save at a time"
+        assert folder.parent.is_dir() and not folder.exists()
+        self.events.append("save")
+        self._saving, self._polls_left = (folder, self.engine_version), self.polls_per_save
+
+    def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
+        assert self._saving is not None
+        if wait:
+            self.waits_s.append(timeout_s)
+        (folder, step), self._polls_left = self._saving, self._polls_left - 1
+        if self._polls_left >= 0 and not wait:
+            return None
+        self._saving = None
+        if self.save_hangs:
+            raise ClusterError("save_finished: no answer from: actor rank 1")
+        written = write_actor(folder, step)
+        if step == self.save_fails_at and self.save_failures:
+            self.save_failures -= 1
+            raise CheckpointError(f"actor rank 0: {folder} cannot be written: No space left on device")
+        self.events.append(f"saved {step}")
+        return written
+
+    def load(self, folder: Path) -> None:
+        check_actor(folder, step_of(folder.parent) or 0)
+        self.events.append("load")
+
+    def export_hf(self, folder: Path) -> None:
+        if self.export_fails:
+            folder.with_name(f"{folder.name}.partial").mkdir()
+            raise ModelError(f"{folder} cannot be written: No space left on device")
+        folder.mkdir()
+        (folder / "of_version").write_text(f"{self.engine_version}")
+        self.events.append("export")
+
+    def push(self, policy_version: int) -> SyncReport:
+        self.events.append(f"push {policy_version}")
+        self.engine_version = policy_version
+        return SyncReport(8, 0)
+
+
+def make(tmp_path: Path, world: World, *overrides: str, val: Sequence[Prompt] = ()) -> Trainer:
+    config: Config = load_config(
+        None,
+        [
+            "data.train_files=[a]",
+            "model.path=m",
+            f"trainer.run_dir={tmp_path / 'run'}",
+            "trainer.global_batch_size=2",
+            "data.seed=10",
+            *overrides,
+        ],
+    )
+    roles = Roles(actor=world, rollout=world, scoring=world, weight_sync=world)
+    folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
+    return Trainer(config, roles, PROMPTS, val, folder, total_steps=config.trainer.total_steps)
+
+
+def checkpoints(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
