@@ -16,6 +16,7 @@ from gkd.errors import CheckpointError, ConfigError
 from gkd.metrics import StageTimers
 from gkd.roles import Recording, ScoredChunk, ScoringRole
 from gkd.run_folder import BATCHES
+from gkd.schedule import STREAM
 from gkd.sources import InFlight
 
 
@@ -44,6 +45,7 @@ class Replay:
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
+        self._per_prompt = config.trainer.scheduler == STREAM  # the chunks that it was trained on, and their versions
 
     def restore(self, folder: Path, state: TrainerState) -> None:
         """Nothing was in flight: all batches are in the folder."""
@@ -53,7 +55,7 @@ class Replay:
 
     def next(self, step: int, timers: StageTimers) -> list[ScoredChunk]:
         with timers("rollout"):
-            pending = self._scoring.restore(self._folder, _label(step + 1), per_prompt=False)
+            pending = self._scoring.restore(self._folder, _label(step + 1), per_prompt=self._per_prompt)
         if not pending:
             raise CheckpointError(f"{self._folder} has no batch of step {step + 1}; it had one when the run began")
         with timers("teacher"):

@@ -1,13 +1,17 @@
-"""What two runs must have in common to be the same run, to the bit."""
+"""What two runs must have in common to be the same run, to the bit; and what a stream must have trained on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from gkd.config_load import load_config
 from gkd.metrics import read_metrics
+from gkd.recorded import decode_sequences
+from gkd.types import Rollout
 
 # Times, what was verified, and a mean over chunks in the order in which they came.
 _OTHERWISE = ("time/", "perf/", "weight_sync/verified_tensors", "teacher/topk_mass")
@@ -32,6 +36,31 @@ def differences(one: Path, other: Path, *, export: bool = True, through: int | N
             if not key.startswith(_OTHERWISE) and wanted.get(key) != got.get(key):
                 found.append(f"step {step}: {key} {got.get(key)!r}, expected {wanted.get(key)!r}")
     return found + (_different_weights(one, other) if export else [])
+
+
+def check_stream(run_dir: Path, *, n_steps: int, max_staleness: int) -> None:
+    """Every sequence of a stream's prompts once, and none older than promised. Raises AssertionError."""
+    config = load_config(run_dir / "config.yaml")
+    taken = [_recorded(run_dir, step) for step in range(1, n_steps + 1)]
+    seen = Counter(rollout.sample_index for batch in taken for rollout in batch)
+    wanted = range(n_steps * config.trainer.global_batch_size * config.rollout.n)
+    assert seen == dict.fromkeys(wanted, 1), f"lost or trained on twice: {sorted(set(wanted) ^ seen.keys())}, {seen}"
+    for step, batch in enumerate(taken):
+        for rollout in batch:
+            spans = rollout.version_spans
+            assert step - max_staleness <= rollout.policy_version and max(s.policy_version for s in spans) <= step
+            assert [s.start for s in spans] == [0, *(s.stop for s in spans[:-1])]
+            assert spans[-1].stop == len(rollout.response_ids)
+    lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "loss/total" in line]
+    assert [line["step"] for line in lines] == list(range(1, n_steps + 1))
+    assert max(line["staleness/max"] for line in lines) <= max_staleness
+
+
+def _recorded(run_dir: Path, step: int) -> list[Rollout]:
+    files = sorted((run_dir / "batches").glob(f"step_{step:08d}_group_*.npz"))
+    parts = [decode_sequences(file.read_bytes(), file.name) for file in files]
+    assert all(scores is not None for _, scores in parts)
+    return [rollout for rollouts, _ in parts for rollout in rollouts]
 
 
 def _different_weights(one: Path, other: Path) -> list[str]:

@@ -3,7 +3,9 @@
 By hand; an hour or so, or half of one with the layouts in two commands. In each layout one run is left alone. Others
 are killed again and again: at every point of a step (`tests.e2e.killed_main`), every victim, and at random times; each
 time they are resumed with trainer.resume=auto, from the newest checkpoint that was committed. In the end their metrics
-and exported weights must be those of the first, bit for bit, no step twice and none left out.
+and exported weights must be those of the first, bit for bit, no step twice and none left out. The batches of a `stream`
+depend on timing: there, each prompt must have been trained on once, none too old, and a replay of the recorded batches,
+without a kill, must be the killed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ import psutil
 
 from gkd.metrics import read_metrics
 from tests.e2e.conftest import Lab, make_lab
-from tests.e2e.exactness import differences
+from tests.e2e.exactness import check_stream, differences
 from tests.e2e.killed_main import POINTS, VICTIMS
 from tests.service.harness import ServerProcess
 
 N_STEPS = 16
+MAX_STALENESS = 2  # of the stream
 KILLS_OF_A_RUN = 8  # then it may end
 SETTINGS = (
     f"trainer.total_steps={N_STEPS}",
@@ -42,6 +45,16 @@ LAYOUTS = {
     "one_rank": (),
     "dp2": ("trainer.n_gpus_per_node=2",),
     "fsdp2": ("trainer.n_gpus_per_node=2", "actor.strategy=fsdp2"),
+    "one_step_off": ("trainer.scheduler=one_step_off",),
+    "two_step_off": ("trainer.scheduler=two_step_off", "trainer.n_gpus_per_node=2"),
+    "stream": (
+        "trainer.scheduler=stream",
+        f"trainer.max_staleness={MAX_STALENESS}",
+        "trainer.n_gpus_per_node=2",
+        "rollout.n_gpus_per_node=2",
+        "rollout.max_num_seqs=4",  # so that weights come in the middle of responses
+        "trainer.record_batches=true",
+    ),
 }
 LAUNCH_S = 240.0
 ORPHANS_S = 90.0  # Ray's daemons notice a lost driver by themselves
@@ -110,13 +123,13 @@ class Runs:
         self._n_launches = 0
         folder.mkdir(exist_ok=True)
 
-    def launch(self, run_dir: Path, kill: Kill | None) -> tuple[int, str]:
+    def launch(self, run_dir: Path, kill: Kill | None, *more: str) -> tuple[int, str]:
         """Runs until its end or the kill. The exit code, and what it wrote.
 
         Returns when no process of it is left; but after a kill of the driver alone it returns at once, so that the next
         launch meets what the driver left behind.
         """
-        command = self._lab.command(run_dir, self._port, *self._settings)
+        command = self._lab.command(run_dir, self._port, *self._settings, *more)
         if kill is not None:
             words = (kill.point, str(kill.nth), str(kill.after_s), kill.victim, "--")
             command = [sys.executable, "-m", "tests.e2e.killed_main", *words, *command[3:]]
@@ -148,8 +161,12 @@ class Runs:
             raise RuntimeError(f"{when}: left behind: {[p.cmdline()[:3] for p in alive]}")
 
 
-def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill]) -> list[Outcome]:
-    """One run with all these kills, resumed to its end. Raises AssertionError where it is not the base run."""
+def torture(runs: Runs, base: Path | None, run_dir: Path, kills: Sequence[Kill]) -> list[Outcome]:
+    """One run with all these kills, resumed to its end. Raises AssertionError where it is not the base run.
+
+    Args:
+        base: None: there is none, since no two runs are the same (`stream`).
+    """
     outcomes: list[Outcome] = []
     for kill in (*kills, None):
         committed = _committed(run_dir)
@@ -164,8 +181,9 @@ def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill]) -> lis
         assert code in (0, kill.exit_code), f"{kill}: exit code {code}\n{log[-3000:]}"
         reached = -1
         if (run_dir / "metrics.jsonl").exists():
-            found = differences(base, run_dir, export=False, through=_committed(run_dir) or -1)
-            assert not found, f"after {kill}: {found}"
+            if base is not None:
+                found = differences(base, run_dir, export=False, through=_committed(run_dir) or -1)
+                assert not found, f"after {kill}: {found}"
             reached = max((int(line["step"]) for line in read_metrics(run_dir / "metrics.jsonl")), default=-1)
         outcomes.append(Outcome(kill, code, resumed, reached))
         when = f"{kill.point:16} {kill.nth} {kill.after_s:6.3f} s"
@@ -173,9 +191,22 @@ def torture(runs: Runs, base: Path, run_dir: Path, kills: Sequence[Kill]) -> lis
         if code == 0:
             break
     runs.wait_for_orphans(f"after {kills}")
-    found = differences(base, run_dir)
-    assert not found, f"after {kills}: {found}"
+    if base is not None:
+        found = differences(base, run_dir)
+        assert not found, f"after {kills}: {found}"
     return outcomes
+
+
+def check_replay(runs: Runs, run_dir: Path) -> None:
+    """Train again on the batches of a finished run, however often it was killed. Raises AssertionError where the numbers
+    or the weights are others.
+    """
+    again = run_dir.with_name(f"{run_dir.name}_again")
+    code, log = runs.launch(again, None, f"trainer.replay={run_dir / 'batches'}", "trainer.record_batches=false")
+    assert code == 0, log[-3000:]
+    # An evaluation beside a stream runs in other company in the engine, so its answers may differ by rounding.
+    found = [text for text in differences(run_dir, again) if ": eval/" not in text]
+    assert not found, f"{run_dir}, trained again: {found}"
 
 
 def _committed(run_dir: Path) -> int:
@@ -203,6 +234,7 @@ def in_layout(
     base = root / "base"
     code, log = runs.launch(base, None)
     assert code == 0, f"the run that is left alone failed:\n{log[-4000:]}"
+    is_stream = layout == "stream"
     times = sorted(line["time/step_s"] for line in read_metrics(base / "metrics.jsonl")[1:])
     pending = [*kills, *random_kills(n_random, times[len(times) // 2], seed=len(layout))]
     first = [kill for kill in pending if kill in FIRST_KILLS]
@@ -211,7 +243,11 @@ def in_layout(
     n_runs = 0
     while pending or first:
         chain = [*first[:1], *pending[:KILLS_OF_A_RUN]]
-        done = torture(runs, base, root / f"run_{n_runs}", chain)
+        run_dir = root / f"run_{n_runs}"
+        done = torture(runs, None if is_stream else base, run_dir, chain)
+        if is_stream:
+            check_stream(run_dir, n_steps=N_STEPS, max_staleness=MAX_STALENESS)
+            check_replay(runs, run_dir)
         assert done[0].killed, f"a whole run never came to {done[0].kill}"
         # What came after the end of this run is tried at the start of the next.
         n_killed = sum(o.killed for o in done)

@@ -1,6 +1,6 @@
-"""The schedulers with rollouts in flight: their staleness, their checkpoints, and what a replay makes of their batches.
+"""Schedulers that answer batches ahead: as stale as they promise, and killed and resumed the same run, to the bit.
 
-In full, with kills everywhere: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off`.
+In full: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off`. The stream is in `test_stream.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,36 @@
+"""`trainer.scheduler: stream` with real engines: what is trained on over a kill, how old it is, and the same again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.conftest import Lab
+from tests.e2e.exactness import check_stream
+from tests.e2e.kill_matrix import Kill, Runs, check_replay
+
+pytestmark = pytest.mark.e2e
+N_STEPS = 6
+SETTINGS = (
+    "trainer.scheduler=stream",
+    "trainer.max_staleness=1",
+    f"trainer.total_steps={N_STEPS}",
+    "rollout.max_num_seqs=4",  # so that weights come in the middle of responses
+    "trainer.record_batches=true",
+    "trainer.save_every=1",
+    "trainer.resume=auto",
+    "eval.every=3",
+)
+
+
+def test_a_killed_stream_loses_nothing_and_can_be_trained_again(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a resumed stream loses prompts or repeats them, or a run cannot be made again from its batches."""
+    runs = Runs(lab, teacher_port, lab.root / "stream_logs", SETTINGS)
+    run_dir = lab.root / "stream"
+    code, log = runs.launch(run_dir, Kill("train", 4, 0.0, "all"))
+    assert code == -9, log[-3000:]
+    latest = (run_dir / "checkpoints" / "latest").read_text().strip()
+    assert list((run_dir / "checkpoints" / latest / "in_flight").iterdir()), "nothing was in flight: it shows nothing"
+    code, log = runs.launch(run_dir, None)
+    assert code == 0 and "resumed from" in log, log[-3000:]
+    check_stream(run_dir, n_steps=N_STEPS, max_staleness=1)
+    check_replay(runs, run_dir)
