@@ -243,6 +243,13 @@ class RolloutEngine:
         self.policy_version = policy_version
         return int(n_bytes)
 
+    def settle(self) -> None:
+        """Finish all that is under way on the device; before another thread uses the engine, whose work CUDA does not
+        order after this one's.
+        """
+        self._land()
+        self.llm.collective_rpc("gkd_settle")
+
     def _land(self) -> None:
         """Finish the passes that vLLM has begun ahead (asynchronous scheduling), and begin no other.
 

@@ -32,6 +32,7 @@ class Steppable(Protocol):
     def step(self) -> None: ...
     def take(self, owner: Hashable) -> list[Rollout]: ...
     def drop(self, owner: Hashable) -> None: ...
+    def settle(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class EngineLoop:
         """Drop what is not finished; returns when nobody but the caller uses the engine. Harmless when repeated."""
         with self._changed:
             self._closing = True
-            if self._state == "new":
+            if self._state == "new":  # the engine is still the caller's
                 self._end()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._state == "ended")
@@ -178,6 +179,7 @@ class EngineLoop:
             try:
                 for owner in (self, *self._guests):
                     self._engine.drop(owner)
+                self._engine.settle()
             finally:
                 self._state = "ended"
                 for posted in self._posted:

@@ -118,6 +118,7 @@ class RolloutWorker:
         """From now on the engine waits for `stream` to use it. Raises ClusterError: a stream is open."""
         if self._loop is not None:
             raise ClusterError(f"rollout engine {self._rank} has an open stream; it takes one at a time. Fix: close it")
+        self._engine.settle()
         self._loop = EngineLoop(self._engine, sampling)
 
     @ray.method(concurrency_group=STREAM)

@@ -78,6 +78,9 @@ class Engine:
         self.take(owner)
         self.running = [item for item in self.running if item[0] is not owner]
 
+    def settle(self) -> None:
+        assert not self.running, "handed over with work in it"
+
 
 class Case:
     """A loop in a thread of its own, with what came out of it."""
