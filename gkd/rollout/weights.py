@@ -82,6 +82,7 @@ class WeightReceiver:
         return n_bytes
 
     def gkd_settle(self) -> None:
+        """Wait for all that this worker has given its device to do."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -25,7 +25,6 @@ from gkd.weight_sync.transfer import GroupSpec
 
 T = TypeVar("T")
 
-
 # Methods of these groups are answered while others run; the pool is spawned with them. `stream` runs as long as the
 # stream is open, and prompts may come while the other methods' thread waits for the end of a `generate`.
 STREAM, ADMITS = "stream", "admits"

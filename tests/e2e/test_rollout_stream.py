@@ -27,6 +27,7 @@ from gkd.weight_sync.coordinator import WeightSync
 from gkd.wiring import worker_env
 from tests.bench.driver_bytes import counted
 from tests.e2e.conftest import EOS, VOCAB, Lab
+from tests.e2e.test_driver_bytes import LIMIT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 DP_SIZE = 3  # of the groups that the chunks are for
@@ -119,26 +120,26 @@ def test_weights_are_pushed_while_the_stream_writes(pools: Pools) -> None:
             pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
         reader = Reader(stream)
         try:
-            before = counters.look()
             for place in range(0, 40, 4):
                 stream.admit(prompts[place : place + 4], places=range(place, place + 4))
             first = list(reader.until(3))
-            read = counters.look()["read_bytes"] - before["read_bytes"]
-            assert read <= 100 * N * len(reader.chunks)
             pools.actor.train_step([_scored(chunk) for chunk in first[:3]])
             report = pools.sync.push(1)
             at_push = len(reader.chunks)
             greedy = pools.rollout.greedy(prompts[:5], n_samples=2)
             beside = list(pools.rollout.generate(prompts[:4], places=range(4), n=1, temperature=0.0, seed=0))
             at_end = len(reader.chunks)
+            before = counters.look()
             stream.admit(prompts[40:], places=range(40, 60))
             chunks = list(reader.until(60))
+            after = counters.look()
         finally:
             stream.close()
             reader.stop()
-    print(
-        f"{at_push} of 40 prompts were finished after the push, {at_end} after greedy and generate; {read} bytes read"
-    )
+    print(f"{at_push} of 40 prompts were finished after the push, {at_end} after greedy and generate")
+    grown = {name: (after[name] - before[name]) / N / (60 - at_end) for name in after}
+    print(f"{60 - at_end} prompts, bytes a sequence: {grown}")
+    assert grown["read_bytes"] + grown["written_bytes"] <= LIMIT
     assert at_push < 30 and report.verified_tensors == 24
     assert len(greedy.samples) == 2
     places = [int(chunk.sample_index[0]) // N for chunk in chunks]

@@ -1,4 +1,6 @@
-"""The loop that owns an engine while a stream is open, around a fake engine: what it does when, and how it ends."""
+"""The loop that owns an engine while a stream is open, around a fake engine: what it does when, and how it ends; and
+what goes in and out of it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ import numpy as np
 import pytest
 
 from gkd.errors import ClusterError, DataError, WeightSyncError
-from gkd.rollout.engine import Sampling
+from gkd.rollout.asked import encode_prompts
+from gkd.rollout.chunks import decode_sizes
+from gkd.rollout.engine import Sampling, _Request
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.stream import least_busy
+from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
 
 N = 2
@@ -297,6 +302,41 @@ def test_a_reader_that_goes_away_ends_the_stream() -> None:
     assert engine.n_running == 0
     with pytest.raises(ClusterError, match="closed"):
         loop.admit(prompts(1), [2])
+
+
+def test_a_streamed_prompt_leaves_as_its_rollouts_and_their_sizes() -> None:
+    """Fails if the driver gets a chunk of another group, or more of it than its sizes; or an engine has two streams."""
+    worker = RolloutWorker(3)
+    worker._engine = Engine()  # type: ignore[assignment]
+    for use in (lambda: worker.admit(b""), lambda: next(iter(worker.stream(2)))):
+        with pytest.raises(ClusterError, match="rollout engine 3 has no open stream"):
+            use()
+    worker.open_stream(SAMPLING)
+    with pytest.raises(ClusterError, match="one at a time"):
+        worker.open_stream(SAMPLING)
+    worker.admit(encode_prompts(prompts(4, 1), [6, 9]))
+    items: Any = worker.stream(4)
+    for place in (9, 6):
+        rollouts, sizes = next(items), next(items)
+        assert isinstance(sizes, bytes) and len(sizes) == 40 + 8 * N
+        chunk = decode_sizes(sizes, rollouts)
+        assert (chunk.dp_rank, chunk.policy_version) == (place % 4, 0)
+        assert chunk.sample_index.tolist() == [place * N, place * N + 1] == [r.sample_index for r in chunk.ref]
+    with pytest.raises(DataError, match="are not 3 bytes"):
+        worker.admit(b"abc")
+    items.close()
+    worker.close_stream()
+    worker.close_stream()
+    worker.open_stream(SAMPLING)
+    worker.close_stream()
+
+
+def test_spans_say_which_version_wrote_which_tokens() -> None:
+    """Fails if a version that wrote nothing of a sequence is counted as stale, or one that was pushed twice as two."""
+    request = _Request("owner", prompts(0)[0], 0, "id")
+    for stop, version in ((0, 1), (3, 2), (3, 3), (5, 4), (7, 4), (8, 6)):
+        request.written(stop, version)
+    assert request.spans == [VersionSpan(0, 3, 2), VersionSpan(3, 7, 4), VersionSpan(7, 8, 6)]
 
 
 def test_a_prompt_goes_to_the_least_busy_engine() -> None:
