@@ -20,7 +20,7 @@ from gkd.preflight import Plan
 from gkd.rollout.chunks import CHUNK_SIZE
 from gkd.rollout.engine import CPU_ENV
 from gkd.rollout.pool import RolloutPool
-from gkd.rollout.worker import RolloutWorker
+from gkd.rollout.worker import ADMITS, STREAM, RolloutWorker
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.scoring import ScoringPool
 from gkd.trainer import Roles
@@ -54,7 +54,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         log.info("starting %d actor ranks and %d rollout engines", actor_spec.world_size, n_engines(config))
         actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=(SAVES,)), config)
         dp_size = actor.dp_size
-        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env), config, dp_size)
+        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=(STREAM, ADMITS)), config, dp_size)
         # Both pools build at the same time; neither needs the other before the weight-sync group.
         building = rollout.init_model(plan.device, plan.eos_ids)
         actor.check_run_dir(plan.folder.root)

@@ -7,8 +7,10 @@ never sees text, so student tokens are never re-tokenized.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +31,7 @@ CPU_ENV = {
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one call of `generate` samples. temperature 0 is greedy."""
+    """How one user of the engine samples. temperature 0 is greedy."""
 
     n: int
     temperature: float
@@ -38,8 +40,30 @@ class Sampling:
     seed: int
 
 
+@dataclass(slots=True)
+class _Request:
+    """One sequence that is being written."""
+
+    owner: Hashable
+    prompt: Prompt
+    index: int  # its sample_index
+    engine_id: str  # vLLM's own name of it
+    spans: list[VersionSpan] = field(default_factory=list)  # of the versions before the current one
+
+    def written(self, stop: int, policy_version: int) -> None:
+        """That version wrote what there is up to token `stop` and no span covers yet; nothing if there is no such."""
+        start = self.spans[-1].stop if self.spans else 0
+        if stop > start and self.spans and self.spans[-1].policy_version == policy_version:
+            start = self.spans.pop().start
+        if stop > start:
+            self.spans.append(VersionSpan(start, stop, policy_version))
+
+
 class RolloutEngine:
-    """Generate with continuous batching and streaming completion; take new weights between calls.
+    """Generate with continuous batching and streaming completion; take new weights at any time between two steps.
+
+    It may have several users at a time: each gives it sequences under a name of its own (`owner`), and one `step` moves
+    all of them. Not thread-safe: whoever uses it at a time, `gkd.rollout.engine_loop` decides.
 
     Args:
         model_path: Hugging Face folder; its weights are version 0 until the first `receive`.
@@ -68,6 +92,8 @@ class RolloutEngine:
         self.policy_version = 0
         self._eos_ids = list(eos_ids)
         self._serial = 0
+        self._running: dict[str, _Request] = {}
+        self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
         self.llm = LLM(
             model=model_path,
             dtype=dtype,
@@ -94,70 +120,108 @@ class RolloutEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int] | None = None
     ) -> Iterator[Rollout]:
-        """Yield rollouts as they finish, in any order; `sampling.n` for each prompt.
+        """Yield rollouts as they finish, in any order; `sampling.n` for each prompt. Arguments as of `add`.
+
+        Args:
+            places: by default, each prompt's place here.
+
+        Raises:
+            DataError: a prompt leaves no room for a response.
+        """
+        owner = object()
+        n_left = len(prompts) * sampling.n
+        try:
+            self.add(owner, prompts, sampling, places or range(len(prompts)))
+            while n_left:
+                self.step()
+                for rollout in self.take(owner):
+                    n_left -= 1
+                    yield rollout
+        finally:  # the caller stopped early, or a step failed: leave nothing running in the engine
+            self.drop(owner)
+
+    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> None:
+        """Begin `sampling.n` sequences for each prompt; `step` moves them.
 
         Every sequence has a seed of its own, made from (seed, sample_index), so what it says does not depend on
         which engine it ran on or, beyond rounding, on what ran beside it.
 
         Args:
-            places: place of each prompt in its batch, which makes sample_index; by default, its place here.
+            places: place of each prompt in its batch, which makes sample_index.
 
         Raises:
-            DataError: a prompt leaves no room for a response.
+            DataError: a prompt leaves no room for a response. Those before it have begun.
         """
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
-        # What an earlier call left there would change the batches of this one, and with them its rounding: a resumed
-        # run would not write what the uninterrupted one wrote. Samples of one prompt still share their prefix.
-        self._forget_prefixes()
-        waiting: dict[str, tuple[Prompt, int]] = {}
-        try:
-            for place, prompt in zip(places or range(len(prompts)), prompts, strict=True):
-                for index in range(place * sampling.n, (place + 1) * sampling.n):
-                    self._serial += 1
-                    request_id = str(self._serial)
-                    params = SamplingParams(
-                        temperature=sampling.temperature,
-                        top_p=sampling.top_p,
-                        max_tokens=sampling.max_tokens,
-                        seed=_sequence_seed(sampling.seed, index),
-                        logprobs=0,
-                        flat_logprobs=True,
-                        detokenize=False,
-                        stop_token_ids=self._eos_ids,
-                        ignore_eos=True,  # there is no tokenizer here that would know it; eos_ids decide
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                    )
-                    try:
-                        engine.add_request(request_id, {"prompt_token_ids": prompt.token_ids.tolist()}, params)
-                    except (ValueError, VLLMValidationError) as error:
-                        raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
-                    waiting[request_id] = (prompt, index)
-            while waiting:
-                for output in engine.step():
-                    if output.finished:
-                        prompt, index = waiting.pop(output.request_id)
-                        yield self._rollout(prompt, index, output.outputs[0])
-        finally:
-            if waiting:  # the caller stopped early, or a step failed: leave nothing running in the engine
-                engine.abort_request(list(waiting))
+        if not self._running:
+            # What an earlier call left there would change the batches of this one, and with them its rounding: a
+            # resumed run would not write what the uninterrupted one wrote. Samples of one prompt still share it.
+            self._forget_prefixes()
+        for place, prompt in zip(places, prompts, strict=True):
+            for index in range(place * sampling.n, (place + 1) * sampling.n):
+                self._serial += 1
+                request_id = str(self._serial)
+                params = SamplingParams(
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    max_tokens=sampling.max_tokens,
+                    seed=_sequence_seed(sampling.seed, index),
+                    logprobs=0,
+                    flat_logprobs=True,
+                    detokenize=False,
+                    stop_token_ids=self._eos_ids,
+                    ignore_eos=True,  # there is no tokenizer here that would know it; eos_ids decide
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                tokens = {"prompt_token_ids": prompt.token_ids.tolist()}
+                try:
+                    engine_id = self.llm.llm_engine.add_request(request_id, tokens, params)
+                except (ValueError, VLLMValidationError) as error:
+                    raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
+                self._running[request_id] = _Request(owner, prompt, index, engine_id)
 
-    def _rollout(self, prompt: Prompt, index: int, completion: object) -> Rollout:
-        tokens = np.asarray(completion.token_ids, dtype=np.int32)  # type: ignore[attr-defined]
-        flat = completion.logprobs  # type: ignore[attr-defined]
+    @property
+    def n_running(self) -> int:
+        """Sequences that are not finished, of all owners."""
+        return len(self._running)
+
+    def step(self) -> None:
+        """One forward pass for all that run; what is finished by it waits for its owner's `take`."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                request = self._running.pop(output.request_id)
+                self._finished[request.owner].append(self._rollout(request, output.outputs[0]))
+
+    def take(self, owner: Hashable) -> list[Rollout]:
+        """What has finished of this owner's since it last asked."""
+        return self._finished.pop(owner, [])
+
+    def drop(self, owner: Hashable) -> None:
+        """Forget all that this owner has here, finished or not."""
+        mine = [request_id for request_id, request in self._running.items() if request.owner == owner]
+        if mine:
+            self.llm.llm_engine.abort_request(mine)
+        for request_id in mine:
+            del self._running[request_id]
+        self._finished.pop(owner, None)
+
+    def _rollout(self, request: _Request, completion: Any) -> Rollout:
+        tokens = np.asarray(completion.token_ids, dtype=np.int32)
+        flat = completion.logprobs
         # logprobs=0 keeps the sampled token only (it may stand beside the top one): its first entry a position
         sampled = np.asarray([flat.logprobs[start] for start in flat.start_indices], dtype=np.float32)
+        request.written(len(tokens), self.policy_version)
         return Rollout(
-            prompt_id=prompt.prompt_id,
-            sample_index=index,
-            prompt_ids=np.asarray(prompt.token_ids, dtype=np.int32),
+            prompt_id=request.prompt.prompt_id,
+            sample_index=request.index,
+            prompt_ids=np.asarray(request.prompt.token_ids, dtype=np.int32),
             response_ids=tokens,
             rollout_logprobs=sampled,
-            version_spans=(VersionSpan(0, len(tokens), self.policy_version),),
-            finish_reason=str(completion.finish_reason),  # type: ignore[attr-defined]
+            version_spans=tuple(request.spans),
+            finish_reason=str(completion.finish_reason),
         )
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
@@ -165,14 +229,47 @@ class RolloutEngine:
         self.llm.collective_rpc("gkd_join_groups", args=(specs,))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
-        """Take one weight version (blocks until every sender sent it) and forget cached prefixes of the old one."""
+        """Take one weight version (blocks until every sender sent it) and forget what the old one computed.
+
+        Sequences that are being written go on with the new weights: what they have so far stays, and its cache is
+        computed anew.
+        """
+        self._land()
         n_bytes = self.llm.collective_rpc("gkd_receive", args=(plans,))[0]
+        states = self.llm.llm_engine.output_processor.request_states
+        for request in self._running.values():
+            request.written(states[request.engine_id].detokenizer.num_output_tokens(), self.policy_version)
         self._forget_prefixes()
         self.policy_version = policy_version
         return int(n_bytes)
 
+    def settle(self) -> None:
+        """Finish all that is under way on the device; before another thread uses the engine, whose work CUDA does not
+        order after this one's.
+        """
+        self._land()
+        self.llm.collective_rpc("gkd_settle")
+
+    def _land(self) -> None:
+        """Finish the passes that vLLM has begun ahead (asynchronous scheduling), and begin no other.
+
+        Their tokens are the old weights'. Resetting the cache would drop them, but after their draws from the
+        sequences' random generators; and those of a sequence that was preempted for want of memory would come out
+        after it, as the new weights' own.
+        """
+        core = self.llm.llm_engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        core.pause_scheduler("keep", clear_cache=False)
+        try:
+            while core.batch_queue:
+                self.step()
+        finally:
+            core.resume_scheduler()
+
     def _forget_prefixes(self) -> None:
-        if not self.llm.reset_prefix_cache():
+        """Empty the cache; sequences that are being written wait until theirs is computed anew."""
+        if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
             raise ClusterError("the rollout engine cannot forget its cached prefixes: requests are still running")
 
     def digests(self) -> dict[str, str]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.calls import fetch, gather
+from gkd.cluster.calls import gather
 from gkd.config import Config
 from gkd.errors import ClusterError
 from gkd.roles import GreedyReport, RolloutChunk
 from gkd.rollout.asked import encode_prompts
-from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks, decode_sizes
+from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.rollout.engine import Sampling
+from gkd.rollout.stream import EngineStreams, next_chunk
 from gkd.types import Prompt
 
 
@@ -29,6 +30,7 @@ class RolloutPool:
     def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
         self.workers, self._config, self._dp_size = list(workers), config, dp_size
         self._eos_ids: frozenset[int] = frozenset()
+        self._stream: EngineStreams | None = None
 
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
         """Start building all engines; returns refs by name, to be gathered."""
@@ -63,22 +65,25 @@ class RolloutPool:
         timeout_s = config.trainer.stage_timeout_s
         heard = time.monotonic()
         while streams:
-            ready, _ = ray.wait(list(streams), num_returns=1, timeout=max(0.0, heard + timeout_s - time.monotonic()))
+            left_s = max(0.0, heard + timeout_s - time.monotonic())
+            ready, _ = ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)
             if not ready:
                 raise ClusterError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(streams.values())}")
             heard = time.monotonic()
-            stream = ready[0]
-            try:
-                rollouts = next(stream)
-            except StopIteration:
-                del streams[stream]
-                continue
-            try:
-                second = next(stream)
-            except StopIteration:  # a failed call leaves one item, and it holds the error
-                fetch(rollouts, f"generate on {streams[stream]}")
-                raise ClusterError(f"{streams[stream]}: its rollouts ended in the middle of a chunk") from None
-            yield decode_sizes(fetch(second, f"generate on {streams[stream]}"), rollouts)
+            chunk = next_chunk(ready[0], f"generate on {streams[ready[0]]}")
+            if chunk is None:
+                del streams[ready[0]]
+            else:
+                yield chunk
+
+    def open_stream(self, *, n: int, temperature: float, seed: int) -> EngineStreams:
+        """Raises ClusterError: a stream is open already, or an engine died or did not answer in time."""
+        if self._stream is not None and not self._stream.closed:
+            raise ClusterError("a rollout stream is open, and the engines take one at a time. Fix: close it first")
+        config = self._config
+        sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
+        self._stream = EngineStreams(self.workers, sampling, self._dp_size, config.trainer.stage_timeout_s)
+        return self._stream
 
     def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
         """The dataset's responses as finished chunks; nothing is asked of an engine.

@@ -81,6 +81,11 @@ class WeightReceiver:
             raise WeightSyncError(f"the sync left parameters of the rollout engine unwritten: {missed[:8]}")
         return n_bytes
 
+    def gkd_settle(self) -> None:
+        """Wait for all that this worker has given its device to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def gkd_digests(self) -> dict[str, str]:
         """Digest of each tensor the engine computes with, by its Hugging Face name (full tensors, gathered over TP)."""
         return {name: digest(tensor) for name, tensor in held_tensors(self.model_runner.get_model())}

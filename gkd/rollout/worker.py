@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import ray
 
 from gkd.cluster.assignment import RankPlace, this_place
 from gkd.config import Config
 from gkd.data import load_tokenizer
+from gkd.errors import ClusterError
 from gkd.evaluation import is_correct
 from gkd.log import get_logger
 from gkd.roles import Sample
 from gkd.rollout.asked import decode_prompts
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.engine import RolloutEngine, Sampling
+from gkd.rollout.engine_loop import EngineLoop
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.transfer import GroupSpec
 
+T = TypeVar("T")
+
+# Methods of these groups are answered while others run; the pool is spawned with them. `stream` runs as long as the
+# stream is open, and prompts may come while the other methods' thread waits for the end of a `generate`.
+STREAM, ADMITS = "stream", "admits"
+
 
 class RolloutWorker:
-    """One engine; methods are called one at a time.
+    """One engine. Ray calls all methods but those of `STREAM` and `ADMITS` in one thread, one after the other.
+
+    While a stream is open, `stream` alone uses the engine and does what the others ask for. Else they do it themselves.
 
     Args:
         rank: which engine of the pool.
@@ -30,6 +42,7 @@ class RolloutWorker:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._log = get_logger(f"rollout.{rank}")
+        self._loop: EngineLoop | None = None  # of the stream that is open
 
     def place(self) -> RankPlace:
         return this_place("rollout", self._rank)
@@ -66,7 +79,7 @@ class RolloutWorker:
         """
         prompts, places = decode_prompts(asked)
         finished: dict[int, list[Rollout]] = defaultdict(list)
-        for rollout in self._engine.generate(prompts, sampling, places):
+        for rollout in self._answers(prompts, sampling, places):
             dp_rank = rollout.sample_index // sampling.n % dp_size
             finished[dp_rank].append(rollout)
             if len(finished[dp_rank]) == chunk_size:
@@ -83,7 +96,7 @@ class RolloutWorker:
         sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
         n_correct = 0
         samples: dict[int, Sample] = {}
-        for rollout in self._engine.generate(prompts, sampling):
+        for rollout in self._answers(prompts, sampling, range(len(prompts))):
             place = rollout.sample_index
             text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
             answer = str(prompts[place].answer)
@@ -100,14 +113,56 @@ class RolloutWorker:
                 )
         return n_correct, [samples[place] for place in sorted(samples)]
 
+    def open_stream(self, sampling: Sampling) -> None:
+        """From now on the engine waits for `stream` to use it. Raises ClusterError: a stream is open."""
+        if self._loop is not None:
+            raise ClusterError(f"rollout engine {self._rank} has an open stream; it takes one at a time. Fix: close it")
+        self._engine.settle()
+        self._loop = EngineLoop(self._engine, sampling)
+
+    @ray.method(concurrency_group=STREAM)
+    def stream(self, dp_size: int) -> Iterator[list[Rollout] | bytes]:
+        """Runs from `open_stream` to `close_stream`. Two objects, as of `generate`, for each prompt admitted, when all
+        its samples are finished.
+        """
+        for rollouts in self._open_loop().run():
+            dp_rank = rollouts[0].sample_index // len(rollouts) % dp_size
+            yield rollouts
+            yield encode_sizes(chunk_sizes(dp_rank, rollouts, _oldest_version(rollouts)))
+
+    @ray.method(concurrency_group=ADMITS)
+    def admit(self, asked: bytes) -> None:
+        """Give the open stream more prompts, see `encode_prompts`; does not wait for them. What is wrong with one of
+        them comes out of `stream`.
+        """
+        self._open_loop().admit(*decode_prompts(asked))
+
+    def close_stream(self) -> None:
+        """Stop and drop what is not finished; harmless if none is open."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
     def join_groups(self, specs: list[GroupSpec]) -> None:
-        self._engine.join_groups(specs)
+        self._do(lambda: self._engine.join_groups(specs))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
-        return self._engine.receive(plans, policy_version)
+        # An engine that has a part of the new weights must not write on.
+        return self._do(lambda: self._engine.receive(plans, policy_version), vital=True)
 
     def digests(self) -> dict[str, str]:
-        return self._engine.digests()
+        return self._do(self._engine.digests)
+
+    def _do(self, what: Callable[[], T], *, vital: bool = False) -> T:
+        return what() if self._loop is None else self._loop.call(what, vital=vital)
+
+    def _answers(self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> Iterator[Rollout]:
+        return (self._loop or self._engine).generate(prompts, sampling, places)
+
+    def _open_loop(self) -> EngineLoop:
+        if self._loop is None:
+            raise ClusterError(f"rollout engine {self._rank} has no open stream")
+        return self._loop
 
 
 def _oldest_version(rollouts: Sequence[Rollout]) -> int:

@@ -198,8 +198,8 @@ def torture(runs: Runs, base: Path | None, run_dir: Path, kills: Sequence[Kill])
 
 
 def check_replay(runs: Runs, run_dir: Path) -> None:
-    """Train again on the batches of a finished run, however often it was killed. Raises AssertionError where the numbers
-    or the weights are others.
+    """Train again on the batches of a finished run, however often it was killed. Raises AssertionError where numbers or
+    weights are others.
     """
     again = run_dir.with_name(f"{run_dir.name}_again")
     code, log = runs.launch(again, None, f"trainer.replay={run_dir / 'batches'}", "trainer.record_batches=false")

@@ -18,6 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ray": (
         "gkd/cluster/",
         "gkd/rollout/pool.py",
+        "gkd/rollout/stream.py",
         "gkd/rollout/worker.py",
         "gkd/actor/worker.py",
         "gkd/wiring.py",

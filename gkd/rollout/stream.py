@@ -1,0 +1,175 @@
+"""The driver's side of the rollout stream: the least busy engine gets a prompt, what any engine finishes comes out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from gkd.cluster.calls import fetch, gather
+from gkd.errors import ClusterError, GkdError
+from gkd.log import get_logger
+from gkd.roles import RolloutChunk
+from gkd.rollout.asked import encode_prompts
+from gkd.rollout.chunks import decode_sizes
+from gkd.rollout.engine import Sampling
+from gkd.types import Prompt
+
+log = get_logger("rollout_stream")
+
+
+def next_chunk(items: Any, what: str) -> RolloutChunk | None:
+    """Read a chunk's two objects, of which the first is there, from the streaming generator of a worker's call.
+
+    Returns:
+        None: the call has ended.
+
+    Raises:
+        GkdError: the call failed; see `fetch`.
+    """
+    try:
+        rollouts = next(items)
+    except StopIteration:
+        return None
+    try:
+        sizes = next(items)
+    except StopIteration:  # a failed call leaves one item, and it holds the error
+        fetch(rollouts, what)
+        raise ClusterError(f"{what}: its rollouts ended in the middle of a chunk") from None
+    return decode_sizes(fetch(sizes, what), rollouts)
+
+
+def least_busy(n_prompts: int, unfinished: Sequence[int]) -> list[int]:
+    """The engine for each of some prompts: one with the fewest unfinished ones, those before it counted; the first
+    such.
+
+    Args:
+        unfinished: prompts that each engine has.
+    """
+    counts = list(unfinished)
+    chosen = []
+    for _ in range(n_prompts):
+        chosen.append(counts.index(min(counts)))
+        counts[chosen[-1]] += 1
+    return chosen
+
+
+class EngineStreams:
+    """Implements `gkd.roles.RolloutStream`: one open stream on each engine. Methods may be called from any thread.
+
+    Args:
+        workers: Ray handles of all engines; none has an open stream.
+        timeout_s: for how long an engine may take to open and to close.
+    """
+
+    def __init__(self, workers: Sequence[Any], sampling: Sampling, dp_size: int, timeout_s: float) -> None:
+        self._workers, self._timeout_s = list(workers), timeout_s
+        self._names = [f"rollout engine {i}" for i in range(len(workers))]
+        self._lock = threading.Lock()  # guards the next four
+        self._unfinished = [0] * len(workers)
+        self._admitted: list[tuple[Any, str]] = []  # calls of `admit` that are not known to have gone well
+        self._closed = self._failed = False
+        self._reading = threading.Lock()  # guards the next one, and the order in which it is read
+        self._items: dict[Any, int] = {}  # generator of its chunks -> engine
+        opening = {name: worker.open_stream.remote(sampling) for name, worker in self._by_name()}
+        try:
+            gather(opening, "opening the rollout stream", timeout_s)
+            for engine, worker in enumerate(self._workers):
+                self._items[worker.stream.options(num_returns="streaming").remote(dp_size)] = engine
+        except BaseException:
+            self._failed = True
+            self.close()
+            raise
+
+    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
+        """Raises ClusterError: the stream is closed. DataError: a number too large, see `encode_prompts`."""
+        with self._lock:
+            if self._closed:
+                raise ClusterError("prompts were given to a closed rollout stream")
+            shares: dict[int, list[int]] = defaultdict(list)
+            for j, engine in enumerate(least_busy(len(prompts), self._unfinished)):
+                shares[engine].append(j)
+            asked = {e: encode_prompts([prompts[j] for j in s], [places[j] for j in s]) for e, s in shares.items()}
+            for engine, share in shares.items():
+                ref = self._workers[engine].admit.remote(asked[engine])
+                self._admitted.append((ref, self._names[engine]))
+                self._unfinished[engine] += len(share)
+
+    def finished(self, timeout_s: float) -> list[RolloutChunk]:
+        """Chunks in order of completion; nothing at once if the stream is closed.
+
+        Raises:
+            ClusterError: an engine died, or its stream failed.
+            DataError: an engine refused a prompt.
+        """
+        deadline = time.monotonic() + timeout_s
+        chunks: list[RolloutChunk] = []
+        with self._reading:
+            try:
+                while self._items and not self._closed:
+                    left_s = 0.0 if chunks else max(0.0, deadline - time.monotonic())
+                    # The driver's node has no use for the rollouts: they are ready where they are.
+                    ready, _ = ray.wait(list(self._items), num_returns=1, timeout=left_s, fetch_local=False)
+                    if not ready:
+                        break
+                    chunks += self._read(ready[0])
+                self._check_admitted()
+            except GkdError:
+                self._failed = True
+                raise
+        return chunks
+
+    def close(self) -> None:
+        """Raises ClusterError: an engine could not be told to stop; not after `finished` has said so."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            # What is on its way to an engine must arrive before the end, or the next stream would get it.
+            admitted = [ref for ref, _ in self._admitted]
+            self._admitted.clear()
+        try:
+            if admitted:
+                ray.wait(admitted, num_returns=len(admitted), timeout=self._timeout_s)
+            closing = {name: worker.close_stream.remote() for name, worker in self._by_name()}
+            gather(closing, "closing the rollout stream", self._timeout_s)
+        except GkdError as error:
+            if not self._failed:
+                raise
+            log.warning("closing a rollout stream that had failed: %s", error)
+        with self._reading:
+            self._items.clear()  # with them goes what nobody read
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _read(self, items: Any) -> list[RolloutChunk]:
+        engine = self._items[items]
+        chunk = next_chunk(items, f"the rollout stream of {self._names[engine]}")
+        if chunk is None:
+            del self._items[items]
+            if not self._closed:
+                raise ClusterError(f"the rollout stream of {self._names[engine]} ended by itself")
+            return []
+        with self._lock:
+            self._unfinished[engine] -= 1
+        return [chunk]
+
+    def _check_admitted(self) -> None:
+        """Raise what went wrong in handing prompts over, and forget what went well."""
+        with self._lock:
+            if self._closed:
+                return
+            names = dict(self._admitted)
+            done, _ = ray.wait(list(names), num_returns=len(names), timeout=0) if names else ([], [])
+            self._admitted = [(ref, name) for ref, name in self._admitted if ref not in done]
+        for ref in done:
+            fetch(ref, f"admitting prompts to {names[ref]}")
+
+    def _by_name(self) -> list[tuple[str, Any]]:
+        return list(zip(self._names, self._workers, strict=True))

@@ -1,0 +1,200 @@
+"""The rollout stream through the real pools: two engines, one trainer rank, and weights that move while they write."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from gkd.actor.pool import ActorPool
+from gkd.actor.worker import SAVES, ActorWorker
+from gkd.cluster.calls import gather
+from gkd.cluster.pools import Cluster, PoolSpec
+from gkd.config_load import load_config
+from gkd.errors import ClusterError, DataError
+from gkd.roles import RolloutChunk, RolloutStream, ScoredChunk
+from gkd.rollout.pool import RolloutPool
+from gkd.rollout.worker import ADMITS, STREAM, RolloutWorker
+from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
+from gkd.weight_sync.coordinator import WeightSync
+from gkd.wiring import worker_env
+from tests.bench.driver_bytes import counted
+from tests.e2e.conftest import EOS, VOCAB, Lab
+from tests.e2e.test_driver_bytes import LIMIT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+DP_SIZE = 3  # of the groups that the chunks are for
+N, MAX_TOKENS = 2, 48
+
+
+@dataclass
+class Pools:
+    rollout: RolloutPool
+    actor: ActorPool
+    sync: WeightSync
+
+
+@pytest.fixture(scope="module")
+def pools(lab: Lab) -> Iterator[Pools]:
+    settings = lab.command(lab.root / "stream_run", 1)[5:]
+    config = load_config(
+        None,
+        [
+            *settings,
+            f"data.max_response_length={MAX_TOKENS}",
+            "rollout.n_gpus_per_node=2",
+            "rollout.max_num_seqs=8",
+            "weight_sync.verify=always",
+        ],
+    )
+    cluster = Cluster("", n_slots=3, on_cpu=True)
+    try:
+        actor_slots = cluster.make_pool(PoolSpec("actor", 1, 1, gpus_per_worker=1), 60)
+        rollout_slots = cluster.make_pool(PoolSpec("rollout", 1, 2, gpus_per_worker=1), 60)
+        env = worker_env(on_cpu=True)
+        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=(SAVES,)), config)
+        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=(STREAM, ADMITS)), config, DP_SIZE)
+        gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4), "init_model", 200)
+        yield Pools(rollout, actor, WeightSync(actor.exporters(), rollout.workers, config, "cpu"))
+    finally:
+        cluster.close()
+
+
+def _prompts(n: int) -> list[Prompt]:
+    rng = np.random.default_rng(5)
+    return [Prompt(i, rng.integers(2, VOCAB, 3 + i % 9).astype(np.int32), "w2") for i in range(n)]
+
+
+class Reader:
+    """Reads a stream in a thread, as the trainer does; what it fails with comes out of `until`."""
+
+    def __init__(self, stream: RolloutStream) -> None:
+        self.chunks: list[RolloutChunk] = []
+        self._stream, self._stop = stream, threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._done = self._pool.submit(self._read)
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            self.chunks += self._stream.finished(0.5)
+
+    def until(self, n: int) -> list[RolloutChunk]:
+        deadline = time.monotonic() + 100
+        while len(self.chunks) < n and not self._done.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        if self._done.done():
+            self._done.result()
+        return self.chunks
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+
+
+def _scored(chunk: RolloutChunk) -> ScoredChunk:
+    """With a teacher that wants four words and nothing else."""
+    scores = []
+    for rollout in ray.get(chunk.ref):
+        shape = (len(rollout.response_ids), 4)
+        ids = np.broadcast_to(np.arange(5, 9, dtype=np.int32), shape).copy()
+        logprobs = np.full(shape, np.log(0.2), np.float32)
+        scores.append(TeacherScores(TeacherTopK(ids, logprobs, np.full(shape[0], 0.2, np.float32))))
+    return ScoredChunk(chunk, ray.put(scores), 0.8, 0)
+
+
+def test_weights_are_pushed_while_the_stream_writes(pools: Pools) -> None:
+    """Fails if a weight sync, an evaluation or a batch waits for the stream or breaks it, or a prompt is lost, answered
+    twice or sent to another group, or the driver gets more of it than its sizes."""
+    prompts = _prompts(60)
+    with counted() as counters:
+        stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
+        with pytest.raises(ClusterError, match="one at a time"):
+            pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
+        reader = Reader(stream)
+        try:
+            for place in range(0, 40, 4):
+                stream.admit(prompts[place : place + 4], places=range(place, place + 4))
+            first = list(reader.until(3))
+            pools.actor.train_step([_scored(chunk) for chunk in first[:3]])
+            report = pools.sync.push(1)
+            at_push = len(reader.chunks)
+            greedy = pools.rollout.greedy(prompts[:5], n_samples=2)
+            beside = list(pools.rollout.generate(prompts[:4], places=range(4), n=1, temperature=0.0, seed=0))
+            at_end = len(reader.chunks)
+            before = counters.look()
+            stream.admit(prompts[40:], places=range(40, 60))
+            chunks = list(reader.until(60))
+            after = counters.look()
+        finally:
+            stream.close()
+            reader.stop()
+    print(f"{at_push} of 40 prompts were finished after the push, {at_end} after greedy and generate")
+    grown = {name: (after[name] - before[name]) / N / (60 - at_end) for name in after}
+    print(f"{60 - at_end} prompts, bytes a sequence: {grown}")
+    assert grown["read_bytes"] + grown["written_bytes"] <= LIMIT
+    assert at_push < 30 and report.verified_tensors == 24
+    assert len(greedy.samples) == 2
+    places = [int(chunk.sample_index[0]) // N for chunk in chunks]
+    assert sorted(places) == list(range(60))
+    rollouts: dict[int, Rollout] = {}
+    for chunk, place in zip(chunks, places, strict=True):
+        assert chunk.dp_rank == place % DP_SIZE and chunk.sample_index.tolist() == [place * N, place * N + 1]
+        mine: list[Rollout] = ray.get(chunk.ref)
+        assert chunk.policy_version == min(r.policy_version for r in mine)
+        for rollout in mine:
+            assert rollout.prompt_ids.tolist() == prompts[place].token_ids.tolist()
+            assert rollout.version_spans[-1].stop == len(rollout.response_ids)
+            rollouts[rollout.sample_index] = rollout
+    spans = [tuple(s.policy_version for s in r.version_spans) for r in rollouts.values()]
+    assert {(0,), (0, 1), (1,)} == set(spans)
+    assert sum(chunk.n_sequences for chunk in beside) == 4 and {chunk.policy_version for chunk in beside} == {1}
+    (one,) = (r for chunk in beside for r in ray.get(chunk.ref) if r.prompt_id == 0)
+    assert one.response_ids.tolist() == greedy.samples[0].response_ids
+
+
+def test_a_closed_stream_leaves_the_engines_to_the_next(pools: Pools) -> None:
+    """Fails if what a closed stream has left is answered later, or a stream can only be opened once."""
+    prompts = _prompts(40)
+    stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
+    stream.admit(prompts, places=range(40))
+    stream.close()
+    stream.close()
+    assert stream.finished(5.0) == []
+    with pytest.raises(ClusterError, match="closed"):
+        stream.admit(prompts, places=range(40))
+    (generated,) = pools.rollout.generate(prompts[7:8], places=[7], n=N, temperature=1.0, seed=5)
+
+    stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
+    assert stream.finished(0.1) == []
+    stream.admit(prompts[7:8], places=[7])
+    (streamed,) = stream.finished(60.0)
+    stream.close()
+    one, other = (sorted(ray.get(chunk.ref), key=lambda r: r.sample_index) for chunk in (streamed, generated))
+    for a, b in zip(one, other, strict=True):
+        assert a.sample_index == b.sample_index and a.response_ids.tolist() == b.response_ids.tolist()
+        assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
+
+
+def test_a_refused_prompt_and_a_dead_engine_are_named(pools: Pools) -> None:
+    """Fails if a run waits for ever for what an engine refused, or for an engine that is not there any more."""
+    stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
+    stream.admit([Prompt(77, np.full(200, 5, np.int32))], places=[0])
+    with pytest.raises(DataError, match="prompt 77"):
+        Reader(stream).until(1)
+    stream.close()
+
+    stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
+    stream.admit(_prompts(40), places=range(40))
+    workers: list[Any] = pools.rollout.workers
+    ray.kill(workers[1])
+    with pytest.raises(ClusterError, match="rollout engine 1"):
+        Reader(stream).until(40)
+    stream.close()

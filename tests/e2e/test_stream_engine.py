@@ -1,0 +1,192 @@
+"""One real vLLM engine that is given new weights while it writes: who wrote which token, and with which cache."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.cluster.assignment import free_port
+from gkd.rollout.engine import CPU_ENV
+from gkd.types import Prompt, Rollout
+from tests.e2e.conftest import EOS, VOCAB, Lab
+
+pytestmark = pytest.mark.e2e
+N_PROMPTS, N_SAMPLES, MAX_TOKENS, TEMPERATURE = 6, 2, 12, 0.7
+# Passes before new weights come. 8 of the 12 sequences run at a time: 4 are still waiting then.
+AFTER = (5, 9)
+
+
+def _prompts() -> list[Prompt]:
+    rng = np.random.default_rng(3)
+    return [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(N_PROMPTS)]
+
+
+def _expected(model: Any, rollout: Rollout) -> np.ndarray:
+    """[R] float32: the logprob of each response token after all tokens before it."""
+    import torch
+
+    tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+    with torch.no_grad():
+        logprobs = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+    first = len(rollout.prompt_ids)
+    picked: np.ndarray = logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy()
+    return picked
+
+
+def _interrupted(engine: Any, sampling: Any, pushes: dict[int, Callable[[], None]]) -> list[Rollout]:
+    """All prompts; after so many passes, something in between."""
+    engine.add("stream", _prompts(), sampling, range(N_PROMPTS))
+    finished: list[Rollout] = []
+    n_passes = 0
+    while engine.n_running:
+        engine.step()
+        n_passes += 1
+        if n_passes in pushes:
+            pushes[n_passes]()
+        finished += engine.take("stream")
+    return sorted(finished, key=lambda r: r.sample_index)
+
+
+def _probe(student: Path, port: int) -> dict[str, Any]:
+    """Runs in a process of its own, because an engine is one a process."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from gkd.config import RolloutConfig
+    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine_loop import EngineLoop
+    from gkd.weight_sync.buckets import TensorSpec, plan_buckets
+    from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+
+    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
+    engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS])
+    sampling = Sampling(N_SAMPLES, TEMPERATURE, 1.0, MAX_TOKENS, seed=11)
+
+    old = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    models = {0: old, 1: old}  # version -> its weights
+    for version in (2, 3, 5):
+        models[version] = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+        torch.manual_seed(version)
+        for parameter in models[version].parameters():
+            parameter.data.mul_(1 + 0.1 * torch.randn_like(parameter))
+    models[4] = models[3]
+    specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in old.named_parameters()]
+    buckets = plan_buckets(specs, 1 << 20)
+
+    def spec(rank: int) -> GroupSpec:
+        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0)
+
+    joined: list[TransferGroup] = []
+    thread = threading.Thread(target=lambda: joined.append(TransferGroup(spec(0), torch.device("cpu"))))
+    thread.start()
+    engine.join_groups([spec(1)])
+    thread.join()
+
+    def push(version: int) -> None:
+        tensors = dict(models[version].named_parameters())
+        sender = threading.Thread(target=lambda: send(joined[0], buckets, iter(tensors.items()), with_digests=False))
+        sender.start()
+        engine.receive([buckets], version)
+        sender.join()
+
+    def one_streamed() -> list[Rollout]:
+        loop = EngineLoop(engine, sampling)
+        loop.admit(_prompts()[4:5], [4])
+        chunk = next(loop.run())
+        loop.close()
+        return chunk
+
+    def one_generated() -> list[Rollout]:
+        return sorted(engine.generate(_prompts()[4:5], sampling, [4]), key=lambda r: r.sample_index)
+
+    result: dict[str, Any] = {"alone": [(one_streamed(), one_generated())]}
+    result["together"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
+    result["same"] = _interrupted(engine, sampling, {AFTER[0]: lambda: push(1)})
+    result["new"] = _interrupted(engine, sampling, {AFTER[0]: lambda: push(2), AFTER[1]: lambda: push(3)})
+    result["alone"].append((one_streamed(), one_generated()))
+
+    # Like asynchronous scheduling, which vLLM has on GPUs only: a pass is begun before the last one's tokens are in.
+    result["together_again"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
+    core = engine.llm.llm_engine.engine_core.engine_core
+    core.batch_queue, core.batch_queue_size, core.step_fn = deque(maxlen=2), 2, core.step_with_batch_queue
+    result["in_flight"] = []
+
+    def push_in_flight(version: int) -> None:
+        result["in_flight"].append(len(core.batch_queue))
+        push(version)
+
+    result["landed_same"] = _interrupted(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(4)})
+    result["landed"] = _interrupted(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(5)})
+    versions = sorted(models)
+    for name in ("same", "new", "landed_same", "landed"):
+        result[f"expected_{name}"] = [{v: _expected(models[v], r) for v in versions} for r in result[name]]
+    result["left"] = engine.n_running
+    return result
+
+
+@pytest.fixture(scope="module")
+def probe(lab: Lab) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
+            patch.setenv(key, value)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_probe, lab.student, free_port("127.0.0.1")).result(timeout=200)
+
+
+@pytest.mark.parametrize(
+    ("name", "versions", "differ"),
+    [("same", (0, 1), False), ("new", (1, 2, 3), True), ("landed_same", (3, 4), False), ("landed", (4, 5), True)],
+)
+def test_each_span_has_the_logprobs_of_its_version(
+    probe: dict[str, Any], name: str, versions: tuple[int, ...], differ: bool
+) -> None:
+    """Fails if a token is taken for another version's, is lost or doubled, or was written by a cache of old weights."""
+    rollouts: list[Rollout] = probe[name]
+    assert [r.sample_index for r in rollouts] == list(range(N_PROMPTS * N_SAMPLES))
+    seen: dict[int, int] = dict.fromkeys(versions, 0)
+    errors, other = [], []
+    for rollout, expected in zip(rollouts, probe[f"expected_{name}"], strict=True):
+        assert [s.start for s in rollout.version_spans] == [0, *(s.stop for s in rollout.version_spans[:-1])]
+        assert rollout.version_spans[-1].stop == len(rollout.response_ids) == len(rollout.rollout_logprobs)
+        written = [s.policy_version for s in rollout.version_spans]
+        assert written == sorted(set(written)) and rollout.policy_version == written[0]
+        for span in rollout.version_spans:
+            seen[span.policy_version] += span.stop - span.start
+            part = slice(span.start, span.stop)
+            errors.append(np.abs(rollout.rollout_logprobs[part] - expected[span.policy_version][part]).max())
+            for wrong in set(versions) - {span.policy_version}:
+                other.append(np.abs(rollout.rollout_logprobs[part] - expected[wrong][part]).mean())
+    print(f"{name}: tokens by version {seen}, largest error {max(errors):.1e}, by a wrong version {min(other):.1e}")
+    assert max(errors) < 1e-3 and (min(other) > 0.05) == differ
+    assert all(seen.values()) and len({len(r.version_spans) for r in rollouts}) > 1
+    assert probe["left"] == 0
+
+
+@pytest.mark.parametrize(("plain", "interrupted"), [("together", "same"), ("together_again", "landed_same")])
+def test_weights_that_are_the_same_change_nothing(probe: dict[str, Any], plain: str, interrupted: str) -> None:
+    """Fails if a sequence that is interrupted by new weights loses its place in its random numbers, or a token that was
+    under way."""
+    for before, after in zip(probe[plain], probe[interrupted], strict=True):
+        assert before.response_ids.tolist() == after.response_ids.tolist()
+        np.testing.assert_allclose(before.rollout_logprobs, after.rollout_logprobs, atol=1e-4)
+    assert probe["in_flight"] == [1, 1], "passes were under way where the names say so"
+
+
+def test_a_streamed_prompt_is_answered_like_a_generated_one(probe: dict[str, Any]) -> None:
+    """Fails if what a prompt's seed and place make depends on whether it was given to a stream or to a batch."""
+    for streamed, generated in probe["alone"]:
+        assert [r.sample_index for r in streamed] == [8, 9]
+        for one, other in zip(streamed, generated, strict=True):
+            assert one.response_ids.tolist() == other.response_ids.tolist()
+            assert one.rollout_logprobs.tobytes() == other.rollout_logprobs.tobytes()
+            assert one.version_spans == other.version_spans and len(one.version_spans) == 1
+    (first, _), (last, _) = probe["alone"]
+    assert [r.policy_version for r in first + last] == [0, 0, 3, 3]
