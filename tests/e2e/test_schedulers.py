@@ -1,6 +1,6 @@
 """Schedulers that answer batches ahead: as stale as they promise, and resumed the same run, to the bit.
 
-In full, with kills: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off`. The stream: `test_stream.py`.
+In full, with kills: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off`. Streams: `test_stream.py`.
 """
 
 from __future__ import annotations
