@@ -1,1 +1,7 @@
 """On-policy distillation: a Megatron-core student, vLLM rollouts, a teacher behind ZMQ. Start at trainer.py."""
+
+import os
+
+# Ray calls would otherwise start a cluster, or join any that runs on this machine, whenever none is connected: also
+# those of a thread that outlives `ray.shutdown`. Ray reads this when it is imported. `gkd.cluster.pools` connects.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

@@ -23,6 +23,7 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._closed = False
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def start(self, job: Callable[[], T]) -> Result[T]:
@@ -32,16 +33,22 @@ class Background:
         return future
 
     def close(self) -> None:
-        """The thread ends after what it was given; does not wait for it."""
+        """Begin nothing more; does not wait for the job that is being done. What was not begun is cancelled."""
+        self._closed = True
         self._jobs.put(None)
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:
             job, future = item
+            if self._closed:
+                future.cancel()
+                continue
             try:
                 future.set_result(job())
             except BaseException as error:  # whatever it is, whoever asks for the result gets it
                 future.set_exception(error)
+                # Ray ends threads that call it during its shutdown by SystemExit: nothing may be begun after that.
+                self._closed = self._closed or not isinstance(error, Exception)
 
 
 class Foreground(Generic[T]):

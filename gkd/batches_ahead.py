@@ -42,7 +42,7 @@ class BatchesAhead:
     ) -> None:
         self._config, self._answering, self._scoring, self._sampler = config, answering, scoring, sampler
         self._total_steps = total_steps
-        self._ahead = AHEAD[config.trainer.scheduler]
+        self._ahead = self.max_staleness = AHEAD[config.trainer.scheduler]
         self._beside = Background("answers") if self._ahead else None
         self._queue: deque[_Batch] = deque()
 
@@ -82,7 +82,8 @@ class BatchesAhead:
         chunks = {_label(batch.number): batch.answered.result() for batch in older}
         return InFlight((step + len(older)) * self._config.trainer.global_batch_size, chunks=chunks)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
+        del wait  # a batch that is being answered is whole soon, or ends with the engines
         if self._beside is not None:
             self._beside.close()
 

@@ -40,7 +40,8 @@ class TrainerState:
     """What the driver needs to go on; the rest is in the actor's part of the checkpoint."""
 
     step: int
-    sampler_position: int  # of the prompts' order: those before it are trained on, in flight, or unfinished
+    # Of the prompts' order: those that the student answers before it are trained on, in flight, or unfinished.
+    sampler_position: int
     unfinished: tuple[int, ...] = ()  # positions before it that are neither trained on nor in flight: to begin again
 
     def to_bytes(self) -> bytes:
@@ -56,9 +57,9 @@ def read_state(folder: Path) -> TrainerState:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: {STATE} cannot be read ({error})") from error
     keys = set(TrainerState.__slots__)
-    if not isinstance(content, dict) or set(content) != keys:
+    if not isinstance(content, dict) or {*content, "unfinished"} != keys:  # written before there was any: none
         raise CheckpointError(f"{folder}: {STATE} has {content!r} where {', '.join(sorted(keys))} were expected")
-    unfinished = content["unfinished"]
+    unfinished = content.get("unfinished", [])
     counts = [content["step"], content["sampler_position"], *(unfinished if type(unfinished) is list else [None])]
     if not all(type(value) is int and value >= 0 for value in counts):
         raise CheckpointError(f"{folder}: {STATE} has {content!r} where counts were expected")
@@ -70,11 +71,12 @@ def read_state(folder: Path) -> TrainerState:
 def step_of(folder: Path) -> int | None:
     """The step that a checkpoint's folder is named after; None: that is no checkpoint's name."""
     digits = folder.name.removeprefix("step_")
-    is_one = re.fullmatch("[0-9]{8,}", digits) and folder.name == _folder_name(int(digits))
+    is_one = re.fullmatch("[0-9]{8,}", digits) and folder.name == step_folder(int(digits))
     return int(digits) if is_one else None
 
 
-def _folder_name(step: int) -> str:
+def step_folder(step: int) -> str:
+    """Name of a step's folder."""
     return f"step_{step:08d}"
 
 
@@ -104,7 +106,7 @@ class CheckpointStore:
         Its name is new each time: the ranks of a killed run live on for seconds, and what they still write must not
         come into a save of the next run.
         """
-        work = self.root / f"{TMP}{_folder_name(step)}_{secrets.token_hex(4)}"
+        work = self.root / f"{TMP}{step_folder(step)}_{secrets.token_hex(4)}"
         with naming(work):
             make_folder(self.root)
             self.remove_leftovers()
@@ -248,7 +250,7 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         step = step_of(Path(text.removesuffix("\n")))
-        return step if step is not None and text == f"{_folder_name(step)}\n" else None
+        return step if step is not None and text == f"{step_folder(step)}\n" else None
 
     def _folders(self) -> list[Path]:
         with naming(self.root, "read"):
@@ -256,7 +258,7 @@ class CheckpointStore:
         return sorted(found, key=lambda path: step_of(path) or 0)
 
     def _folder(self, step: int) -> Path:
-        return self.root / _folder_name(step)
+        return self.root / step_folder(step)
 
     def _delete(self, folder: Path) -> None:
         trash = folder.with_name(f"{_TRASH}{folder.name}")

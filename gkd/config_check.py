@@ -9,7 +9,7 @@ import dataclasses
 from fractions import Fraction
 from typing import cast, get_args
 
-from gkd.config import Config
+from gkd.config import Config, TrainerConfig
 from gkd.errors import ConfigError
 from gkd.loss.spec import LOSS_NAMES, loss_spec, teacher_signals
 from gkd.schedule import AHEAD, STREAM
@@ -111,6 +111,14 @@ def check_config(config: Config) -> None:
 
 
 def _check_scheduler(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.scheduler != STREAM and trainer.max_staleness != TrainerConfig().max_staleness:
+        raise ConfigError(
+            "trainer.max_staleness",
+            trainer.max_staleness,
+            f"trainer.scheduler: {trainer.scheduler} has a bound of its own ({AHEAD[trainer.scheduler]}).",
+            "leave it out, or set trainer.scheduler=stream.",
+        )
     if config.trainer.scheduler == STREAM and not config.teacher.overlap_rollout:
         raise ConfigError(
             "teacher.overlap_rollout",

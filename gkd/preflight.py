@@ -15,7 +15,7 @@ from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ConfigError, ModelError
 from gkd.log import get_logger
 from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
-from gkd.replay import check_replay
+from gkd.replay_check import check_replay
 from gkd.run_folder import RunFolder, named_checkpoint, open_run_folder
 from gkd.schedule import STREAM
 from gkd.teacher.base import TeacherInfo
@@ -82,9 +82,10 @@ def preflight(config: Config) -> Plan:
         log.warning("%d dataset responses are over data.max_response_length and cut there, without an end", n_cut)
     val = _held_out(config, tokenizer)
     total_steps = planned_steps(config, len(train))
-    check_replay(config, total_steps)
     check_stream_fits(config, total_steps)
     teacher = ask_teacher(config)
+    identity = {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
+    check_replay(config, total_steps, identity)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
     warn_of_the_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
     return Plan(
@@ -95,7 +96,7 @@ def preflight(config: Config) -> Plan:
         teacher=teacher,
         n_vocab=n_vocab,
         total_steps=total_steps,
-        folder=open_run_folder(config, {"name": teacher.model_name, "fingerprint": teacher.fingerprint}),
+        folder=open_run_folder(config, identity),
     )
 
 
@@ -107,7 +108,7 @@ def check_stream_fits(config: Config, total_steps: int) -> None:
             "trainer.total_steps",
             total_steps,
             f"with trainer.scheduler: stream a run of this batch size has at most {most} steps.",
-            "lower it, and go on from the end in a run of its own (trainer.resume).",
+            "lower it, and go on in a new run with the export of this one as model.path.",
         )
 
 

@@ -10,6 +10,7 @@ from gkd.config import Config
 from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
+from gkd.schedule import staleness_bound
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
@@ -125,7 +126,7 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
 
 
 def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:
-    """Most that the teacher's scores of one step or evaluation can take on the hosts, GiB.
+    """Most that the teacher's scores of the batches under way, or of an evaluation, can take on the hosts, GiB.
 
     They are held once in the object store and once by each tensor-parallel rank that trains on them (ids in 64 bits).
     """
@@ -135,19 +136,22 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     trained_on = stored | {"topk": 12 * topk}
     spec = loss_spec(config.distill, config.teacher.temperature)
     signals = teacher_signals(spec, cast(Signal, config.teacher.signal))
-    bytes_per_token = sum(stored[signal] + config.actor.tp * trained_on[signal] for signal in signals)
+    held = sum(stored[signal] for signal in signals)
+    used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
-    n_sequences = max(config.trainer.global_batch_size * config.rollout.n, evaluated)
-    return n_sequences * config.data.max_response_length * bytes_per_token / 2**30
+    batch = config.trainer.global_batch_size * config.rollout.n
+    # What is answered ahead waits in the object store.
+    bytes_per_position = max(batch * ((1 + staleness_bound(config.trainer)) * held + used), evaluated * (held + used))
+    return bytes_per_position * config.data.max_response_length / 2**30
 
 
 def warn_of_the_losses(config: Config, gib: float) -> None:
     """What is allowed, and may surprise."""
     if gib > LARGE_SCORES_GIB:
         log.warning(
-            "teacher.signal %s: the scores of one step or evaluation may take %.1f GiB of host memory, all "
-            "data-parallel groups together; smaller: hidden instead of logits, topk instead of hidden, a smaller "
-            "teacher.topk or eval.max_prompts",
+            "teacher.signal %s: the scores of the batches under way, or of an evaluation, may take %.1f GiB of host "
+            "memory, all data-parallel groups together, and while they are written to disk as much again; smaller: "
+            "hidden instead of logits, topk instead of hidden, a smaller teacher.topk or eval.max_prompts",
             config.teacher.signal,
             gib,
         )

@@ -6,12 +6,14 @@ everything of tokens joined along the tokens. What is read is what was written, 
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 
+from gkd.disk import naming
 from gkd.errors import CheckpointError
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
@@ -22,14 +24,15 @@ _SCORES = ("sampled_logprobs", "logits", "hidden")
 _TABLES = ("format", "sequences", "spans", "prompt_ids", "response_ids", "rollout_logprobs")
 
 
-def encode_sequences(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores] | None) -> bytes:
-    """Some sequences as the content of a file.
+def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequence[TeacherScores] | None) -> None:
+    """Some sequences into a file; takes as much memory again as their scores.
 
     Args:
         scores: of each, all with the same tables; None: they are not scored yet.
 
     Raises:
         CheckpointError: nothing to write, or the scores are not of these sequences.
+        OSError: it cannot be written.
     """
     if not rollouts:
         raise CheckpointError("a file of recorded rollouts was to hold none")
@@ -55,22 +58,17 @@ def encode_sequences(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores
     }
     if scores is not None:
         tables |= _score_tables(rollouts, scores)
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **tables)
-    return buffer.getvalue()
+    np.savez(file, allow_pickle=False, **tables)
 
 
-def decode_sequences(data: bytes, name: str) -> tuple[list[Rollout], list[TeacherScores] | None]:
-    """What `encode_sequences` was given.
-
-    Args:
-        name: of the file, for messages.
+def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | None]:
+    """What `write_sequences` was given.
 
     Raises:
-        CheckpointError: the data are something else, or a part of it.
+        CheckpointError: the file cannot be read, is something else, or a part of it.
     """
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        with naming(path, "read"), path.open("rb") as opened, _npz(opened) as file:
             tables = {key: file[key] for key in file.files}
         missing = [key for key in _TABLES if key not in tables]
         if missing:
@@ -79,8 +77,15 @@ def decode_sequences(data: bytes, name: str) -> tuple[list[Rollout], list[Teache
             raise ValueError(f"it has the format {tables['format'].tolist()}, and this version reads [{_FORMAT}]")
         rollouts = _rollouts(tables)
         return rollouts, _scores(tables, [len(r.response_ids) for r in rollouts])
-    except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{name} is no whole file of recorded rollouts: {error}") from error
+    except (ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is no whole file of recorded rollouts: {error}") from error
+
+
+def _npz(opened: IO[bytes]) -> np.lib.npyio.NpzFile:
+    loaded = np.load(opened, allow_pickle=False)
+    if not isinstance(loaded, np.lib.npyio.NpzFile):  # a bare array is a whole file, too
+        raise ValueError("it is a bare array")
+    return loaded
 
 
 def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:

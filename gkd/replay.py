@@ -1,46 +1,71 @@
 """What each step was trained on, kept (`trainer.record_batches`) and trained on again (`trainer.replay`).
 
+    batches/config.yaml, teacher.json          of the run that recorded them
+            step_N/{batch_group_G.npz, manifest.json}    the batch that made step N
+
 Under `trainer.scheduler: stream` a batch depends on timing, so a run cannot be made again from its seed. From its
-batches it can: same settings, same layout, same numbers, to the bit. Any other run's batches make an off-policy run.
+batches it can: same settings, same layout, same numbers, to the bit. With other settings a replay learns off-policy,
+from what another student wrote; its staleness is what it is.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.checkpoints import TrainerState
+from gkd.checkpoints import TrainerState, step_folder
 from gkd.config import Config
-from gkd.disk import make_folder, naming
-from gkd.errors import CheckpointError, ConfigError
+from gkd.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
+from gkd.manifest import NAME as MANIFEST
+from gkd.manifest import Manifest, verify
 from gkd.metrics import StageTimers
 from gkd.roles import Recording, ScoredChunk, ScoringRole
-from gkd.run_folder import BATCHES
+from gkd.run_folder import RunFolder
 from gkd.schedule import STREAM
 from gkd.sources import InFlight
 
+_LABEL = "batch"
+
 
 class BatchRecorder:
-    """Writes each batch beside the step that trains on it, into `folder`/step_N_group_G.npz; N is the step it makes."""
+    """Writes each batch beside the step that trains on it. A batch is there whole, under its step's name, or not."""
 
-    def __init__(self, folder: Path, scoring: ScoringRole) -> None:
-        self._folder, self._scoring = folder, scoring
-        self._under_way: Recording | None = None
+    def __init__(self, folder: RunFolder, scoring: ScoringRole) -> None:
+        self._run, self._root, self._scoring = folder, folder.batches, scoring
+        self._under_way: tuple[int, Path, Recording] | None = None
 
     def begin(self, step: int, batch: Sequence[ScoredChunk]) -> None:
-        with naming(self._folder):
-            make_folder(self._folder)
-        self._under_way = self._scoring.record(batch, self._folder, _label(step), scored=True)
+        """Args: step: the one that training on this batch makes."""
+        with naming(self._root):
+            if not self._root.exists():
+                make_folder(self._root)
+                for name, data in self._run.identity().items():
+                    replace_file(self._root / name, data)
+            # A name of its own: whoever outlives a killed run must not write into the next one's.
+            work = self._root / f"{TMP}{step_folder(step)}_{secrets.token_hex(4)}"
+            work.mkdir()
+        self._under_way = step, work, self._scoring.record(batch, work, _LABEL, scored=True)
 
     def finish(self) -> None:
         """Wait until what was begun is on the disk. Raises CheckpointError: it cannot be written."""
-        if self._under_way is not None:
-            self._scoring.recorded(self._under_way, wait=True)
-            self._under_way = None
+        if self._under_way is None:
+            return
+        (step, work, recording), self._under_way = self._under_way, None
+        files = self._scoring.recorded(recording, wait=True) or {}
+        final = self._root / step_folder(step)
+        with naming(final):
+            write_synced(work / MANIFEST, Manifest(step, files).to_bytes())
+            fsync(work)
+            remove(final)  # of a future that was given up
+            work.rename(final)
+            fsync(self._root)
 
 
 class Replay:
     """Implements `gkd.sources.BatchSource`: the batches of another run, in its order; nothing is answered."""
+
+    max_staleness = None
 
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
@@ -54,10 +79,11 @@ class Replay:
         """All were answered long ago."""
 
     def next(self, step: int, timers: StageTimers) -> list[ScoredChunk]:
+        """Raises CheckpointError: the batch is damaged, or there is none."""
+        folder = self._folder / step_folder(step + 1)
         with timers("rollout"):
-            pending = self._scoring.restore(self._folder, _label(step + 1), per_prompt=self._per_prompt)
-        if not pending:
-            raise CheckpointError(f"{self._folder} has no batch of step {step + 1}; it had one when the run began")
+            verify(folder)
+            pending = self._scoring.restore(folder, _LABEL, per_prompt=self._per_prompt)
         with timers("teacher"):
             return self._scoring.collect(pending)
 
@@ -65,30 +91,10 @@ class Replay:
         """The file stays."""
 
     def settle(self, timers: StageTimers) -> None:
-        """No engine is busy."""
+        """No engine is busy, but the stage has its time in the metrics."""
 
     def in_flight(self, step: int) -> InFlight:
         return InFlight(step * self._size)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
         """Nothing was begun."""
-
-
-def check_replay(config: Config, total_steps: int) -> None:
-    """Has the folder that trainer.replay names a batch of every step? Raises ConfigError."""
-    folder = Path(config.trainer.replay)
-    if not config.trainer.replay:
-        return
-    fix = "name the batches folder of a run that had trainer.record_batches: true."
-    if folder.resolve() == (Path(config.trainer.run_dir) / BATCHES).resolve():
-        raise ConfigError("trainer.replay", config.trainer.replay, "this run's own batches are written there.", fix)
-    if not folder.is_dir():
-        raise ConfigError("trainer.replay", config.trainer.replay, "there is no such folder.", fix)
-    missing = [step for step in range(1, total_steps + 1) if not any(folder.glob(f"{_label(step)}_group_*.npz"))]
-    if missing:
-        problem = f"it has no batch of {len(missing)} of the {total_steps} steps, the first is step {missing[0]}."
-        raise ConfigError("trainer.replay", config.trainer.replay, problem, f"lower trainer.total_steps, or {fix}")
-
-
-def _label(step: int) -> str:
-    return f"step_{step:08d}"

@@ -8,7 +8,7 @@ run_dir/config.yaml            resolved settings
         going_back             the earlier checkpoint of its own that it was told to go back to, until that is loaded
         samples/step_N.jsonl   greedy answers to held-out prompts
         token_losses/step_N.jsonl  the numbers of each token of an evaluation, with eval.keep_token_losses
-        batches/step_N_*.npz   what each step was trained on, with trainer.record_batches; see `gkd.replay`
+        batches/step_N/        what each step was trained on, with trainer.record_batches; see `gkd.replay`
         export/                the trained student in Hugging Face format; see `gkd.export_folder`
 """
 
@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -85,7 +86,7 @@ class RunFolder:
             named = re.match(r"step_(\d+)", file.name)
             if file.name.startswith(TMP) or (named and int(named[1]) > step):
                 with naming(file, "deleted"):
-                    file.unlink()
+                    shutil.rmtree(file) if file.is_dir() else file.unlink()
 
     def commit_checkpoint(self, state: TrainerState, written: Mapping[str, FileDigest]) -> Manifest:
         """Make a finished save the newest checkpoint, then delete those that trainer.keep_last and keep_every let go.
@@ -96,14 +97,17 @@ class RunFolder:
         Raises:
             CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
         """
-        documents = {
-            STATE: state.to_bytes(),
-            "config.yaml": config_yaml(self.config).encode(),
-            "teacher.json": _teacher_json(self._teacher).encode(),
-        }
+        documents = {STATE: state.to_bytes(), **self.identity()}
         manifest = self.store.commit(state.step, documents, written)
         self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every)
         return manifest
+
+    def identity(self) -> dict[str, bytes]:
+        """Whose run it is: file name -> content, of the settings and the teacher."""
+        return {
+            "config.yaml": config_yaml(self.config).encode(),
+            "teacher.json": _teacher_json(self._teacher).encode(),
+        }
 
     def starts_from_its_own(self) -> bool:
         """Is what the run goes on from one of its own checkpoints?"""

@@ -21,6 +21,7 @@ FREE_ON_RESUME = {
     "trainer.keep_every",
     "trainer.async_save",
     "trainer.record_batches",
+    "trainer.replay",
     "trainer.init_timeout_s",
     "trainer.stage_timeout_s",
     "trainer.n_gpus_per_node",

@@ -12,14 +12,15 @@ A save is of no use to anybody before its commit, so whatever ends the run but a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gkd.checkpoints import ACTOR, IN_FLIGHT, TrainerState
 from gkd.disk import naming
+from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
-from gkd.roles import ActorRole, FileDigest, Recording, ScoringRole
+from gkd.roles import ActorRole, FileDigest, PendingScores, Recording, ScoringRole
 from gkd.run_folder import RunFolder
 from gkd.sources import InFlight
 
@@ -32,7 +33,9 @@ class _Save:
 
     state: TrainerState
     began_s: float
-    in_flight: list[Recording]
+    folder: Path  # of the rollouts in flight
+    in_flight: Mapping[str, Sequence[PendingScores]]  # by label
+    recordings: dict[str, Recording]
 
 
 class Saver:
@@ -83,12 +86,16 @@ class Saver:
         try:
             folder = self._folder.store.begin(step)
             self._actor.save(folder / ACTOR)
-            recordings = self._record(in_flight, folder / IN_FLIGHT, scored)
+            try:
+                recordings = self._record(in_flight, folder / IN_FLIGHT, scored)
+            except Exception:
+                self._let_the_ranks_finish(None)
+                raise
         except Exception:
             self._give_up()
             raise
         state = TrainerState(step, in_flight.position, in_flight.unfinished)
-        self._under_way = _Save(state, began_s, recordings)
+        self._under_way = _Save(state, began_s, folder / IN_FLIGHT, in_flight.chunks, recordings)
         return numbers if self._in_background else numbers | self.finish()
 
     def poll(self) -> dict[str, float]:
@@ -104,7 +111,6 @@ class Saver:
         Raises:
             CheckpointError: it failed.
             ClusterError: a rank died, or has not written its files by then.
-            TeacherUnavailable, TeacherError: the scores of what is in flight do not come.
         """
         return self._commit(wait=True, timeout_s=timeout_s)
 
@@ -125,25 +131,51 @@ class Saver:
         log.info("checkpoint of step %d: %d bytes in %.1f s", save.state.step, manifest.n_bytes, seconds)
         return {"perf/checkpoint_write_s": seconds, "perf/checkpoint_bytes": float(manifest.n_bytes)}
 
-    def _record(self, in_flight: InFlight, folder: Path, scored: bool) -> list[Recording]:
+    def _record(self, in_flight: InFlight, folder: Path, scored: bool) -> dict[str, Recording]:
         if not in_flight.chunks:
-            return []
+            return {}
         with naming(folder):
             folder.mkdir()
-        return [
-            self._scoring.record(chunks, folder, label, scored=scored) for label, chunks in in_flight.chunks.items()
-        ]
+        return {
+            label: self._scoring.record(chunks, folder, label, scored=scored)
+            for label, chunks in in_flight.chunks.items()
+        }
 
     def _written(self, save: _Save, wait: bool, timeout_s: float | None) -> dict[str, FileDigest] | None:
         """All files of the save, relative to its folder; None: some are still being written."""
+        began_s = self._clock()
+
+        def left_s() -> float | None:
+            return None if timeout_s is None else max(0.0, began_s + timeout_s - self._clock())
+
         files: dict[str, FileDigest] = {}
-        for recording in save.in_flight:
-            recorded = self._scoring.recorded(recording, wait=wait, timeout_s=timeout_s)
-            if recorded is None:
-                return None
-            files |= {f"{IN_FLIGHT}/{name}": digest for name, digest in recorded.items()}
-        actor = self._actor.save_finished(wait=wait, timeout_s=timeout_s)  # last: it answers once
+        try:
+            for label in save.recordings:
+                recorded = self._recorded(save, label, wait, left_s())
+                if recorded is None:
+                    return None
+                files |= {f"{IN_FLIGHT}/{name}": digest for name, digest in recorded.items()}
+        except Exception:
+            self._let_the_ranks_finish(left_s())
+            raise
+        actor = self._actor.save_finished(wait=wait, timeout_s=left_s())  # last: it answers once
         return None if actor is None else files | {f"{ACTOR}/{name}": digest for name, digest in actor.items()}
+
+    def _recorded(self, save: _Save, label: str, wait: bool, timeout_s: float | None) -> dict[str, FileDigest] | None:
+        """A teacher that is gone costs no save: what it owes scores of is recorded without, to be scored on resume."""
+        try:
+            return self._scoring.recorded(save.recordings[label], wait=wait, timeout_s=timeout_s)
+        except (TeacherError, TeacherUnavailable) as error:
+            log.warning("step %d is saved without the scores of %s: %s", save.state.step, label, str(error))
+            save.recordings[label] = self._scoring.record(save.in_flight[label], save.folder, label, scored=False)
+            return self._scoring.recorded(save.recordings[label], wait=wait, timeout_s=timeout_s)
+
+    def _let_the_ranks_finish(self, timeout_s: float | None) -> None:
+        """Before their files are given up: they take no other save while they write one."""
+        try:
+            self._actor.save_finished(wait=True, timeout_s=timeout_s)
+        except GkdError as error:
+            log.error("the student's part of a save that failed anyhow failed, too: %s", str(error))
 
     def _give_up(self) -> None:
         self._under_way = None

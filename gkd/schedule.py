@@ -9,7 +9,7 @@ stream          no batches in the engines: prompts go in one by one, new weights
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from gkd.config import TrainerConfig
 
@@ -28,32 +28,36 @@ class StreamLedger:
 
     Each prompt is known by its position in the sampler's order; one that version v may have begun to answer is due in
     step v + max_staleness. A step takes what finished first, but no less of what is due than it must: for every later
-    step, what is due by then must fit into the batches up to it. It waits for those, so nothing ever gets too old and
-    nothing is thrown away. That always works out: no more than max_staleness + 1 batches are under way at once, so
+    step, what is due by then must fit into the steps up to it. It waits for those, so nothing ever gets too old and
+    nothing is thrown away. That always works out: no more prompts are under way than max_staleness + 1 steps take, so
     at first they fit; what a step begins is due last of all; and each step leaves the rest so that it fits.
 
     Args:
-        batch_size: prompts a step.
-        total: prompts of the whole run; later ones are not admitted.
-        position: prompts admitted so far.
+        positions: of a step, by its number: what the student answers of the batch in the sampler's order that has this
+            number. The step takes as many, though not the same ones.
+        total_steps: of the whole run; what comes after is not begun.
+        next_batch: the first batch whose positions have not been begun.
     """
 
-    def __init__(self, batch_size: int, max_staleness: int, total: int, position: int = 0) -> None:
-        self._batch_size, self._max_staleness, self._total = batch_size, max_staleness, total
-        self.position = position
+    def __init__(
+        self, positions: Callable[[int], Sequence[int]], max_staleness: int, total_steps: int, next_batch: int = 0
+    ) -> None:
+        self._positions, self._max_staleness, self._total_steps = positions, max_staleness, total_steps
+        self.next_batch = next_batch
         self._written_by: dict[int, int] = {}  # oldest version that may have written a part; in order of admission
         self._finished: dict[int, None] = {}  # in order of finishing
 
-    def room(self, version: int) -> range:
-        """The positions that may be admitted under this version of the weights, and are not yet."""
-        limit = min((version + self._max_staleness + 1) * self._batch_size, self._total)
-        return range(self.position, max(limit, self.position))
+    def begin(self, version: int) -> list[int]:
+        """The positions that may be answered under this version of the weights, and have not been begun: they are."""
+        stop = max(self.next_batch, min(version + self._max_staleness + 1, self._total_steps))
+        begun = [position for batch in range(self.next_batch, stop) for position in self._positions(batch)]
+        self.next_batch = stop
+        self.admit(begun, version)
+        return begun
 
     def admit(self, positions: Iterable[int], version: int) -> None:
         """These are being answered, by this version or later ones."""
-        for position in positions:
-            self._written_by[position] = version
-            self.position = max(self.position, position + 1)
+        self._written_by |= dict.fromkeys(positions, version)
 
     def finish(self, position: int, version: int) -> None:
         """All its samples are finished. Raises KeyError: it is not being answered.
@@ -67,20 +71,22 @@ class StreamLedger:
         self._finished[position] = None
 
     def choose(self, step: int) -> list[int] | None:
-        """The positions of this step's batch; None: some that it needs are not finished."""
-        if len(self._finished) < self._batch_size:
+        """The positions that this step takes; None: some that it needs are not finished."""
+        size = len(self._positions(step))
+        if len(self._finished) < size:
             return None
         chosen: dict[int, None] = {}
+        room = 0  # of the steps after this one, up to `last`
         for last in range(step, step + self._max_staleness + 1):
-            # Of all that must be trained on in step `last` or before, the later steps up to it can take this many.
+            room += len(self._positions(last)) if last > step else 0
             due = {position for position, version in self._written_by.items() if version + self._max_staleness <= last}
-            left_over = len(due) - (last - step) * self._batch_size - len(due & chosen.keys())
+            left_over = len(due) - room - len(due & chosen.keys())
             finished = [position for position in self._finished if position in due and position not in chosen]
             if len(finished) < left_over:
                 return None
             chosen |= dict.fromkeys(finished[: max(left_over, 0)])
         others = [position for position in self._finished if position not in chosen]
-        return [*chosen, *others[: self._batch_size - len(chosen)]]
+        return [*chosen, *others[: size - len(chosen)]]
 
     def trained(self, positions: Iterable[int]) -> None:
         for position in positions:

@@ -16,13 +16,18 @@ from gkd.roles import PendingScores, ScoredChunk
 class InFlight:
     """What was begun and is not trained on yet: a checkpoint keeps it, so that a resumed run does."""
 
-    position: int  # of the sampler's order: all prompts before it are trained on, in `chunks`, or unfinished
+    position: int  # of the sampler's order, see `TrainerState.sampler_position`
     unfinished: tuple[int, ...] = ()  # positions whose answers are not finished; they begin again
     chunks: Mapping[str, Sequence[PendingScores]] = field(default_factory=dict)  # finished ones, by label
 
 
 class BatchSource(Protocol):
     """Batches, one a step; each is in flight until it has been trained on."""
+
+    @property
+    def max_staleness(self) -> int | None:
+        """The bound that it promises; None: whoever made the batches has chosen how old they are."""
+        ...
 
     def restore(self, folder: Path, state: TrainerState) -> None:
         """Go on from a checkpoint, before the first batch.
@@ -52,6 +57,10 @@ class BatchSource(Protocol):
         """At a checkpoint of `step` optimizer steps: what a run that goes on from there could not make itself."""
         ...
 
-    def close(self) -> None:
-        """Stop what is still being answered."""
+    def close(self, *, wait: bool) -> None:
+        """Begin nothing more. Calling it again is harmless.
+
+        Args:
+            wait: stop what is being answered, too, and wait until it has stopped. Raises ClusterError.
+        """
         ...

@@ -1,7 +1,8 @@
 """stream: prompts go to the engines one by one, and a step takes what is finished. See `gkd.schedule.StreamLedger`.
 
     begin    admit what the bound on staleness allows
-    next     wait for enough finished prompts, and for those that must not get older
+    next     wait for enough finished prompts, and for those that must not get older; the dataset's responses of this
+             step, if it takes any, come along
     push     in the middle of responses; the engines go on with the new weights
 
 A thread takes what finishes and asks the teacher about it at once. Which prompts make a batch depends on timing;
@@ -10,6 +11,7 @@ A thread takes what finishes and asks the teacher about it at once. Which prompt
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from gkd.metrics import StageTimers
 from gkd.mixing import on_policy_places
 from gkd.roles import PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoredChunk, ScoringRole
 from gkd.sampler import PromptSampler
-from gkd.schedule import StreamLedger
+from gkd.schedule import StreamLedger, staleness_bound
 from gkd.sources import InFlight
 from gkd.types import Prompt
 
@@ -38,7 +40,9 @@ class Streaming:
     ) -> None:
         self._config, self._rollout, self._scoring, self._sampler = config, rollout, scoring, sampler
         self._size = config.trainer.global_batch_size
-        self._ledger = StreamLedger(self._size, config.trainer.max_staleness, total_steps * self._size)
+        self.max_staleness = staleness_bound(config.trainer)
+        self._on_policy = functools.lru_cache(4 * (self.max_staleness + 2))(self._places_of_the_student)
+        self._ledger = StreamLedger(self._on_policy, self.max_staleness, total_steps)
         self._pending: dict[int, PendingScores] = {}  # finished prompts, by position
         self._taken: list[int] = []  # the batch that is being trained on
         self._changed = threading.Condition()  # guards all of the above
@@ -48,12 +52,10 @@ class Streaming:
         self._closed = False
 
     def restore(self, folder: Path, state: TrainerState) -> None:
-        self._ledger.position = state.sampler_position
+        self._ledger.next_batch = state.sampler_position // self._size
         self._again = list(state.unfinished)
         for pending in self._scoring.restore(folder, LABEL, per_prompt=True):
-            position = self._position(pending.rollouts)
-            # The dataset's responses have no version, and never get too old.
-            version = pending.rollouts.policy_version if pending.rollouts.on_policy else state.step
+            position, version = self._position(pending.rollouts), pending.rollouts.policy_version
             self._ledger.admit([position], version)
             self._ledger.finish(position, version)
             self._pending[position] = pending
@@ -66,16 +68,19 @@ class Streaming:
             )
             threading.Thread(target=self._take_what_finishes, args=(self._stream,), name="answers", daemon=True).start()
         with self._changed:
-            positions = [*self._again, *self._ledger.room(step)]
-            self._again = []
-            self._ledger.admit(positions, step)
-        self._admit(self._stream, positions, step)
+            again, self._again = self._again, []
+            self._ledger.admit(again, step)
+            positions = [*again, *self._ledger.begin(step)]
+        if positions:
+            self._stream.admit(self._prompts(positions), places=positions)
 
     def next(self, step: int, timers: StageTimers) -> list[ScoredChunk]:
         with timers("rollout"):
+            from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
             self._taken = self._wait_for(step)
         with timers("teacher"):
-            return self._scoring.collect([self._pending[position] for position in self._taken])
+            answered = [self._pending[position] for position in self._taken]
+            return self._scoring.collect([*from_dataset, *answered])
 
     def trained(self) -> None:
         with self._changed:
@@ -92,25 +97,24 @@ class Streaming:
         with self._changed:
             chunks = list(self._pending.values())
             unfinished = (*self._ledger.unfinished, *self._again)
-            return InFlight(self._ledger.position, unfinished, {LABEL: chunks} if chunks else {})
+            position = self._ledger.next_batch * self._size
+            return InFlight(position, unfinished, {LABEL: chunks} if chunks else {})
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
         self._closed = True
-        if self._stream is not None:
+        if wait and self._stream is not None:
             self._stream.close()
 
-    def _admit(self, stream: RolloutStream, positions: Sequence[int], step: int) -> None:
-        """To the engines, or answered at once by the dataset where it is its turn."""
-        share, seed = self._config.distill.on_policy_share, self._config.data.seed
-        batches = {position // self._size for position in positions}
-        places = {batch: set(on_policy_places(batch, self._size, share, seed)) for batch in batches}
-        on_policy = [p for p in positions if p % self._size in places[p // self._size]]
-        from_dataset = sorted(set(positions) - set(on_policy))
-        if on_policy:
-            stream.admit(self._prompts(on_policy), places=on_policy)
-        for position in from_dataset:
-            for chunk in self._rollout.dataset(self._prompts([position]), places=[position], policy_version=step):
-                self._finish(chunk, step)
+    def _places_of_the_student(self, batch: int) -> list[int]:
+        """Positions of the prompts that it answers, in the batch of the sampler's order with this number."""
+        places = on_policy_places(batch, self._size, self._config.distill.on_policy_share, self._config.data.seed)
+        return [batch * self._size + place for place in places]
+
+    def _dataset(self, step: int) -> list[RolloutChunk]:
+        """The dataset's responses of this step, so that each step has its share of both kinds."""
+        batch = range(step * self._size, (step + 1) * self._size)
+        places = sorted(set(batch) - set(self._on_policy(step)))
+        return self._rollout.dataset(self._prompts(places), places=places, policy_version=step) if places else []
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
         return [prompt for position in positions for prompt in self._sampler.take(position, 1)]

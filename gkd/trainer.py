@@ -25,7 +25,7 @@ from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, WeightSy
 from gkd.run_folder import RunFolder
 from gkd.sampler import PromptSampler
 from gkd.saver import Saver
-from gkd.schedule import STREAM, staleness_bound
+from gkd.schedule import STREAM
 from gkd.sources import BatchSource
 from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
 from gkd.streaming import Streaming
@@ -70,7 +70,7 @@ class Trainer:
         self.answering = Answering(config, roles.rollout, roles.scoring)
         self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
         self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
-        self.recorder = BatchRecorder(folder.batches, roles.scoring) if config.trainer.record_batches else None
+        self.recorder = BatchRecorder(folder, roles.scoring) if config.trainer.record_batches else None
 
     def fit(self) -> None:
         """Train to the end.
@@ -105,6 +105,7 @@ class Trainer:
             self._keep_what_can_be_kept(error, metrics)
             raise
         finally:
+            self.source.close(wait=False)  # also on an interrupt: no thread may begin anything more
             metrics.close()
 
     def _one_step(self, timers: StageTimers) -> dict[str, float]:
@@ -129,12 +130,11 @@ class Trainer:
 
     def _staleness(self, batch: Sequence[ScoredChunk]) -> dict[str, float]:
         """Raises NumericsError: a rollout is older than the scheduler promises. It is not trained on."""
-        numbers = staleness_numbers(batch, self.step)
-        trainer = self.config.trainer
-        if numbers["staleness/max"] > staleness_bound(trainer):
+        numbers, bound = staleness_numbers(batch, self.step), self.source.max_staleness
+        if bound is not None and numbers["staleness/max"] > bound:
             raise NumericsError(
-                f"scheduler {trainer.scheduler} promises staleness {staleness_bound(trainer)}; a rollout of step "
-                f"{self.step} has {numbers['staleness/max']:g}"
+                f"scheduler {self.config.trainer.scheduler} promises staleness {bound}; a rollout of step {self.step} "
+                f"has {numbers['staleness/max']:g}"
             )
         return numbers
 
@@ -199,7 +199,6 @@ class Trainer:
 
     def _end(self, metrics: MetricsWriter) -> None:
         """The last checkpoint and the export. If the first fails, the second is what there will be of the student."""
-        self.source.close()
         try:
             self._save_now(metrics)
         except CheckpointError as error:
@@ -207,6 +206,8 @@ class Trainer:
             self._tried("the export", self._export)
             raise
         self._export()
+        # Nothing of the run depends on it any more.
+        self._tried("stopping the rollouts", lambda: self.source.close(wait=True))
 
     def _export(self) -> None:
         self.roles.actor.export_hf(self.folder.new_export)
@@ -228,7 +229,7 @@ class Trainer:
                 "stopped after step %d; trainer.resume=auto goes on from there once the teacher is back", self.step
             )
         if not isinstance(error, ClusterError):  # else the engines hang or are gone, and end with the run
-            self._tried("stopping the rollouts", self.source.close)
+            self._tried("stopping the rollouts", lambda: self.source.close(wait=True))
 
     def _resume(self) -> bool:
         """Go on from a checkpoint; False if the run begins at step 0."""

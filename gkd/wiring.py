@@ -17,12 +17,14 @@ from gkd.config import Config
 from gkd.config_check import n_engines
 from gkd.log import get_logger
 from gkd.preflight import Plan
+from gkd.rollout import worker as rollout_worker
 from gkd.rollout.chunks import CHUNK_SIZE
 from gkd.rollout.engine import CPU_ENV
 from gkd.rollout.pool import RolloutPool
-from gkd.rollout.worker import ADMITS, STREAM, RolloutWorker
+from gkd.rollout.worker import RolloutWorker
+from gkd.schedule import STREAM
 from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.scoring import ScoringPool
+from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.trainer import Roles
 from gkd.weight_sync.coordinator import WeightSync
 
@@ -54,7 +56,8 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         log.info("starting %d actor ranks and %d rollout engines", actor_spec.world_size, n_engines(config))
         actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=(SAVES,)), config)
         dp_size = actor.dp_size
-        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=(STREAM, ADMITS)), config, dp_size)
+        beside = (rollout_worker.STREAM, rollout_worker.ADMITS)
+        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=beside), config, dp_size)
         # Both pools build at the same time; neither needs the other before the weight-sync group.
         building = rollout.init_model(plan.device, plan.eos_ids)
         actor.check_run_dir(plan.folder.root)
@@ -99,10 +102,11 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
     """One scoring endpoint for each data-parallel group, on the node of that group's last pipeline stage."""
     each = max(1, (config.teacher.n_server_workers or plan.teacher.n_streams) // actor.dp_size)
     # A thread scores one chunk of rollouts at a time; one more than fill the window, so that the end of a chunk does
-    # not leave it half empty.
-    n_threads = -(-each // CHUNK_SIZE) + 1
+    # not leave it half empty. A stream's chunks are the samples of one prompt.
+    per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
+    n_threads = -(-each // per_chunk) + 1
     return [
-        ray.remote(ScoringEndpoint)
+        ray.remote(concurrency_groups={RECORDS: 1})(ScoringEndpoint)
         .options(
             num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,

@@ -42,6 +42,29 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
     return {name: results[name] for name in refs}
 
 
+def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, list[Any]]:
+    """All items of some calls' streaming generators, by name; their content stays where it is.
+
+    A call that fails has its error as its last item; see `fetch`.
+
+    Raises:
+        ClusterError: one has not ended in time; names it.
+    """
+    deadline = time.monotonic() + timeout_s
+    items: dict[str, list[Any]] = {name: [] for name in streams}
+    pending = {stream: name for name, stream in streams.items()}
+    while pending:
+        left_s = max(0.0, deadline - time.monotonic())
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=left_s, fetch_local=False)
+        if not ready:
+            raise ClusterError(f"{what}: no end within {timeout_s:.0f} s on: {', '.join(sorted(pending.values()))}")
+        try:
+            items[pending[ready[0]]].append(next(ready[0]))
+        except StopIteration:
+            del pending[ready[0]]
+    return items
+
+
 def all_done(refs: Collection[Any]) -> bool:
     """Have all of them finished, well or badly?"""
     return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs) if refs else True

@@ -8,6 +8,7 @@ each sequence follows from teacher.signal and the loss (`gkd.loss.spec.teacher_s
 from __future__ import annotations
 
 import math
+import os
 import struct
 import threading
 from collections import defaultdict
@@ -20,11 +21,11 @@ from typing import Any, cast
 import numpy as np
 
 from gkd.config import Config
-from gkd.disk import naming, replace_file
-from gkd.errors import TeacherError
+from gkd.disk import naming
+from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.loss.spec import loss_spec, teacher_signals
-from gkd.manifest import digest_bytes
-from gkd.recorded import decode_sequences, encode_sequences
+from gkd.manifest import digest_file
+from gkd.recorded import read_sequences, write_sequences
 from gkd.roles import FileDigest
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.teacher.client import ZmqTeacher
@@ -71,6 +72,7 @@ class ScoringEndpoint:
         self._signals = teacher_signals(loss_spec(config.distill, teacher.temperature), signal)
         self._lock = threading.Lock()
         self._teacher: ZmqTeacher | None = None
+        self._gone: TeacherUnavailable | None = None
 
     def is_up(self) -> bool:
         """Answers once the process runs. Raises ConfigError if teacher.keys cannot be read on this host."""
@@ -109,16 +111,22 @@ class ScoringEndpoint:
         Raises:
             TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
         """
+        if self._gone is not None:  # the run ends: what waited for a thread must not wait for the teacher once more
+            raise self._gone
         teacher = self._client()
-        if self._signals == ("logits",):
-            # One stream a thread: each sequence's rows are large, and what came too early would wait in memory.
-            scores = [TeacherScores(logits=self._logits(teacher, rollout)) for rollout in rollouts]
-        else:
-            scores = self._all_at_once(teacher, rollouts)
+        try:
+            if self._signals == ("logits",):
+                # One stream a thread: each sequence's rows are large, and what came too early would wait in memory.
+                scores = [TeacherScores(logits=self._logits(teacher, rollout)) for rollout in rollouts]
+            else:
+                scores = self._all_at_once(teacher, rollouts)
+        except TeacherUnavailable as error:
+            self._gone = error
+            raise
         return scores, _summary(scores).encode()
 
     def record(self, file: str, n_chunks: int, *parts: Any) -> dict[str, FileDigest]:
-        """Write chunks of rollouts, and their scores, into one file, whole and flushed.
+        """Write chunks of rollouts, and their scores, into one file, and flush it.
 
         Args:
             file: its path, on a file system that all hosts share.
@@ -132,10 +140,13 @@ class ScoringEndpoint:
         """
         rollouts = [rollout for chunk in parts[:n_chunks] for rollout in chunk]
         scores = [score for chunk in parts[n_chunks:] for score in chunk] if len(parts) > n_chunks else None
-        data, path = encode_sequences(rollouts, scores), Path(file)
+        path = Path(file)
         with naming(path):
-            replace_file(path, data)
-        return {path.name: digest_bytes(data)}
+            with path.open("wb") as opened:
+                write_sequences(opened, rollouts, scores)
+                opened.flush()
+                os.fsync(opened.fileno())
+            return {path.name: digest_file(path)}
 
     def restore(self, files: Sequence[str], dp_rank: int, dp_size: int, chunk_size: int) -> Iterator[Any]:
         """This group's part of some files that `record` wrote, in chunks.
@@ -154,8 +165,7 @@ class ScoringEndpoint:
         mine: dict[int, list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)  # by place
         for file in files:
             path = Path(file)
-            with naming(path, "read"):
-                rollouts, scores = decode_sequences(path.read_bytes(), file)
+            rollouts, scores = read_sequences(path)
             for i, rollout in enumerate(rollouts):
                 if rollout.sample_index // n % dp_size == dp_rank:
                     mine[rollout.sample_index // n].append((rollout, None if scores is None else scores[i]))

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.calls import all_done, fetch, gather
+from gkd.cluster.calls import all_done, drain, fetch, gather
 from gkd.errors import ClusterError
 from gkd.roles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.rollout.chunks import CHUNK_SIZE, decode_sizes
 from gkd.teacher.endpoint import ScoreSummary
 
+# Concurrency group of the endpoints: what is written and read does not wait for questions to the teacher.
+RECORDS = "records"
 _PER_CHUNK = 4  # objects of `ScoringEndpoint.restore`
 
 
@@ -52,7 +54,8 @@ class ScoringPool:
         for dp_rank, group in sorted(groups.items()):
             file = folder.absolute() / f"{label}_group_{dp_rank}.npz"
             parts = [chunk.rollouts.ref for chunk in group] + ([chunk.ref for chunk in group] if scored else [])
-            refs[f"scoring endpoint {dp_rank}"] = self._endpoints[dp_rank].record.remote(str(file), len(group), *parts)
+            record = self._endpoints[dp_rank].record.options(concurrency_group=RECORDS)
+            refs[f"scoring endpoint {dp_rank}"] = record.remote(str(file), len(group), *parts)
         return Recording(refs)
 
     def recorded(
@@ -69,10 +72,15 @@ class ScoringPool:
         if not files:
             return []
         size, restored = 0 if per_prompt else CHUNK_SIZE, []
-        dp_size = len(self._endpoints)
-        for dp_rank, endpoint in enumerate(self._endpoints):
-            what = f"restoring rollouts on scoring endpoint {dp_rank}"
-            items = list(endpoint.restore.options(num_returns="streaming").remote(files, dp_rank, dp_size, size))
+        streaming = {"num_returns": "streaming", "concurrency_group": RECORDS}
+        calls = {
+            f"scoring endpoint {rank}": endpoint.restore.options(**streaming).remote(
+                files, rank, len(self._endpoints), size
+            )
+            for rank, endpoint in enumerate(self._endpoints)
+        }
+        for name, items in drain(calls, "restoring rollouts", self._timeout_s).items():
+            what = f"restoring rollouts on {name}"
             if len(items) % _PER_CHUNK:  # a failed call's last item holds the error
                 fetch(items[-1], what)
                 raise ClusterError(f"{what}: it ended in the middle of a chunk")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from gkd.config_load import load_config
 from gkd.metrics import read_metrics
-from gkd.recorded import decode_sequences
+from gkd.recorded import read_sequences
 from gkd.types import Rollout
 
 # Times, what was verified, and a mean over chunks in the order in which they came.
@@ -57,8 +57,7 @@ def check_stream(run_dir: Path, *, n_steps: int, max_staleness: int) -> None:
 
 
 def _recorded(run_dir: Path, step: int) -> list[Rollout]:
-    files = sorted((run_dir / "batches").glob(f"step_{step:08d}_group_*.npz"))
-    parts = [decode_sequences(file.read_bytes(), file.name) for file in files]
+    parts = [read_sequences(file) for file in sorted((run_dir / "batches" / f"step_{step:08d}").glob("*.npz"))]
     assert all(scores is not None for _, scores in parts)
     return [rollout for rollouts, _ in parts for rollout in rollouts]
 

@@ -1,4 +1,4 @@
-"""one_step_off and two_step_off, recording and replay: the loop's own logic, with the fakes of tests.unit.world."""
+"""one_step_off and two_step_off: the loop's own logic, with the fakes of tests.unit.world."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gkd.errors import ClusterError, ConfigError, NumericsError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherError, TeacherUnavailable
 from gkd.metrics import read_metrics
-from gkd.replay import check_replay
 from tests.unit.world import World, make
 
 AHEAD = {"one_step_off": 1, "two_step_off": 2}
@@ -122,40 +121,51 @@ def test_a_run_that_goes_on_past_its_end_begins_new_batches(tmp_path: Path) -> N
     assert world.trained + again.trained == whole.trained
 
 
-def test_a_recorded_run_can_be_trained_again(tmp_path: Path) -> None:
-    """Fails if a replay trains on anything but the recorded batches in their order, or asks the engines."""
-    world, again = World(), World()
-    make(tmp_path, world, "trainer.total_steps=3", "trainer.record_batches=true").fit()
-    batches = tmp_path / "run" / "batches"
-    assert sorted(path.name for path in batches.iterdir()) == [f"step_0000000{n}_group_0.npz" for n in (1, 2, 3)]
-    make(tmp_path / "again", again, "trainer.total_steps=3", f"trainer.replay={batches}").fit()
-    assert again.trained == world.trained
-    assert not [event for event in again.events if event.startswith(("generate", "submit"))]
-    assert staleness(tmp_path / "again") == [0, 0, 0]
-
-
-def test_batches_of_steps_that_are_made_again_are_not_mixed_with_the_old(tmp_path: Path) -> None:
-    """Fails if a run that went back leaves batches of the future that it gave up."""
-    settings = ("trainer.total_steps=4", "trainer.record_batches=true", "trainer.save_every=1", "trainer.keep_last=9")
-    make(tmp_path, World(), *settings).fit()
-    back = f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000002'}"
+@pytest.mark.parametrize("error", [TeacherUnavailable, TeacherError])
+@pytest.mark.parametrize("polls", [0, 2, 99])
+def test_a_lost_teacher_costs_no_save_under_way(tmp_path: Path, error: type[Exception], polls: int) -> None:
+    """Fails if scores that do not come take the student's part of a checkpoint along, or the ranks are asked for the
+    next save while they still write this one.
+    """
     world = World()
-    world.rank_dies_at = 2
-    with pytest.raises(ClusterError):
-        make(tmp_path, world, *settings, back).fit()
-    kept = sorted(path.name[:13] for path in (tmp_path / "run" / "batches").iterdir())
-    assert kept == ["step_00000001", "step_00000002", "step_00000003"], "the third is the one that was begun"
+    world.polls_per_save = polls
+    world.scores_fail = error("refused")
+    settings = ("trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=2")
+    make(tmp_path, world, *settings).fit()
+    recorded = [event for event in world.events if event.startswith("record ")]
+    assert recorded == [f"record batch_0000000{n} {how}" for n in (2, 4) for how in ("scored", "unscored")]
+    again = World()
+    make(tmp_path, again, *settings, f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000004'}").fit()
+    assert again.trained == world.trained[4:]
 
 
-@pytest.mark.parametrize(
-    ("folder", "problem"), [("gone", "no such folder"), ("empty", "no batch of 3 of the 3"), ("own", "own batches")]
-)
-def test_a_replay_without_its_batches_is_refused_before_anything_starts(
-    tmp_path: Path, folder: str, problem: str
-) -> None:
-    """Fails if a wrong folder shows in the middle of the run, or a run overwrites what it replays."""
-    (tmp_path / "empty").mkdir()
-    named = tmp_path / "run" / "batches" if folder == "own" else tmp_path / folder
-    trainer = make(tmp_path, World(), "trainer.total_steps=3", f"trainer.replay={named}")
-    with pytest.raises(ConfigError, match=f"trainer.replay.*{problem}"):
-        check_replay(trainer.config, 3)
+def test_a_save_waits_for_scores_that_are_on_their_way(tmp_path: Path) -> None:
+    """Fails if a checkpoint is committed without the files of what is in flight, or training waits for them."""
+    world = World()
+    world.recordings_take = 2  # polls
+    settings = ("trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=3")
+    make(tmp_path, world, *settings).fit()
+    events = [e for e in world.events if e.startswith(("record", "save", "train"))]
+    assert events[3:] == [
+        "save",
+        "record batch_00000003 scored",
+        "train",
+        "train",
+        "saved 3",
+        "train",
+        "save",
+        "saved 6",
+    ]
+    assert (tmp_path / "run" / "checkpoints" / "step_00000003" / "in_flight").is_dir()
+
+
+def test_a_full_disk_for_what_is_in_flight_fails_the_save_and_leaves_no_rank_writing(tmp_path: Path) -> None:
+    """Fails if a checkpoint without its rollouts is committed, or its half is left."""
+    world = World()
+    world.polls_per_save = 5
+    world.scores_fail = CheckpointError("scoring endpoint 0: No space left on device")
+    settings = ("trainer.total_steps=6", "trainer.scheduler=one_step_off", "trainer.save_every=2")
+    with pytest.raises(CheckpointError, match="No space left"):
+        make(tmp_path, world, *settings).fit()
+    assert "saved 2" in world.events, "the ranks have finished what they were at"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError
-from gkd.recorded import decode_sequences, encode_sequences
+from gkd.recorded import read_sequences, write_sequences
 from gkd.rollout.chunks import decode_sizes
 from gkd.teacher.endpoint import ScoreSummary, ScoringEndpoint
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
@@ -49,6 +50,12 @@ def scores(of: Rollout, kind: str) -> TeacherScores:
     return TeacherScores(topk=table, sampled_logprobs=-RNG.random(r, np.float32) if kind == "mass" else None)
 
 
+def written(file: Path, rollouts: list[Rollout], scored: list[TeacherScores] | None) -> Path:
+    with file.open("wb") as opened:
+        write_sequences(opened, rollouts, scored)
+    return file
+
+
 def same(one: Any, other: Any) -> bool:
     """Equal to the bit, arrays with their dtypes."""
     if hasattr(one, "__slots__") and not isinstance(one, np.ndarray):
@@ -61,33 +68,39 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["topk", "mass", "logits", "hidden", None])
-def test_what_is_read_is_what_was_written(kind: str | None) -> None:
+def test_what_is_read_is_what_was_written(tmp_path: Path, kind: str | None) -> None:
     """Fails if a resumed run trains on other tokens, versions or scores than the run before would have."""
     rollouts = [rollout(place, on_policy=place != 2) for place in range(5)]
     scored = [scores(r, kind) for r in rollouts] if kind else None
-    again = decode_sequences(encode_sequences(rollouts, scored), "x.npz")
+    again = read_sequences(written(tmp_path / "x.npz", rollouts, scored))
     assert same(again[0], rollouts)
     assert same(again[1], scored)
 
 
-def test_a_damaged_file_is_named() -> None:
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     """Fails if half a file, or another one, becomes rollouts or an untyped error."""
-    data = encode_sequences([rollout(0)], None)
-    for bad in (b"", data[:-30], data[: len(data) // 2], b"PK\x03\x04" + data[40:], b"x" * 100):
+    file = written(tmp_path / "x.npz", [rollout(0)], None)
+    data = file.read_bytes()
+    bare = io.BytesIO()
+    np.save(bare, np.arange(9))
+    for bad in (b"", data[:-30], data[: len(data) // 2], b"PK\x03\x04" + data[40:], b"x" * 100, bare.getvalue()):
+        file.write_bytes(bad)
         with pytest.raises(CheckpointError, match=r"x\.npz is no whole file"):
-            decode_sequences(bad, "x.npz")
+            read_sequences(file)
+    with pytest.raises(CheckpointError, match=r"gone\.npz cannot be read"):
+        read_sequences(tmp_path / "gone.npz")
 
 
 def test_scores_of_other_sequences_are_not_written() -> None:
     """Fails if a mix-up of chunks becomes a file whose scores are shifted against its tokens."""
     a, b = rollout(0), rollout(1)
     with pytest.raises(CheckpointError, match="none"):
-        encode_sequences([], None)
+        write_sequences(io.BytesIO(), [], None)
     with pytest.raises(CheckpointError, match="not all the same tables"):
-        encode_sequences([a, b], [scores(a, "topk"), scores(b, "hidden")])
+        write_sequences(io.BytesIO(), [a, b], [scores(a, "topk"), scores(b, "hidden")])
     longer = TeacherScores(sampled_logprobs=np.zeros(len(a.response_ids) + 1, np.float32))
     with pytest.raises(CheckpointError, match="cannot be of a response"):
-        encode_sequences([a], [longer])
+        write_sequences(io.BytesIO(), [a], [longer])
 
 
 def endpoint() -> ScoringEndpoint:
@@ -149,7 +162,7 @@ def test_files_that_cannot_be_written_or_read_are_typed_errors(tmp_path: Path) -
         endpoint().record(str(tmp_path / "nowhere" / "x.npz"), 1, [rollout(0)])
     with pytest.raises(CheckpointError, match=r"gone\.npz cannot be read"):
         list(endpoint().restore([str(tmp_path / "gone.npz")], 0, 1, 16))
-    half = tmp_path / "half.npz"
-    half.write_bytes(encode_sequences([rollout(0)], None)[:200])
+    half = written(tmp_path / "half.npz", [rollout(0)], None)
+    half.write_bytes(half.read_bytes()[:200])
     with pytest.raises(CheckpointError, match=r"half\.npz is no whole file"):
         list(endpoint().restore([str(half)], 0, 1, 16))

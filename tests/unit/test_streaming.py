@@ -141,7 +141,7 @@ def test_prompts_go_in_as_the_bound_allows_and_come_out_as_they_finish() -> None
     assert sorted(places(source.next(1, StageTimers()))) == [1, 3], "due: begun by version 0, and the bound is 1"
     source.trained()
     assert places(source.next(2, StageTimers())) == [5, 4]
-    source.close()
+    source.close(wait=True)
     assert (engines.n_opened, engines.n_closed) == (1, 1)
 
 
@@ -151,8 +151,9 @@ def test_the_run_s_last_prompts_are_the_last_that_are_admitted() -> None:
     source = make(engines, "trainer.max_staleness=7", total_steps=2)
     source.begin(0)
     source.begin(1)
+    source.begin(2)
     assert [p for positions in engines.admitted for p in positions] == [0, 1, 2, 3]
-    source.close()
+    source.close(wait=True)
 
 
 def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None:
@@ -170,7 +171,7 @@ def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None
     state = source.in_flight(1)
     assert (state.position, state.unfinished) == (6, (0, 2, 5))
     assert [p.rollouts.ref for p in state.chunks["stream"]] == [3]
-    source.close()
+    source.close(wait=True)
 
     again = Engines()
     again.restorable = list(state.chunks["stream"])
@@ -182,18 +183,25 @@ def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None
     assert again.admitted == [[0, 2, 5, 6, 7]] and again.prompts[7] == 7
     again.finish(chunk(7, 1))
     assert places(resumed.next(1, StageTimers())) == [3, 7]
-    resumed.close()
+    resumed.close(wait=True)
 
 
-def test_dataset_responses_are_finished_at_once() -> None:
-    """Fails if distill.on_policy_share does nothing in a stream, or its split depends on timing."""
+def test_every_step_has_its_share_of_both_kinds() -> None:
+    """Fails if a stream takes the dataset's responses first because they are there first, or loses some of them."""
     engines = Engines()
-    source = make(engines, "distill.on_policy_share=0.5", "trainer.global_batch_size=4")
-    source.begin(0)
-    assert sorted(engines.from_dataset + engines.admitted[0]) == list(range(8))
-    assert len([p for p in engines.from_dataset if p < 4]) == len([p for p in engines.from_dataset if p >= 4]) == 2
-    assert engines.submitted == engines.from_dataset
-    source.close()
+    source = make(engines, "distill.on_policy_share=0.5", "trainer.global_batch_size=4", total_steps=3)
+    seen: list[int] = []
+    for step in range(3):
+        source.begin(step)
+        engines.finish(*(chunk(place, step) for place in engines.admitted[-1] if step != 2))
+        batch = source.next(step, StageTimers())
+        source.trained()
+        assert [c.rollouts.on_policy for c in batch] == [False] * 2 + [True] * 2
+        assert all(step * 4 <= c.rollouts.ref < step * 4 + 4 for c in batch if not c.rollouts.on_policy)
+        assert source.in_flight(step + 1).position == 4 * min(step + 2, 3)
+        seen += places(batch)
+    assert sorted(seen) == list(range(12))
+    source.close(wait=True)
 
 
 def test_a_dead_engine_ends_the_wait() -> None:
@@ -214,7 +222,7 @@ def test_silent_engines_end_the_wait() -> None:
     engines.finish(chunk(1, 0))
     with pytest.raises(ClusterError, match=r"no prompt of the 3 in the stream finished within 0.* \[0, 2, 3\]"):
         source.next(0, StageTimers())
-    source.close()
+    source.close(wait=True)
 
 
 def test_an_answer_that_nobody_asked_for_is_an_error() -> None:

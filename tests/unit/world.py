@@ -62,9 +62,12 @@ class World:
         self.bug_at: int | None = None  # an error that nobody foresaw
         self.export_fails = False
         self.save_hangs = False  # no rank answers before the time is over
+        self.scores_fail: Exception | None = None  # what a recording with scores ends with
+        self.recordings_take = 0  # polls
         self.waits_s: list[float | None] = []  # for how long the loop would wait for each save
         self._saving: tuple[Path, int] | None = None
         self._polls_left = 0
+        self._recording_left, self._recording_scored = 0, False
 
     def generate(
         self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
@@ -103,6 +106,7 @@ class World:
     ) -> Recording:
         """Real files, of what the loop knows of a chunk: its sizes, and the prompt's id that stands for its handle."""
         self.events.append(f"record {label} {'scored' if scored else 'unscored'}")
+        self._recording_left, self._recording_scored = self.recordings_take, scored
         data = pickle.dumps([c.rollouts for c in chunks])
         (folder / f"{label}_group_0.npz").write_bytes(data)
         return Recording({f"{label}_group_0.npz": digest_bytes(data)})
@@ -110,7 +114,10 @@ class World:
     def recorded(
         self, recording: Recording, *, wait: bool, timeout_s: float | None = None
     ) -> dict[str, FileDigest] | None:
-        return recording.refs
+        if scored := self._recording_scored and self.scores_fail:
+            raise scored
+        self._recording_left -= 1
+        return None if self._recording_left >= 0 and not wait else recording.refs
 
     def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
         self.events.append(f"restore {label}")

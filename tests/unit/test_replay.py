@@ -1,0 +1,143 @@
+"""Batches that are kept and trained on again: whole ones, in order, scored as this run would have it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
+from gkd.metrics import read_metrics
+from gkd.replay_check import check_replay
+from tests.unit.world import World, make
+
+TEACHER = {"name": "t", "fingerprint": "f"}
+STEPS = "trainer.total_steps=3"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    make(tmp_path / "first", World(), STEPS, "trainer.record_batches=true").fit()
+    return tmp_path / "first" / "run" / "batches"
+
+
+def staleness(tmp_path: Path) -> list[float]:
+    return [line["staleness/max"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "two_step_off"])
+def test_a_recorded_run_can_be_trained_again(tmp_path: Path, scheduler: str) -> None:
+    """Fails if a replay trains on anything but the recorded batches in their order, asks the engines, or refuses
+    batches that are as old as another scheduler made them.
+    """
+    world, again = World(), World()
+    make(tmp_path, world, STEPS, "trainer.record_batches=true", f"trainer.scheduler={scheduler}").fit()
+    batches = tmp_path / "run" / "batches"
+    folders = [f"step_0000000{n}" for n in (1, 2, 3)]
+    assert sorted(path.name for path in batches.iterdir()) == ["config.yaml", *folders, "teacher.json"]
+    trainer = make(tmp_path / "again", again, STEPS, f"trainer.replay={batches}")
+    check_replay(trainer.config, 3, TEACHER)
+    trainer.fit()
+    assert again.trained == world.trained
+    assert not [event for event in again.events if event.startswith(("generate", "submit"))]
+    assert staleness(tmp_path / "again") == staleness(tmp_path)
+
+
+def test_batches_of_steps_that_are_made_again_are_not_mixed_with_the_old(tmp_path: Path) -> None:
+    """Fails if a run that went back leaves batches of the future that it gave up, or half a batch under its name."""
+    settings = ("trainer.total_steps=4", "trainer.record_batches=true", "trainer.save_every=1", "trainer.keep_last=9")
+    make(tmp_path, World(), *settings).fit()
+    back = f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000002'}"
+    world = World()
+    world.rank_dies_at = 2
+    with pytest.raises(ClusterError):
+        make(tmp_path, world, *settings, back).fit()
+    batches = tmp_path / "run" / "batches"
+    assert sorted(path.name for path in batches.glob("step_*")) == ["step_00000001", "step_00000002"]
+    make(tmp_path, World(), *settings, "trainer.resume=auto").fit()
+    assert not list(batches.glob(".tmp_*")), "what the killed step left"
+    assert len(list(batches.glob("step_*"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("folder", "problem"), [("gone", "no such folder"), ("empty", "no batch of 3 of the 3"), ("own", "own batches")]
+)
+def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, problem: str) -> None:
+    """Fails if a wrong folder shows in the middle of the run, or a run overwrites what it replays."""
+    (tmp_path / "empty").mkdir()
+    named = tmp_path / "run" / "batches" if folder == "own" else tmp_path / folder
+    trainer = make(tmp_path, World(), STEPS, f"trainer.replay={named}")
+    with pytest.raises(ConfigError, match=f"(?s)trainer.replay.*{problem}"):
+        check_replay(trainer.config, 3, TEACHER)
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        ("step_00000002", "no batch of 1 of the 3 steps, the first is step 2"),
+        ("step_00000003", "no batch of 1 of the 3 steps, the first is step 3"),
+        ("step_00000002/batch_group_0.npz", "batch_group_0.npz is missing"),
+        ("step_00000002/manifest.json", "manifest.json is missing"),
+        ("config.yaml", "config.yaml is missing"),
+        ("teacher.json", "teacher.json is missing"),
+    ],
+)
+def test_batches_that_are_not_whole_are_refused(tmp_path: Path, recorded: Path, harm: str, problem: str) -> None:
+    """Fails if a part of a batch is trained on as if it were all of it."""
+    path = recorded / harm
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    trainer = make(tmp_path, World(), STEPS, f"trainer.replay={recorded}")
+    with pytest.raises(GkdError, match=problem):
+        check_replay(trainer.config, 3, TEACHER)
+
+
+def test_a_batch_that_is_damaged_later_is_not_trained_on(tmp_path: Path, recorded: Path) -> None:
+    """Fails if a flipped bit in a recorded batch is learned."""
+    file = recorded / "step_00000002" / "batch_group_0.npz"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    world = World()
+    with pytest.raises(CheckpointError, match=r"batch_group_0\.npz has other content"):
+        make(tmp_path, world, STEPS, f"trainer.replay={recorded}").fit()
+    assert len(world.trained) == 1
+
+
+def test_a_replay_may_begin_where_a_run_goes_on(tmp_path: Path) -> None:
+    """Fails if a run that began to record late, or a branch, can never be replayed."""
+    settings = ("trainer.total_steps=4", "trainer.save_every=2", "trainer.keep_last=9")
+    first, again = World(), World()
+    make(tmp_path, World(), *settings).fit()
+    start = f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000002'}"
+    make(tmp_path, first, *settings, start, "trainer.record_batches=true").fit()
+    replay = f"trainer.replay={tmp_path / 'run' / 'batches'}"
+    trainer = make(tmp_path / "branch", again, *settings, start, replay)
+    check_replay(trainer.config, 4, TEACHER)
+    trainer.fit()
+    assert again.trained == first.trained and len(first.trained) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("teacher.topk=3", "teacher.topk"),
+        ("teacher.temperature=2.0", "teacher.temperature"),
+        ("rollout.n=2", "rollout.n"),
+        ("trainer.global_batch_size=3", "trainer.global_batch_size"),
+        ("distill.loss=k1", "trainer.replay"),
+    ],
+)
+def test_scores_of_another_kind_are_refused(tmp_path: Path, recorded: Path, override: str, key: str) -> None:
+    """Fails if a run learns from scores that its own settings do not describe."""
+    trainer = make(tmp_path, World(), STEPS, f"trainer.replay={recorded}", override)
+    with pytest.raises(ConfigError) as caught:
+        check_replay(trainer.config, 3, TEACHER)
+    assert caught.value.key == key
+
+
+def test_another_teacher_s_scores_are_refused(tmp_path: Path, recorded: Path) -> None:
+    """Fails if a run that names one teacher learns from the recorded scores of another."""
+    trainer = make(tmp_path, World(), STEPS, f"trainer.replay={recorded}")
+    with pytest.raises(ConfigError, match="was scored by t"):
+        check_replay(trainer.config, 3, {"name": "u", "fingerprint": "g"})
