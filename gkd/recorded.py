@@ -67,8 +67,10 @@ def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | Non
     Raises:
         CheckpointError: the file cannot be read, is something else, or a part of it.
     """
+    with naming(path, "read"):
+        opened = path.open("rb")
     try:
-        with naming(path, "read"), path.open("rb") as opened, _npz(opened) as file:
+        with opened, _npz(opened) as file:
             tables = {key: file[key] for key in file.files}
         missing = [key for key in _TABLES if key not in tables]
         if missing:
@@ -77,7 +79,7 @@ def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | Non
             raise ValueError(f"it has the format {tables['format'].tolist()}, and this version reads [{_FORMAT}]")
         rollouts = _rollouts(tables)
         return rollouts, _scores(tables, [len(r.response_ids) for r in rollouts])
-    except (ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is no whole file of recorded rollouts: {error}") from error
 
 

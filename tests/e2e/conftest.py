@@ -16,6 +16,7 @@ from tests.service.harness import ServerProcess
 
 VOCAB = 32003
 EOS = 1
+N_TRAIN = 40
 N_HELDOUT = 52  # more than the 50 answers that an evaluation keeps
 
 
@@ -80,7 +81,7 @@ def make_lab(root: Path) -> Lab:
     _save_model(made.teacher, seed=0, layers=2)
     _save_model(made.student, seed=1, layers=2)
     rng = np.random.default_rng(0)
-    for path, n in ((made.train, 40), (made.heldout, N_HELDOUT)):
+    for path, n in ((made.train, N_TRAIN), (made.heldout, N_HELDOUT)):
         rows = ({"prompt": _words(rng), "answer": "w2", "response": _words(rng)} for _ in range(n))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made

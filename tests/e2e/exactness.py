@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from gkd.config_load import load_config
 from gkd.metrics import read_metrics
 from gkd.recorded import read_sequences
-from gkd.types import Rollout
+from gkd.sampler import PromptSampler
+from gkd.types import Prompt, Rollout
 
 # Times, what was verified, and a mean over chunks in the order in which they came.
 _OTHERWISE = ("time/", "perf/", "weight_sync/verified_tensors", "teacher/topk_mass")
@@ -38,14 +40,36 @@ def differences(one: Path, other: Path, *, export: bool = True, through: int | N
     return found + (_different_weights(one, other) if export else [])
 
 
-def check_stream(run_dir: Path, *, n_steps: int, max_staleness: int) -> None:
-    """Every sequence of a stream's prompts once, and none older than promised. Raises AssertionError."""
+def check_taken(run_dir: Path, *, n_steps: int, n_prompts: int, whole: bool = True) -> list[list[Rollout]]:
+    """What the steps were trained on, by trainer.record_batches: the prompts in their order, each sequence once, none
+    left out. Raises AssertionError.
+
+    Args:
+        n_prompts: rows of the training file.
+        whole: False: a stream that was cut short may have begun prompts that no step took.
+    """
     config = load_config(run_dir / "config.yaml")
+    n, size = config.rollout.n, config.trainer.global_batch_size
+    rows = [Prompt(i, np.zeros(1, np.int32)) for i in range(n_prompts)]
+    order = PromptSampler(rows, shuffle=config.data.shuffle, seed=config.data.seed)
     taken = [_recorded(run_dir, step) for step in range(1, n_steps + 1)]
-    seen = Counter(rollout.sample_index for batch in taken for rollout in batch)
-    wanted = range(n_steps * config.trainer.global_batch_size * config.rollout.n)
-    assert seen == dict.fromkeys(wanted, 1), f"lost or trained on twice: {sorted(set(wanted) ^ seen.keys())}, {seen}"
+    seen: Counter[int] = Counter()
     for step, batch in enumerate(taken):
+        assert len(batch) == size * n
+        for rollout in batch:
+            # A stream counts the positions of the whole run, other schedulers those of the batch.
+            first = 0 if config.trainer.scheduler == "stream" else step * size
+            (prompt,) = order.take(first + rollout.sample_index // n, 1)
+            assert rollout.prompt_id == prompt.prompt_id
+            seen[first * n + rollout.sample_index] += 1
+    wanted = range(n_steps * size * n)
+    assert set(seen.values()) == {1} and (not whole or seen.keys() == set(wanted)), f"lost, or taken twice: {seen}"
+    return taken
+
+
+def check_stream(run_dir: Path, *, n_steps: int, n_prompts: int, max_staleness: int) -> None:
+    """Every sequence of a stream's prompts once, and none older than promised. Raises AssertionError."""
+    for step, batch in enumerate(check_taken(run_dir, n_steps=n_steps, n_prompts=n_prompts)):
         for rollout in batch:
             spans = rollout.version_spans
             assert step - max_staleness <= rollout.policy_version and max(s.policy_version for s in spans) <= step

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from gkd.metrics import read_metrics
-from tests.e2e.conftest import Lab, make_lab
+from tests.e2e.conftest import N_TRAIN, Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
 from tests.e2e.killed_main import POINTS, VICTIMS
 from tests.service.harness import ServerProcess
@@ -246,7 +246,7 @@ def in_layout(
         run_dir = root / f"run_{n_runs}"
         done = torture(runs, None if is_stream else base, run_dir, chain)
         if is_stream:
-            check_stream(run_dir, n_steps=N_STEPS, max_staleness=MAX_STALENESS)
+            check_stream(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN, max_staleness=MAX_STALENESS)
             check_replay(runs, run_dir)
         assert done[0].killed, f"a whole run never came to {done[0].kill}"
         # What came after the end of this run is tried at the start of the next.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -126,9 +127,12 @@ def test_other_layouts_train_the_same(base_run: Path, lab: Lab, teacher_port: in
     assert other[1]["optim/grad_norm"] == pytest.approx(one[1]["optim/grad_norm"], rel=1e-4)
 
 
-def start(lab: Lab, run_dir: Path, port: int, *overrides: str) -> subprocess.Popen[str]:
+def start(
+    lab: Lab, run_dir: Path, port: int, *overrides: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = lab.command(run_dir, port, *overrides)
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    whole = os.environ | (env or {})
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=whole)
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -168,15 +172,30 @@ def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab
         assert lines[step]["loss/total"] == pytest.approx(base[step]["loss/total"], rel=1e-5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_an_interrupt_leaves_no_process(lab: Lab, teacher_port: int, number: signal.Signals) -> None:
-    """If it fails, a stopped run keeps GPUs, ports or Ray daemons."""
-    run_dir = lab.root / f"interrupted_{number.name}"
+@pytest.mark.parametrize(
+    ("number", "scheduler", "step"),
+    [
+        pytest.param(signal.SIGINT, "stream", 1, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, "sync", None, id="sigterm"),
+        *(pytest.param(signal.SIGINT, name, 1, id=name, marks=pytest.mark.slow) for name in ("sync", "two_step_off")),
+        *(
+            pytest.param(signal.SIGINT, name, 0, id=f"{name} begins", marks=pytest.mark.slow)
+            for name in ("one_step_off", "two_step_off", "stream")
+        ),
+    ],
+)
+def test_an_interrupt_leaves_no_process(
+    lab: Lab, teacher_port: int, number: signal.Signals, scheduler: str, step: int | None
+) -> None:
+    """If it fails, a stopped run keeps GPUs, ports or Ray daemons, or a thread of it starts another Ray."""
+    run_dir = lab.root / f"interrupted_{number.name}_{scheduler}_{step}"
     # An engine of two workers, so that vLLM's own children have to go as well.
-    process = start(lab, run_dir, teacher_port, "trainer.total_steps=60", "rollout.n_gpus_per_node=2", "rollout.tp=2")
+    more = ("trainer.total_steps=60", "rollout.n_gpus_per_node=2", "rollout.tp=2", f"trainer.scheduler={scheduler}")
+    mark = {"GKD_TEST_RUN": str(run_dir)}
+    process = start(lab, run_dir, teacher_port, *more, "eval.max_prompts=2", env=mark)
     try:
-        if number == signal.SIGINT:
-            wait_for_step(run_dir, 1, process)  # in the middle of training
+        if step is not None:
+            wait_for_step(run_dir, step, process)  # in the middle of training, or right before it
         else:
             wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 4, 100.0, "Ray's start")
         family = psutil.Process(process.pid).children(recursive=True)
@@ -190,3 +209,13 @@ def test_an_interrupt_leaves_no_process(lab: Lab, teacher_port: int, number: sig
     assert time.monotonic() - began < 40
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [p.cmdline()[:3] for p in alive]
+    left = [p for p in psutil.process_iter() if _environment(p).get("GKD_TEST_RUN") == mark["GKD_TEST_RUN"]]
+    assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
+    assert "Traceback" not in stderr, stderr[-3000:]
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:  # gone, or somebody else's
+        return {}

@@ -9,9 +9,12 @@ import json
 
 import pytest
 
+from gkd.cluster.assignment import free_port
 from gkd.metrics import read_metrics
-from tests.e2e.conftest import Lab
-from tests.e2e.exactness import differences
+from tests.e2e.conftest import N_TRAIN, Lab
+from tests.e2e.exactness import check_taken, differences
+from tests.e2e.test_loop import start, wait_for_step
+from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
 N_STEPS = 5
@@ -40,3 +43,29 @@ def test_a_resumed_run_ahead_is_the_same_run(scheduler: str, ahead: int, lab: La
     assert again.keys() == {3, 4, 5}
     assert [line["loss/total"] for line in again.values()] == [lines[step]["loss/total"] for step in again]
     assert not [text for text in differences(whole, rest) if "weights" in text or " loss/" in text]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["one_step_off", "two_step_off", "stream"])
+def test_a_lost_teacher_loses_nothing_that_is_in_flight(scheduler: str, lab: Lab) -> None:
+    """If it fails, an outage hangs the run, or costs the work since the last checkpoint or the rollouts in flight."""
+    run_dir, port = lab.root / f"outage_{scheduler}", free_port("127.0.0.1")
+    # More finished prompts in a stream than the endpoint has threads, and all of them wait for the teacher.
+    settings = (f"trainer.scheduler={scheduler}", "trainer.record_batches=true", "teacher.n_server_workers=2")
+    brief = ("trainer.total_steps=60", "teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
+    with ServerProcess(lab.teacher, lab.root, port=port) as server:
+        process = start(lab, run_dir, port, *settings, *brief)
+        wait_for_step(run_dir, 1, process)
+        server.kill()
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1 and "TeacherUnavailable" in stderr and "failed, too" not in stderr, stderr[-4000:]
+    latest = (run_dir / "checkpoints" / "latest").read_text().strip()
+    reached = json.loads((run_dir / "checkpoints" / latest / "trainer.json").read_text())["step"]
+    assert reached >= 1 and list((run_dir / "checkpoints" / latest / "in_flight").iterdir())
+    with ServerProcess(lab.teacher, lab.root, port=port):
+        more = (f"trainer.total_steps={reached + 3}", "trainer.resume=auto")
+        done = lab.train_run(run_dir, port, *settings, *brief, *more)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = {line["step"]: line for line in read_metrics(run_dir / "metrics.jsonl") if "loss/total" in line}
+    assert list(lines) == list(range(1, reached + 4))
+    check_taken(run_dir, n_steps=reached + 3, n_prompts=N_TRAIN, whole=scheduler != "stream")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import Lab
+from tests.e2e.conftest import N_TRAIN, Lab
 from tests.e2e.exactness import check_stream
 from tests.e2e.kill_matrix import Kill, Runs, check_replay
 
@@ -32,5 +32,5 @@ def test_a_killed_stream_loses_nothing_and_can_be_trained_again(lab: Lab, teache
     assert list((run_dir / "checkpoints" / latest / "in_flight").iterdir()), "nothing was in flight: it shows nothing"
     code, log = runs.launch(run_dir, None)
     assert code == 0 and "resumed from" in log, log[-3000:]
-    check_stream(run_dir, n_steps=N_STEPS, max_staleness=1)
+    check_stream(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN, max_staleness=1)
     check_replay(runs, run_dir)

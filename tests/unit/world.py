@@ -114,8 +114,8 @@ class World:
     def recorded(
         self, recording: Recording, *, wait: bool, timeout_s: float | None = None
     ) -> dict[str, FileDigest] | None:
-        if scored := self._recording_scored and self.scores_fail:
-            raise scored
+        if self._recording_scored and self.scores_fail:  # a new one: one that was raised keeps the run's frames
+            raise type(self.scores_fail)(str(self.scores_fail))
         self._recording_left -= 1
         return None if self._recording_left >= 0 and not wait else recording.refs
 
