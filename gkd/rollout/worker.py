@@ -118,7 +118,7 @@ class RolloutWorker:
         if self._loop is not None:
             raise ClusterError(f"rollout engine {self._rank} has an open stream; it takes one at a time. Fix: close it")
         self._engine.settle()
-        self._loop = EngineLoop(self._engine, sampling)
+        self._loop = EngineLoop(self._engine, sampling, self._config.rollout.max_num_seqs)
 
     @ray.method(concurrency_group=STREAM)
     def stream(self, dp_size: int) -> Iterator[list[Rollout] | bytes]:

@@ -98,7 +98,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
         sender.join()
 
     def one_streamed() -> list[Rollout]:
-        loop = EngineLoop(engine, sampling)
+        loop = EngineLoop(engine, sampling, config.max_num_seqs)
         loop.admit(_prompts()[4:5], [4])
         chunk = next(loop.run())
         loop.close()
