@@ -217,7 +217,6 @@ class EngineLoop:
         """
         with self._changed:
             self._state = "ending"
-            self._backlog.clear()
             while self._posted:
                 self._posted.popleft().result.set_exception(self._error or _closed())
             owners = (self, *self._guests)

@@ -21,6 +21,7 @@ from gkd.config_load import load_config
 from gkd.errors import ClusterError, DataError
 from gkd.roles import RolloutChunk, RolloutStream, ScoredChunk
 from gkd.rollout.pool import RolloutPool
+from gkd.rollout.stream import next_chunk
 from gkd.rollout.worker import ADMITS, STREAM, RolloutWorker
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
@@ -181,6 +182,26 @@ def test_a_closed_stream_leaves_the_engines_to_the_next(pools: Pools) -> None:
     for a, b in zip(one, other, strict=True):
         assert a.sample_index == b.sample_index and a.response_ids.tolist() == b.response_ids.tolist()
         assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
+
+
+def test_half_a_chunk_is_not_waited_for_for_ever(pools: Pools) -> None:
+    """Fails if an engine that hangs in the middle of a chunk hangs the driver, or is not named."""
+
+    @ray.remote(num_cpus=0)
+    def half(then: str) -> Iterator[list[int]]:
+        yield [1]
+        if then == "hang":
+            time.sleep(3600)
+
+    for then, timeout_s, said in (("hang", 0.5, "rollout engine 3: half of a chunk.* 0.5 s"), ("end", 60.0, "middle")):
+        items = half.options(num_returns="streaming").remote(then)
+        ready, _ = ray.wait([items], num_returns=1, timeout=60)
+        assert ready
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=said):
+            next_chunk(items, "the rollout stream of rollout engine 3", timeout_s)
+        assert time.monotonic() - began < 20
+        ray.cancel(items, force=True)
 
 
 def test_a_refused_prompt_and_a_dead_engine_are_named(pools: Pools) -> None:
