@@ -1,10 +1,13 @@
 """The loop of one rollout engine while a stream is open: one thread steps it and does all else in between.
 
-    other threads: call, post, generate, close          the loop's thread: run
-        -> what is to be done, in order of arrival  ->  do it; one step; hand out what has finished; again
+    other threads: admit, call, generate, close         the loop's thread: run
+        -> what is to be done, in order of arrival  ->  do it
+        -> the backlog: prompts of the stream       ->  begin the next ones, if there is room
+                                                        one step; hand out what has finished; again
 
 No engine call is ever made by two threads at a time, whatever is asked must wait for one step and not for a sequence,
-and while nothing is being written the thread sleeps. No ray and no vLLM here.
+and while nothing is being written the thread sleeps. The backlog is here and not in the engine, which answers first
+come, first served: so a `generate` beside the stream waits for room and not for the backlog. No ray and no vLLM here.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from gkd.errors import ClusterError
+from gkd.log import get_logger
 from gkd.rollout.engine import Sampling
 from gkd.types import Prompt, Rollout
 
+log = get_logger("engine_loop")
 T = TypeVar("T")
 
 
@@ -48,23 +53,27 @@ class EngineLoop:
     Args:
         engine: nobody else uses it from `run`'s first step until `close` has returned.
         sampling: of the stream's own prompts.
+        max_running: the stream begins no prompt while the engine has this many sequences, at least 1, whoever's they
+            are. A prompt's samples begin together, so it may then have sampling.n - 1 more.
     """
 
-    def __init__(self, engine: Steppable, sampling: Sampling) -> None:
-        self._engine, self._sampling = engine, sampling
+    def __init__(self, engine: Steppable, sampling: Sampling, max_running: int) -> None:
+        self._engine, self._sampling, self._max_running = engine, sampling, max_running
         self._changed = threading.Condition()  # guards all below
         self._posted: deque[_Posted] = deque()
+        self._backlog: deque[tuple[Prompt, int]] = deque()  # with their places; the engine has not got them yet
         self._guests: dict[Hashable, list[Rollout]] = {}  # what has finished for each `generate`
-        self._state = "new"  # "new" | "running" | "ended"
+        self._state = "new"  # "new" | "running" | "ending" | "ended"; nothing is posted in the last two
         self._closing = False
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # the first one
+        self._end_failed = False  # it was the handing back that failed, and nothing before it
 
     def run(self) -> Iterator[list[Rollout]]:
         """Yield the samples of each prompt of the stream when the last of them is finished, until `close`.
 
         Raises:
-            Exception: what a step, or something vital that was asked for, failed with. Whoever waits for something
-                gets it, too.
+            Exception: what a step, a refused prompt, something vital that was asked for, or the end itself failed
+                with; the first of them. Whoever waits for something gets it, too.
         """
         with self._changed:
             if self._closing:
@@ -73,6 +82,7 @@ class EngineLoop:
         unfinished: defaultdict[int, list[Rollout]] = defaultdict(list)
         try:
             while self._do_posted():
+                self._begin_prompts()
                 if self._engine.n_running:
                     self._engine.step()
                 for rollout in self._engine.take(self):
@@ -88,8 +98,17 @@ class EngineLoop:
             self._end()
 
     def admit(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
-        """Give the stream more prompts; returns at once. One that the engine refuses ends the stream."""
-        self._post(_Posted(lambda: self._engine.add(self, prompts, self._sampling, places), vital=True))
+        """Give the stream more prompts; returns at once. They begin in this order, each when there is room for it. One
+        that the engine refuses when its turn comes ends the stream.
+
+        Raises:
+            ClusterError: the stream is closed. If it failed: what it failed with.
+        """
+        placed = list(zip(prompts, places, strict=True))
+        with self._changed:
+            self._check_open()
+            self._backlog.extend(placed)
+            self._changed.notify_all()
 
     def call(self, what: Callable[[], T], *, vital: bool = False) -> T:
         """Have the loop do something with the engine between two steps; waits for its result, or raises its error.
@@ -127,29 +146,42 @@ class EngineLoop:
                     self._post(_Posted(lambda: self._leave(guest), vital=True))
 
     def close(self) -> None:
-        """Drop what is not finished; returns when nobody but the caller uses the engine. Harmless when repeated."""
+        """Drop what is not finished; returns when nobody but the caller uses the engine. Harmless when repeated.
+
+        Raises:
+            Exception: what the engine failed with when it was handed back. Nothing if the stream had failed before.
+        """
         with self._changed:
             self._closing = True
-            if self._state == "new":  # the engine is still the caller's
-                self._end()
+            never_run = self._state == "new"  # the engine is still the caller's
+            if never_run:
+                self._state = "ending"
             self._changed.notify_all()
+        if never_run:
+            self._end()
+        with self._changed:
             self._changed.wait_for(lambda: self._state == "ended")
+            if self._end_failed and self._error is not None:
+                raise self._error
 
     @property
     def _over(self) -> bool:
-        return self._closing or self._state == "ended"
+        return self._closing or self._state in ("ending", "ended")
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise self._error or _closed()
 
     def _post(self, posted: _Posted) -> None:
         with self._changed:
-            if self._over:
-                raise self._error or _closed()
+            self._check_open()
             self._posted.append(posted)
             self._changed.notify_all()
 
     def _do_posted(self) -> bool:
         """Sleep until there is something to do; do what has been posted by then. False: the stream is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._posted or self._engine.n_running)
+            self._changed.wait_for(lambda: self._closing or self._posted or self._backlog or self._engine.n_running)
             n_posted = len(self._posted)
         for _ in range(n_posted):
             posted = self._posted.popleft()
@@ -163,6 +195,11 @@ class EngineLoop:
                 posted.result.set_result(done)
         return not self._closing
 
+    def _begin_prompts(self) -> None:
+        while self._backlog and self._engine.n_running < self._max_running:
+            prompt, place = self._backlog.popleft()
+            self._engine.add(self, [prompt], self._sampling, [place])
+
     def _serve_guests(self) -> None:
         with self._changed:
             for guest, finished in self._guests.items():
@@ -175,16 +212,26 @@ class EngineLoop:
             del self._guests[guest]
 
     def _end(self) -> None:
+        """Leave nothing in the engine and say so. The device may take its time: nobody waits for it but `close` and
+        the guests.
+        """
         with self._changed:
-            try:
-                for owner in (self, *self._guests):
-                    self._engine.drop(owner)
-                self._engine.settle()
-            finally:
+            self._state = "ending"
+            while self._posted:
+                self._posted.popleft().result.set_exception(self._error or _closed())
+            owners = (self, *self._guests)
+        try:
+            for owner in owners:
+                self._engine.drop(owner)
+            self._engine.settle()
+        except Exception as error:
+            if self._error is None:
+                self._error, self._end_failed = error, True
+                raise
+            log.error("the stream had failed (%s); then its end did, too: %s", self._error, error, exc_info=error)
+        finally:
+            with self._changed:
                 self._state = "ended"
-                for posted in self._posted:
-                    posted.result.set_exception(self._error or _closed())
-                self._posted.clear()
                 self._changed.notify_all()
 
 

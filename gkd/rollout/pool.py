@@ -70,7 +70,7 @@ class RolloutPool:
             if not ready:
                 raise ClusterError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(streams.values())}")
             heard = time.monotonic()
-            chunk = next_chunk(ready[0], f"generate on {streams[ready[0]]}")
+            chunk = next_chunk(ready[0], f"generate on {streams[ready[0]]}", timeout_s)
             if chunk is None:
                 del streams[ready[0]]
             else:

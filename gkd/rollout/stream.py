@@ -22,19 +22,27 @@ from gkd.types import Prompt
 log = get_logger("rollout_stream")
 
 
-def next_chunk(items: Any, what: str) -> RolloutChunk | None:
+def next_chunk(items: Any, what: str, timeout_s: float) -> RolloutChunk | None:
     """Read a chunk's two objects, of which the first is there, from the streaming generator of a worker's call.
+
+    Args:
+        what: the call and its engine, for messages.
+        timeout_s: how long to wait for the second object, which a worker in health sends at once.
 
     Returns:
         None: the call has ended.
 
     Raises:
+        ClusterError: the second object does not come.
         GkdError: the call failed; see `fetch`.
     """
     try:
         rollouts = next(items)
     except StopIteration:
         return None
+    ready, _ = ray.wait([items], num_returns=1, timeout=timeout_s, fetch_local=False)
+    if not ready:
+        raise ClusterError(f"{what}: half of a chunk has come, and nothing after it for {timeout_s:g} s")
     try:
         sizes = next(items)
     except StopIteration:  # a failed call leaves one item, and it holds the error
@@ -63,7 +71,7 @@ class EngineStreams:
 
     Args:
         workers: Ray handles of all engines; none has an open stream.
-        timeout_s: for how long an engine may take to open and to close.
+        timeout_s: for how long an engine may take to open, to close, and to send the second half of a chunk.
     """
 
     def __init__(self, workers: Sequence[Any], sampling: Sampling, dp_size: int, timeout_s: float) -> None:
@@ -150,7 +158,7 @@ class EngineStreams:
 
     def _read(self, items: Any) -> list[RolloutChunk]:
         engine = self._items[items]
-        chunk = next_chunk(items, f"the rollout stream of {self._names[engine]}")
+        chunk = next_chunk(items, f"the rollout stream of {self._names[engine]}", self._timeout_s)
         if chunk is None:
             del self._items[items]
             if not self._closed:

@@ -118,7 +118,7 @@ class RolloutWorker:
         if self._loop is not None:
             raise ClusterError(f"rollout engine {self._rank} has an open stream; it takes one at a time. Fix: close it")
         self._engine.settle()
-        self._loop = EngineLoop(self._engine, sampling)
+        self._loop = EngineLoop(self._engine, sampling, self._config.rollout.max_num_seqs)
 
     @ray.method(concurrency_group=STREAM)
     def stream(self, dp_size: int) -> Iterator[list[Rollout] | bytes]:
@@ -138,7 +138,9 @@ class RolloutWorker:
         self._open_loop().admit(*decode_prompts(asked))
 
     def close_stream(self) -> None:
-        """Stop and drop what is not finished; harmless if none is open."""
+        """Stop and drop what is not finished; harmless if none is open. Raises as `EngineLoop.close`: the engine is then
+        of no use any more.
+        """
         if self._loop is not None:
             self._loop.close()
             self._loop = None

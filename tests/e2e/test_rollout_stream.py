@@ -21,6 +21,7 @@ from gkd.config_load import load_config
 from gkd.errors import ClusterError, DataError
 from gkd.roles import RolloutChunk, RolloutStream, ScoredChunk
 from gkd.rollout.pool import RolloutPool
+from gkd.rollout.stream import next_chunk
 from gkd.rollout.worker import ADMITS, STREAM, RolloutWorker
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
@@ -32,6 +33,7 @@ from tests.e2e.test_driver_bytes import LIMIT
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 DP_SIZE = 3  # of the groups that the chunks are for
 N, MAX_TOKENS = 2, 48
+N_FIRST, N_ALL = 120, 140  # prompts admitted before and after the evaluation beside the stream
 
 
 @dataclass
@@ -113,14 +115,14 @@ def _scored(chunk: RolloutChunk) -> ScoredChunk:
 def test_weights_are_pushed_while_the_stream_writes(pools: Pools) -> None:
     """Fails if a weight sync, an evaluation or a batch waits for the stream or breaks it, or a prompt is lost, answered
     twice or sent to another group, or the driver gets more of it than its sizes."""
-    prompts = _prompts(60)
+    prompts = _prompts(N_ALL)
     with counted() as counters:
         stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
         with pytest.raises(ClusterError, match="one at a time"):
             pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
         reader = Reader(stream)
         try:
-            for place in range(0, 40, 4):
+            for place in range(0, N_FIRST, 4):
                 stream.admit(prompts[place : place + 4], places=range(place, place + 4))
             first = list(reader.until(3))
             pools.actor.train_step([_scored(chunk) for chunk in first[:3]])
@@ -130,20 +132,20 @@ def test_weights_are_pushed_while_the_stream_writes(pools: Pools) -> None:
             beside = list(pools.rollout.generate(prompts[:4], places=range(4), n=1, temperature=0.0, seed=0))
             at_end = len(reader.chunks)
             before = counters.look()
-            stream.admit(prompts[40:], places=range(40, 60))
-            chunks = list(reader.until(60))
+            stream.admit(prompts[N_FIRST:], places=range(N_FIRST, N_ALL))
+            chunks = list(reader.until(N_ALL))
             after = counters.look()
         finally:
             stream.close()
             reader.stop()
-    print(f"{at_push} of 40 prompts were finished after the push, {at_end} after greedy and generate")
-    grown = {name: (after[name] - before[name]) / N / (60 - at_end) for name in after}
-    print(f"{60 - at_end} prompts, bytes a sequence: {grown}")
+    print(f"{at_push} of {N_FIRST} prompts were finished after the push, {at_end} after greedy and generate")
+    grown = {name: (after[name] - before[name]) / N / (N_ALL - at_end) for name in after}
+    print(f"{N_ALL - at_end} prompts, bytes a sequence: {grown}")
     assert grown["read_bytes"] + grown["written_bytes"] <= LIMIT
-    assert at_push < 30 and report.verified_tensors == 24
+    assert at_push < 30 and at_end < 100 and report.verified_tensors == 24
     assert len(greedy.samples) == 2
     places = [int(chunk.sample_index[0]) // N for chunk in chunks]
-    assert sorted(places) == list(range(60))
+    assert sorted(places) == list(range(N_ALL))
     rollouts: dict[int, Rollout] = {}
     for chunk, place in zip(chunks, places, strict=True):
         assert chunk.dp_rank == place % DP_SIZE and chunk.sample_index.tolist() == [place * N, place * N + 1]
@@ -181,6 +183,26 @@ def test_a_closed_stream_leaves_the_engines_to_the_next(pools: Pools) -> None:
     for a, b in zip(one, other, strict=True):
         assert a.sample_index == b.sample_index and a.response_ids.tolist() == b.response_ids.tolist()
         assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
+
+
+def test_half_a_chunk_is_not_waited_for_for_ever(pools: Pools) -> None:
+    """Fails if an engine that hangs in the middle of a chunk hangs the driver, or is not named."""
+
+    @ray.remote(num_cpus=0)
+    def half(then: str) -> Iterator[list[int]]:
+        yield [1]
+        if then == "hang":
+            time.sleep(3600)
+
+    for then, timeout_s, said in (("hang", 0.5, "rollout engine 3: half of a chunk.* 0.5 s"), ("end", 60.0, "middle")):
+        items = half.options(num_returns="streaming").remote(then)
+        ready, _ = ray.wait([items], num_returns=1, timeout=60)
+        assert ready
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=said):
+            next_chunk(items, "the rollout stream of rollout engine 3", timeout_s)
+        assert time.monotonic() - began < 20
+        ray.cancel(items, force=True)
 
 
 def test_a_refused_prompt_and_a_dead_engine_are_named(pools: Pools) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +21,7 @@ from tests.e2e.conftest import EOS, VOCAB, Lab
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES, MAX_TOKENS, TEMPERATURE = 6, 2, 12, 0.7
+N_WAITING, N_ASIDE = 60, 4  # prompts of a stream, and of an evaluation beside it
 # Passes before new weights come. 8 of the 12 sequences run at a time: 4 are still waiting then.
 AFTER = (5, 9)
 
@@ -98,7 +100,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
         sender.join()
 
     def one_streamed() -> list[Rollout]:
-        loop = EngineLoop(engine, sampling)
+        loop = EngineLoop(engine, sampling, config.max_num_seqs)
         loop.admit(_prompts()[4:5], [4])
         chunk = next(loop.run())
         loop.close()
@@ -107,7 +109,36 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     def one_generated() -> list[Rollout]:
         return sorted(engine.generate(_prompts()[4:5], sampling, [4]), key=lambda r: r.sample_index)
 
+    def guest_overtakes() -> tuple[list[int], int, list[Rollout]]:
+        """Places in order of completion; how many of them there were when the guest was done; what it got."""
+        loop = EngineLoop(engine, sampling, config.max_num_seqs)
+        loop.admit([_prompts()[i % N_PROMPTS] for i in range(N_WAITING)], range(N_WAITING))
+        places: list[int] = []
+        got: list[Rollout] = []
+        at_end: list[int] = []
+
+        def evaluate() -> None:
+            try:
+                got.extend(loop.generate(_prompts()[:N_ASIDE], sampling, range(N_ASIDE)))
+            finally:
+                at_end.append(len(places))
+
+        guest = threading.Thread(target=evaluate)
+        chunks = loop.run()
+        for chunk in chunks:
+            places.append(chunk[0].sample_index // N_SAMPLES)
+            if len(places) == 1:
+                guest.start()
+                while not loop._posted:
+                    time.sleep(0.001)
+            if len(places) == N_WAITING:
+                break
+        chunks.close()  # type: ignore[attr-defined]
+        guest.join()
+        return places, at_end[0], got
+
     result: dict[str, Any] = {"alone": [(one_streamed(), one_generated())]}
+    result["guest"] = guest_overtakes()
     result["together"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
     result["same"] = _interrupted(engine, sampling, {AFTER[0]: lambda: push(1)})
     result["new"] = _interrupted(engine, sampling, {AFTER[0]: lambda: push(2), AFTER[1]: lambda: push(3)})
@@ -190,3 +221,13 @@ def test_a_streamed_prompt_is_answered_like_a_generated_one(probe: dict[str, Any
             assert one.version_spans == other.version_spans and len(one.version_spans) == 1
     (first, _), (last, _) = probe["alone"]
     assert [r.policy_version for r in first + last] == [0, 0, 3, 3]
+
+
+def test_an_evaluation_does_not_wait_for_the_backlog(probe: dict[str, Any]) -> None:
+    """Fails if vLLM's queue, which is first come, first served, holds the stream's backlog before an evaluation; or the
+    stream loses a prompt over it."""
+    places, at_end, got = probe["guest"]
+    print(f"{at_end} of {N_WAITING} prompts of the stream were finished when the evaluation was")
+    assert at_end < N_WAITING / 2
+    assert sorted(r.sample_index for r in got) == list(range(N_ASIDE * N_SAMPLES))
+    assert sorted(places) == list(range(N_WAITING))
