@@ -138,9 +138,7 @@ class RolloutWorker:
         self._open_loop().admit(*decode_prompts(asked))
 
     def close_stream(self) -> None:
-        """Stop and drop what is not finished; harmless if none is open. Raises as `EngineLoop.close`: the engine is then
-        of no use any more.
-        """
+        """Stop and drop what is not finished; harmless if none is open. If it raises, the engine is of no use."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
