@@ -237,7 +237,7 @@ def test_one_rank_equals_dense() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_dense(tp: int) -> None:
     """Fails if a collective of a loss is missing or double, a shard border loses gradient, or ranks part ways.
 

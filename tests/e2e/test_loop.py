@@ -60,6 +60,7 @@ def test_the_export_answers_like_the_engine(base_run: Path) -> None:
     assert (equal, n) == (50, 50)
 
 
+@pytest.mark.slow  # a kill and its resume are in test_exact_resume.py
 def test_a_resumed_run_is_the_same_run(base_run: Path, lab: Lab, teacher_port: int) -> None:
     """If it fails, model, optimizer, sampler, seeds or versions are not restored: a bit would differ somewhere."""
     again = lab.root / "resumed_run"

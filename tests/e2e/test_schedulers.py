@@ -18,6 +18,7 @@ from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
 N_STEPS = 5
+FEW = "eval.max_prompts=4"
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_a_resumed_run_ahead_is_the_same_run(scheduler: str, ahead: int, lab: La
     """If it fails, batches that were in flight at a checkpoint are lost, answered by other weights, or trained twice;
     or a run ahead is not as stale as its name says.
     """
-    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", f"trainer.total_steps={N_STEPS}")
+    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", f"trainer.total_steps={N_STEPS}", FEW)
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
     done = lab.train_run(whole, teacher_port, *settings, "trainer.keep_last=9")
     assert done.returncode == 0, done.stderr[-4000:]

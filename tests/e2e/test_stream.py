@@ -9,16 +9,16 @@ from tests.e2e.exactness import check_stream
 from tests.e2e.kill_matrix import Kill, Runs, check_replay
 
 pytestmark = pytest.mark.e2e
-N_STEPS = 6
+N_STEPS = 5
 SETTINGS = (
     "trainer.scheduler=stream",
     "trainer.max_staleness=1",
     f"trainer.total_steps={N_STEPS}",
     "rollout.max_num_seqs=4",  # so that weights come in the middle of responses
     "trainer.record_batches=true",
+    "eval.max_prompts=4",
     "trainer.save_every=1",
     "trainer.resume=auto",
-    "eval.every=3",
 )
 
 

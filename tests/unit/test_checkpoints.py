@@ -138,7 +138,7 @@ print("from", step, flush=True)
 while True:
     step += 1
     commit(store, step)
-    print("committed", step, flush=True)
+    print(f"committed {step}\\n", end="", flush=True)  # one write, which a kill cannot cut where output is unbuffered
     store.prune(keep_last=2, keep_every=5)
 """
 

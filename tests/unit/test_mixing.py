@@ -49,8 +49,8 @@ def test_every_place_has_its_turn_and_seed_and_step_matter() -> None:
 def test_the_split_is_not_the_prompt_order_again() -> None:
     """If it fails, with as many prompts as places both draws are one permutation, and who is on-policy is no chance."""
     prompts = [Prompt(i, np.array([i], np.int32)) for i in range(16)]
-    sampler = PromptSampler(prompts, 16, shuffle=True, seed=4)
-    order = [prompt.prompt_id for prompt in sampler.peek()]
+    sampler = PromptSampler(prompts, shuffle=True, seed=4)
+    order = [prompt.prompt_id for prompt in sampler.take(0, 16)]
     assert on_policy_places(0, 16, 0.5, 4) != sorted(order[:8])
 
 
