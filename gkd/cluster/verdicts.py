@@ -164,7 +164,7 @@ def _split_groups(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list
                 groups.setdefault(row.rank // pool.tp, []).append(row)
         for group in groups.values():
             if len({row.node or row.host for row in group}) > 1:
-                where = ", ".join(f"{row.label} on {row.host}" for row in group)
+                where = ", ".join(f"{row.label} on {row.host} ({row.node[:8]})" for row in group)
                 found.append(
                     Verdict(
                         kind="split_tp_group",

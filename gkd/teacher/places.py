@@ -57,9 +57,10 @@ def ask_status(teacher: TeacherConfig) -> ServerStatus:
 
 
 def worker_places(status: ServerStatus) -> list[RankPlace]:
-    """One row a worker, in the order of the server's own table, with what it says of its GPUs."""
+    """One row a worker, by host and name, with what it says of its GPUs."""
     rows: list[RankPlace] = []
-    for rank, worker in enumerate(status.workers):
+    by_name = sorted(status.workers, key=lambda worker: (worker.host, len(worker.name), worker.name))  # w2.0, w10.0
+    for rank, worker in enumerate(by_name):
         gpus = tuple(Card(id=gpu.id, uuid=gpu.uuid or None, name=gpu.name or None) for gpu in worker.gpus)
         rows.append(
             RankPlace(

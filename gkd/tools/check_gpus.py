@@ -71,6 +71,7 @@ def check(config: Config) -> Survey:
         # Too few GPUs to start Ray for: there are no ranks to ask, but the teacher may sit on what is missing.
         teacher, found = teacher_rows(config.teacher, "cuda")
         return Survey(device="cuda", pools=(), rows=tuple(teacher), verdicts=(_too_few(error), *found))
+    teacher, found = teacher_rows(config.teacher, device)
     on_cpu = device == "cpu"
     cluster = Cluster(config.cluster.ray_address, n_slots=sum(spec.n_gpus for spec in specs), on_cpu=on_cpu)
     limit_s = min(_POOL_S, config.trainer.init_timeout_s)
@@ -84,7 +85,6 @@ def check(config: Config) -> Survey:
                 continue
             workers = slots.spawn(survey.PlaceWorker, worker_env(on_cpu))
             asked.append(survey.Asked(spec, tp, [w.place.remote(spec.name, not on_cpu) for w in workers]))
-        teacher, found = teacher_rows(config.teacher, device)
         limit_s = config.trainer.init_timeout_s
         return survey.survey(device, asked, teacher, timeout_s=limit_s, found=[*too_few, *found])
     finally:

@@ -135,7 +135,7 @@ WRONG: list[tuple[str, list[RankPlace], list[str], list[str], list[str]]] = [
         [*map(unset, RIGHT[:2]), *RIGHT[2:]],
         ["shared_gpu", "unset"],
         ["unset"],
-        ["actor 0, actor 1", "[None, None, '2,3']"][:1],
+        ["actor 0, actor 1", "[None, None]"],
     ),
     (
         "unset for one rank",
@@ -163,7 +163,7 @@ WRONG: list[tuple[str, list[RankPlace], list[str], list[str], list[str]]] = [
         [RIGHT[0], row("actor", 1, 1, host="b", node="node-b"), *RIGHT[2:]],
         ["split_tp_group"],
         ["split_tp_group"],
-        ["actor 0 on a", "actor 1 on b", "tp is 2"],
+        ["actor 0 on a (node-a)", "actor 1 on b (node-b)", "tp is 2"],
     ),
     (
         "a process on the GPU",
