@@ -127,7 +127,10 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
     env = {key: os.environ.get(key, value) for key, value in env.items()}
     env["TOKENIZERS_PARALLELISM"] = "false"
     env["RAY_max_direct_call_object_size"] = str(INLINE_BYTES)
-    return env | CPU_ENV if on_cpu else env
+    if on_cpu:
+        return env | CPU_ENV
+    # So that a number in CUDA_VISIBLE_DEVICES is the card that nvidia-smi, Ray and the teacher call so.
+    return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
 
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:

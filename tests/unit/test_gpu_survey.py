@@ -23,6 +23,7 @@ from gkd.config import TeacherConfig
 from gkd.config_load import load_config, save_config
 from gkd.teacher.places import teacher_rows, with_known_cards
 from gkd.tools import check_gpus
+from gkd.wiring import worker_env
 from tests.service.harness import ServerProcess, trivial_model
 
 CARDS = """0, GPU-aa, NVIDIA H200, 00000000:18:00.0, 143771, 143100
@@ -103,6 +104,14 @@ def test_a_place_of_this_process(nvidia_smi: Callable[[str], None], monkeypatch:
     assert quick.started == look_at(os.getpid()).started  # type: ignore[union-attr]
 
 
+def test_numbers_are_those_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if CUDA counts cards of different kinds in another order than nvidia-smi, whose names the table shows."""
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert worker_env(on_cpu=False)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert worker_env(on_cpu=False)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST", "the user's own setting wins"
+
+
 def test_a_driver_that_is_stuck_absent_or_broken(
     nvidia_smi: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +186,7 @@ def test_a_job_that_runs_is_looked_at_again(processes: tuple[int, int, int]) -> 
     assert root_among(child, {rank}) == rank and root_among(stranger, {rank}) is None
 
 
+@pytest.mark.service
 def test_the_teachers_rows_come_over_its_socket(tmp_path: Path) -> None:
     """Fails if the teacher's workers are not shown with what they hold, or an overlap with them is not seen."""
     options = ("--engine", "trivial", "--gpus", "3,4")
@@ -211,6 +221,8 @@ GOOD = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metri
         ([*GOOD, "rollout.n_gpus_per_node=-1"], 2, "rollout.n_gpus_per_node"),
         ([*GOOD, "teacher.n_gpus_per_node=4"], 2, "chosen where it is started"),
         ([*GOOD, "trainer.device=cpu", "teacher.server_ip=a b"], 2, "teacher.server_ip"),
+        ([*GOOD, "trainer.device=cpu", "cluster.ray_address=127.0.0.1:1"], 1, "cluster.ray_address = '127.0.0.1:1'"),
+        ([*GOOD, "trainer.device=cpu", "cluster.ray_address=a..b:1"], 1, "nobody listens there"),
     ],
 )
 def test_wrong_words(
