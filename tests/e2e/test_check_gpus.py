@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
+from gkd.cluster.pools import Cluster
 from tests.service.harness import ServerProcess, trivial_model
 
 pytestmark = pytest.mark.e2e
@@ -56,3 +58,21 @@ def test_the_classic_clash_and_a_silent_teacher(tmp_path: Path) -> None:
     assert wrong == ["shared_gpu:", "shared_gpu:", "teacher_silent:"], done.stdout
     assert "actor 0, actor 1 work on one GPU" in done.stdout and "rollout 0, rollout 1 work on one GPU" in done.stdout
     assert "['0', '0']" in done.stdout and "['1', '1']" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
+    """Fails if a pool that cannot be had hides the one that can, or the checker waits for training's ten minutes."""
+    cluster = Cluster("", n_slots=2, on_cpu=True)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        silent = ("teacher.server_port=1", "teacher.outage_budget_s=0.5")
+        done = check(tmp_path, "--json", f"cluster.ray_address={address}", "rollout.n_gpus_per_node=4", *silent)
+    finally:
+        cluster.close()
+    assert done.returncode == 1, done.stderr
+    table = json.loads(done.stdout)
+    assert [(row["pool"], row["cuda_visible_devices"]) for row in table["rows"]] == [("actor", "0"), ("actor", "1")]
+    assert [verdict["kind"] for verdict in table["verdicts"]] == ["too_few_gpus", "teacher_silent"]
+    assert "rollout: wants 4 GPUs, the whole cluster has 2" in table["verdicts"][0]["problem"]
+    assert table["verdicts"][0]["fix"].startswith("lower the pool's n_gpus_per_node")
