@@ -3,6 +3,7 @@
 run_dir/config.yaml            resolved settings
         teacher.json           who scores: name and fingerprint of the teacher's weights
         metrics.jsonl          one line a step
+        gpus.json              which rank sat on which GPU at the last start; see `gkd.cluster.places`
         checkpoints/           see `gkd.checkpoints`
         branched_from          the checkpoint of another run that this one began with, if it did
         going_back             the earlier checkpoint of its own that it was told to go back to, until that is loaded
@@ -40,6 +41,7 @@ from gkd.same_run import check_same_run, check_same_teacher
 log = get_logger("run_folder")
 
 BATCHES = "batches"
+PLACES = "gpus.json"
 _LOCK, _ORIGIN, _GOING_BACK = ".lock", "branched_from", "going_back"
 _BY_STEP = ("samples", "token_losses", BATCHES)  # folders with files of each evaluation or step
 
@@ -61,6 +63,11 @@ class RunFolder:
         self.new_export = export_folder.new_export(root)
         self.batches = root / BATCHES
         self.store = CheckpointStore(root / "checkpoints")
+
+    def write_places(self, table: bytes) -> None:
+        """Which rank sits on which GPU, of this start. Raises CheckpointError: it cannot be written."""
+        with naming(self.root / PLACES):
+            replace_file(self.root / PLACES, table)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """One JSON line a greedy answer. Raises CheckpointError: it cannot be written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,9 @@ import ray
 
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import SAVES, ActorWorker
+from gkd.cluster import survey
 from gkd.cluster.calls import gather
+from gkd.cluster.place_table import place_table
 from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
 from gkd.config import Config
 from gkd.config_check import n_engines
@@ -24,6 +27,7 @@ from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.schedule import STREAM
 from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.places import teacher_rows
 from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.trainer import Roles
 from gkd.weight_sync.coordinator import WeightSync
@@ -42,11 +46,11 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
     """Both pools up, models loaded, weight-sync group joined; stopped on exit, an interrupt included.
 
     Raises:
-        ClusterError: resources that can't be had, or a rank that failed or did not come within trainer.init_timeout_s.
+        ClusterError: resources that can't be had, or a rank that failed or did not come within trainer.init_timeout_s,
+            or two of them on one real GPU.
     """
-    t, r = config.trainer, config.rollout
-    actor_spec = PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1)
-    rollout_spec = PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp)
+    t = config.trainer
+    actor_spec, rollout_spec = pool_specs(config)
     on_cpu = plan.device == "cpu"
     cluster = Cluster(config.cluster.ray_address, n_slots=actor_spec.n_gpus + rollout_spec.n_gpus, on_cpu=on_cpu)
     try:
@@ -54,14 +58,20 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         rollout_slots = cluster.make_pool(rollout_spec, t.init_timeout_s)
         env = worker_env(on_cpu)
         log.info("starting %d actor ranks and %d rollout engines", actor_spec.world_size, n_engines(config))
-        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=(SAVES,)), config)
-        dp_size = actor.dp_size
+        actor_workers = actor_slots.spawn(ActorWorker, env, beside=(SAVES,))
+        actor = ActorPool(actor_workers, config)
         beside = (rollout_worker.STREAM, rollout_worker.ADMITS)
-        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=beside), config, dp_size)
+        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=beside), config, actor.dp_size)
+        # Each rank says where it sits before it builds anything; the table is made while they build.
+        asked = [
+            survey.Asked(actor_spec, config.actor.tp, [w.place.remote(not on_cpu) for w in actor_workers]),
+            survey.Asked(rollout_spec, 1, [w.place.remote(not on_cpu) for w in rollout.workers]),
+        ]
         # Both pools build at the same time; neither needs the other before the weight-sync group.
         building = rollout.init_model(plan.device, plan.eos_ids)
         actor.check_run_dir(plan.folder.root)
         building |= actor.init_model(plan.device, plan.total_steps)
+        _record_places(config, plan, asked)
         gather(building, "init_model", t.init_timeout_s)
         endpoints = _endpoints(config, plan, actor)
         gather({f"scoring endpoint {i}": e.is_up.remote() for i, e in enumerate(endpoints)}, "start", t.init_timeout_s)
@@ -73,6 +83,28 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         yield Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
     finally:
         cluster.close()
+
+
+def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
+    """(actor, rollout): one process a GPU, and one an engine."""
+    t, r = config.trainer, config.rollout
+    return (
+        PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1),
+        PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp),
+    )
+
+
+def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked]) -> None:
+    """Log the table of ranks and GPUs and keep it in the run folder.
+
+    Raises ClusterError, as `survey.check_can_run`; CheckpointError: the run folder cannot be written.
+    """
+    teacher, found = teacher_rows(config.teacher, plan.device)
+    limit_s = config.trainer.init_timeout_s  # the processes may still be starting
+    table = survey.survey(plan.device, asked, teacher, timeout_s=limit_s, found=found)
+    plan.folder.write_places(table.to_json())
+    log.log(logging.WARNING if table.verdicts else logging.INFO, "who sits where:\n%s", place_table(table))
+    survey.check_can_run(table)
 
 
 def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
@@ -95,7 +127,10 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
     env = {key: os.environ.get(key, value) for key, value in env.items()}
     env["TOKENIZERS_PARALLELISM"] = "false"
     env["RAY_max_direct_call_object_size"] = str(INLINE_BYTES)
-    return env | CPU_ENV if on_cpu else env
+    if on_cpu:
+        return env | CPU_ENV
+    # So that a number in CUDA_VISIBLE_DEVICES is the card that nvidia-smi, Ray and the teacher call so.
+    return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
 
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:

@@ -45,6 +45,7 @@ class WorkerHello(Header, tag="hello"):
     credit_tokens: Count
     n_streams: Count  # sequences it wants in flight
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # tells two processes of one pid apart
+    cuda_visible_devices: Text | None = None  # of its process; None = unset
     leaving: bool = False  # give me no more; dismiss me when I have nothing left
 
 

@@ -35,6 +35,7 @@ class WorkerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     queue_s: float  # mean of the last hundred answers or so
     compute_s: float
     last_heard_s: float  # ago
+    cuda_visible_devices: str | None = None  # None = unset, or a server that does not tell
 
 
 class TeacherStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -80,6 +80,7 @@ class StatusBoard:
                     queue_s=worker.queue_s,
                     compute_s=worker.compute_s,
                     last_heard_s=max(0.0, now_s - worker.last_heard_s),
+                    cuda_visible_devices=worker.hello.cuda_visible_devices,
                 )
                 for worker in ledger.workers.values()
             ],

@@ -163,6 +163,7 @@ def _hello(
             os.environ.get("CUDA_VISIBLE_DEVICES"),
             values["tensor_parallel_size"],
         ),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         credit_tokens=CREDIT_BATCHES * values["max_batch_tokens"],
         n_streams=N_STREAMS,
     )

@@ -25,7 +25,8 @@ from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shard_writer import BackgroundWriter
 from gkd.balance import select
 from gkd.batching import check_batch, make_micro_batches, token_records
-from gkd.cluster.assignment import RankPlace, free_port, this_place
+from gkd.cluster.assignment import free_port, this_place
+from gkd.cluster.places import RankPlace
 from gkd.collate import MicroBatches
 from gkd.config import Config, OptimConfig
 from gkd.log import get_logger
@@ -57,8 +58,8 @@ class ActorWorker:
         self._group: TransferGroup | None = None
         self._writer = BackgroundWriter()
 
-    def place(self) -> RankPlace:
-        return this_place("actor", self._rank)
+    def place(self, ask_driver: bool) -> RankPlace:
+        return this_place("actor", self._rank, ask_driver=ask_driver)
 
     def rendezvous(self) -> tuple[str, int]:
         """(address of this node, a free port on it), for a group whose rank 0 is here."""
@@ -75,7 +76,7 @@ class ActorWorker:
 
     def init_model(self, config: Config, device: str, address: tuple[str, int], total_steps: int) -> None:
         """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
-        self._log.info(self.place().line())
+        self._log.info(self.place(ask_driver=False).line())
         self._config = config
         actor = config.actor
         torch.set_num_threads(1)

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+import sys
+
+import ray
+
+from gkd.cluster.cards import machine_cards, visible_cards
+from gkd.cluster.places import RankPlace
+from gkd.cluster.processes import look_at
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a rank runs and which devices it was given."""
+def this_place(pool: str, rank: int, *, ask_driver: bool = False) -> RankPlace:
+    """The calling process's own place; makes no CUDA context.
 
-    pool: str
-    rank: int
-    host: str
-    pid: int
-    cuda_visible_devices: str | None  # None = unset
+    Args:
+        ask_driver: for what the driver knows of the GPUs; takes a second or so, 20 s at the worst.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible_cards(visible, machine_cards() if ask_driver else ())
+    process = look_at(os.getpid())
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    return RankPlace(
+        pool=pool,
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        cuda_visible_devices=visible,
+        node=str(context.get_node_id()) if context is not None else "",
+        started=process.started if process is not None else None,
+        ray_gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())) if context is not None else None,
+        current_device=_current_device() if ask_driver and cards else None,
+        cards=cards,
+    )
 
-    def line(self) -> str:
-        visible = self.cuda_visible_devices
-        count = len([d for d in (visible or "").split(",") if d])
-        return (
-            f"{self.pool} worker {self.rank}: CUDA_VISIBLE_DEVICES={visible}, GPU count={count}, "
-            f"host={self.host}, pid={self.pid}"
-        )
 
-
-def this_place(pool: str, rank: int) -> RankPlace:
-    """The calling process's own place."""
-    return RankPlace(pool, rank, socket.gethostname(), os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+def _current_device() -> int:
+    """Where this process's CUDA calls go unless told otherwise: 0 until it has begun to use CUDA."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
 
 
 def free_port(host: str = "") -> int:

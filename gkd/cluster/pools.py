@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from gkd.errors import ClusterError
 
 # A CPU share for helpers that mostly wait (scoring endpoints), so that they never block a pool.
 HELPER_CPUS = 0.1
+
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Cluster:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             if address:
+                _check_listens(address)
                 ray.init(address=address, logging_level="WARNING", log_to_driver=True)
             elif on_cpu:
                 # Logical: on a machine with fewer cores than slots the processes share cores.
@@ -128,6 +132,20 @@ class Pool:
                 ).remote(rank)
             )
         return handles
+
+
+def _check_listens(address: str) -> None:
+    """Raises ClusterError, where ray.init would try for minutes: nobody listens at this HOST:PORT."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "://" in address or not port.isdecimal():
+        return  # "auto" and the like, of which Ray itself knows at once
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:  # no name of a host, no number of a port
+        raise ClusterError(
+            f"Ray could not be joined (cluster.ray_address = {address!r}): nobody listens there ({error}). "
+            f"Fix: start it (ray start --head --port {port}), or leave the key empty to have one started here."
+        ) from error
 
 
 def _describe_nodes() -> str:

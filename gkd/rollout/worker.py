@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import ray
 
-from gkd.cluster.assignment import RankPlace, this_place
+from gkd.cluster.assignment import this_place
+from gkd.cluster.places import RankPlace
 from gkd.config import Config
 from gkd.data import load_tokenizer
 from gkd.errors import ClusterError
@@ -44,12 +45,12 @@ class RolloutWorker:
         self._log = get_logger(f"rollout.{rank}")
         self._loop: EngineLoop | None = None  # of the stream that is open
 
-    def place(self) -> RankPlace:
-        return this_place("rollout", self._rank)
+    def place(self, ask_driver: bool) -> RankPlace:
+        return this_place("rollout", self._rank, ask_driver=ask_driver)
 
     def init_model(self, config: Config, device: str, eos_ids: Sequence[int]) -> None:
         """Build the engine; blocks for its start-up."""
-        self._log.info(self.place().line())
+        self._log.info(self.place(ask_driver=False).line())
         self._config = config
         self._engine = RolloutEngine(
             config.model.path,

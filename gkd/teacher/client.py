@@ -90,7 +90,7 @@ class ZmqTeacher:
         self._n_in_flight = n_in_flight
         self._described: TeacherInfo | None = None
         clock = OutageClock(outage_budget_s=outage_budget_s, stall_budget_s=outage_budget_s + request_timeout_s)
-        link = TeacherLink(server_ip, server_port, clock, _load_keys(keys))
+        link = TeacherLink(server_ip, server_port, clock, load_keys(keys))
         self._exchange = Exchange(
             link, n_in_flight=n_in_flight, max_waiting=max_waiting, fingerprint=expected_fingerprint
         )
@@ -195,7 +195,8 @@ def _note_done(done: queue.SimpleQueue[int], index: int, _: Future[TeacherTopK])
     done.put(index)
 
 
-def _load_keys(folder: str) -> PeerKeys | None:
+def load_keys(folder: str) -> PeerKeys | None:
+    """Of teacher.keys; None: empty, no encryption. Raises ConfigError."""
     if not folder:
         return None
     from teacher_server.keys import KeysError, load_peer_keys

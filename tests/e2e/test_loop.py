@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from gkd.cluster.assignment import free_port
+from gkd.cluster.places import survey_of
+from gkd.cluster.running import look_again
 from gkd.metrics import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
@@ -46,6 +48,18 @@ def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
         assert m["time/accounted_share"] >= 0.95
     assert (base_run / "config.yaml").is_file()
     assert sorted(p.name for p in (base_run / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
+
+
+def test_who_sat_where_is_kept(base_run: Path) -> None:
+    """If it fails, a run cannot tell afterwards, or `check_gpus --running` beside it, which rank had which GPU."""
+    table = survey_of((base_run / "gpus.json").read_bytes(), "gpus.json")
+    assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "0"), ("rollout 0", "1")]
+    assert [row.pool for row in table.rows[2:]] == ["teacher"] and table.verdicts == ()
+    ended = look_again(table, table.rows[0].host, [], []).verdicts
+    assert [(verdict.kind, verdict.ranks) for verdict in ended] == [
+        ("process_gone", ("actor 0",)),
+        ("process_gone", ("rollout 0",)),
+    ]
 
 
 def test_the_student_learned_from_the_teacher(base_run: Path) -> None:

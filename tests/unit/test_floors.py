@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 HEAVY = frozenset(ALLOWED)
 # All that the trainer may know of the teacher server: what both ends of the wire must agree on.
-SHARED = {"teacher_server.protocol", "teacher_server.payload", "teacher_server.keys"}
+SHARED = {"teacher_server.protocol", "teacher_server.payload", "teacher_server.keys", "teacher_server.status"}
 # Whatever turns bytes from a socket into code or objects of any type. No network code may so much as name it.
 NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")
 NOT_NETWORK_CODE = ("teacher_server/engines/",)  # loads models; knows no socket
@@ -84,6 +84,13 @@ WITHOUT_TORCH = {
     "gkd/same_run.py",
     "gkd/shared_folder.py",
     "gkd/saver.py",
+    "gkd/cluster/cards.py",
+    "gkd/cluster/place_table.py",
+    "gkd/cluster/places.py",
+    "gkd/cluster/processes.py",
+    "gkd/cluster/running.py",
+    "gkd/cluster/verdicts.py",
+    "gkd/tools/check_gpus.py",
     "gkd/trainer.py",
     "gkd/teacher/base.py",
     "gkd/teacher/client.py",
@@ -93,6 +100,7 @@ WITHOUT_TORCH = {
     "gkd/teacher/link.py",
     "gkd/teacher/outage.py",
     "gkd/teacher/pending.py",
+    "gkd/teacher/places.py",
     "gkd/teacher/queries.py",
     "gkd/teacher/streams.py",
     "teacher_server/backplane.py",
@@ -104,7 +112,14 @@ WITHOUT_TORCH = {
     "teacher_server/protocol.py",
 }
 # Floor 4: the wiring. Nobody imports it but itself.
-WIRING = {"gkd.main_gkd", "gkd.wiring", "gkd.preflight", "teacher_server.main", "teacher_server.serve"}
+WIRING = {
+    "gkd.main_gkd",
+    "gkd.wiring",
+    "gkd.preflight",
+    "gkd.tools.check_gpus",
+    "teacher_server.main",
+    "teacher_server.serve",
+}
 
 
 def _files() -> list[Path]:
@@ -225,6 +240,16 @@ def test_nobody_imports_the_wiring(path: Path) -> None:
         return
     used = _imports(path) & WIRING
     assert not used, f"{name} imports {used}"
+
+
+def test_the_gpu_table_is_pure() -> None:
+    """If it fails, a verdict can no longer be tested, or a saved table be read, without a cluster."""
+    pure = {"places", "verdicts", "place_table", "cards", "processes", "running"}
+    for name in pure:
+        modules = _imports(ROOT / "gkd" / "cluster" / f"{name}.py")
+        assert not any(m.partition(".")[0] == "ray" for m in modules), name
+        used = {m.split(".")[2] for m in modules if m.startswith("gkd.cluster.")}
+        assert used <= pure, (name, used - pure)
 
 
 def test_the_loop_knows_the_others_only_as_protocols() -> None:

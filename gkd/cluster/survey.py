@@ -1,0 +1,76 @@
+"""Ask every rank where it sits, and make the table of it. Training does it at its start, `check_gpus` without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gkd.cluster.assignment import this_place
+from gkd.cluster.calls import gather
+from gkd.cluster.places import PoolNeed, RankPlace, Survey, Verdict
+from gkd.cluster.pools import PoolSpec
+from gkd.cluster.verdicts import judge
+from gkd.errors import ClusterError
+
+
+class PlaceWorker:
+    """A rank of `check_gpus`: it sits where training's rank would, and does nothing but say where."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def place(self, pool: str, ask_driver: bool) -> RankPlace:
+        return this_place(pool, self._rank, ask_driver=ask_driver)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A pool whose ranks have been asked for their places and may not have answered yet."""
+
+    spec: PoolSpec
+    tp: int  # ranks of one tensor-parallel group
+    refs: Sequence[Any]  # of RankPlace, by rank
+
+    @property
+    def need(self) -> PoolNeed:
+        spec = self.spec
+        return PoolNeed(name=spec.name, n_ranks=spec.world_size, gpus_per_rank=spec.gpus_per_worker, tp=self.tp)
+
+
+def places(asked: Sequence[Asked], timeout_s: float) -> list[RankPlace]:
+    """Every rank's row, pool by pool. Raises ClusterError: a rank died or did not answer in time."""
+    refs = {f"{pool.spec.name} rank {rank}": ref for pool in asked for rank, ref in enumerate(pool.refs)}
+    per_node = {pool.spec.name: pool.spec.workers_per_node for pool in asked}
+    rows: list[RankPlace] = list(gather(refs, "where it sits", timeout_s).values())
+    return [replace(row, local_rank=row.rank % per_node[row.pool]) for row in rows]
+
+
+def survey(
+    device: str,
+    asked: Sequence[Asked],
+    teacher: Sequence[RankPlace],
+    *,
+    timeout_s: float,
+    found: Sequence[Verdict] = (),
+) -> Survey:
+    """The table and its verdicts; blocks until every rank has answered.
+
+    Args:
+        device: of the ranks, "cpu" or "cuda".
+        teacher: its workers' rows.
+        found: what else is known to be wrong.
+
+    Raises:
+        ClusterError: a rank died or did not answer in time.
+    """
+    rows = (*places(asked, timeout_s), *teacher)
+    pools = tuple(pool.need for pool in asked)
+    return Survey(device=device, pools=pools, rows=rows, verdicts=(*judge(rows, pools), *found))
+
+
+def check_can_run(table: Survey) -> None:
+    """Raises ClusterError: two ranks on one real GPU, which NCCL refuses or waits on for ever."""
+    fatal = [str(verdict) for verdict in table.verdicts if verdict.kind == "shared_gpu"]
+    if table.device == "cuda" and fatal:
+        raise ClusterError(" ".join(fatal))

@@ -1,0 +1,142 @@
+"""`python -m gkd.tools.check_gpus --config X.yaml`: build the pools as training would, and show who sits on which GPU.
+
+Nothing is loaded and no CUDA context is made: each rank says where it sits and leaves. With `--running RUN_DIR` a job
+that runs is looked at, from its own table and this machine's processes, without asking Ray for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from gkd.cluster.places import Survey, Verdict, survey_of
+from gkd.config import Config
+from gkd.config_check import check_config
+from gkd.config_load import load_config
+from gkd.errors import ClusterError, ConfigError, GkdError
+
+# Free GPUs come at once or not soon; training waits for trainer.init_timeout_s.
+_POOL_S = 60.0
+_EXAMPLES = """examples:
+  python -m gkd.tools.check_gpus --config configs/quickstart_cpu.yaml trainer.run_dir=/tmp/none
+  python -m gkd.tools.check_gpus --config mine.yaml teacher.server_ip=10.0.0.5 --json | jq '.verdicts[].kind'
+  python -m gkd.tools.check_gpus --running runs/mine
+
+exit code: 0 nothing is wrong, 1 something is (each line that begins with WRONG says what, and the fix; a teacher that
+does not answer is one of them), 2 wrong settings, or a run folder without gpus.json
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code, see `_EXAMPLES`."""
+    args = _parse(argv)
+    try:
+        table = look_at_run(Path(args.running)) if args.running else check(load_config(args.config, args.overrides))
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except GkdError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    from gkd.cluster.place_table import place_table
+
+    print(table.to_json().decode() if args.json else place_table(table), flush=True)
+    return 1 if table.verdicts else 0
+
+
+def check(config: Config) -> Survey:
+    """The table of the pools that training would have; takes and frees their GPUs.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        ClusterError: Ray cannot be started or joined, or a rank died or did not answer.
+    """
+    check_config(config)
+    # Here and not above: a wrong setting should not wait for torch.
+    from gkd.cluster import survey
+    from gkd.cluster.pools import Cluster
+    from gkd.preflight import resolve_device
+    from gkd.teacher.places import teacher_rows
+    from gkd.wiring import pool_specs, worker_env
+
+    specs = dict(zip(pool_specs(config), (config.actor.tp, 1), strict=True))  # with the ranks of one TP group
+    try:
+        device = resolve_device(config)
+    except ConfigError as error:
+        if error.key != "rollout.n_gpus_per_node":
+            raise
+        # Too few GPUs to start Ray for: there are no ranks to ask, but the teacher may sit on what is missing.
+        teacher, found = teacher_rows(config.teacher, "cuda")
+        return Survey(device="cuda", pools=(), rows=tuple(teacher), verdicts=(_too_few(error), *found))
+    teacher, found = teacher_rows(config.teacher, device)
+    on_cpu = device == "cpu"
+    cluster = Cluster(config.cluster.ray_address, n_slots=sum(spec.n_gpus for spec in specs), on_cpu=on_cpu)
+    limit_s = min(_POOL_S, config.trainer.init_timeout_s)
+    asked, too_few = [], []
+    try:
+        for spec, tp in specs.items():
+            try:
+                slots = cluster.make_pool(spec, limit_s)
+            except ClusterError as error:
+                too_few.append(_too_few(error))
+                continue
+            workers = slots.spawn(survey.PlaceWorker, worker_env(on_cpu))
+            asked.append(survey.Asked(spec, tp, [w.place.remote(spec.name, not on_cpu) for w in workers]))
+        limit_s = config.trainer.init_timeout_s
+        return survey.survey(device, asked, teacher, timeout_s=limit_s, found=[*too_few, *found])
+    finally:
+        cluster.close()
+
+
+def look_at_run(run_dir: Path) -> Survey:
+    """The table of a job that runs, as it is now; its ranks are not disturbed.
+
+    Raises:
+        ConfigError: there is no such table, or the run's settings cannot be read.
+        ClusterError: the table is damaged.
+    """
+    from gkd.cluster.cards import machine_cards
+    from gkd.cluster.running import look_again
+    from gkd.run_folder import PLACES
+    from gkd.teacher.places import teacher_rows
+
+    try:
+        saved = survey_of((run_dir / PLACES).read_bytes(), str(run_dir / PLACES))
+    except OSError as error:
+        problem = f"it has no {PLACES} that can be read ({error.strerror}): no training has come up there."
+        raise ConfigError("--running", str(run_dir), problem, "name the run_dir of a job that has.") from error
+    config = load_config(run_dir / "config.yaml")
+    teacher, found = teacher_rows(config.teacher, saved.device)
+    machine = machine_cards() if saved.device == "cuda" else []
+    table = look_again(saved, socket.gethostname(), machine, teacher)
+    return replace(table, verdicts=(*table.verdicts, *found))
+
+
+def _too_few(error: GkdError) -> Verdict:
+    problem, _, fix = str(error).partition(" Fix: ")
+    return Verdict(kind="too_few_gpus", ranks=(), problem=problem, fix=fix)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gkd.tools.check_gpus",
+        description="Which rank would sit, or sits, on which GPU, and what is wrong with it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--config", metavar="X.yaml", help="the settings of the training to be started")
+    which.add_argument("--running", metavar="RUN_DIR", help="the run folder of a job that runs")
+    parser.add_argument("--json", action="store_true", help="one JSON object, as gpus.json of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
+    args = parser.parse_intermixed_args(argv)
+    if args.running and args.overrides:
+        parser.error("--running takes the run's own settings, no key=value")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

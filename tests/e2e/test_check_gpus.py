@@ -1,0 +1,78 @@
+"""`python -m gkd.tools.check_gpus` on a Ray of its own, with the logical GPUs of a machine without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from gkd.cluster.pools import Cluster
+from tests.service.harness import ServerProcess, trivial_model
+
+pytestmark = pytest.mark.e2e
+
+
+def check(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    config = folder / "check.yaml"
+    config.write_text(
+        "data: {train_files: [none.jsonl]}\nmodel: {path: none}\neval: {metric: none}\n"
+        "trainer: {device: cpu, run_dir: none, n_gpus_per_node: 2, init_timeout_s: 60}\n"
+        "actor: {tp: 2}\nrollout: {n_gpus_per_node: 2}\n"
+    )
+    command = [sys.executable, "-m", "gkd.tools.check_gpus", "--config", str(config), *words]
+    clean = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=clean | env)
+
+
+def test_a_right_assignment(tmp_path: Path) -> None:
+    """Fails if the pools are not built, a rank is missing from the table, or a right one is called wrong."""
+    options = ("--engine", "trivial", "--gpus", "7")
+    with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, options=options) as server:
+        done = check(tmp_path, "--json", "rollout.tp=2", f"teacher.server_port={server.port}")
+        worker_pid = server.worker_pids[0]
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert table["verdicts"] == [] and table["device"] == "cpu"
+    rows = {(row["pool"], row["rank"]): row for row in table["rows"]}
+    assert list(rows) == [("actor", 0), ("actor", 1), ("rollout", 0), ("teacher", 0)]
+    assert [row["cuda_visible_devices"] for row in rows.values()][:3] == ["0", "1", "2,3"]
+    assert [row["ray_gpu_ids"] for row in rows.values()] == [["0"], ["1"], ["2", "3"], None]
+    assert [row["local_rank"] for row in rows.values()] == [0, 1, 0, 0]
+    assert rows["teacher", 0]["pid"] == worker_pid and rows["teacher", 0]["cards"][0]["id"] == "7"
+    assert len({row["pid"] for row in rows.values()}) == 4
+
+
+def test_the_classic_clash_and_a_silent_teacher(tmp_path: Path) -> None:
+    """Fails if ranks that really got ['0', '0', '1', '1'] pass, or a teacher that is away hides it."""
+    silent = ("teacher.server_port=1", "teacher.outage_budget_s=0.5")
+    done = check(tmp_path, *silent, CUDA_VISIBLE_DEVICES="0,0,1,1")
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[5] for line in lines[1:5]] == ["0", "0", "1", "1"]
+    wrong = [line.split()[1] for line in lines if line.startswith("WRONG")]
+    assert wrong == ["shared_gpu:", "shared_gpu:", "teacher_silent:"], done.stdout
+    assert "actor 0, actor 1 work on one GPU" in done.stdout and "rollout 0, rollout 1 work on one GPU" in done.stdout
+    assert "['0', '0']" in done.stdout and "['1', '1']" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
+    """Fails if a pool that cannot be had hides the one that can, or the checker waits for training's ten minutes."""
+    cluster = Cluster("", n_slots=2, on_cpu=True)
+    try:
+        address = ray.get_runtime_context().gcs_address
+        silent = ("teacher.server_port=1", "teacher.outage_budget_s=0.5")
+        done = check(tmp_path, "--json", f"cluster.ray_address={address}", "rollout.n_gpus_per_node=4", *silent)
+    finally:
+        cluster.close()
+    assert done.returncode == 1, done.stderr
+    table = json.loads(done.stdout)
+    assert [(row["pool"], row["cuda_visible_devices"]) for row in table["rows"]] == [("actor", "0"), ("actor", "1")]
+    assert [verdict["kind"] for verdict in table["verdicts"]] == ["too_few_gpus", "teacher_silent"]
+    assert "rollout: wants 4 GPUs, the whole cluster has 2" in table["verdicts"][0]["problem"]
+    assert table["verdicts"][0]["fix"].startswith("lower the pool's n_gpus_per_node")
