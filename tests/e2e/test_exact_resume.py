@@ -13,6 +13,7 @@ from tests.e2e.kill_matrix import Kill, Runs, torture
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow  # in CI a stream is killed, and a run ahead resumes to the bit: test_stream.py, test_schedulers.py
 def test_a_killed_run_is_the_same_run(base_run: Path, lab: Lab, teacher_port: int) -> None:
     """If it fails, a kill -9 while a checkpoint is written changes what is learned, or loses it."""
     runs = Runs(lab, teacher_port, lab.root / "killed_logs", ("trainer.save_every=1", "trainer.resume=auto"))

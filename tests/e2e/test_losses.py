@@ -110,6 +110,8 @@ def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int)
         "teacher.mass=0.2",
         "trainer.total_steps=3",
         "trainer.n_gpus_per_node=2",
+        "rollout.n_gpus_per_node=2",
+        "weight_sync.verify=always",
         "eval.metric=none",
         "eval.keep_token_losses=5",
     )
@@ -117,6 +119,7 @@ def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int)
     lines = steps_of(run_dir)
     for step in (1, 2, 3):
         m = lines[step]
+        assert m["weight_sync/verified_tensors"] > 0, "both engines hold what the actor exported, or the run had ended"
         # Three of six prompts are answered twice by the student, the other three once by the dataset.
         assert m["rollout/sequences"] == 9
         assert m["rollout/on_policy_sequences"] == 6
