@@ -26,8 +26,8 @@ from gkd.tools import check_gpus
 from gkd.wiring import worker_env
 from tests.service.harness import ServerProcess, trivial_model
 
-CARDS = """0, GPU-aa, NVIDIA H200, 00000000:18:00.0, 143771, 143100
-1, GPU-bb, NVIDIA H200, 00000000:2A:00.0, 143771, 100
+CARDS = """0, GPU-aa, NVIDIA H100, 00000000:18:00.0, 143771, 143100
+1, GPU-bb, NVIDIA H100, 00000000:2A:00.0, 143771, 100
 2, GPU-cc, NVIDIA A100, 00000000:3A:00.0, [N/A], [N/A]
 """
 PROCESSES = "GPU-bb, 4242\nGPU-bb, 17\nGPU-dd, [Not Found]\n"
@@ -60,7 +60,7 @@ def test_the_drivers_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found[1] == Card(
         id="1",
         uuid="GPU-bb",
-        name="NVIDIA H200",
+        name="NVIDIA H100",
         pci_bus="00000000:2A:00.0",
         numa_node=1,
         memory_total_mib=143771,

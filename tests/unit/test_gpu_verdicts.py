@@ -22,7 +22,7 @@ ACTOR, ROLLOUT = (
 def card(number: int, **changed: Any) -> Card:
     known: dict[str, Any] = {
         "uuid": f"GPU-{number}",
-        "name": "H200",
+        "name": "H100",
         "pci_bus": f"00000000:{number}0:00.0",
         "numa_node": 0,
         "memory_total_mib": 143771,
@@ -241,7 +241,7 @@ def test_the_table_and_its_file() -> None:
     words = lines[3].split()
     assert words[:9] == ["rollout", "0", "0", "a", "700", "2,3", "2,3", "2", "0"]
     assert words[9:] == [
-        *("H200", "GPU-2,", "GPU-3", "00000000:20:00.0,", "00000000:30:00.0", "0"),
+        *("H100", "GPU-2,", "GPU-3", "00000000:20:00.0,", "00000000:30:00.0", "0"),
         *("139.7", "of", "140.4", "GiB"),
     ]
     assert "w?[2J" in lines[4] and lines[5:] == ["note: 2 ranks", "nothing is wrong with it"]
