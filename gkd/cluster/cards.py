@@ -23,7 +23,9 @@ _SYS = Path("/sys/bus/pci/devices")
 
 
 def machine_cards() -> list[Card]:
-    """All of them; empty where there is no nvidia-smi, none that we may run, or no driver (a stuck one is logged)."""
+    """All of them; empty where there is no nvidia-smi, or none that we may run (one that fails or hangs is
+    logged).
+    """
     cards = parse_cards(_ask(_CARDS))
     return with_processes(cards, _ask(_PROCESSES)) if cards else []
 
@@ -107,4 +109,8 @@ def _ask(query: str) -> str:
     except subprocess.TimeoutExpired:
         log.warning("nvidia-smi does not answer within %.0f s: is the driver stuck? The GPUs stay unknown", _LIMIT_S)
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        log.warning("nvidia-smi ended with exit code %d: %s. The GPUs stay unknown", done.returncode, said)
+        return ""
+    return done.stdout

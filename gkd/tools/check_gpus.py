@@ -21,7 +21,7 @@ from gkd.errors import ClusterError, ConfigError, GkdError
 # Free GPUs come at once or not soon; training waits for trainer.init_timeout_s.
 _POOL_S = 60.0
 _EXAMPLES = """examples:
-  python -m gkd.tools.check_gpus --config configs/quickstart_cpu.yaml trainer.run_dir=/tmp/none
+  python -m gkd.tools.check_gpus --config configs/quickstart_cpu.yaml trainer.run_dir=runs/none
   python -m gkd.tools.check_gpus --config mine.yaml teacher.server_ip=10.0.0.5 --json | jq '.verdicts[].kind'
   python -m gkd.tools.check_gpus --running runs/mine
 
