@@ -87,9 +87,11 @@ class TrainerConfig:
     keep_every: int = 0
     # Write checkpoints while training goes on; only the next optimizer step waits for the copy to host memory.
     async_save: bool = True
-    # Seconds the pools may take to start before the run gives up and names who is missing.
+    # Seconds that all ranks together may take to start, from the first process to the last group joined. Then the run
+    # gives up, names who is late, where, and who only waits for those, and leaves all stacks in run_dir/stacks.txt.
     init_timeout_s: float = 600.0
-    # Seconds the run waits for a training step, for scores, or for the next finished rollout before it gives up.
+    # Seconds the run waits for a training step, for scores, or for the next finished rollout before it gives up, and
+    # says who hangs where, as at the start.
     stage_timeout_s: float = 1800.0
 
 

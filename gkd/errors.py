@@ -51,6 +51,10 @@ class ClusterError(GkdError):
     """The wanted processes or GPUs cannot be had, or one of them died or stayed silent."""
 
 
+class LateError(ClusterError):
+    """Some ranks have not answered in time; they may hang."""
+
+
 class TeacherError(GkdError):
     """The teacher answered, but refused the request or sent scores that cannot be right."""
 

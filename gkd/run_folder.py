@@ -4,6 +4,7 @@ run_dir/config.yaml            resolved settings
         teacher.json           who scores: name and fingerprint of the teacher's weights
         metrics.jsonl          one line a step
         gpus.json              which rank sat on which GPU at the last start; see `gkd.cluster.places`
+        stacks.txt             where every rank stood the last time that some did not answer
         checkpoints/           see `gkd.checkpoints`
         branched_from          the checkpoint of another run that this one began with, if it did
         going_back             the earlier checkpoint of its own that it was told to go back to, until that is loaded
@@ -42,6 +43,7 @@ log = get_logger("run_folder")
 
 BATCHES = "batches"
 PLACES = "gpus.json"
+STACKS = "stacks.txt"
 _LOCK, _ORIGIN, _GOING_BACK = ".lock", "branched_from", "going_back"
 _BY_STEP = ("samples", "token_losses", BATCHES)  # folders with files of each evaluation or step
 
@@ -68,6 +70,13 @@ class RunFolder:
         """Which rank sits on which GPU, of this start. Raises CheckpointError: it cannot be written."""
         with naming(self.root / PLACES):
             replace_file(self.root / PLACES, table)
+
+    def write_stacks(self, text: str) -> Path:
+        """Where every rank stood when some did not answer; its place. Raises CheckpointError: it cannot be written."""
+        file = self.root / STACKS
+        with naming(file):
+            replace_file(file, text.encode())
+        return file
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """One JSON line a greedy answer. Raises CheckpointError: it cannot be written."""

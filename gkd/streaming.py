@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gkd.checkpoints import TrainerState
 from gkd.config import Config
-from gkd.errors import ClusterError
+from gkd.errors import ClusterError, LateError
 from gkd.metrics import StageTimers
 from gkd.mixing import on_policy_places
 from gkd.roles import PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoredChunk, ScoringRole
@@ -123,7 +123,7 @@ class Streaming:
         """The positions of this step's batch, as soon as they are finished.
 
         Raises:
-            ClusterError: an engine died, or nothing has finished for trainer.stage_timeout_s.
+            ClusterError: an engine died. LateError: nothing has finished for trainer.stage_timeout_s.
         """
         timeout_s = self._config.trainer.stage_timeout_s
         with self._changed:
@@ -135,7 +135,7 @@ class Streaming:
                     heard, n_finished = time.monotonic(), len(self._pending)
                 if not self._changed.wait(timeout=max(0.0, heard + timeout_s - time.monotonic())):
                     waiting = self._ledger.unfinished
-                    raise ClusterError(
+                    raise LateError(
                         f"rollout: no prompt of the {len(waiting)} in the stream finished within {timeout_s:.0f} s; "
                         f"the first ones are {waiting[:5]} of the order"
                     )

@@ -9,15 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
+from gkd.actor import worker as actor_worker
 from gkd.actor.pool import ActorPool
-from gkd.actor.worker import SAVES, ActorWorker
+from gkd.actor.worker import ActorWorker
 from gkd.cluster import survey
 from gkd.cluster.calls import gather
+from gkd.cluster.hang import hang_report
 from gkd.cluster.place_table import place_table
-from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
+from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool, PoolSpec
+from gkd.cluster.stacks import RANK_ENV
+from gkd.cluster.startup import Startup
 from gkd.config import Config
 from gkd.config_check import n_engines
+from gkd.errors import GkdError, LateError
 from gkd.log import get_logger
 from gkd.preflight import Plan
 from gkd.rollout import worker as rollout_worker
@@ -46,43 +52,72 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
     """Both pools up, models loaded, weight-sync group joined; stopped on exit, an interrupt included.
 
     Raises:
-        ClusterError: resources that can't be had, or a rank that failed or did not come within trainer.init_timeout_s,
-            or two of them on one real GPU.
+        ClusterError: resources that can't be had, or a rank that failed, or two of them on one real GPU.
+        LateError: not all were up within trainer.init_timeout_s, or a later call was not answered in its time; says
+            who hangs and where, and the run folder has all stacks.
     """
     t = config.trainer
     actor_spec, rollout_spec = pool_specs(config)
     on_cpu = plan.device == "cpu"
     cluster = Cluster(config.cluster.ray_address, n_slots=actor_spec.n_gpus + rollout_spec.n_gpus, on_cpu=on_cpu)
+    startup = Startup(t.init_timeout_s)
     try:
         actor_slots = cluster.make_pool(actor_spec, t.init_timeout_s)
         rollout_slots = cluster.make_pool(rollout_spec, t.init_timeout_s)
-        env = worker_env(on_cpu)
-        log.info("starting %d actor ranks and %d rollout engines", actor_spec.world_size, n_engines(config))
-        actor_workers = actor_slots.spawn(ActorWorker, env, beside=(SAVES,))
-        actor = ActorPool(actor_workers, config)
-        beside = (rollout_worker.STREAM, rollout_worker.ADMITS)
-        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=beside), config, actor.dp_size)
-        # Each rank says where it sits before it builds anything; the table is made while they build.
-        asked = [
-            survey.Asked(actor_spec, config.actor.tp, [w.place.remote(not on_cpu) for w in actor_workers]),
-            survey.Asked(rollout_spec, 1, [w.place.remote(not on_cpu) for w in rollout.workers]),
-        ]
-        # Both pools build at the same time; neither needs the other before the weight-sync group.
-        building = rollout.init_model(plan.device, plan.eos_ids)
-        actor.check_run_dir(plan.folder.root)
-        building |= actor.init_model(plan.device, plan.total_steps)
-        _record_places(config, plan, asked)
-        gather(building, "init_model", t.init_timeout_s)
-        endpoints = _endpoints(config, plan, actor)
-        gather({f"scoring endpoint {i}": e.is_up.remote() for i, e in enumerate(endpoints)}, "start", t.init_timeout_s)
-        if config.teacher.signal == "hidden":
-            actor.set_teacher_head(_teacher_heads(endpoints, actor.last_stage_nodes()))
-        scoring = ScoringPool(endpoints, t.stage_timeout_s)
-        sync = WeightSync(actor.exporters(), rollout.workers, config, plan.device)
+        with startup:
+            roles = _start(config, plan, startup, actor_slots, rollout_slots)
         log.info("all ranks are up")
-        yield Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
+        yield roles
+    except LateError as error:
+        raise _explained(error, startup, plan) from error
     finally:
         cluster.close()
+
+
+def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool) -> Roles:
+    """Processes into the reserved slots, models into the processes, and all of them into their groups.
+
+    Raises as `started_roles`.
+    """
+    on_cpu = plan.device == "cpu"
+    env = worker_env(on_cpu)
+    log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, n_engines(config))
+    actor_workers = actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE)
+    actor = ActorPool(actor_workers, config)
+    rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+    rollout = RolloutPool(rollout_workers, config, actor.dp_size)
+    startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
+    # Each rank says where it sits before it builds anything; the table is made while they build.
+    asked = [
+        survey.Asked(actor_slots.spec, config.actor.tp, [w.place.remote(not on_cpu) for w in actor_workers]),
+        survey.Asked(rollout_slots.spec, 1, [w.place.remote(not on_cpu) for w in rollout_workers]),
+    ]
+    # Both pools build at the same time; neither needs the other before the weight-sync group.
+    building = rollout.init_model(plan.device, plan.eos_ids)
+    actor.check_run_dir(plan.folder.root, startup.left_s())
+    building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
+    _record_places(config, plan, asked, startup.left_s())
+    gather(building, "init_model", startup.left_s())
+    endpoints = _endpoints(config, plan, actor)
+    gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
+    if config.teacher.signal == "hidden":
+        actor.set_teacher_head(_teacher_heads(endpoints, actor.last_stage_nodes()))
+    sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
+    scoring = ScoringPool(endpoints, config.trainer.stage_timeout_s)
+    return Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
+
+
+def _explained(error: LateError, startup: Startup, plan: Plan) -> LateError:
+    """The same error, with who hangs and where; the stacks of those that do not wait for others are logged."""
+    log.error("%s; asking all ranks where they stand", str(error))
+    try:
+        report = hang_report(startup.names, startup.ask())
+        file = plan.folder.write_stacks(report.stacks)
+    except (GkdError, RayError, RuntimeError, OSError) as trouble:
+        log.error("nobody knows where the ranks stand: %s: %s", type(trouble).__name__, str(trouble))
+        return error
+    log.error("stacks of those that others wait for:\n%s", report.telling)
+    return LateError("\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"]))
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
@@ -90,18 +125,17 @@ def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
     t, r = config.trainer, config.rollout
     return (
         PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1),
-        PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp),
+        PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp, unit="engine"),
     )
 
 
-def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked]) -> None:
+def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], timeout_s: float) -> None:
     """Log the table of ranks and GPUs and keep it in the run folder.
 
     Raises ClusterError, as `survey.check_can_run`; CheckpointError: the run folder cannot be written.
     """
     teacher, found = teacher_rows(config.teacher, plan.device)
-    limit_s = config.trainer.init_timeout_s  # the processes may still be starting
-    table = survey.survey(plan.device, asked, teacher, timeout_s=limit_s, found=found)
+    table = survey.survey(plan.device, asked, teacher, timeout_s=timeout_s, found=found)
     plan.folder.write_places(table.to_json())
     log.log(logging.WARNING if table.verdicts else logging.INFO, "who sits where:\n%s", place_table(table))
     survey.check_can_run(table)
@@ -140,14 +174,19 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
     # not leave it half empty. A stream's chunks are the samples of one prompt.
     per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
     n_threads = -(-each // per_chunk) + 1
+    env = worker_env(plan.device == "cpu")
     return [
         ray.remote(concurrency_groups={RECORDS: 1})(ScoringEndpoint)
         .options(
             num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,
-            runtime_env={"env_vars": worker_env(plan.device == "cpu")},
+            runtime_env={"env_vars": env | {RANK_ENV: _endpoint_name(i)}},
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         .remote(config, plan.n_vocab, plan.teacher.fingerprint, each)
-        for node_id in actor.last_stage_nodes()
+        for i, node_id in enumerate(actor.last_stage_nodes())
     ]
+
+
+def _endpoint_name(dp_rank: int) -> str:
+    return f"scoring endpoint {dp_rank}"

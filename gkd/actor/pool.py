@@ -34,19 +34,25 @@ class ActorPool:
         ]
         self.dp_size = self._layouts[0].dp
 
-    def init_model(self, device: str, total_steps: int) -> dict[str, Any]:
-        """Start building on all ranks; returns refs by name, to be gathered."""
+    def init_model(self, device: str, total_steps: int, timeout_s: float) -> dict[str, Any]:
+        """Start building on all ranks; returns refs by name, to be gathered.
+
+        Args:
+            timeout_s: until the first rank has to be there.
+        """
         root = {"actor rank 0": self._workers[0].rendezvous.remote()}
-        address = gather(root, "actor rendezvous", self._config.trainer.init_timeout_s)["actor rank 0"]
+        address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]
         return self._call("init_model", self._config, device, address, total_steps)
 
-    def check_run_dir(self, root: Path) -> None:
-        """Do all ranks see the folder that the driver sees, and can they write there? Raises ConfigError."""
+    def check_run_dir(self, root: Path, timeout_s: float) -> None:
+        """Do all ranks, which may still be starting, see the folder that the driver sees, and can they write there?
+
+        Raises ConfigError.
+        """
         root = root.absolute()
         word = shared_folder.offer(root)
         try:
-            limit_s = self._config.trainer.init_timeout_s  # the processes may still be starting
-            nodes = gather(self._call("check_run_dir", root, word), "check_run_dir", limit_s)
+            nodes = gather(self._call("check_run_dir", root, word), "check_run_dir", timeout_s)
             shared_folder.collect(root, word, nodes)
         finally:
             shared_folder.clear(root)

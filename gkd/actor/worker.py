@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from gkd import shared_folder
 from gkd.actor.agree import same_error
+from gkd.actor.group_probe import probe_group
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shard_writer import BackgroundWriter
@@ -27,6 +28,7 @@ from gkd.balance import select
 from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.cluster.assignment import free_port, this_place
 from gkd.cluster.places import RankPlace
+from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.collate import MicroBatches
 from gkd.config import Config, OptimConfig
 from gkd.log import get_logger
@@ -41,12 +43,13 @@ if TYPE_CHECKING:
     from gkd.actor.base import Student
 
 
-# Methods of this group are answered while another one runs, or hangs; the pool is spawned with it.
+# Methods of these groups are answered while another one runs, or hangs; the pool is spawned with them.
 SAVES = "saves"
+BESIDE = (SAVES, WATCH)
 
 
 class ActorWorker:
-    """One rank. Ray calls all methods but those of `SAVES` in one thread, one after the other.
+    """One rank. Ray calls all methods but those of `BESIDE` in one thread, one after the other.
 
     Args:
         rank: place in the pool, which is also the rank in torch.distributed.
@@ -55,11 +58,17 @@ class ActorWorker:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._log = get_logger(f"actor.{rank}")
+        self._phases = Phases()
         self._group: TransferGroup | None = None
         self._writer = BackgroundWriter()
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("actor", self._rank, ask_driver=ask_driver)
+
+    @ray.method(concurrency_group=WATCH)
+    def progress(self) -> Progress:
+        """How far `init_model` is."""
+        return self._phases.now()
 
     def rendezvous(self) -> tuple[str, int]:
         """(address of this node, a free port on it), for a group whose rank 0 is here."""
@@ -79,6 +88,7 @@ class ActorWorker:
         self._log.info(self.place(ask_driver=False).line())
         self._config = config
         actor = config.actor
+        self._phases.enter("joining the actor group")
         torch.set_num_threads(1)
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
@@ -91,6 +101,8 @@ class ActorWorker:
             world_size=world_size,
             timeout=timedelta(seconds=config.trainer.stage_timeout_s),
         )
+        self._phases.enter("probing the actor group")
+        probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", world_size)
         self._loss = loss_spec(config.distill, config.teacher.temperature)
         self._signals = teacher_signals(self._loss, cast(Signal, config.teacher.signal))
@@ -98,6 +110,7 @@ class ActorWorker:
             tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
         self._student = self._build_student(total_steps)
+        self._phases.enter(UP)
         self._log.info("student built and loaded")
 
     def _build_student(self, total_steps: int) -> Student:
@@ -113,6 +126,7 @@ class ActorWorker:
             "logits_chunk_mib": actor.logits_chunk_mib,
             "loss_kernel": actor.loss_kernel,
             "seed": config.data.seed,
+            "on_phase": self._phases.enter,
         }
         if actor.strategy == "fsdp2":
             from gkd.actor.fsdp.student import FsdpStudent
@@ -193,7 +207,9 @@ class ActorWorker:
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
     def join_group(self, spec: GroupSpec) -> None:
+        self._phases.enter("joining the weight-sync group")
         self._group = TransferGroup(spec, self._device)
+        self._phases.enter(UP)
 
     def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
         """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from gkd.errors import ClusterError, GkdError
+from gkd.errors import ClusterError, GkdError, LateError
 
 Key = TypeVar("Key")
 
@@ -27,7 +27,8 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
 
     Raises:
         GkdError: the typed error a worker raised, as it raised it.
-        ClusterError: a worker died, failed in an unforeseen way (with its traceback), or is late.
+        ClusterError: a worker died, or failed in an unforeseen way (with its traceback).
+        LateError: one has not answered in time; names all such.
     """
     deadline = time.monotonic() + timeout_s
     names = {ref: name for name, ref in refs.items()}
@@ -37,7 +38,7 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not done:
             late = ", ".join(sorted(names[ref] for ref in pending))
-            raise ClusterError(f"{what}: no answer within {timeout_s:.0f} s from: {late}")
+            raise LateError(f"{what}: no answer within {timeout_s:.0f} s from: {late}")
         results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
     return {name: results[name] for name in refs}
 
@@ -48,7 +49,7 @@ def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
     A call that fails has its error as its last item; see `fetch`.
 
     Raises:
-        ClusterError: one has not ended in time; names it.
+        LateError: one has not ended in time; names it.
     """
     deadline = time.monotonic() + timeout_s
     items: dict[str, list[Any]] = {name: [] for name in streams}
@@ -57,7 +58,7 @@ def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
         left_s = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=left_s, fetch_local=False)
         if not ready:
-            raise ClusterError(f"{what}: no end within {timeout_s:.0f} s on: {', '.join(sorted(pending.values()))}")
+            raise LateError(f"{what}: no end within {timeout_s:.0f} s on: {', '.join(sorted(pending.values()))}")
         try:
             items[pending[ready[0]]].append(next(ready[0]))
         except StopIteration:

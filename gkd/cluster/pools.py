@@ -18,12 +18,15 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from gkd.cluster.stacks import RANK_ENV
 from gkd.errors import ClusterError
 
 # A CPU share for helpers that mostly wait (scoring endpoints), so that they never block a pool.
 HELPER_CPUS = 0.1
 
 _CONNECT_S = 10.0
+# Every process of the job can be asked where it stands, from its first moment on.
+_JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.stacks.listen"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,10 @@ class PoolSpec:
     nnodes: int
     workers_per_node: int
     gpus_per_worker: int
+    unit: str = "rank"  # what one process is called
+
+    def rank_name(self, rank: int) -> str:
+        return f"{self.name} {self.unit} {rank}"
 
     @property
     def world_size(self) -> int:
@@ -49,18 +56,19 @@ class Cluster:
 
     def __init__(self, address: str, *, n_slots: int, on_cpu: bool) -> None:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        common: dict[str, Any] = {"include_dashboard": False, "logging_level": "WARNING", "log_to_driver": True}
+        common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
+        local: dict[str, Any] = common | {"include_dashboard": False}
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             if address:
                 _check_listens(address)
-                ray.init(address=address, logging_level="WARNING", log_to_driver=True)
+                ray.init(address=address, **common)
             elif on_cpu:
                 # Logical: on a machine with fewer cores than slots the processes share cores.
                 # "local", because without an address Ray would join whatever cluster runs on this machine.
-                ray.init("local", num_cpus=n_slots + 2, num_gpus=n_slots, object_store_memory=512 << 20, **common)
+                ray.init("local", num_cpus=n_slots + 2, num_gpus=n_slots, object_store_memory=512 << 20, **local)
             else:
-                ray.init("local", **common)
+                ray.init("local", **local)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ClusterError(f"Ray could not be started (cluster.ray_address = {address!r}): {error}") from error
         finally:
@@ -105,6 +113,10 @@ class Pool:
     spec: PoolSpec
     groups: list[PlacementGroup]
 
+    def named(self, workers: Sequence[Any]) -> dict[str, Any]:
+        """What `spawn` gave, by the ranks' names."""
+        return {self.spec.rank_name(rank): worker for rank, worker in enumerate(workers)}
+
     def spawn(self, worker_class: Any, env: dict[str, str], *, beside: Sequence[str] = ()) -> list[Any]:
         """One Ray actor a slot, in rank order; each is given its rank as the only argument.
 
@@ -127,7 +139,7 @@ class Pool:
                     num_gpus=self.spec.gpus_per_worker,
                     num_cpus=1,
                     scheduling_strategy=strategy,
-                    runtime_env={"env_vars": env},
+                    runtime_env={"env_vars": env | {RANK_ENV: self.spec.rank_name(rank)}},
                     max_restarts=0,
                 ).remote(rank)
             )

@@ -40,7 +40,7 @@ class Asked:
 
 def places(asked: Sequence[Asked], timeout_s: float) -> list[RankPlace]:
     """Every rank's row, pool by pool. Raises ClusterError: a rank died or did not answer in time."""
-    refs = {f"{pool.spec.name} rank {rank}": ref for pool in asked for rank, ref in enumerate(pool.refs)}
+    refs = {pool.spec.rank_name(rank): ref for pool in asked for rank, ref in enumerate(pool.refs)}
     per_node = {pool.spec.name: pool.spec.workers_per_node for pool in asked}
     rows: list[RankPlace] = list(gather(refs, "where it sits", timeout_s).values())
     return [replace(row, local_rank=row.rank % per_node[row.pool]) for row in rows]

@@ -28,6 +28,18 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 
+# What its construction is at, by the functions of vLLM that it is in.
+ENGINE_PHASES = {
+    "_find_and_load": "importing",
+    "init_device": "joining its workers' group",
+    "initialize_model": "building the model",
+    "load_weights": "loading weights",
+    "process_weights_after_loading": "laying out weights",
+    "determine_available_memory": "measuring memory",
+    "initialize_from_config": "making the KV cache",
+    "compile_or_warm_up_model": "warming up",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -11,7 +11,7 @@ import ray
 
 from gkd.cluster.calls import gather
 from gkd.config import Config
-from gkd.errors import ClusterError
+from gkd.errors import ClusterError, LateError
 from gkd.roles import GreedyReport, RolloutChunk
 from gkd.rollout.asked import encode_prompts
 from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks
@@ -49,7 +49,7 @@ class RolloutPool:
             places: place of each prompt in the whole batch.
 
         Raises:
-            ClusterError: an engine died or was silent for trainer.stage_timeout_s.
+            ClusterError: an engine died. LateError: all were silent for trainer.stage_timeout_s.
         """
         config = self._config
         sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
@@ -68,7 +68,7 @@ class RolloutPool:
             left_s = max(0.0, heard + timeout_s - time.monotonic())
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)
             if not ready:
-                raise ClusterError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(streams.values())}")
+                raise LateError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(streams.values())}")
             heard = time.monotonic()
             chunk = next_chunk(ready[0], f"generate on {streams[ready[0]]}", timeout_s)
             if chunk is None:

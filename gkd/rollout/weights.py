@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelL
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from gkd.cluster import stacks
 from gkd.errors import WeightSyncError
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.weight_sync.buckets import Bucket, digest
@@ -43,6 +44,8 @@ def keep_cpu_weights_live() -> None:
 
 
 keep_cpu_weights_live()
+# vLLM starts its workers itself where there are several, so nobody else tells them to.
+stacks.listen()
 
 
 class WeightReceiver:

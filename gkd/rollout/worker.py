@@ -10,6 +10,7 @@ import ray
 
 from gkd.cluster.assignment import this_place
 from gkd.cluster.places import RankPlace
+from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.config import Config
 from gkd.data import load_tokenizer
 from gkd.errors import ClusterError
@@ -18,7 +19,7 @@ from gkd.log import get_logger
 from gkd.roles import Sample
 from gkd.rollout.asked import decode_prompts
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
-from gkd.rollout.engine import RolloutEngine, Sampling
+from gkd.rollout.engine import ENGINE_PHASES, RolloutEngine, Sampling
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
@@ -29,10 +30,11 @@ T = TypeVar("T")
 # Methods of these groups are answered while others run; the pool is spawned with them. `stream` runs as long as the
 # stream is open, and prompts may come while the other methods' thread waits for the end of a `generate`.
 STREAM, ADMITS = "stream", "admits"
+BESIDE = (STREAM, ADMITS, WATCH)
 
 
 class RolloutWorker:
-    """One engine. Ray calls all methods but those of `STREAM` and `ADMITS` in one thread, one after the other.
+    """One engine. Ray calls all methods but those of `BESIDE` in one thread, one after the other.
 
     While a stream is open, `stream` alone uses the engine and does what the others ask for. Else they do it themselves.
 
@@ -43,15 +45,22 @@ class RolloutWorker:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._log = get_logger(f"rollout.{rank}")
+        self._phases = Phases()
         self._loop: EngineLoop | None = None  # of the stream that is open
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("rollout", self._rank, ask_driver=ask_driver)
 
+    @ray.method(concurrency_group=WATCH)
+    def progress(self) -> Progress:
+        """How far `init_model` is, and what vLLM is at in it."""
+        return self._phases.now(ENGINE_PHASES)
+
     def init_model(self, config: Config, device: str, eos_ids: Sequence[int]) -> None:
         """Build the engine; blocks for its start-up."""
         self._log.info(self.place(ask_driver=False).line())
         self._config = config
+        self._phases.enter("starting vLLM")
         self._engine = RolloutEngine(
             config.model.path,
             config.rollout,
@@ -64,6 +73,7 @@ class RolloutWorker:
         self._tokenizer: Any = load_tokenizer(
             config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code
         )
+        self._phases.enter(UP)
         self._log.info("engine up")
 
     def generate(
@@ -145,7 +155,9 @@ class RolloutWorker:
             self._loop = None
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
+        self._phases.enter("joining the weight-sync groups")
         self._do(lambda: self._engine.join_groups(specs))
+        self._phases.enter(UP)
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
         # An engine that has a part of the new weights must not write on.

@@ -22,14 +22,26 @@ class WeightSync:
     Args:
         exporters: by pipeline stage, the ranks that produce its tensors together; the first of each sends.
         engines: the rollout pool's workers.
+        timeout_s: for the groups to come together.
+
+    Raises:
+        LateError: a rank did not come.
     """
 
-    def __init__(self, exporters: Sequence[Sequence[Any]], engines: Sequence[Any], config: Config, device: str) -> None:
+    def __init__(
+        self,
+        exporters: Sequence[Sequence[Any]],
+        engines: Sequence[Any],
+        config: Config,
+        device: str,
+        timeout_s: float,
+    ) -> None:
         self._exporters, self._engines, self._config = exporters, engines, config
         self._device = device
         self._n_pushed = 0
-        self._plans = [plan_buckets(specs, config.weight_sync.bucket_mib << 20) for specs in self._stage_specs()]
-        self._join()
+        stages = self._stage_specs(timeout_s)
+        self._plans = [plan_buckets(specs, config.weight_sync.bucket_mib << 20) for specs in stages]
+        self._join(timeout_s)
 
     def push(self, policy_version: int) -> SyncReport:
         """Blocks until every engine holds the actor's weights.
@@ -72,11 +84,11 @@ class WeightSync:
                 )
         return len(sent)
 
-    def _stage_specs(self) -> list[list[TensorSpec]]:
+    def _stage_specs(self, timeout_s: float) -> list[list[TensorSpec]]:
         refs = {f"actor stage {s}": ranks[0].export_plan.remote() for s, ranks in enumerate(self._exporters)}
-        return list(gather(refs, "export plan", self._config.weight_sync.timeout_s).values())
+        return list(gather(refs, "export plan", timeout_s).values())
 
-    def _join(self) -> None:
+    def _join(self, timeout_s: float) -> None:
         """One group for each stage's sender; every engine joins them all, in stage order."""
         settings, tp = self._config.weight_sync, self._config.rollout.tp
         backend = settings.transport
@@ -84,7 +96,7 @@ class WeightSync:
             backend = "nccl" if self._device == "cuda" else "gloo"
         senders = {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
         addresses = gather(
-            {name: worker.rendezvous.remote() for name, worker in senders.items()}, "rendezvous", settings.timeout_s
+            {name: worker.rendezvous.remote() for name, worker in senders.items()}, "rendezvous", timeout_s
         )
         world_size = 1 + len(self._engines) * tp
 
@@ -96,5 +108,5 @@ class WeightSync:
             f"rollout engine {i}": engine.join_groups.remote([spec(a, 1 + i * tp) for a in addresses.values()])
             for i, engine in enumerate(self._engines)
         }
-        gather(refs, "joining the weight-sync groups", settings.timeout_s)
+        gather(refs, "joining the weight-sync groups", timeout_s)
         log.info("%d weight-sync groups of 1 sender and %d receivers (%s)", len(senders), world_size - 1, backend)

@@ -14,7 +14,7 @@ import torch
 from gkd.actor.host_copies import HostCopies
 from gkd.actor.pool import ActorPool
 from gkd.actor.shards import Piece
-from gkd.actor.worker import SAVES, ActorWorker
+from gkd.actor.worker import BESIDE, ActorWorker
 from gkd.cluster.pools import Cluster, PoolSpec
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ClusterError, ConfigError
@@ -42,7 +42,7 @@ def ranks() -> Iterator[list[object]]:
     cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
     try:
         slots = cluster.make_pool(PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1), 60)
-        yield slots.spawn(Rank, worker_env(on_cpu=True), beside=(SAVES,))
+        yield slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
     finally:
         cluster.close()
 
@@ -55,7 +55,7 @@ def pool(ranks: list[object], tmp_path: Path) -> ActorPool:
 def test_the_ranks_and_the_driver_see_the_same_folder(ranks: list[object], tmp_path: Path) -> None:
     """Fails if a run whose folder the ranks do not see, or may not write, starts; or its probes stay behind."""
     actor = pool(ranks, tmp_path)
-    actor.check_run_dir(tmp_path)
+    actor.check_run_dir(tmp_path, 60)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="trainer.run_dir = .*actor rank 1 on node .* does not see"):
         ray.get(ranks[1].check_run_dir.remote(tmp_path, "0" * 16))  # type: ignore[attr-defined]

@@ -229,13 +229,13 @@ def test_an_interrupt_leaves_no_process(
     assert time.monotonic() - began < 40
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [p.cmdline()[:3] for p in alive]
-    begun = [p for p in psutil.process_iter() if _environment(p).get("GKD_TEST_RUN") == mark["GKD_TEST_RUN"]]
+    begun = [p for p in psutil.process_iter() if environment(p).get("GKD_TEST_RUN") == mark["GKD_TEST_RUN"]]
     _, left = psutil.wait_procs(begun, timeout=15)  # Ray's daemons end by themselves, within seconds
     assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
     assert "Traceback" not in stderr, stderr[-3000:]
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
+def environment(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
     except psutil.Error:  # gone, or somebody else's

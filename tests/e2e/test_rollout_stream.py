@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 import ray
 
+from gkd.actor import worker as actor_worker
 from gkd.actor.pool import ActorPool
-from gkd.actor.worker import SAVES, ActorWorker
+from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.pools import Cluster, PoolSpec
 from gkd.config_load import load_config
 from gkd.errors import ClusterError, DataError
 from gkd.roles import RolloutChunk, RolloutStream, ScoredChunk
+from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.stream import next_chunk
-from gkd.rollout.worker import ADMITS, STREAM, RolloutWorker
+from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
 from gkd.wiring import worker_env
@@ -61,10 +63,11 @@ def pools(lab: Lab) -> Iterator[Pools]:
         actor_slots = cluster.make_pool(PoolSpec("actor", 1, 1, gpus_per_worker=1), 60)
         rollout_slots = cluster.make_pool(PoolSpec("rollout", 1, 2, gpus_per_worker=1), 60)
         env = worker_env(on_cpu=True)
-        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=(SAVES,)), config)
-        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=(STREAM, ADMITS)), config, DP_SIZE)
-        gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4), "init_model", 200)
-        yield Pools(rollout, actor, WeightSync(actor.exporters(), rollout.workers, config, "cpu"))
+        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
+        engines = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+        rollout = RolloutPool(engines, config, DP_SIZE)
+        gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4, 200), "init_model", 200)
+        yield Pools(rollout, actor, WeightSync(actor.exporters(), rollout.workers, config, "cpu", 200))
     finally:
         cluster.close()
 

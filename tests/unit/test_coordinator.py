@@ -46,7 +46,7 @@ STAGES = [{"a": "1", "b": "2"}, {"c": "3"}]
 def make(monkeypatch: pytest.MonkeyPatch, engines: list[Engine], verify: str) -> coordinator.WeightSync:
     monkeypatch.setattr(coordinator, "gather", gather)
     config = load_config(None, [f"weight_sync.verify={verify}", "rollout.tp=2"])
-    return coordinator.WeightSync([[Exporter(stage)] for stage in STAGES], engines, config, "cpu")
+    return coordinator.WeightSync([[Exporter(stage)] for stage in STAGES], engines, config, "cpu", 60)
 
 
 @pytest.mark.parametrize(("verify", "expected"), [("always", [3, 3, 3]), ("first", [3, 3, 0]), ("never", [0, 0, 0])])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.agree import same_error
+from gkd.actor.base import no_phase
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.lora import add_adapters, init_adapters
@@ -81,6 +82,7 @@ class FsdpStudent:
         cpu_offload: bool = False,
         lora: LoraConfig | None = None,
         trust_remote_code: bool = False,
+        on_phase: Callable[[str], None] = no_phase,
     ) -> None:
         """Builds the model from a HF folder. torch.distributed must be initialised; blocks for all ranks.
 
@@ -94,6 +96,7 @@ class FsdpStudent:
             packing: take packed micro-batches; padded ones are taken either way.
             cpu_offload: keep shards, gradients and optimizer state in host memory.
             lora: train adapters of this rank instead of all weights; None or rank 0: all weights.
+            on_phase: is told what comes next.
 
         Raises:
             ModelError: the folder is broken or not a causal language model.
@@ -103,6 +106,7 @@ class FsdpStudent:
         self.step = 0  # optimizer steps made so far
         self._packing, self._fused, self._dtype = packing, fused_lm_head, dtype
         folder, adapted = Path(model_path), lora is not None and lora.rank > 0
+        on_phase("building the model")
         with same_error(device):
             # Trained weights are float32, so that small updates are not rounded away; frozen ones need not be.
             hf = build_on_meta(
@@ -118,10 +122,13 @@ class FsdpStudent:
             n_layers = len(layer_list(hf))
         self._n_vocab: int = hf.config.get_text_config().vocab_size
         self.model = shard(hf, device=device, dtype=dtype, recompute=recompute == "full", offload=cpu_offload)
+        on_phase("loading weights")
         with same_error(device):
             load_weights(folder, self._places)
         init_adapters(self._adapters, seed)
+        on_phase("trying a forward pass")
         probe(self.model, n_layers=n_layers, packing=packing, fused=fused_lm_head, device=device)
+        on_phase("making the optimizer")
         self._trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = build_adamw(self._trained, optim)
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()

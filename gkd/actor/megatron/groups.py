@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from gkd.actor.group_probe import distinct_groups, probe_group
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ClusterError
+
+# What a training step talks over; Megatron makes more, which are not connected before they are used.
+_USED = ("tp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep_pp")
 
 
 def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGroupCollection:
@@ -57,3 +63,19 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
             f"pp={layout.pp} vpp={layout.vpp} ep={layout.ep}; they are global to a process, so start a new one."
         )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def probe_groups(groups: ProcessGroupCollection, device: torch.device, on_phase: Callable[[str], None]) -> None:
+    """One small collective over each group that a step uses and this rank is in. Collective.
+
+    Args:
+        on_phase: is told which group comes next.
+
+    Raises:
+        ClusterError: see `probe_group`.
+    """
+    made = {name: getattr(groups, name, None) for name in _USED}
+    mine = {name: group for name, group in made.items() if isinstance(group, dist.ProcessGroup)}
+    for name, group in distinct_groups(mine).items():
+        on_phase(f"probing group {name} of ranks {dist.get_process_group_ranks(group)}")
+        probe_group(name, group, device)

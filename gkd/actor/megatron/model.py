@@ -6,7 +6,7 @@ N selected rows, V_local padded vocabulary / TP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from gkd.actor.base import no_phase
 from gkd.actor.megatron.experts import expert_settings
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
@@ -183,6 +184,7 @@ def build_model(
     device: torch.device,
     recompute: str = "none",
     sequence_parallel: bool = False,
+    on_phase: Callable[[str], None] = no_phase,
 ) -> StudentModel:
     """Builds this rank's stage and fills it from the HF folder `model_path`.
 
@@ -190,6 +192,7 @@ def build_model(
         dtype: of parameters and activations; gradients and optimizer states are float32 anyway.
         recompute: none | selective | full; what the backward pass computes again instead of finding it in memory.
         sequence_parallel: split activations over TP along the sequence where TP does not split them otherwise.
+        on_phase: is told what comes next.
 
     Raises:
         ModelError: unsupported or damaged folder. ConfigError: the layout cannot split this model, or `recompute` or
@@ -203,6 +206,7 @@ def build_model(
     get_logger(f"actor.{layout.rank}").info(
         "layers of %s", "Transformer Engine" if use_transformer_engine(device) else "Megatron's local modules"
     )
+    on_phase("building the model")
     chunks = []
     for number in range(layout.vpp):
         vp_stage = number if layout.vpp > 1 else None
@@ -223,6 +227,7 @@ def build_model(
         chunks.append(chunk)
     model = StudentModel(chunks=tuple(chunks), dims=dims, layout=layout, groups=groups)
     params = dict(model.named_params())
+    on_phase("loading weights")
     load_hf_weights(model_path, params, dims, layout)
     _mark_shards(params, dims, layout)
     return model

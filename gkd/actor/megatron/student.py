@@ -15,10 +15,11 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
+from gkd.actor.base import no_phase
 from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
-from gkd.actor.megatron.groups import init_groups
+from gkd.actor.megatron.groups import init_groups, probe_groups
 from gkd.actor.megatron.hf_save import save_hf
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model import build_model
@@ -57,6 +58,7 @@ class MegatronStudent:
         recompute: str = "none",
         sequence_parallel: bool = False,
         collective_timeout_s: float = 1800.0,
+        on_phase: Callable[[str], None] = no_phase,
     ) -> None:
         """Builds the model from a HF folder. torch.distributed must be initialised; blocks for all ranks.
 
@@ -69,6 +71,7 @@ class MegatronStudent:
             loss_kernel: see `gkd.loss.row_kernels.row_kernels`.
             recompute, sequence_parallel: see `build_model`.
             collective_timeout_s: a collective of Megatron's groups that takes longer ends the process.
+            on_phase: is told what comes next.
 
         Raises:
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
@@ -76,7 +79,9 @@ class MegatronStudent:
         self.layout, self.optim, self.device, self._fused = layout, optim, device, fused_lm_head
         self.step = 0  # optimizer steps made so far
         install_cpu_shim()
+        on_phase("making Megatron's groups")
         groups = init_groups(layout, collective_timeout_s)
+        probe_groups(groups, device, on_phase)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.model = build_model(
@@ -87,7 +92,9 @@ class MegatronStudent:
             device=device,
             recompute=recompute,
             sequence_parallel=sequence_parallel,
+            on_phase=on_phase,
         )
+        on_phase("making the optimizer")
         config = self.model.config
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False

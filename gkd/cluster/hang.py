@@ -1,0 +1,107 @@
+"""Ranks that do not answer: ask every node for their stacks, and tell those that wait from those they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gkd.cluster.progress import Progress
+from gkd.cluster.stacks import RankStack, stacks_here
+
+_NODES_S = 30.0  # a process has to start on each
+_NAMED = 8  # ranks told one by one
+
+
+@dataclass(frozen=True, slots=True)
+class HangReport:
+    """Who hangs."""
+
+    lines: list[str]  # for people: the ranks that others wait for, and where they are
+    telling: str  # stacks of the first few of those
+    stacks: str  # of all ranks, whole
+
+
+def hang_report(names: Sequence[str], progress: Mapping[str, Progress]) -> HangReport:
+    """Takes the stacks of all ranks of this job; seconds, `_NODES_S` at the worst.
+
+    Args:
+        names: of the ranks that there should be, as in `stacks.RANK_ENV`.
+        progress: of those that have told how far they are.
+    """
+    stacks, silent = _all_stacks()
+    return describe(names, progress, stacks, silent)
+
+
+def describe(
+    names: Sequence[str], progress: Mapping[str, Progress], stacks: Sequence[RankStack], silent: Sequence[str] = ()
+) -> HangReport:
+    """The report, from what is known.
+
+    Args:
+        silent: nodes that could not be asked.
+    """
+    found = {stack.rank for stack in stacks}
+    waiting = [stack for stack in stacks if stack.waits_for_others]
+    idle = [stack for stack in stacks if stack.is_idle]
+    culprits = [stack for stack in stacks if not stack.waits_for_others and not stack.is_idle]
+    lines = [f"node {node} did not say where its ranks are" for node in silent]
+    # On a silent node there may be ranks that nobody has seen.
+    missing = [name for name in names if name not in found] if not silent else []
+    lines += _limited([f"{name}: has no process: Ray has not started it" for name in missing])
+    culprits = _furthest_back(culprits, progress)
+    lines += _limited([_line(stack, progress) for stack in culprits])
+    if waiting:
+        lines.append(f"{_counted(waiting)} wait for others, the first: {_line(waiting[0], progress)}")
+    if idle:
+        lines.append(f"{_counted(idle)} wait for their next call")
+    telling = [_head(stack, progress) + stack.shown() for stack in (culprits or waiting)[:_NAMED]]
+    return HangReport(lines, "\n".join(telling), "\n".join(_head(s, progress) + s.text for s in stacks))
+
+
+def _furthest_back(stacks: Sequence[RankStack], progress: Mapping[str, Progress]) -> list[RankStack]:
+    """Those without an answer first, then by how long they have been in their phase."""
+    return sorted(stacks, key=lambda s: -progress[s.rank].for_s if s.rank in progress else float("-inf"))
+
+
+def _line(stack: RankStack, progress: Mapping[str, Progress]) -> str:
+    at = progress.get(stack.rank)
+    phase = f"{at.phase} for {at.for_s:.0f} s" if at is not None else "has not said how far it is"
+    return f"{stack.rank} ({stack.host}, pid {stack.pid}): {phase}; {stack.where()}"
+
+
+def _counted(stacks: Sequence[RankStack]) -> str:
+    names = sorted({stack.rank for stack in stacks})
+    return f"{len(names)} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
+
+
+def _head(stack: RankStack, progress: Mapping[str, Progress]) -> str:
+    return f"== {_line(stack, progress)}\n   {stack.command}\n"
+
+
+def _limited(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"... and {len(lines) - _NAMED} more"]
+
+
+def _all_stacks() -> tuple[list[RankStack], list[str]]:
+    """(stacks, addresses of nodes that did not answer)."""
+    job = ray.get_runtime_context().get_job_id()
+    ask: Any = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
+    refs = {
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(job): node
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    done, late = ray.wait(list(refs), num_returns=len(refs), timeout=_NODES_S)
+    stacks: list[RankStack] = []
+    silent = [refs[ref]["NodeManagerAddress"] for ref in late]
+    for ref in done:
+        try:
+            stacks += ray.get(ref)
+        except RayError as error:
+            silent.append(f"{refs[ref]['NodeManagerAddress']} ({error})")
+    return stacks, silent

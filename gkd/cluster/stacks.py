@@ -1,0 +1,210 @@
+"""Where does a process stand that hangs? Its Python stacks, taken from outside of it. Pure but for /proc.
+
+Every process of a job `listen`s: on a signal, a handler in C writes the stacks of all threads into a file in memory,
+also while the interpreter is held by a call that never returns. Whoever may read /proc/PID/fd reads that file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BufferedRandom
+from pathlib import Path
+
+# In the environment of a rank's process, and so of its children: what the rank is called.
+RANK_ENV = "GKD_RANK"
+_JOB_ENV = "RAY_JOB_ID"  # Ray's own
+
+_SIGNAL = signal.SIGUSR2
+_FILE = "gkd_stacks"
+_ANSWER_S = 3.0  # a process that runs writes its stacks at once
+_POLL_S = 0.05
+_STATES = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "inside a disk or driver call",
+}
+_FRAME = re.compile(r'  File "(.+)", line (\d+|\?+) in (.+)')
+
+_file: BufferedRandom | None = None  # open for as long as the process lives
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_short(self.file)} line {self.line} ({self.function})"
+
+    @property
+    def is_ours(self) -> bool:
+        return "/gkd/" in self.file
+
+    @property
+    def is_importlib(self) -> bool:
+        return self.file.startswith("<frozen importlib")
+
+
+@dataclass(frozen=True, slots=True)
+class RankStack:
+    """One process of a rank: the rank's own, or a child of it."""
+
+    rank: str
+    host: str
+    pid: int
+    command: str
+    text: str  # as faulthandler writes it; empty: it did not answer
+    problem: str = ""  # why not
+
+    @property
+    def threads(self) -> list[list[Frame]]:
+        """Those worth a look, innermost frame first: all that run this project's code, else the main thread."""
+        threads = [
+            [Frame(*match.groups()) for match in map(_FRAME.match, block.splitlines()) if match]
+            for block in self.text.split("\n\n")
+        ]
+        threads = [frames for frames in threads if frames]
+        return [frames for frames in threads if any(f.is_ours for f in frames)] or threads[-1:]
+
+    def shown(self) -> str:
+        """`threads`, outermost frame last."""
+        kept = ([frame for frame in frames if not frame.is_importlib] for frames in self.threads)
+        return "\n".join("".join(f"   {frame}\n" for frame in frames) for frames in kept)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Is every thread that counts inside of a collective, or at a rendezvous?"""
+        return bool(self.threads) and all(_collective(frames) is not None for frames in self.threads)
+
+    @property
+    def is_idle(self) -> bool:
+        """Has it nothing to do but to wait for its next call?"""
+        threads = self.threads
+        return bool(threads) and all(f.function == "main_loop" and "/ray/" in f.file for f, *_ in threads)
+
+    def where(self) -> str:
+        """One line for people."""
+        if self.is_idle:
+            return "waits for its next call"
+        if not self.threads:
+            return self.problem or "it runs no Python code"
+        return "; ".join(_where(frames) for frames in self.threads)
+
+
+def listen() -> None:
+    """Have this process write its stacks when it is asked; a second call changes nothing."""
+    global _file
+    if _file is None:
+        _file = os.fdopen(os.memfd_create(_FILE), "w+b")
+        faulthandler.register(_SIGNAL, file=_file, all_threads=True, chain=False)
+
+
+def stacks_here(job: str) -> list[RankStack]:
+    """Of all processes of this Ray job on this machine that belong to a rank; takes some seconds at most.
+
+    Args:
+        job: Ray's job id, in hex.
+    """
+    asked = [(pid, rank, *_ask(pid)) for pid, rank in _ranks_of(job)]
+    deadline = time.monotonic() + _ANSWER_S
+    return [_answer(pid, rank, file, size, problem, deadline) for pid, rank, file, size, problem in asked]
+
+
+def _ranks_of(job: str) -> Iterator[tuple[int, str]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = dict(item.partition("=")[::2] for item in (folder / "environ").read_text().split("\0"))
+        except (OSError, UnicodeDecodeError):  # it has ended, or is another user's
+            continue
+        if environ.get(_JOB_ENV) == job and RANK_ENV in environ:
+            yield int(folder.name), environ[RANK_ENV]
+
+
+def _ask(pid: int) -> tuple[Path | None, int, str]:
+    """(the file that it writes into, how much is in it now, why it can't be asked)."""
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if f"memfd:{_FILE}" in os.readlink(link):
+                size = link.stat().st_size
+                os.kill(pid, _SIGNAL)
+                return link, size, ""
+    except OSError as error:
+        return None, 0, f"it can't be asked: {error.strerror}"
+    # To a process that does not listen the signal would be the end.
+    return None, 0, "it takes no questions: it has not come that far, or runs none of this project's code"
+
+
+def _answer(pid: int, rank: str, file: Path | None, size: int, problem: str, deadline: float) -> RankStack:
+    text = ""
+    while file is not None and not problem:
+        now = _read(file, size)
+        if now and now == text:  # nothing more has come
+            break
+        text = now
+        if time.monotonic() > deadline:
+            problem = f"it does not answer: {_state(pid)}"
+        time.sleep(_POLL_S)
+    return RankStack(rank, socket.gethostname(), pid, _command(pid), text, problem)
+
+
+def _read(file: Path, start: int) -> str:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(start)
+            return stream.read().decode(errors="replace")
+    except OSError:  # it has ended
+        return ""
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return "ended"
+    return " ".join(words).strip()[:80]
+
+
+def _state(pid: int) -> str:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "it has ended"
+    return _STATES.get(state, f"state {state}")
+
+
+def _collective(frames: list[Frame]) -> Frame | None:
+    """The innermost frame of this project, if what it called waits for other ranks."""
+    for frame in frames:
+        if frame.is_ours:
+            return None
+        if "/torch/distributed/" in frame.file:
+            break
+    else:
+        return None
+    return next((frame for frame in frames if frame.is_ours), frames[-1])
+
+
+def _where(frames: list[Frame]) -> str:
+    caller = _collective(frames)
+    if caller is not None:
+        return f"waits for other ranks in a collective, called at {caller}"
+    ours = next((frame for frame in frames if frame.is_ours), None)
+    if ours is None or ours is frames[0]:
+        return f"at {frames[0]}"
+    return f"at {frames[0]}, called at {ours}"
+
+
+def _short(file: str) -> str:
+    """From the package on: `gkd/actor/worker.py`, `torch/cuda/__init__.py`."""
+    for border in ("/site-packages/", "/lib/python3"):
+        if border in file:
+            return file.rpartition(border)[2].lstrip(".0123456789/")
+    return "gkd/" + file.rpartition("/gkd/")[2] if "/gkd/" in file else file

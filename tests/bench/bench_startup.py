@@ -1,0 +1,90 @@
+"""The start of the pools on this machine: both at once, as training does it, against one after the other.
+
+    python -m tests.bench.bench_startup [--json FILE] [--rounds N]
+
+Real processes, Megatron-core and vLLM with the models of the quickstart; one actor rank and one engine, so that on two
+cores neither waits for the other's. From the first process to the last one that is up, Ray itself not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from gkd.actor import worker as actor_worker
+from gkd.actor.pool import ActorPool
+from gkd.actor.worker import ActorWorker
+from gkd.cluster.calls import gather
+from gkd.cluster.pools import Cluster
+from gkd.config import Config
+from gkd.config_load import load_config
+from gkd.rollout import worker as rollout_worker
+from gkd.rollout.pool import RolloutPool
+from gkd.rollout.worker import RolloutWorker
+from gkd.wiring import pool_specs, worker_env
+from tests.bench.command import parsed, parser, run_parts
+from tests.bench.teacher_report import Figure, Part, Table
+
+_LIMIT_S = 300.0
+
+
+def start(config: Config, *, at_once: bool) -> tuple[float, float]:
+    """(until the actor pool is up, until both are), seconds. One after the other, the actor comes first."""
+    actor_spec, rollout_spec = pool_specs(config)
+    cluster = Cluster("", n_slots=actor_spec.n_gpus + rollout_spec.n_gpus, on_cpu=True)
+    try:
+        actor_slots, rollout_slots = cluster.make_pool(actor_spec, 60), cluster.make_pool(rollout_spec, 60)
+        env = worker_env(on_cpu=True)
+        began = time.perf_counter()
+
+        def build_rollout() -> dict[str, object]:
+            engines = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+            return RolloutPool(engines, config, 1).init_model("cpu", [1])
+
+        building = build_rollout() if at_once else {}
+        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
+        gather(actor.init_model("cpu", 1, _LIMIT_S), "actor", _LIMIT_S)
+        actor_s = time.perf_counter() - began
+        gather(building or build_rollout(), "rollout", _LIMIT_S)
+        return actor_s, time.perf_counter() - began
+    finally:
+        cluster.close()
+
+
+def concurrent(rounds: int) -> Part:
+    """Both pools at once, as a share of one after the other."""
+    from tests.e2e.conftest import make_lab
+
+    with tempfile.TemporaryDirectory() as folder:
+        lab = make_lab(Path(folder))
+        config = load_config(None, lab.command(Path(folder) / "run", 1)[5:])
+        start(config, at_once=True)  # the files of all libraries are in the page cache from now on
+        ratios, rows = [], []
+        for number in range(rounds):
+            actor_s, sequential_s = start(config, at_once=False)
+            _, concurrent_s = start(config, at_once=True)
+            ratios.append(concurrent_s / sequential_s)
+            alone = [actor_s, sequential_s - actor_s, sequential_s, concurrent_s]
+            rows.append([str(number), *(f"{seconds:.1f}" for seconds in alone), f"{ratios[-1]:.2f}"])
+    figures = [Figure("both pools at once / one after the other", median(ratios), at_most=0.65)]
+    head = ["round", "actor alone, s", "rollout alone, s", "one after the other, s", "at once, s", "ratio"]
+    what = (
+        f"One Megatron-core rank and one vLLM engine on {os.cpu_count()} cores, from the first process to the last one "
+        "that is up. The best there can be is the longer one's share of both."
+    )
+    return Part("startup", what, figures, [Table("seconds", head, rows)], {"rounds": rounds})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parts = {"startup": concurrent}
+    args = parsed(parser("tests.bench.bench_startup", __doc__ or "", parts, rounds=3), parts, argv)
+    return run_parts(args, lambda name: parts[name](args.rounds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Ranks that do not come up, or hang later: real Ray actors of the real class in a real gloo group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from gkd.actor.pool import ActorPool
+from gkd.actor.worker import BESIDE, ActorWorker
+from gkd.cluster.calls import gather
+from gkd.cluster.hang import HangReport, hang_report
+from gkd.cluster.pools import Cluster, Pool, PoolSpec
+from gkd.cluster.startup import Startup
+from gkd.config_load import load_config
+from gkd.errors import LateError
+from gkd.wiring import worker_env
+
+pytestmark = pytest.mark.dist
+
+N_RANKS = 3
+LATE = 2  # the rank that keeps the others waiting
+
+
+class Rank(ActorWorker):
+    """A rank that joins the real group, and has a meeting of all ranks in the place of a student; one stays away."""
+
+    def _build_student(self, total_steps: int) -> None:  # type: ignore[override]
+        if self._rank == LATE:
+            self._phases.enter("reading from a disk that does not answer")
+            read_from_a_dead_disk(total_steps)
+        self._phases.enter("meeting the others")
+        dist.barrier()
+
+
+def read_from_a_dead_disk(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.fixture(scope="module")
+def slots() -> Iterator[Pool]:
+    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
+    try:
+        yield cluster.make_pool(PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1), 60)
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateError, HangReport, list[str], list[str]]:
+    """A start that is given up: its error, the report, the lines told on the way; then one more report, with the late
+    rank stopped.
+    """
+    base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path_factory.mktemp('run')}"]
+    config = load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}"])
+    workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
+    actor, told = ActorPool(workers, config), []
+    gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 60)  # imports take their time
+    startup = Startup(timeout_s=6, tell_s=0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gkd.cluster.startup.log.info", lambda text, *args: told.append(text % args))
+        with pytest.raises(LateError) as raised, startup:
+            startup.watch(slots.named(workers))
+            gather(actor.init_model("cpu", 600, startup.left_s()), "init_model", startup.left_s())
+    report = hang_report(startup.names, startup.ask())
+    os.kill(next(int(line.split("pid ")[1].split(")")[0]) for line in report.lines if "disk" in line), signal.SIGSTOP)
+    stopped = hang_report([*startup.names, "actor rank 9"], startup.ask(0.5)).lines
+    return raised.value, report, told, stopped
+
+
+def test_the_error_names_the_setting_and_who_is_late(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
+    """Fails if a start that hangs goes on for ever, or ends without saying after how long and for whom it waited."""
+    text = str(hung[0])
+    assert "trainer.init_timeout_s = 6" in text
+    assert all(f"actor rank {rank}" in text for rank in range(N_RANKS))
+
+
+def test_the_rank_that_the_others_wait_for_is_told_from_them(
+    hung: tuple[LateError, HangReport, list[str], list[str]],
+) -> None:
+    """Fails if, of many ranks that hang, the user is not pointed at the one whose fault it is, and its line of code."""
+    culprit, others = hung[1].lines
+    assert culprit.startswith(f"actor rank {LATE} (") and "reading from a disk that does not answer for" in culprit
+    assert "(read_from_a_dead_disk)" in culprit
+    assert (
+        others.startswith("2 (actor rank 0, actor rank 1) wait for others, the first: ")
+        and "meeting the others" in others
+    )
+    assert "barrier" not in hung[1].telling and "read_from_a_dead_disk" in hung[1].telling
+    assert all(f"== actor rank {rank} (" in hung[1].stacks for rank in range(N_RANKS))
+    assert hung[1].stacks.count("in barrier") == N_RANKS - 1
+
+
+def test_the_start_tells_how_far_each_rank_is(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
+    """Fails if a long start is silent, or its lines do not follow what the ranks do."""
+    last = hung[2][-1]
+    assert last.startswith(f"0 of {N_RANKS} ranks are up, ") and " s left" in last
+    assert "2 meeting the others (" in last
+    assert f"1 reading from a disk that does not answer (actor rank {LATE} " in last
+
+
+def test_what_gives_no_stack_says_why(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
+    """Fails if a process that is stopped, or one that was never started, is passed over or keeps the report waiting."""
+    lines = hung[3]
+    assert "actor rank 9: has no process: Ray has not started it" in lines
+    stopped = next(line for line in lines if line.startswith(f"actor rank {LATE} ("))
+    assert "it does not answer: stopped by a signal" in stopped

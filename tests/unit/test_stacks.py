@@ -1,0 +1,141 @@
+"""What a dump of stacks says: who waits for whom. Real processes for the dump itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from gkd.cluster.hang import describe
+from gkd.cluster.progress import Phases, Progress
+from gkd.cluster.stacks import RANK_ENV, RankStack, stacks_here
+from gkd.cluster.startup import summary
+
+IN_A_COLLECTIVE = """Thread 0x1 (most recent call first):
+  File "/x/python3.11/threading.py", line 327 in wait
+
+Current thread 0x2 (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3 in all_reduce
+  File "/x/site-packages/torch/distributed/c10d_logger.py", line 2 in wrapper
+  File "/src/gkd/actor/step.py", line 7 in agree
+  File "/src/gkd/actor/worker.py", line 9 in train_step
+"""
+IN_A_FILE = IN_A_COLLECTIVE.replace("/x/site-packages/torch/distributed/", "/x/site-packages/safetensors/")
+ABOVE_A_COLLECTIVE = """Thread 0x2 (most recent call first):
+  File "/src/gkd/actor/hook.py", line 1 in hook
+  File "/x/site-packages/torch/distributed/fsdp/api.py", line 5 in call
+  File "/src/gkd/actor/worker.py", line 9 in train_step
+"""
+IDLE = """Thread 0x1 (most recent call first):
+  File "/x/python3.11/threading.py", line 327 in wait
+
+Current thread 0x2 (most recent call first):
+  File "/x/site-packages/ray/_private/worker.py", line 1069 in main_loop
+  File "/x/site-packages/ray/_private/workers/default_worker.py", line 323 in <module>
+"""
+
+
+def stack(rank: str, text: str, problem: str = "") -> RankStack:
+    return RankStack(rank, "host", 7, "ray::ActorWorker", text, problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "waits", "idle", "where"),
+    [
+        (IN_A_COLLECTIVE, True, False, "waits for other ranks in a collective, called at gkd/actor/step.py line 7 (ag"),
+        (IN_A_FILE, False, False, "at safetensors/distributed_c10d.py line 3 (all_reduce), called at gkd/actor/step"),
+        (ABOVE_A_COLLECTIVE, False, False, "at gkd/actor/hook.py line 1 (hook)"),
+        (IDLE, False, True, "waits for its next call"),
+    ],
+)  # fmt: skip
+def test_what_a_stack_means(text: str, waits: bool, idle: bool, where: str) -> None:
+    """Fails if a rank that waits is taken for the one it waits for, or the reverse."""
+    one = stack("actor rank 0", text)
+    assert (one.waits_for_others, one.is_idle) == (waits, idle)
+    assert one.where().startswith(where)
+
+
+def test_a_rank_is_not_waiting_if_one_of_its_threads_is_not() -> None:
+    """Fails if the thread that keeps everybody waiting hides behind another one of its process."""
+    both = stack("actor rank 0", IN_A_COLLECTIVE + "\n" + ABOVE_A_COLLECTIVE)
+    assert not both.waits_for_others
+    assert both.where().count(";") == 1
+
+
+def test_the_report_begins_with_the_rank_at_fault() -> None:
+    """Fails if, in a large run, the one line that matters is not the first, or a thousand ranks are listed."""
+    waiting = [stack(f"actor rank {i}", IN_A_COLLECTIVE) for i in range(1000)]
+    stacks = [*waiting, stack("actor rank 1000", IN_A_FILE), stack("rollout engine 0", IDLE), stack("b", "", "stopped")]
+    progress = {s.rank: Progress("step", 5.0) for s in stacks if s.rank != "b"}
+    lines = describe([*(s.rank for s in stacks), "rollout engine 1"], progress, stacks).lines
+    assert lines[0] == "rollout engine 1: has no process: Ray has not started it"
+    assert lines[1] == "b (host, pid 7): has not said how far it is; stopped"
+    assert lines[2].startswith("actor rank 1000 (host, pid 7): step for 5 s; at safetensors/")
+    assert lines[3].startswith("1000 (actor rank 0, ") and lines[3].count("actor rank") <= 10
+    assert lines[4] == "1 (rollout engine 0) wait for their next call" and len(lines) == 5
+    assert "node 10.0.0.9" in describe(["a"], {}, [], ["10.0.0.9"]).lines[0]
+
+
+def test_the_line_of_a_start_counts_ranks_by_phase() -> None:
+    """Fails if the progress of a start hides a rank that is behind, or floods the log with those that are not."""
+    progress = {f"actor rank {i}": Progress("loading weights", float(i)) for i in range(9)}
+    progress["rollout engine 0"] = Progress("up", 1.0)
+    line = summary([*progress, "rollout engine 1"], progress)
+    assert line.startswith("1 of 11 ranks are up, 9 loading weights (actor rank 8 8 s, actor rank 7 7 s, ")
+    assert line.endswith("actor rank 5 5 s, ...), 1 process not up (rollout engine 1)")
+
+
+def test_a_phase_is_told_from_the_code_that_runs() -> None:
+    """Fails if the start of an engine, which is one call of a library, shows as one phase however long it takes."""
+    phases = Phases()
+    phases.enter("starting")
+
+    def load_weights() -> Progress:
+        return phases.now({"load_weights": "loading"})
+
+    assert load_weights().phase == "starting: loading"
+    assert phases.now({"load_weights": "loading"}).phase == "starting"
+
+
+SCRIPT = """
+    import {first}
+    from gkd.cluster import stacks
+    {listen}
+    print("ready", flush=True)
+    def hold():
+        {body}
+    hold()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "listen", "expected"),
+    [
+        ("import time; time.sleep(60)", "stacks.listen(); stacks.listen()", "(hold)"),
+        # A regular expression that takes for ever, in C, with the interpreter's lock held.
+        ("import re; re.match('(a+)+$', 'a' * 60 + 'b')", "stacks.listen()", "re/__init__.py"),
+        ("import time; time.sleep(60)", "", "takes no questions"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "stacks.listen()", "stopped by a signal"),
+    ],
+)
+def test_a_process_is_asked_from_outside(body: str, listen: str, expected: str) -> None:
+    """Fails if a process that hangs cannot be asked, or the question kills one that does not listen."""
+    script = textwrap.dedent(SCRIPT.format(first="os", body=body, listen=listen))
+    environ = {RANK_ENV: "actor rank 3", "RAY_JOB_ID": f"test{time.time_ns()}"}
+    command = ["env", *(f"{k}={v}" for k, v in environ.items()), sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            time.sleep(0.2)
+            (one,) = stacks_here(environ["RAY_JOB_ID"])
+            assert (one.rank, one.pid) == ("actor rank 3", process.pid)
+            assert expected in one.where(), (one.where(), one.text)
+            assert process.poll() is None
+            if one.text:
+                assert stacks_here(environ["RAY_JOB_ID"])[0].text.count("in hold") == 1, "the second dump, and not both"
+        finally:
+            process.kill()
+    assert stacks_here(environ["RAY_JOB_ID"]) == []
