@@ -6,6 +6,8 @@ can raise and catch these without loading an engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class GkdError(Exception):
     """Root of the errors this project raises on purpose; `main_gkd` prints them without a traceback."""
@@ -52,7 +54,18 @@ class ClusterError(GkdError):
 
 
 class LateError(ClusterError):
-    """Some ranks have not answered in time; they may hang."""
+    """Some ranks have not answered in time; they may hang.
+
+    Args:
+        late: what they are called, each name with its rank's in it; empty: nobody knows.
+    """
+
+    def __init__(self, message: str, late: Sequence[str] = ()) -> None:
+        self.message, self.late = message, tuple(late)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[LateError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.message, self.late)
 
 
 class TeacherError(GkdError):

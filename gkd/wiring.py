@@ -111,13 +111,14 @@ def _explained(error: LateError, startup: Startup, plan: Plan) -> LateError:
     """The same error, with who hangs and where; the stacks of those that do not wait for others are logged."""
     log.error("%s; asking all ranks where they stand", str(error))
     try:
-        report = hang_report(startup.names, startup.ask())
+        report = hang_report(startup.names, startup.ask(), error.late)
         file = plan.folder.write_stacks(report.stacks)
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
         log.error("nobody knows where the ranks stand: %s: %s", type(trouble).__name__, str(trouble))
         return error
     log.error("stacks of those that others wait for:\n%s", report.telling)
-    return LateError("\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"]))
+    text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
+    return LateError(text, error.late)
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:

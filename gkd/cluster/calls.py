@@ -37,8 +37,8 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not done:
-            late = ", ".join(sorted(names[ref] for ref in pending))
-            raise LateError(f"{what}: no answer within {timeout_s:.0f} s from: {late}")
+            late = sorted(names[ref] for ref in pending)
+            raise LateError(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
         results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
     return {name: results[name] for name in refs}
 
@@ -58,7 +58,8 @@ def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
         left_s = max(0.0, deadline - time.monotonic())
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=left_s, fetch_local=False)
         if not ready:
-            raise LateError(f"{what}: no end within {timeout_s:.0f} s on: {', '.join(sorted(pending.values()))}")
+            late = sorted(pending.values())
+            raise LateError(f"{what}: no end within {timeout_s:.0f} s on: {', '.join(late)}", late)
         try:
             items[pending[ready[0]]].append(next(ready[0]))
         except StopIteration:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,46 +27,59 @@ class HangReport:
     stacks: str  # of all ranks, whole
 
 
-def hang_report(names: Sequence[str], progress: Mapping[str, Progress]) -> HangReport:
-    """Takes the stacks of all ranks of this job; seconds, `_NODES_S` at the worst.
-
-    Args:
-        names: of the ranks that there should be, as in `stacks.RANK_ENV`.
-        progress: of those that have told how far they are.
-    """
+def hang_report(names: Sequence[str], progress: Mapping[str, Progress], late: Sequence[str]) -> HangReport:
+    """Takes the stacks of all ranks of this job; seconds, `_NODES_S` at the worst. Arguments as of `describe`."""
     stacks, silent = _all_stacks()
-    return describe(names, progress, stacks, silent)
+    return describe(names, progress, late, stacks, silent)
 
 
 def describe(
-    names: Sequence[str], progress: Mapping[str, Progress], stacks: Sequence[RankStack], silent: Sequence[str] = ()
+    names: Sequence[str],
+    progress: Mapping[str, Progress],
+    late: Sequence[str],
+    stacks: Sequence[RankStack],
+    silent: Sequence[str] = (),
 ) -> HangReport:
     """The report, from what is known.
 
     Args:
+        names: of the ranks that there should be, as in `stacks.RANK_ENV`.
+        progress: of those that have told how far they are.
+        late: whose answers are missing, see `LateError`.
         silent: nodes that could not be asked.
     """
     found = {stack.rank for stack in stacks}
-    waiting = [stack for stack in stacks if stack.waits_for_others]
-    idle = [stack for stack in stacks if stack.is_idle]
-    culprits = [stack for stack in stacks if not stack.waits_for_others and not stack.is_idle]
+    waited_for = [stack for stack in stacks if _is_late(stack.rank, late, found | set(names))]
+    waiting = [stack for stack in waited_for if stack.waits_for_others]
+    idle = [stack for stack in waited_for if stack.is_idle]
+    culprits = [stack for stack in waited_for if not stack.waits_for_others and not stack.is_idle]
+    culprits.sort(key=lambda stack: _urgency(stack, progress))
+    others = [stack for stack in stacks if stack not in waited_for]
     lines = [f"node {node} did not say where its ranks are" for node in silent]
     # On a silent node there may be ranks that nobody has seen.
     missing = [name for name in names if name not in found] if not silent else []
     lines += _limited([f"{name}: has no process: Ray has not started it" for name in missing])
-    culprits = _furthest_back(culprits, progress)
     lines += _limited([_line(stack, progress) for stack in culprits])
     if waiting:
         lines.append(f"{_counted(waiting)} wait for others, the first: {_line(waiting[0], progress)}")
     if idle:
         lines.append(f"{_counted(idle)} wait for their next call")
+    if others:
+        lines.append(f"{_counted(others)} are not late")
     telling = [_head(stack, progress) + stack.shown() for stack in (culprits or waiting)[:_NAMED]]
     return HangReport(lines, "\n".join(telling), "\n".join(_head(s, progress) + s.text for s in stacks))
 
 
-def _furthest_back(stacks: Sequence[RankStack], progress: Mapping[str, Progress]) -> list[RankStack]:
-    """Those without an answer first, then by how long they have been in their phase."""
-    return sorted(stacks, key=lambda s: -progress[s.rank].for_s if s.rank in progress else float("-inf"))
+def _is_late(rank: str, late: Sequence[str], ranks: Collection[str]) -> bool:
+    """True for all of them if one of the late ones is called by a name that no rank has."""
+    in_words = [{word for word in ranks if re.search(rf"\b{re.escape(word)}\b", name)} for name in late]
+    return not all(in_words) or not late or any(rank in words for words in in_words)
+
+
+def _urgency(stack: RankStack, progress: Mapping[str, Progress]) -> tuple[bool, float]:
+    """Smallest first: those that cannot answer, then by how long they have been in their phase."""
+    at = progress.get(stack.rank)
+    return not stack.problem, 0.0 if at is None else -at.for_s
 
 
 def _line(stack: RankStack, progress: Mapping[str, Progress]) -> str:

@@ -76,7 +76,7 @@ class Startup(AbstractContextManager["Startup"]):
         self._thread.join(_ASK_S + 1.0)
         if isinstance(error, LateError) and self.left_s() <= 0:
             text = f"not all ranks were up within trainer.init_timeout_s = {self.timeout_s:g} s: {error}"
-            raise LateError(text) from error
+            raise LateError(text) from error  # of whomever it was waiting for first: any rank may be the one that hangs
 
     def _tell(self) -> None:
         told: dict[str, str] = {}

@@ -68,7 +68,8 @@ class RolloutPool:
             left_s = max(0.0, heard + timeout_s - time.monotonic())
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)
             if not ready:
-                raise LateError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(streams.values())}")
+                late = sorted(streams.values())
+                raise LateError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(late)}", late)
             heard = time.monotonic()
             chunk = next_chunk(ready[0], f"generate on {streams[ready[0]]}", timeout_s)
             if chunk is None:

@@ -66,9 +66,9 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
         with pytest.raises(LateError) as raised, startup:
             startup.watch(slots.named(workers))
             gather(actor.init_model("cpu", 600, startup.left_s()), "init_model", startup.left_s())
-    report = hang_report(startup.names, startup.ask())
+    report = hang_report(startup.names, startup.ask(), raised.value.late)
     os.kill(next(int(line.split("pid ")[1].split(")")[0]) for line in report.lines if "disk" in line), signal.SIGSTOP)
-    stopped = hang_report([*startup.names, "actor rank 9"], startup.ask(0.5)).lines
+    stopped = hang_report([*startup.names, "actor rank 9"], startup.ask(0.5), []).lines
     return raised.value, report, told, stopped
 
 

@@ -34,7 +34,7 @@ def rank_3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_of_the_wrong_ranks_is_found(
     rank_3: None, monkeypatch: pytest.MonkeyPatch, others: list[int], heard: str | None
 ) -> None:
-    """Fails if a group that connects other ranks than it should is trained with: gradients would be wrong in silence."""
+    """Fails if a group that connects other ranks than it should is trained with, and gradients are wrong in silence."""
 
     def add(marks: torch.Tensor, group: Any) -> None:
         marks += torch.tensor(others, dtype=marks.dtype)

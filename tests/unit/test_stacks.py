@@ -70,13 +70,30 @@ def test_the_report_begins_with_the_rank_at_fault() -> None:
     waiting = [stack(f"actor rank {i}", IN_A_COLLECTIVE) for i in range(1000)]
     stacks = [*waiting, stack("actor rank 1000", IN_A_FILE), stack("rollout engine 0", IDLE), stack("b", "", "stopped")]
     progress = {s.rank: Progress("step", 5.0) for s in stacks if s.rank != "b"}
-    lines = describe([*(s.rank for s in stacks), "rollout engine 1"], progress, stacks).lines
+    names = [*(s.rank for s in stacks), "rollout engine 1"]
+    lines = describe(names, progress, [], stacks).lines
     assert lines[0] == "rollout engine 1: has no process: Ray has not started it"
     assert lines[1] == "b (host, pid 7): has not said how far it is; stopped"
     assert lines[2].startswith("actor rank 1000 (host, pid 7): step for 5 s; at safetensors/")
     assert lines[3].startswith("1000 (actor rank 0, ") and lines[3].count("actor rank") <= 10
     assert lines[4] == "1 (rollout engine 0) wait for their next call" and len(lines) == 5
-    assert "node 10.0.0.9" in describe(["a"], {}, [], ["10.0.0.9"]).lines[0]
+    assert "node 10.0.0.9" in describe(["a"], {}, [], [], ["10.0.0.9"]).lines[0]
+
+
+@pytest.mark.parametrize(
+    ("late", "expected"),
+    [
+        (["actor rank 1"], ["actor rank 1", "3 (actor rank 10, rollout engine 0, scoring endpoint 0) are not late"]),
+        (["chunk 7 (scoring endpoint 0)"], ["scoring endpoint 0"]),
+        (["rollout engine 0", "actor stage 0 exporter 1"], ["actor rank 1", "actor rank 10", "rollout", "scoring"]),
+        ([], ["actor rank 1", "actor rank 10", "rollout", "scoring"]),
+    ],
+)
+def test_whoever_is_not_late_is_not_accused(late: list[str], expected: list[str]) -> None:
+    """Fails if a process that does its work is shown as one that hangs, or one that hangs is left out."""
+    names = ["actor rank 1", "actor rank 10", "rollout engine 0", "scoring endpoint 0"]
+    lines = describe(names, {}, late, [stack(name, IN_A_FILE) for name in names]).lines
+    assert [line.startswith(start) for line, start in zip(lines, expected, strict=False)] == [True] * len(expected)
 
 
 def test_the_line_of_a_start_counts_ranks_by_phase() -> None:
