@@ -15,7 +15,8 @@ from gkd.actor.worker import SAVES, ActorWorker
 from gkd.cluster import survey
 from gkd.cluster.calls import gather
 from gkd.cluster.place_table import place_table
-from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import HELPER_CPUS, Cluster
 from gkd.config import Config
 from gkd.config_check import n_engines
 from gkd.log import get_logger
@@ -52,10 +53,11 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
     t = config.trainer
     actor_spec, rollout_spec = pool_specs(config)
     on_cpu = plan.device == "cpu"
-    cluster = Cluster(config.cluster.ray_address, n_slots=actor_spec.n_gpus + rollout_spec.n_gpus, on_cpu=on_cpu)
+    n_slots = actor_spec.n_gpus + rollout_spec.n_gpus
+    cluster = Cluster(config.cluster.ray_address, n_slots=n_slots, on_cpu=on_cpu, gpus=config.cluster.gpus)
     try:
-        actor_slots = cluster.make_pool(actor_spec, t.init_timeout_s)
-        rollout_slots = cluster.make_pool(rollout_spec, t.init_timeout_s)
+        slots = cluster.make_pools(pools_in_order(config), t.init_timeout_s)
+        actor_slots, rollout_slots = slots[actor_spec.name], slots[rollout_spec.name]
         env = worker_env(on_cpu)
         log.info("starting %d actor ranks and %d rollout engines", actor_spec.world_size, n_engines(config))
         actor_workers = actor_slots.spawn(ActorWorker, env, beside=(SAVES,))
@@ -89,9 +91,14 @@ def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
     """(actor, rollout): one process a GPU, and one an engine."""
     t, r = config.trainer, config.rollout
     return (
-        PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1),
+        PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
         PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp),
     )
+
+
+def pools_in_order(config: Config) -> list[PoolSpec]:
+    """The same, the one that gets the low GPU ids first."""
+    return sorted(pool_specs(config), key=lambda spec: config.cluster.order.index(spec.name))
 
 
 def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked]) -> None:
@@ -101,7 +108,7 @@ def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked]) ->
     """
     teacher, found = teacher_rows(config.teacher, plan.device)
     limit_s = config.trainer.init_timeout_s  # the processes may still be starting
-    table = survey.survey(plan.device, asked, teacher, timeout_s=limit_s, found=found)
+    table = survey.survey(plan.device, asked, teacher, timeout_s=limit_s, found=found, cluster=config.cluster)
     plan.folder.write_places(table.to_json())
     log.log(logging.WARNING if table.verdicts else logging.INFO, "who sits where:\n%s", place_table(table))
     survey.check_can_run(table)

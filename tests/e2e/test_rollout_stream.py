@@ -16,7 +16,8 @@ import ray
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import SAVES, ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.pools import Cluster, PoolSpec
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster
 from gkd.config_load import load_config
 from gkd.errors import ClusterError, DataError
 from gkd.roles import RolloutChunk, RolloutStream, ScoredChunk
@@ -58,11 +59,11 @@ def pools(lab: Lab) -> Iterator[Pools]:
     )
     cluster = Cluster("", n_slots=3, on_cpu=True)
     try:
-        actor_slots = cluster.make_pool(PoolSpec("actor", 1, 1, gpus_per_worker=1), 60)
-        rollout_slots = cluster.make_pool(PoolSpec("rollout", 1, 2, gpus_per_worker=1), 60)
+        specs = [PoolSpec("actor", 1, 1, gpus_per_worker=1), PoolSpec("rollout", 1, 2, gpus_per_worker=1)]
+        slots = cluster.make_pools(specs, 60)
         env = worker_env(on_cpu=True)
-        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=(SAVES,)), config)
-        rollout = RolloutPool(rollout_slots.spawn(RolloutWorker, env, beside=(STREAM, ADMITS)), config, DP_SIZE)
+        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=(SAVES,)), config)
+        rollout = RolloutPool(slots["rollout"].spawn(RolloutWorker, env, beside=(STREAM, ADMITS)), config, DP_SIZE)
         gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4), "init_model", 200)
         yield Pools(rollout, actor, WeightSync(actor.exporters(), rollout.workers, config, "cpu"))
     finally:

@@ -245,6 +245,8 @@ def test_the_table_and_its_file() -> None:
         *("139.7", "of", "140.4", "GiB"),
     ]
     assert "w?[2J" in lines[4] and lines[5:] == ["note: 2 ranks", "nothing is wrong with it"]
+    told = place_table(replace(table, gpus=(0, 1, 2), order=("rollout", "actor"))).splitlines()[5]
+    assert told == "cluster.gpus: 0,1,2; the low ids go to: rollout, then actor"
     assert survey_of(table.to_json(), "x") == table
     for damaged in (b"", b"{}", b"\xff", table.to_json().replace(b'"version": 1', b'"version": 2')):
         with pytest.raises(ClusterError, match="gpus.json is not"):
