@@ -78,8 +78,8 @@ def in_order(nodes: Sequence[Node]) -> list[Node]:
 def place(rooms: Sequence[Room], pools: Sequence[PoolSpec]) -> list[list[int]] | None:
     """For each pool the rooms that it takes, ascending, each at most once; None: they do not fit.
 
-    As few rooms as possible hold more than one pool. Of all such choices it is the one that uses early rooms first,
-    and gives the earlier one to the earlier pool.
+    As few rooms as possible hold more than one pool. Of all such choices it is the one that gives the earliest rooms to
+    the first pool, then to the next, so that pools do not interleave where they need not.
     """
     wanted = tuple(pool.nnodes for pool in pools)
     # least[i][left]: rooms shared at least where `left` nodes of each pool are to be found in rooms[i:]; absent: none.
@@ -132,12 +132,14 @@ def shortage(nodes: Sequence[Node], pools: Sequence[PoolSpec], *, free: bool) ->
 def _choices(
     room: Room, pools: Sequence[PoolSpec], left: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(pools that go into this room, what is left of each then), best first: one of them, several, none."""
+    """(pools that go into this room, what is left of each then), best first: the earliest, alone or with others, then
+    those without it, then none.
+    """
     open_ = [i for i, count in enumerate(left) if count]
-    for count in (*range(1, len(open_) + 1), 0):
-        for guests in combinations(open_, count):
-            if _holds(room, [pools[i] for i in guests]):
-                yield guests, tuple(n - (i in guests) for i, n in enumerate(left))
+    sets = [guests for count in range(1, len(open_) + 1) for guests in combinations(open_, count)]
+    for guests in (*sorted(sets, key=lambda guests: guests[0]), ()):  # a stable sort: fewer guests first
+        if _holds(room, [pools[i] for i in guests]):
+            yield guests, tuple(n - (i in guests) for i, n in enumerate(left))
 
 
 def _holds(room: Room, pools: Sequence[PoolSpec]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.cluster.assignment import this_place
+from gkd.cluster.assignment import sort_visible_gpus, this_place
 from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.places import PoolNeed, RankPlace, Survey, Verdict
@@ -19,6 +19,7 @@ class PlaceWorker:
     """A rank of `check_gpus`: it sits where training's rank would, and does nothing but say where."""
 
     def __init__(self, rank: int) -> None:
+        sort_visible_gpus()
         self._rank = rank
 
     def place(self, pool: str, ask_driver: bool) -> RankPlace:
@@ -75,13 +76,13 @@ def survey(
         pools=pools,
         rows=rows,
         verdicts=(*judge(rows, pools, gpus=gpus), *found),
-        notes=tuple(_scattered(rows, gpus)),
+        notes=tuple(scattered(rows, gpus)),
         gpus=gpus,
         order=tuple(cluster.order),
     )
 
 
-def _scattered(rows: Sequence[RankPlace], gpus: Sequence[int]) -> Iterator[str]:
+def scattered(rows: Sequence[RankPlace], gpus: Sequence[int]) -> Iterator[str]:
     """Ranks whose GPUs have others between them: Ray gives out the lowest free ones, wherever they are."""
     for row in rows:
         ids = [int(gpu) for gpu in row.ray_gpu_ids or () if gpu.isdecimal()]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from gkd.cluster.assignment import this_place
+from gkd.cluster.assignment import sort_visible_gpus, this_place
 from gkd.cluster.places import RankPlace
 from gkd.config import Config
 from gkd.data import load_tokenizer
@@ -41,6 +41,7 @@ class RolloutWorker:
     """
 
     def __init__(self, rank: int) -> None:
+        sort_visible_gpus()
         self._rank = rank
         self._log = get_logger(f"rollout.{rank}")
         self._loop: EngineLoop | None = None  # of the stream that is open

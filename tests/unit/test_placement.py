@@ -68,6 +68,7 @@ def test_the_first_pool_gets_the_first_nodes() -> None:
     assert place(rooms(8), [pool("actor", 1, 4), pool("rollout", 1, 4)]) == [[0], [0]]
     assert place(rooms(8, 8), [pool("actor", 1, 4), pool("rollout", 1, 4)]) == [[0], [1]]
     assert place(rooms(12, 12), [actor, rollout]) == [[0, 1], [1]]
+    assert place(rooms(8, 8, 8), [pool("actor", 2, 4), pool("rollout", 2, 4)]) == [[0, 1], [1, 2]]
     assert place(rooms(7, 11), [actor, rollout]) is None
     assert place(rooms(8.5, 3.9), [pool("actor", 1, 4), pool("rollout", 1, 4)]) == [[0], [0]]
 
