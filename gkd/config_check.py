@@ -262,6 +262,11 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError(
             "cluster.order", c.order, "it has to name each pool once.", "use [actor, rollout] or [rollout, actor]."
         )
+    if "://" in c.ray_address:
+        problem = "that is an address of Ray Client's, and the trainer has to be on a node of the cluster."
+        raise ConfigError(
+            "cluster.ray_address", c.ray_address, problem, "give the HOST:PORT that ray start --head prints."
+        )
     if not c.ray_address:
         for key, nnodes in (("trainer.nnodes", t.nnodes), ("rollout.nnodes", r.nnodes)):
             if nnodes > 1:

@@ -119,8 +119,10 @@ def shortage(nodes: Sequence[Node], pools: Sequence[PoolSpec], *, free: bool) ->
     short = [pool for pool in pools if fits[pool.name] < pool.nnodes]
     that = "that free" if free else "that"
     who = "; ".join(f"{pool.name} is short: {fits[pool.name]} of {_nodes(pool.nnodes)} has {that}" for pool in short)
-    if not short:
+    if not short and place(rooms, pools) is None:
         who = f"each could be had alone, not {' and '.join(pool.name for pool in pools)} together"
+    elif not short:
+        who = "there was room, and someone else took it or gave it back meanwhile"
     has = "; ".join(
         f"{node.address}{' (this one)' if node.is_drivers else ''}: GPU {node.total.gpus:g} ({node.free.gpus:g} free), "
         f"CPU {node.total.cpus:g} ({node.free.cpus:g} free)"

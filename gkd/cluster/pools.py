@@ -98,6 +98,7 @@ class Cluster:
                 pools = _reserve(specs, [[nodes[i].id for i in its] for its in chosen])
                 if pools is not None:
                     return pools
+                nodes = in_order(_nodes())
             missing, left_s = shortage(nodes, specs, free=True), deadline - time.monotonic()
             if left_s <= 0:
                 raise ClusterError(
@@ -215,7 +216,7 @@ def _visible(gpus: Sequence[int]) -> Iterator[None]:
 def _check_answers(address: str) -> None:
     """Raises ClusterError, where ray.init would try for minutes: no Ray answers at this HOST:PORT."""
     host, colon, port = address.rpartition(":")
-    if not colon or "://" in address or not port.isdecimal():
+    if not colon or not port.isdecimal():
         return  # "auto" and the like, of which Ray itself knows at once
     problem = ""
     try:

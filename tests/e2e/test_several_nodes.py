@@ -8,29 +8,30 @@ from gkd.cluster.places import survey_of
 from gkd.metrics import read_metrics
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.e2e.conftest import Lab
+from tests.e2e.exactness import differences
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+@pytest.mark.timeout(900)
 def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
-    """Fails if ranks, endpoints, the weight sync or a checkpoint count on being on the driver's node, or pools of
-    several nodes are not spread over as many.
+    """Fails if ranks, endpoints, the weight sync or a checkpoint count on being on the driver's node, pools of several
+    nodes are not spread over as many, or where a rank sits changes what it learns.
     """
-    run_dir = lab.root / "three_nodes"
+    same = ("actor.tp=2", "trainer.save_every=2", "weight_sync.verify=always")
+    one_node, run_dir = lab.root / "one_node", lab.root / "three_nodes"
+    done = lab.train_run(one_node, teacher_port, *same, "trainer.n_gpus_per_node=4", timeout_s=400)
+    assert done.returncode == 0, done.stderr[-4000:]
     with ray_nodes([NodeSpec(2, 4), NodeSpec(2, 4, "127.0.0.10"), NodeSpec(2, 4, "127.0.0.9")]) as address:
-        done = lab.train_run(
-            run_dir,
-            teacher_port,
+        pools = (
             f"cluster.ray_address={address}",
+            "cluster.gpus=[0,1]",
             "trainer.nnodes=2",
             "trainer.n_gpus_per_node=2",
-            "actor.tp=2",
-            "trainer.save_every=2",
-            "weight_sync.verify=always",
-            "cluster.gpus=[0,1]",
-            timeout_s=280,
         )
+        done = lab.train_run(run_dir, teacher_port, *same, *pools, timeout_s=400)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert differences(one_node, run_dir) == []
     table = survey_of((run_dir / "gpus.json").read_bytes(), "gpus.json")
     ranks = [row for row in table.rows if row.pool != "teacher"]
     assert [(row.label, row.local_rank, row.ray_gpu_ids) for row in ranks] == [

@@ -105,6 +105,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["cluster.order=[actor]"], "cluster.order"),
         (["cluster.order=[actor,actor]"], "cluster.order"),
         (["cluster.order=[rollout,actor,teacher]"], "cluster.order"),
+        (["cluster.ray_address=ray://h:10001"], "cluster.ray_address"),
         (["cluster.gpus=[0]"], "cluster.gpus"),
         (["cluster.gpus=[0,0]"], "cluster.gpus"),
         (["cluster.gpus=[-1,0]"], "cluster.gpus"),

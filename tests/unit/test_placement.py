@@ -105,4 +105,6 @@ def test_what_is_said_of_a_shortage() -> None:
     )
     together = shortage(nodes[1:], [pool("actor", 1, 4), pool("rollout", 1, 4)], free=False)
     assert "each could be had alone, not actor and rollout together. The cluster has 1 node: 10.0.0.2" in together
+    taken = shortage(nodes, [PoolSpec("actor", 2, 4, 1)], free=False)
+    assert "each; there was room, and someone else took it or gave it back meanwhile. The cluster has 2" in taken
     assert "rollout is short: 0 of 1 node has that. The cluster has 0 nodes: none" in shortage([], specs, free=False)
