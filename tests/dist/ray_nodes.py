@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import ray
 from ray.cluster_utils import Cluster as RayNodes
+
+Place = tuple[str, tuple[str, ...]]  # node, GPU ids
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,12 @@ class NodeSpec:
     cpus: int
     address: str = ""  # empty: this machine's
     visible: str = ""  # the CUDA_VISIBLE_DEVICES that it is started with; empty: none
+
+
+def my_place() -> Place:
+    """For a task. It is here because its process has to import this file, and should have little to import."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), tuple(sorted(context.get_accelerator_ids()["GPU"]))
 
 
 @contextmanager

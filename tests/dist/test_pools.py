@@ -27,7 +27,7 @@ from gkd.cluster.pools import Cluster, Pool
 from gkd.cluster.survey import PlaceWorker
 from gkd.errors import ClusterError
 from gkd.wiring import worker_env
-from tests.dist.ray_nodes import NodeSpec, ray_nodes
+from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
 
 pytestmark = pytest.mark.dist
 
@@ -38,8 +38,6 @@ OVERLAPPING = [ACTOR, PoolSpec("rollout", 2, 1, gpus_per_worker=2)]
 # Every node has to hold a part of both.
 EVERYWHERE = [PoolSpec("actor", 3, 2, gpus_per_worker=1), PoolSpec("rollout", 3, 1, gpus_per_worker=2)]
 ROUNDS = 8
-
-Place = tuple[str, tuple[str, ...]]  # node's address, GPU ids
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +75,6 @@ def until_free(n_gpus: int) -> None:
     while ray.available_resources().get("GPU", 0) < n_gpus:
         assert time.monotonic() < deadline, "the GPUs were not given back"
         time.sleep(0.05)
-
-
-def my_place() -> Place:
-    context = ray.get_runtime_context()
-    return context.get_node_id(), tuple(sorted(context.get_accelerator_ids()["GPU"]))
 
 
 def places(pools: dict[str, Pool]) -> dict[str, list[Place]]:
