@@ -87,8 +87,11 @@ class TrainerConfig:
     keep_every: int = 0
     # Write checkpoints while training goes on; only the next optimizer step waits for the copy to host memory.
     async_save: bool = True
-    # Seconds that all ranks together may take to start, from the first process to the last group joined. Then the run
-    # gives up, names who is late, where, and who only waits for those, and leaves all stacks in run_dir/stacks.txt.
+    # Let the two pools take turns on the same GPUs. Not built yet: true is refused.
+    colocate: bool = False
+    # Seconds to wait for the pools' GPUs where others hold them; and again the seconds that all ranks together may take
+    # to start, from the first process to the last group joined. Then the run gives up, names who is late, where, and
+    # who only waits for those, and leaves all stacks in run_dir/stacks.txt.
     init_timeout_s: float = 600.0
     # Seconds the run waits for a training step, for scores, or for the next finished rollout before it gives up, and
     # says who hangs where, as at the start.
@@ -296,8 +299,14 @@ class EvalConfig:
 
 @dataclass
 class ClusterConfig:
-    # Address of a running Ray cluster; empty = start one on this machine for this run.
+    # Address of a running Ray cluster; empty = start one on this machine for this run. Pools of several nodes need it.
     ray_address: str = ""
+    # The only GPUs of a node that the pools may use, by number, as nvidia-smi counts; empty = all. They are given out
+    # in ascending order. Each has to be in the trainer's CUDA_VISIBLE_DEVICES where that is set. A Ray of ray_address
+    # has to be started with these GPUs on every node; a rank that it puts on another one ends the run.
+    gpus: list[int] = field(default_factory=list)
+    # The pools, the one that gets the low GPU ids and the first nodes first.
+    order: list[str] = field(default_factory=lambda: ["actor", "rollout"])
 
 
 @dataclass

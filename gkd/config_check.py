@@ -104,6 +104,7 @@ def check_config(config: Config) -> None:
     _check_required(config)
     _check_strategy(config)
     _check_pools(config)
+    _check_cluster(config)
     _check_sizes(config)
     _check_scheduler(config)
     _check_signal(config)
@@ -247,6 +248,46 @@ def _check_pools(config: Config) -> None:
             r.tp,
             f"rollout.n_gpus_per_node {r.n_gpus_per_node} is not a multiple of it.",
             "let rollout.tp divide rollout.n_gpus_per_node; an engine never spans nodes.",
+        )
+
+
+def _check_cluster(config: Config) -> None:
+    """Can there be such nodes and GPUs at all?"""
+    t, r, c = config.trainer, config.rollout, config.cluster
+    if t.colocate:
+        problem = "pools that share GPUs are not built yet."
+        fix = "use false, and GPUs for both: trainer.n_gpus_per_node and rollout.n_gpus_per_node."
+        raise ConfigError("trainer.colocate", True, problem, fix)
+    if sorted(c.order) != ["actor", "rollout"]:
+        raise ConfigError(
+            "cluster.order", c.order, "it has to name each pool once.", "use [actor, rollout] or [rollout, actor]."
+        )
+    if "://" in c.ray_address:
+        problem = "that is an address of Ray Client's, and the trainer has to be on a node of the cluster."
+        raise ConfigError(
+            "cluster.ray_address", c.ray_address, problem, "give the HOST:PORT that ray start --head prints."
+        )
+    if not c.ray_address:
+        for key, nnodes in (("trainer.nnodes", t.nnodes), ("rollout.nnodes", r.nnodes)):
+            if nnodes > 1:
+                problem = "a pool's nodes are different ones, and without cluster.ray_address there is only this one."
+                raise ConfigError(key, nnodes, problem, "use 1, or name a Ray cluster in cluster.ray_address.")
+    if not c.gpus:
+        return
+    if min(c.gpus) < 0 or len(set(c.gpus)) < len(c.gpus):
+        raise ConfigError(
+            "cluster.gpus", c.gpus, "a GPU has a number of 0 or more, and is named once.", "write e.g. [0, 1, 2, 3]."
+        )
+    # On several nodes a node may hold one pool only.
+    both, most = t.n_gpus_per_node + r.n_gpus_per_node, max(t.n_gpus_per_node, r.n_gpus_per_node)
+    n_wanted = most if c.ray_address else both
+    if len(c.gpus) < n_wanted:
+        raise ConfigError(
+            "cluster.gpus",
+            c.gpus,
+            f"with trainer.n_gpus_per_node {t.n_gpus_per_node} and rollout.n_gpus_per_node {r.n_gpus_per_node} a node "
+            f"needs {n_wanted}.",
+            "name more, or lower the pools.",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import check_weight_files
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.cluster.places import visible_ids
 from gkd.config import Config
 from gkd.config_check import check_config, data_parallel_size, n_engines
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
-from gkd.errors import ConfigError, ModelError
+from gkd.errors import ClusterError, ConfigError, ModelError
 from gkd.log import get_logger
 from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
 from gkd.replay_check import check_replay
@@ -48,9 +51,11 @@ def preflight(config: Config) -> Plan:
         ConfigError: the first thing that is wrong, with its key, its value and the fix.
         ModelError: the student names no end-of-sequence token, or attends through a sliding window.
         CheckpointError: what trainer.resume goes on from is damaged.
+        ClusterError: Ray is not installed.
         TeacherUnavailable: no teacher server answers at teacher.server_ip:server_port.
     """
     check_config(config)
+    check_ray_installed()
     named_checkpoint(config)  # its folder is looked for now, and read last
     device = resolve_device(config)
     if device == "cpu" and config.actor.loss_kernel == "triton":
@@ -149,7 +154,35 @@ def resolve_device(config: Config) -> str:
         )
     if device == "cpu" and config.weight_sync.transport == "nccl":
         raise ConfigError("weight_sync.transport", "nccl", "there is no GPU here.", "use auto or gloo.")
+    _check_gpus_are_here(config.cluster.gpus, n_gpus if device == "cuda" else None)
     return device
+
+
+def _check_gpus_are_here(gpus: list[int], n_gpus: int | None) -> None:
+    """Raises ConfigError: cluster.gpus names one that this machine, or CUDA_VISIBLE_DEVICES, does not have.
+
+    Args:
+        n_gpus: that torch sees; None: they are logical, and any number will do.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    have = visible_ids(visible) if visible is not None else None
+    if have is None and n_gpus is not None:
+        have = tuple(map(str, range(n_gpus)))
+    missing = [gpu for gpu in gpus if have is not None and str(gpu) not in have]
+    if missing:
+        what = "this machine has" if visible is None else f"CUDA_VISIBLE_DEVICES={visible} shows"
+        raise ConfigError(
+            "cluster.gpus",
+            gpus,
+            f"{what} no {', '.join(map(str, missing))}.",
+            "name GPUs that are there" + (", or unset CUDA_VISIBLE_DEVICES." if visible is not None else "."),
+        )
+
+
+def check_ray_installed() -> None:
+    """Raises ClusterError: without it nothing can be started."""
+    if importlib.util.find_spec("ray") is None:
+        raise ClusterError("Ray is not installed in this environment. Fix: make one with launch/setup.sh, and use it.")
 
 
 def check_student(config: Config) -> HfDims | ModelSizes:

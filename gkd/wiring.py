@@ -18,7 +18,8 @@ from gkd.cluster import survey
 from gkd.cluster.calls import gather
 from gkd.cluster.hang import hang_report
 from gkd.cluster.place_table import place_table
-from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool, PoolSpec
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
 from gkd.cluster.stacks import RANK_ENV
 from gkd.cluster.startup import Startup
 from gkd.config import Config
@@ -59,17 +60,18 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
     t = config.trainer
     actor_spec, rollout_spec = pool_specs(config)
     on_cpu = plan.device == "cpu"
-    cluster = Cluster(config.cluster.ray_address, n_slots=actor_spec.n_gpus + rollout_spec.n_gpus, on_cpu=on_cpu)
-    startup = Startup(t.init_timeout_s)
+    n_slots = actor_spec.n_gpus + rollout_spec.n_gpus
+    cluster = Cluster(config.cluster.ray_address, n_slots=n_slots, on_cpu=on_cpu, gpus=config.cluster.gpus)
     try:
-        actor_slots = cluster.make_pool(actor_spec, t.init_timeout_s)
-        rollout_slots = cluster.make_pool(rollout_spec, t.init_timeout_s)
-        with startup:
-            roles = _start(config, plan, startup, actor_slots, rollout_slots)
-        log.info("all ranks are up")
-        yield roles
-    except LateError as error:
-        raise _explained(error, startup, plan) from error
+        slots = cluster.make_pools(pools_in_order(config), t.init_timeout_s)
+        startup = Startup(t.init_timeout_s)
+        try:
+            with startup:
+                roles = _start(config, plan, startup, slots[actor_spec.name], slots[rollout_spec.name])
+            log.info("all ranks are up")
+            yield roles
+        except LateError as error:
+            raise _explained(error, startup, plan) from error
     finally:
         cluster.close()
 
@@ -125,9 +127,14 @@ def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
     """(actor, rollout): one process a GPU, and one an engine."""
     t, r = config.trainer, config.rollout
     return (
-        PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1),
+        PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
         PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp, unit="engine"),
     )
+
+
+def pools_in_order(config: Config) -> list[PoolSpec]:
+    """The same, the one that gets the low GPU ids first."""
+    return sorted(pool_specs(config), key=lambda spec: config.cluster.order.index(spec.name))
 
 
 def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], timeout_s: float) -> None:
@@ -136,7 +143,7 @@ def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], ti
     Raises ClusterError, as `survey.check_can_run`; CheckpointError: the run folder cannot be written.
     """
     teacher, found = teacher_rows(config.teacher, plan.device)
-    table = survey.survey(plan.device, asked, teacher, timeout_s=timeout_s, found=found)
+    table = survey.survey(plan.device, asked, teacher, timeout_s=timeout_s, found=found, cluster=config.cluster)
     plan.folder.write_places(table.to_json())
     log.log(logging.WARNING if table.verdicts else logging.INFO, "who sits where:\n%s", place_table(table))
     survey.check_can_run(table)

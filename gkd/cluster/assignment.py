@@ -23,6 +23,7 @@ def this_place(pool: str, rank: int, *, ask_driver: bool = False) -> RankPlace:
     cards = visible_cards(visible, machine_cards() if ask_driver else ())
     process = look_at(os.getpid())
     context = ray.get_runtime_context() if ray.is_initialized() else None
+    ids = _ray_gpu_ids()
     return RankPlace(
         pool=pool,
         rank=rank,
@@ -31,10 +32,29 @@ def this_place(pool: str, rank: int, *, ask_driver: bool = False) -> RankPlace:
         cuda_visible_devices=visible,
         node=str(context.get_node_id()) if context is not None else "",
         started=process.started if process is not None else None,
-        ray_gpu_ids=tuple(context.get_accelerator_ids().get("GPU", ())) if context is not None else None,
+        ray_gpu_ids=tuple(ids) if ids is not None else None,
         current_device=_current_device() if ask_driver and cards else None,
         cards=cards,
     )
+
+
+def sort_visible_gpus() -> None:
+    """Makes cuda:0, cuda:1, ... of this process the GPUs that Ray gave it, lowest first, at every start.
+
+    Ray 2.60 writes CUDA_VISIBLE_DEVICES from a set, whose order differs from process to process where Ray itself was
+    started with the variable. One that names other GPUs than Ray gave is left for the table to show.
+    """
+    ids, visible = _ray_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if ids and visible is not None and sorted(visible.split(",")) == sorted(ids):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
+
+
+def _ray_gpu_ids() -> list[str] | None:
+    """What Ray gave this process, ascending; None: it is not Ray's."""
+    if not ray.is_initialized():
+        return None
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+    return sorted(ids, key=lambda gpu: (int(gpu) if gpu.isdecimal() else 0, gpu))
 
 
 def _current_device() -> int:

@@ -13,13 +13,15 @@ _HEADS = (
 
 
 def place_table(survey: Survey) -> str:
-    """One row a rank, then notes and verdicts; as wide as it has to be."""
+    """One row a rank, then what the settings say, notes and verdicts; as wide as it has to be."""
     rows = [_HEADS, *(_cells(row) for row in survey.rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    gpus, order = ",".join(map(str, survey.gpus)) or "all", ", then ".join(survey.order)
+    told = [f"cluster.gpus: {gpus}; the low ids go to: {order}"] if order else []
     notes = [f"note: {_printable(note)}" for note in survey.notes]
     verdicts = [f"WRONG {verdict.kind}: {_printable(str(verdict))}" for verdict in survey.verdicts]
-    return "\n".join([*table, *notes, *(verdicts or ["nothing is wrong with it"])])
+    return "\n".join([*table, *told, *notes, *(verdicts or ["nothing is wrong with it"])])
 
 
 def _cells(row: RankPlace) -> tuple[str, ...]:

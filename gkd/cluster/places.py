@@ -26,6 +26,7 @@ Kind = Literal[
     "teacher_silent",
     "process_gone",
     "wrong_gpu",
+    "outside_gpus",
 ]
 
 
@@ -102,7 +103,9 @@ class Survey:
     pools: tuple[PoolNeed, ...]
     rows: tuple[RankPlace, ...]
     verdicts: tuple[Verdict, ...]
-    notes: tuple[str, ...] = ()  # what was not looked at, and why
+    notes: tuple[str, ...] = ()  # what was not looked at, and why; what is not wrong but could be better
+    gpus: tuple[int, ...] = ()  # cluster.gpus, ascending
+    order: tuple[str, ...] = ()  # cluster.order; empty: of a table made before there was one
     version: Literal[1] = 1
 
     def to_json(self) -> bytes:

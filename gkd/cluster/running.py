@@ -45,7 +45,7 @@ def look_again(saved: Survey, host: str, machine: Sequence[Card], teacher: Seque
         f"{count} ranks on {other} are shown as they were at the start; run this there to look again"
         for other, count in elsewhere.items()
     )
-    verdicts += judge(rows, saved.pools, loaded=True)
+    verdicts += judge(rows, saved.pools, loaded=True, gpus=saved.gpus)
     return replace(saved, rows=tuple(rows), verdicts=tuple(verdicts), notes=notes)
 
 

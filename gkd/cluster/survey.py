@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gkd.cluster.assignment import this_place
+from gkd.cluster.assignment import sort_visible_gpus, this_place
 from gkd.cluster.calls import gather
+from gkd.cluster.placement import PoolSpec
 from gkd.cluster.places import PoolNeed, RankPlace, Survey, Verdict
-from gkd.cluster.pools import PoolSpec
 from gkd.cluster.verdicts import judge
+from gkd.config import ClusterConfig
 from gkd.errors import ClusterError
 
 
@@ -18,6 +19,7 @@ class PlaceWorker:
     """A rank of `check_gpus`: it sits where training's rank would, and does nothing but say where."""
 
     def __init__(self, rank: int) -> None:
+        sort_visible_gpus()
         self._rank = rank
 
     def place(self, pool: str, ask_driver: bool) -> RankPlace:
@@ -52,6 +54,7 @@ def survey(
     teacher: Sequence[RankPlace],
     *,
     timeout_s: float,
+    cluster: ClusterConfig,
     found: Sequence[Verdict] = (),
 ) -> Survey:
     """The table and its verdicts; blocks until every rank has answered.
@@ -59,6 +62,7 @@ def survey(
     Args:
         device: of the ranks, "cpu" or "cuda".
         teacher: its workers' rows.
+        cluster: which GPUs the ranks may use, and which pool comes first.
         found: what else is known to be wrong.
 
     Raises:
@@ -66,11 +70,35 @@ def survey(
     """
     rows = (*places(asked, timeout_s), *teacher)
     pools = tuple(pool.need for pool in asked)
-    return Survey(device=device, pools=pools, rows=rows, verdicts=(*judge(rows, pools), *found))
+    gpus = tuple(sorted(cluster.gpus))
+    return Survey(
+        device=device,
+        pools=pools,
+        rows=rows,
+        verdicts=(*judge(rows, pools, gpus=gpus), *found),
+        notes=tuple(scattered(rows, gpus)),
+        gpus=gpus,
+        order=tuple(cluster.order),
+    )
+
+
+def scattered(rows: Sequence[RankPlace], gpus: Sequence[int]) -> Iterator[str]:
+    """Ranks whose GPUs have others between them: Ray gives out the lowest free ones, wherever they are."""
+    for row in rows:
+        ids = [int(gpu) for gpu in row.ray_gpu_ids or () if gpu.isdecimal()]
+        between = [gpu for gpu in gpus or range(max(ids, default=0) + 1) if ids and min(ids) < gpu < max(ids)]
+        if others := [gpu for gpu in between if gpu not in ids]:
+            yield (
+                f"{row.label} works on GPUs {','.join(map(str, ids))} and not on {','.join(map(str, others))} between "
+                "them, which may slow it down: they were not free"
+            )
 
 
 def check_can_run(table: Survey) -> None:
-    """Raises ClusterError: two ranks on one real GPU, which NCCL refuses or waits on for ever."""
-    fatal = [str(verdict) for verdict in table.verdicts if verdict.kind == "shared_gpu"]
-    if table.device == "cuda" and fatal:
+    """Raises ClusterError: two ranks on one real GPU, which NCCL refuses or waits on for ever, or one outside of
+    cluster.gpus, where the teacher may be.
+    """
+    kinds = ("outside_gpus", "shared_gpu") if table.device == "cuda" else ("outside_gpus",)
+    fatal = [str(verdict) for verdict in table.verdicts if verdict.kind in kinds]
+    if fatal:
         raise ClusterError(" ".join(fatal))

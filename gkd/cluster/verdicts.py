@@ -12,12 +12,15 @@ IDLE_MIB = 1024
 Device = str | tuple[str, str]  # UUID, or where no driver tells one: node or host, and id
 
 
-def judge(rows: Sequence[RankPlace], pools: Sequence[PoolNeed], *, loaded: bool = False) -> list[Verdict]:
+def judge(
+    rows: Sequence[RankPlace], pools: Sequence[PoolNeed], *, loaded: bool = False, gpus: Sequence[int] = ()
+) -> list[Verdict]:
     """All that is wrong, worst first; empty: nothing is.
 
     Args:
         rows: of the pools and of the teacher's workers.
         loaded: the ranks have begun to use their GPUs, so that memory taken says nothing about others.
+        gpus: cluster.gpus, the only ones that the pools may use; empty: all.
     """
     needs = {pool.name: pool for pool in pools}
     ranks = [row for row in rows if row.pool in needs]
@@ -25,6 +28,7 @@ def judge(rows: Sequence[RankPlace], pools: Sequence[PoolNeed], *, loaded: bool 
     return [
         *_shared(ranks, needs),
         *_overlaps(ranks, needs, teacher),
+        *_outside(ranks, gpus),
         *_too_few(ranks, pools),
         *_not_as_ray_says(ranks),
         *_split_groups(ranks, pools),
@@ -85,10 +89,29 @@ def _overlaps(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed], teacher
                     ranks=(*_labels(users), *_labels(workers)),
                     problem=f"{_names(users)} on {users[0].host} work on a GPU of the teacher's, {_device(device)} "
                     f"({_names(workers)}).",
-                    fix="give the teacher other GPUs with its --gpus, or the trainer others with CUDA_VISIBLE_DEVICES.",
+                    fix="give the teacher other GPUs with its --gpus, or the trainer others with cluster.gpus.",
                 )
             )
     return found
+
+
+def _outside(ranks: Sequence[RankPlace], gpus: Sequence[int]) -> list[Verdict]:
+    allowed = set(map(str, gpus))
+    others = [row for row in ranks if allowed and row.ray_gpu_ids and not allowed.issuperset(row.ray_gpu_ids)]
+    if not others:
+        return []
+    hosts = ", ".join(dict.fromkeys(row.host for row in others))
+    given = "; ".join(f"{row.label}: {_ids(row)}" for row in others)
+    shown = ",".join(map(str, gpus))
+    return [
+        Verdict(
+            kind="outside_gpus",
+            ranks=_labels(others),
+            problem=f"Ray gave GPUs that are not in cluster.gpus [{shown}], on {hosts} ({given}).",
+            fix=f"start Ray on each node with them alone: CUDA_VISIBLE_DEVICES={shown} ray start ...; or change "
+            "cluster.gpus.",
+        )
+    ]
 
 
 def _too_few(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Verdict]:
@@ -197,7 +220,7 @@ def _memory_taken(
                     kind="memory_taken",
                     ranks=(row.label,),
                     problem=f"{who} holds{much} GPU {card.id} ({card.uuid}) on {row.host}, which {row.label} works on.",
-                    fix=f"end it (nvidia-smi on {row.host} shows it), or leave that GPU out with CUDA_VISIBLE_DEVICES.",
+                    fix=f"end it (nvidia-smi on {row.host} shows it), or leave that GPU out with cluster.gpus.",
                 )
             )
     return found

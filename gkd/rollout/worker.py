@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from gkd.cluster.assignment import this_place
+from gkd.cluster.assignment import sort_visible_gpus, this_place
 from gkd.cluster.places import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.config import Config
@@ -43,6 +43,7 @@ class RolloutWorker:
     """
 
     def __init__(self, rank: int) -> None:
+        sort_visible_gpus()
         self._rank = rank
         self._log = get_logger(f"rollout.{rank}")
         self._phases = Phases()

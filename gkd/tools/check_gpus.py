@@ -9,14 +9,21 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gkd.cluster.places import Survey, Verdict, survey_of
 from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.config_load import load_config
 from gkd.errors import ClusterError, ConfigError, GkdError
+
+if TYPE_CHECKING:
+    from gkd.cluster.placement import PoolSpec
+    from gkd.cluster.pools import Cluster, Pool
 
 # Free GPUs come at once or not soon; training waits for trainer.init_timeout_s.
 _POOL_S = 60.0
@@ -52,17 +59,20 @@ def check(config: Config) -> Survey:
 
     Raises:
         ConfigError: a setting is wrong.
-        ClusterError: Ray cannot be started or joined, or a rank died or did not answer.
+        ClusterError: there is no Ray, or it cannot be started or joined, or a rank died or did not answer.
     """
     check_config(config)
     # Here and not above: a wrong setting should not wait for torch.
+    from gkd.preflight import check_ray_installed, resolve_device
+
+    check_ray_installed()
     from gkd.cluster import survey
     from gkd.cluster.pools import Cluster
-    from gkd.preflight import resolve_device
     from gkd.teacher.places import teacher_rows
-    from gkd.wiring import pool_specs, worker_env
+    from gkd.wiring import pools_in_order, worker_env
 
-    specs = dict(zip(pool_specs(config), (config.actor.tp, 1), strict=True))  # with the ranks of one TP group
+    specs = pools_in_order(config)
+    tp_sizes = {"actor": config.actor.tp, "rollout": 1}  # ranks of one TP group; an engine is one rank
     try:
         device = resolve_device(config)
     except ConfigError as error:
@@ -73,20 +83,23 @@ def check(config: Config) -> Survey:
         return Survey(device="cuda", pools=(), rows=tuple(teacher), verdicts=(_too_few(error), *found))
     teacher, found = teacher_rows(config.teacher, device)
     on_cpu = device == "cpu"
-    cluster = Cluster(config.cluster.ray_address, n_slots=sum(spec.n_gpus for spec in specs), on_cpu=on_cpu)
-    limit_s = min(_POOL_S, config.trainer.init_timeout_s)
+    n_slots = sum(spec.n_gpus for spec in specs)
+    cluster = Cluster(config.cluster.ray_address, n_slots=n_slots, on_cpu=on_cpu, gpus=config.cluster.gpus)
     asked, too_few = [], []
     try:
-        for spec, tp in specs.items():
-            try:
-                slots = cluster.make_pool(spec, limit_s)
-            except ClusterError as error:
-                too_few.append(_too_few(error))
-                continue
-            workers = slots.spawn(survey.PlaceWorker, worker_env(on_cpu))
-            asked.append(survey.Asked(spec, tp, [w.place.remote(spec.name, not on_cpu) for w in workers]))
+        try:
+            pools = cluster.make_pools(specs, min(_POOL_S, config.trainer.init_timeout_s))
+        except ClusterError as error:
+            too_few.append(_too_few(error))
+            pools = _those_that_can_be_had(cluster, specs)
+        for pool in pools.values():
+            workers = pool.spawn(survey.PlaceWorker, worker_env(on_cpu))
+            name = pool.spec.name
+            refs = [worker.place.remote(name, not on_cpu) for worker in workers]
+            asked.append(survey.Asked(pool.spec, tp_sizes[name], refs))
         limit_s = config.trainer.init_timeout_s
-        return survey.survey(device, asked, teacher, timeout_s=limit_s, found=[*too_few, *found])
+        found = [*too_few, *found]
+        return survey.survey(device, asked, teacher, timeout_s=limit_s, found=found, cluster=config.cluster)
     finally:
         cluster.close()
 
@@ -113,6 +126,15 @@ def look_at_run(run_dir: Path) -> Survey:
     machine = machine_cards() if saved.device == "cuda" else []
     table = look_again(saved, socket.gethostname(), machine, teacher)
     return replace(table, verdicts=(*table.verdicts, *found))
+
+
+def _those_that_can_be_had(cluster: Cluster, specs: Sequence[PoolSpec]) -> dict[str, Pool]:
+    """Where not all can, those that can now, by name; who is short has been said."""
+    pools: dict[str, Pool] = {}
+    for spec in specs:
+        with suppress(ClusterError):
+            pools |= cluster.make_pools([spec], 0.0)
+    return pools
 
 
 def _too_few(error: GkdError) -> Verdict:

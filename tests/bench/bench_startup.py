@@ -38,16 +38,16 @@ def start(config: Config, *, at_once: bool) -> tuple[float, float]:
     actor_spec, rollout_spec = pool_specs(config)
     cluster = Cluster("", n_slots=actor_spec.n_gpus + rollout_spec.n_gpus, on_cpu=True)
     try:
-        actor_slots, rollout_slots = cluster.make_pool(actor_spec, 60), cluster.make_pool(rollout_spec, 60)
+        slots = cluster.make_pools([actor_spec, rollout_spec], 60)
         env = worker_env(on_cpu=True)
         began = time.perf_counter()
 
         def build_rollout() -> dict[str, object]:
-            engines = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+            engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
             return RolloutPool(engines, config, 1).init_model("cpu", [1])
 
         building = build_rollout() if at_once else {}
-        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
+        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
         gather(actor.init_model("cpu", 1, _LIMIT_S), "actor", _LIMIT_S)
         actor_s = time.perf_counter() - began
         gather(building or build_rollout(), "rollout", _LIMIT_S)

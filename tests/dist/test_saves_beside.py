@@ -15,7 +15,8 @@ from gkd.actor.host_copies import HostCopies
 from gkd.actor.pool import ActorPool
 from gkd.actor.shards import Piece
 from gkd.actor.worker import BESIDE, ActorWorker
-from gkd.cluster.pools import Cluster, PoolSpec
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ClusterError, ConfigError
 from gkd.wiring import worker_env
@@ -41,7 +42,7 @@ class Rank(ActorWorker):
 def ranks() -> Iterator[list[object]]:
     cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
     try:
-        slots = cluster.make_pool(PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1), 60)
+        slots = cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
         yield slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
     finally:
         cluster.close()

@@ -30,18 +30,20 @@ def check(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
 
 
 def test_a_right_assignment(tmp_path: Path) -> None:
-    """Fails if the pools are not built, a rank is missing from the table, or a right one is called wrong."""
+    """Fails if the pools are not built, a rank is missing from the table, a right one is called wrong, or Ray gives out
+    other GPUs than those of cluster.gpus.
+    """
     options = ("--engine", "trivial", "--gpus", "7")
     with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, options=options) as server:
-        done = check(tmp_path, "--json", "rollout.tp=2", f"teacher.server_port={server.port}")
+        done = check(tmp_path, "--json", "rollout.tp=2", "cluster.gpus=[6,4,2,1]", f"teacher.server_port={server.port}")
         worker_pid = server.worker_pids[0]
     assert done.returncode == 0, done.stderr
     table = json.loads(done.stdout)
     assert table["verdicts"] == [] and table["device"] == "cpu"
     rows = {(row["pool"], row["rank"]): row for row in table["rows"]}
     assert list(rows) == [("actor", 0), ("actor", 1), ("rollout", 0), ("teacher", 0)]
-    assert [row["cuda_visible_devices"] for row in rows.values()][:3] == ["0", "1", "2,3"]
-    assert [row["ray_gpu_ids"] for row in rows.values()] == [["0"], ["1"], ["2", "3"], None]
+    assert [row["cuda_visible_devices"] for row in rows.values()][:3] == ["1", "2", "4,6"]
+    assert [row["ray_gpu_ids"] for row in rows.values()] == [["1"], ["2"], ["4", "6"], None]
     assert [row["local_rank"] for row in rows.values()] == [0, 1, 0, 0]
     assert rows["teacher", 0]["pid"] == worker_pid and rows["teacher", 0]["cards"][0]["id"] == "7"
     assert len({row["pid"] for row in rows.values()}) == 4
@@ -74,5 +76,7 @@ def test_a_cluster_that_is_too_small(tmp_path: Path) -> None:
     table = json.loads(done.stdout)
     assert [(row["pool"], row["cuda_visible_devices"]) for row in table["rows"]] == [("actor", "0"), ("actor", "1")]
     assert [verdict["kind"] for verdict in table["verdicts"]] == ["too_few_gpus", "teacher_silent"]
-    assert "rollout: wants 4 GPUs, the whole cluster has 2" in table["verdicts"][0]["problem"]
+    problem = table["verdicts"][0]["problem"]
+    assert "rollout 1 node with 4 GPUs" in problem and "rollout is short: 0 of 1 node has that" in problem
+    assert "GPU 2 (2 free)" in problem
     assert table["verdicts"][0]["fix"].startswith("lower the pool's n_gpus_per_node")

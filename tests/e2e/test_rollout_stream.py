@@ -17,7 +17,8 @@ from gkd.actor import worker as actor_worker
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.pools import Cluster, PoolSpec
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster
 from gkd.config_load import load_config
 from gkd.errors import ClusterError, DataError
 from gkd.roles import RolloutChunk, RolloutStream, ScoredChunk
@@ -60,11 +61,11 @@ def pools(lab: Lab) -> Iterator[Pools]:
     )
     cluster = Cluster("", n_slots=3, on_cpu=True)
     try:
-        actor_slots = cluster.make_pool(PoolSpec("actor", 1, 1, gpus_per_worker=1), 60)
-        rollout_slots = cluster.make_pool(PoolSpec("rollout", 1, 2, gpus_per_worker=1), 60)
+        specs = [PoolSpec("actor", 1, 1, gpus_per_worker=1), PoolSpec("rollout", 1, 2, gpus_per_worker=1)]
+        slots = cluster.make_pools(specs, 60)
         env = worker_env(on_cpu=True)
-        actor = ActorPool(actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
-        engines = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
+        engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
         rollout = RolloutPool(engines, config, DP_SIZE)
         gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4, 200), "init_model", 200)
         yield Pools(rollout, actor, WeightSync(actor.exporters(), rollout.workers, config, "cpu", 200))

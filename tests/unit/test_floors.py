@@ -86,6 +86,7 @@ WITHOUT_TORCH = {
     "gkd/saver.py",
     "gkd/cluster/cards.py",
     "gkd/cluster/place_table.py",
+    "gkd/cluster/placement.py",
     "gkd/cluster/places.py",
     "gkd/cluster/processes.py",
     "gkd/cluster/progress.py",
@@ -246,7 +247,7 @@ def test_nobody_imports_the_wiring(path: Path) -> None:
 
 def test_the_gpu_table_is_pure() -> None:
     """If it fails, a verdict can no longer be tested, or a saved table be read, without a cluster."""
-    pure = {"places", "verdicts", "place_table", "cards", "processes", "running"}
+    pure = {"places", "verdicts", "place_table", "cards", "processes", "running", "placement"}
     for name in pure:
         modules = _imports(ROOT / "gkd" / "cluster" / f"{name}.py")
         assert not any(m.partition(".")[0] == "ray" for m in modules), name

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gkd import main_gkd
 from gkd.cluster import cards as cards_module
 from gkd.cluster.assignment import this_place
 from gkd.cluster.cards import machine_cards, parse_cards, visible_cards, with_processes
@@ -239,6 +241,21 @@ def test_wrong_words(
     assert check_gpus.main(words if words[0].startswith("--") else ["--config", "empty.yaml", *words]) == code
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("main", [check_gpus.main, main_gkd.main], ids=["check_gpus", "main_gkd"])
+def test_without_ray(
+    main: Callable[[list[str]], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Fails if an environment without Ray is a traceback, or is found out after the data have been read."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(main_gkd.signal, "signal", lambda *args: None)  # pytest's own handlers stay
+    (tmp_path / "x.yaml").write_text("{}\n")
+    assert main(["--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cpu"]) == 1
+    assert "Ray is not installed" in capsys.readouterr().err
 
 
 def test_the_two_ways_to_ask_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:

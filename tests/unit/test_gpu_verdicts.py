@@ -9,7 +9,8 @@ import pytest
 
 from gkd.cluster.place_table import place_table
 from gkd.cluster.places import TEACHER, Card, PoolNeed, RankPlace, Survey, survey_of
-from gkd.cluster.survey import check_can_run
+from gkd.cluster.running import look_again
+from gkd.cluster.survey import check_can_run, scattered
 from gkd.cluster.verdicts import judge
 from gkd.errors import ClusterError
 
@@ -245,10 +246,36 @@ def test_the_table_and_its_file() -> None:
         *("139.7", "of", "140.4", "GiB"),
     ]
     assert "w?[2J" in lines[4] and lines[5:] == ["note: 2 ranks", "nothing is wrong with it"]
+    told = place_table(replace(table, gpus=(0, 1, 2), order=("rollout", "actor"))).splitlines()[5]
+    assert told == "cluster.gpus: 0,1,2; the low ids go to: rollout, then actor"
     assert survey_of(table.to_json(), "x") == table
     for damaged in (b"", b"{}", b"\xff", table.to_json().replace(b'"version": 1', b'"version": 2')):
         with pytest.raises(ClusterError, match="gpus.json is not"):
             survey_of(damaged, "gpus.json")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["real", "logical"])
+def test_a_rank_outside_of_the_allowed_gpus(known: bool) -> None:
+    """Fails if a rank may sit where cluster.gpus says it must not, at the start or later, or who does is not said."""
+    rows = RIGHT if known else logical(RIGHT)
+    assert judge(rows, [ACTOR, ROLLOUT], gpus=(0, 1, 2, 3)) == []
+    verdicts = judge(rows, [ACTOR, ROLLOUT], gpus=(1, 2))
+    assert [(verdict.kind, verdict.ranks) for verdict in verdicts] == [("outside_gpus", ("actor 0", "rollout 0"))]
+    assert "not in cluster.gpus [1,2], on a (actor 0: 0; rollout 0: 2,3)" in verdicts[0].problem
+    assert "CUDA_VISIBLE_DEVICES=1,2 ray start" in verdicts[0].fix
+    table = Survey(device="cpu", pools=(ACTOR, ROLLOUT), rows=tuple(rows), verdicts=tuple(verdicts), gpus=(1, 2))
+    with pytest.raises(ClusterError, match="not in cluster.gpus"):
+        check_can_run(table)
+    again = look_again(survey_of(table.to_json(), "x"), "elsewhere", [], [])
+    assert [verdict.kind for verdict in again.verdicts] == ["outside_gpus"]
+
+
+def test_gpus_that_are_no_neighbours_are_noted() -> None:
+    """Fails if an engine that Ray spread over a machine is slow and nobody can see why, or a compact one is blamed."""
+    assert list(scattered(RIGHT, ())) == [] and list(scattered([row("rollout", 0, 2, 6)], (2, 6, 7))) == []
+    for gpus in ((), (1, 2, 4, 6)):
+        (note,) = scattered([*RIGHT, row("rollout", 1, 2, 6)], gpus)
+        assert note.startswith(f"rollout 1 works on GPUs 2,6 and not on {'4' if gpus else '3,4,5'} between them")
 
 
 def test_the_line_of_a_rank() -> None:

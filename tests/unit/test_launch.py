@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -101,6 +102,10 @@ def test_the_summary_is_what_the_run_wrote(tmp_path: Path) -> None:
         (["trainer.device=auto", "weight_sync.transport=nccl"], 0, "weight_sync.transport"),
         (["trainer.device=auto", "cluster.ray_address=h:1"], 0, "trainer.device"),
         (["trainer.device=cuda", "cluster.ray_address=h:1"], 0, "cuda"),
+        (["trainer.device=cuda", "cluster.ray_address=h:1", "cluster.gpus=[6,7]"], 0, "cuda"),
+        (["trainer.device=auto", "cluster.gpus=[2,3]"], 4, "cuda"),
+        (["trainer.device=auto", "cluster.gpus=[3,4]"], 4, "cluster.gpus"),
+        (["trainer.device=cpu", "cluster.gpus=[6,7]"], 0, "cpu"),
     ],
 )
 def test_the_device_is_resolved_or_refused(
@@ -110,6 +115,7 @@ def test_the_device_is_resolved_or_refused(
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = load_config(None, overrides)
     if "." in result:
         with pytest.raises(ConfigError) as caught:
@@ -117,6 +123,34 @@ def test_the_device_is_resolved_or_refused(
         assert caught.value.key == result
     else:
         assert resolve_device(config) == result
+
+
+@pytest.mark.parametrize(
+    ("visible", "n_gpus", "problem"),
+    [
+        ("2,3,5", 3, None),
+        ("2,3,5", 0, None),  # logical
+        ("2,3", 2, "CUDA_VISIBLE_DEVICES=2,3 shows no 5"),
+        ("3,-1,5", 1, "shows no 5"),
+        ("GPU-aa,GPU-bb", 2, "GPU-bb shows no 5, 3"),
+        ("", 0, "CUDA_VISIBLE_DEVICES= shows no 5, 3"),
+    ],
+)
+def test_the_gpus_are_among_the_visible_ones(
+    monkeypatch: pytest.MonkeyPatch, visible: str, n_gpus: int, problem: str | None
+) -> None:
+    """Fails if cluster.gpus takes a GPU that the user has hidden, or one is counted otherwise than nvidia-smi does."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: max(n_gpus, 2) if n_gpus else 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = load_config(None, ["trainer.device=auto", "cluster.gpus=[5,3]"])
+    if problem is None:
+        assert resolve_device(config) == ("cuda" if n_gpus else "cpu")
+        return
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+        resolve_device(config)
+    assert caught.value.key == "cluster.gpus" and "unset CUDA_VISIBLE_DEVICES" in caught.value.fix
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:

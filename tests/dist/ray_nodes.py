@@ -1,0 +1,51 @@
+"""Several nodes of Ray on one machine: real daemons, each with logical GPUs and an address of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray.cluster_utils import Cluster as RayNodes
+
+Place = tuple[str, tuple[str, ...]]  # node, GPU ids
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    gpus: int
+    cpus: int
+    address: str = ""  # empty: this machine's
+    visible: str = ""  # the CUDA_VISIBLE_DEVICES that it is started with; empty: none
+
+
+def my_place() -> Place:
+    """For a task. It is here because its process has to import this file, and should have little to import."""
+    context = ray.get_runtime_context()
+    return context.get_node_id(), tuple(sorted(context.get_accelerator_ids()["GPU"]))
+
+
+@contextmanager
+def ray_nodes(specs: Sequence[NodeSpec]) -> Iterator[str]:
+    """The cluster's address; the first node is the head. All are stopped in the end."""
+    nodes = RayNodes()
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Else each node starts a process a CPU as soon as a driver joins, needed or not.
+    os.environ.update(RAY_prestart_worker_first_driver="0")
+    try:
+        for spec in specs:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+            if spec.visible:
+                os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible
+            where = {"node_ip_address": spec.address} if spec.address else {}
+            nodes.add_node(num_gpus=spec.gpus, num_cpus=spec.cpus, include_dashboard=False, **where)
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        yield str(nodes.address)
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ.pop("RAY_prestart_worker_first_driver")
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        nodes.shutdown()

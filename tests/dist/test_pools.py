@@ -1,0 +1,265 @@
+"""Pools on a real Ray of three nodes, simulated on one machine: who gets which node and GPU, and what is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from gkd.cluster import pools as pools_module
+from gkd.cluster.calls import gather
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster, Pool
+from gkd.cluster.survey import PlaceWorker
+from gkd.errors import ClusterError
+from gkd.wiring import worker_env
+from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
+
+pytestmark = pytest.mark.dist
+
+HERE, NINE, TEN = "here", "127.0.0.9", "127.0.0.10"
+ACTOR, ROLLOUT = PoolSpec("actor", 2, 2, gpus_per_worker=1), PoolSpec("rollout", 1, 2, gpus_per_worker=2)
+# Two nodes for each, of three.
+OVERLAPPING = [ACTOR, PoolSpec("rollout", 2, 1, gpus_per_worker=2)]
+# Every node has to hold a part of both.
+EVERYWHERE = [PoolSpec("actor", 3, 2, gpus_per_worker=1), PoolSpec("rollout", 3, 1, gpus_per_worker=2)]
+ROUNDS = 8
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    # The tenth is older than the ninth: neither age nor spelling may decide.
+    nodes = [NodeSpec(gpus=4, cpus=5), NodeSpec(4, 5, TEN), NodeSpec(4, 5, NINE, visible="4,5,6,7")]
+    with ray_nodes(nodes) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster(address: str) -> Iterator[Cluster]:
+    made = Cluster(address, n_slots=0, on_cpu=True)
+    yield made
+    made.close()
+
+
+@contextmanager
+def reserved(
+    cluster: Cluster, specs: Sequence[PoolSpec], timeout_s: float = 20.0, *, others: int = 0
+) -> Iterator[dict[str, Pool]]:
+    """The pools, given back in the end; `others` is how many GPUs another job holds."""
+    pools = cluster.make_pools(specs, timeout_s)
+    try:
+        yield pools
+    finally:
+        for pool in pools.values():
+            for group in pool.groups:
+                remove_placement_group(group)
+        until_free(12 - others)
+
+
+def until_free(n_gpus: int) -> None:
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("GPU", 0) < n_gpus:
+        assert time.monotonic() < deadline, "the GPUs were not given back"
+        time.sleep(0.05)
+
+
+def places(pools: dict[str, Pool]) -> dict[str, list[Place]]:
+    """By pool and rank, from a task in each slot: its process may be used again, which makes many rounds affordable."""
+    here = ray.get_runtime_context().get_node_id()
+    names = {n["NodeID"]: HERE if n["NodeID"] == here else n["NodeManagerAddress"] for n in ray.nodes()}
+    refs: dict[str, list[Any]] = {}
+    for name, pool in pools.items():
+        task = ray.remote(num_cpus=1, num_gpus=pool.spec.gpus_per_worker, max_calls=0)(my_place)
+        strategies = [PlacementGroupSchedulingStrategy(group, 0) for group in pool.groups]
+        refs[name] = [task.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    return {name: [(names[node], ids) for node, ids in ray.get(its, timeout=250)] for name, its in refs.items()}
+
+
+def test_the_same_ids_in_the_same_order_at_every_start(cluster: Cluster) -> None:
+    """Fails if cluster.order does not decide who gets the low ids, a rank's node or GPU changes from start to start,
+    one address is before another because of its spelling, or an engine's GPUs are not neighbours.
+    """
+    actor, rollout = OVERLAPPING
+    for _ in range(ROUNDS):
+        with reserved(cluster, [actor, rollout]) as pools:
+            assert places(pools) == {
+                "actor": [(HERE, ("0",)), (HERE, ("1",)), (NINE, ("4",)), (NINE, ("5",))],
+                "rollout": [(NINE, ("6", "7")), (TEN, ("0", "1"))],
+            }
+        with reserved(cluster, [rollout, actor]) as pools:
+            assert places(pools) == {
+                "rollout": [(HERE, ("0", "1")), (NINE, ("4", "5"))],
+                "actor": [(NINE, ("6",)), (NINE, ("7",)), (TEN, ("0",)), (TEN, ("1",))],
+            }
+
+
+def test_each_pool_on_nodes_of_its_own(cluster: Cluster) -> None:
+    """Fails if two parts of a pool are on one node, or pools share nodes where each could have its own."""
+    for specs, nodes in (
+        ([ACTOR, ROLLOUT], {"actor": [HERE, HERE, NINE, NINE], "rollout": [TEN, TEN]}),
+        ([ROLLOUT, ACTOR], {"rollout": [HERE, HERE], "actor": [NINE, NINE, TEN, TEN]}),
+    ):
+        with reserved(cluster, specs) as pools:
+            found = places(pools)
+        assert {name: [node for node, _ in its] for name, its in found.items()} == nodes
+        assert [ids for _, ids in found["rollout"]] == [("0", "1"), ("2", "3")]
+
+
+def test_the_processes_sit_where_their_rank_says(cluster: Cluster) -> None:
+    """Fails if a process is told another rank than its slot's, does not see the GPUs that the slot holds, or sees them
+    in the order of a set, which is another one in every process.
+    """
+    specs = [PoolSpec("actor", 1, 2, gpus_per_worker=1), PoolSpec("rollout", 1, 1, gpus_per_worker=4)]
+    with reserved(cluster, specs) as pools:
+        workers = {name: pool.spawn(PlaceWorker, worker_env(on_cpu=True)) for name, pool in pools.items()}
+        every = {f"{name} {i}": (w, name) for name, its in workers.items() for i, w in enumerate(its)}
+        rows = gather({label: w.place.remote(name, False) for label, (w, name) in every.items()}, "place", 60)
+        assert {label: (row.label, row.cuda_visible_devices) for label, row in rows.items()} == {
+            "actor 0": ("actor 0", "0"),
+            "actor 1": ("actor 1", "1"),
+            "rollout 0": ("rollout 0", "4,5,6,7"),
+        }
+        assert rows["rollout 0"].ray_gpu_ids == ("4", "5", "6", "7")
+        for worker, _ in every.values():
+            ray.kill(worker)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (PoolSpec("actor", 1, 5, 1), "actor 1 node with 5 GPUs and 5 CPUs each; actor is short: 0 of 1 node has that."),
+        (PoolSpec("actor", 4, 1, 1), "actor is short: 3 of 4 nodes has that"),
+        (PoolSpec("actor", 1, 4, 1, helper_cpus=1.1), "4 GPUs and 8.4 CPUs each; actor is short: 0 of 1 node"),
+    ],
+)
+def test_what_can_never_be_had_is_said_at_once(cluster: Cluster, spec: PoolSpec, words: str) -> None:
+    """Fails if someone waits ten minutes for GPUs that no node has, or is not shown what each has."""
+    began = time.monotonic()
+    with pytest.raises(ClusterError) as caught:
+        cluster.make_pools([spec], 600)
+    assert time.monotonic() - began < 5 and words in str(caught.value)
+    assert "127.0.0.9: GPU 4 (4 free), CPU 5 (5 free); 127.0.0.10: GPU 4" in str(caught.value)
+
+
+OTHER_JOB = """
+import sys
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster
+cluster = Cluster(sys.argv[1], n_slots=0, on_cpu=True)
+cluster.make_pools([PoolSpec("other", 3, 1, gpus_per_worker=2)], 20)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_another_job_holds_is_waited_for(
+    address: str, cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if GPUs that come free are not taken, if nobody is told what is waited for, if the wait has no end, or if
+    what was reserved before the missing part is kept from the other job.
+    """
+    monkeypatch.setattr(logging.getLogger("gkd"), "propagate", True)
+    command = [sys.executable, "-c", OTHER_JOB, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        try:
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(ClusterError) as caught:
+                cluster.make_pools(EVERYWHERE, 1.0)
+            said = str(caught.value)
+            assert "were not free within 1 s" in said and "wait longer (trainer.init_timeout_s)" in said
+            assert "each could be had alone, not actor and rollout together" in said
+            assert said.count("GPU 4 (2 free)") == 3
+            with reserved(cluster, EVERYWHERE[:1], 1.0, others=6) as pools:
+                ids = [gpus for _, gpus in places(pools)["actor"]]
+            assert ids == [("2",), ("3",), ("6",), ("7",), ("2",), ("3",)]
+        finally:
+            release = threading.Timer(1.0, other.stdin.close)
+            release.start()
+        with reserved(cluster, EVERYWHERE, 30.0) as pools:
+            assert len(pools["rollout"].groups) == 3
+        release.join()
+    assert "waiting up to 30 s (trainer.init_timeout_s) for GPUs or CPUs that others hold; wanted: actor" in caplog.text
+
+
+CHECKER = """
+import sys
+import ray
+from gkd.tools.check_gpus import main
+version, ray.__version__ = ray.__version__, "2.40.0"
+if main(sys.argv[1:]) != 1:
+    sys.exit(3)
+ray.__version__ = version
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_the_checker_shows_every_node_and_who_is_outside(address: str, cluster: Cluster, tmp_path: Path) -> None:
+    """Fails if a rank on a GPU that cluster.gpus keeps for the teacher passes, the setting or a node is not shown, or a
+    cluster of another version is a traceback, or no word about the fix.
+    """
+    config = tmp_path / "check.yaml"
+    config.write_text(
+        "data: {train_files: [none.jsonl]}\nmodel: {path: none}\neval: {metric: none}\n"
+        "trainer: {device: cpu, run_dir: none, init_timeout_s: 60, nnodes: 2}\n"
+        "teacher: {server_port: 1, outage_budget_s: 0.5}\n"
+        f"cluster: {{ray_address: '{address}', gpus: [0, 1, 2, 3], order: [rollout, actor]}}\n"
+    )
+    command = [sys.executable, "-c", CHECKER, "--config", str(config), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    for words in ("Version mismatch", f"Ray: {ray.__version__}", "Ray: 2.40.0", "Fix: use an environment with the cl"):
+        assert words in done.stderr
+    table = json.loads(done.stdout)
+    rows = [(row["pool"], row["rank"], row["local_rank"], row["ray_gpu_ids"]) for row in table["rows"]]
+    assert rows == [("rollout", 0, 0, ["0"]), ("actor", 0, 0, ["4"]), ("actor", 1, 0, ["0"])]
+    assert len({row["node"] for row in table["rows"]}) == 3
+    assert (table["gpus"], table["order"]) == ([0, 1, 2, 3], ["rollout", "actor"])
+    assert [verdict["kind"] for verdict in table["verdicts"]] == ["outside_gpus", "teacher_silent"]
+    assert table["verdicts"][0]["ranks"] == ["actor 0"]
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 ray start" in table["verdicts"][0]["fix"]
+    until_free(12)
+
+
+@pytest.mark.parametrize(("answer", "words"), [(b"HTTP/1.1 400 no\r\n", "is not Ray"), (b"", "says nothing for 1 s")])
+def test_something_else_listens_there(answer: bytes, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if Ray's own attempts, which go on for minutes, are left to find it out."""
+    monkeypatch.setattr(pools_module, "_CONNECT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reply() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(answer)
+                connection.recv(1)
+
+        threading.Thread(target=reply, daemon=True).start()
+        with pytest.raises(ClusterError, match=words):
+            Cluster(f"127.0.0.1:{server.getsockname()[1]}", n_slots=1, on_cpu=True)
+
+
+def test_the_drivers_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if cluster.gpus changes what else the driver starts, such as a teacher on other GPUs."""
+    for before in ("0,1,2,3", None):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if before is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+        with pools_module._visible([3, 1]):
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+        with pools_module._visible([]):
+            assert os.environ.get("CUDA_VISIBLE_DEVICES") == before

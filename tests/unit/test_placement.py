@@ -1,0 +1,110 @@
+"""Which node each part of each pool goes to, against every choice there is."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
+
+SIZES = st.integers(0, 4)
+ROOMS = st.lists(st.builds(Room, gpus=SIZES.map(float), cpus=SIZES.map(float)), min_size=0, max_size=4)
+SPECS = st.builds(
+    PoolSpec,
+    name=st.sampled_from(["actor", "rollout"]),
+    nnodes=st.integers(1, 3),
+    workers_per_node=st.integers(1, 2),
+    gpus_per_worker=st.integers(1, 2),
+    helper_cpus=st.sampled_from([0.0, 0.1]),
+)
+
+
+def pool(name: str, nnodes: int, gpus: int) -> PoolSpec:
+    return PoolSpec(name, nnodes, gpus, gpus_per_worker=1)
+
+
+def rooms(*gpus: float) -> list[Room]:
+    return [Room(float(count), 64.0) for count in gpus]
+
+
+def fits(chosen: tuple[tuple[int, ...], ...], rooms: list[Room], specs: list[PoolSpec]) -> bool:
+    for i, room in enumerate(rooms):
+        needs = [spec.each_node for spec, its in zip(specs, chosen, strict=True) if i in its]
+        gpus, cpus = sum(need.gpus for need in needs), sum(need.cpus for need in needs)
+        if gpus > room.gpus or cpus > room.cpus + 1e-6:
+            return False
+    return True
+
+
+def shared(chosen: list[list[int]] | tuple[tuple[int, ...], ...]) -> int:
+    return sum(sum(i in its for its in chosen) > 1 for i in range(4))
+
+
+@settings(max_examples=300, deadline=None)
+@given(ROOMS, st.lists(SPECS, min_size=1, max_size=2))
+def test_the_choice_against_all_choices(has: list[Room], specs: list[PoolSpec]) -> None:
+    """Fails if a pool that would fit is refused, one gets a node twice, too much is put on a node, or two pools share
+    one without need.
+    """
+    every = product(*(combinations(range(len(has)), spec.nnodes) for spec in specs))
+    possible = [chosen for chosen in every if fits(chosen, has, specs)]
+    chosen = place(has, specs)
+    assert (chosen is None) == (not possible)
+    if chosen is not None:
+        assert tuple(map(tuple, chosen)) in possible  # that is also: so many different ones, ascending
+        assert shared(chosen) == min(map(shared, possible))
+        assert place(has, specs) == chosen
+
+
+def test_the_first_pool_gets_the_first_nodes() -> None:
+    """Fails if cluster.order does not decide, pools interleave, or nodes are shared that need not be."""
+    actor, rollout = pool("actor", 2, 4), pool("rollout", 1, 8)
+    assert place(rooms(8, 8, 8), [actor, rollout]) == [[0, 1], [2]]
+    assert place(rooms(8, 8, 8), [rollout, actor]) == [[0], [1, 2]]
+    assert place(rooms(8, 4, 4), [actor, rollout]) == [[1, 2], [0]]  # the only node that is large enough
+    assert place(rooms(0, 8, 4, 12), [actor, rollout]) == [[1, 2], [3]]  # a head node without GPUs
+    assert place(rooms(8), [pool("actor", 1, 4), pool("rollout", 1, 4)]) == [[0], [0]]
+    assert place(rooms(8, 8), [pool("actor", 1, 4), pool("rollout", 1, 4)]) == [[0], [1]]
+    assert place(rooms(12, 12), [actor, rollout]) == [[0, 1], [1]]
+    assert place(rooms(8, 8, 8), [pool("actor", 2, 4), pool("rollout", 2, 4)]) == [[0, 1], [1, 2]]
+    assert place(rooms(7, 11), [actor, rollout]) is None
+    assert place(rooms(8.5, 3.9), [pool("actor", 1, 4), pool("rollout", 1, 4)]) == [[0], [0]]
+
+
+def test_a_large_cluster_is_no_work() -> None:
+    """Fails if choosing takes so long on hundreds of nodes that it cannot be done anew while waiting."""
+    chosen = place(rooms(*[8] * 256), [pool("actor", 8, 8), pool("rollout", 16, 8)])
+    assert chosen == [list(range(8)), list(range(8, 24))]
+
+
+def node(address: str, gpus: tuple[float, float] = (8, 8), **known: object) -> Node:
+    total, free = gpus
+    return Node(id=f"id-{address}", address=address, total=Room(total, 16), free=Room(free, 15.5), **known)  # type: ignore[arg-type]
+
+
+def test_nodes_are_sorted_by_number() -> None:
+    """Fails if 10.0.0.10 comes before 10.0.0.9, or the order depends on the one in which Ray names them."""
+    addresses = ["10.0.0.10", "10.0.0.9", "9.255.0.1", "fd00::2", "a-name", "10.0.1.1"]
+    nodes = [*map(node, addresses), node("10.0.2.0", is_drivers=True), node("10.0.0.9", port=1)]
+    want = ["10.0.2.0", "9.255.0.1", "10.0.0.9", "10.0.0.9", "10.0.0.10", "10.0.1.1", "fd00::2", "a-name"]
+    for given_ in (nodes, nodes[::-1]):
+        assert [node.address for node in in_order(given_)] == want
+        assert [node.port for node in in_order(given_)][2:4] == [0, 1]
+
+
+def test_what_is_said_of_a_shortage() -> None:
+    """Fails if someone who cannot have his pools does not see what is wanted, who is short, or what each node has."""
+    nodes = [node("10.0.0.1", (8, 2), is_drivers=True), node("10.0.0.2", (4, 4))]
+    specs = [PoolSpec("actor", 2, 4, 1, helper_cpus=0.1), PoolSpec("rollout", 1, 2, gpus_per_worker=2)]
+    assert shortage(nodes, specs, free=True) == (
+        "wanted: actor 2 nodes with 4 GPUs and 4.4 CPUs each, rollout 1 node with 4 GPUs and 2 CPUs each; "
+        "actor is short: 1 of 2 nodes has that free. The cluster has 2 nodes: "
+        "10.0.0.1 (this one): GPU 8 (2 free), CPU 16 (15.5 free); 10.0.0.2: GPU 4 (4 free), CPU 16 (15.5 free)"
+    )
+    together = shortage(nodes[1:], [pool("actor", 1, 4), pool("rollout", 1, 4)], free=False)
+    assert "each could be had alone, not actor and rollout together. The cluster has 1 node: 10.0.0.2" in together
+    taken = shortage(nodes, [PoolSpec("actor", 2, 4, 1)], free=False)
+    assert "each; there was room, and someone else took it or gave it back meanwhile. The cluster has 2" in taken
+    assert "rollout is short: 0 of 1 node has that. The cluster has 0 nodes: none" in shortage([], specs, free=False)
