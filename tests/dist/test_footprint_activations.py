@@ -1,0 +1,180 @@
+"""The bytes that a layer keeps of a token, against what autograd saves in the real students. gloo, CPU.
+
+Counted are the storages of the tensors that a forward pass saves, each once, parameters left out. Two depths of the same
+model are compared, so that what comes before and after the layers falls out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gkd.footprint.activations import Kernels
+from gkd.footprint.shapes import ModelShape, read_shape
+from tests.dist.helpers import run_gloo
+
+DEPTHS = (2, 4)
+N_PROMPT, N_RESPONSE, N_SEQUENCES = 40, 88, 2  # 256 tokens
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 96,
+    "intermediate_size": 224,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+pytestmark = pytest.mark.dist
+
+
+@dataclass(frozen=True)
+class Case:
+    backend: str
+    kind: str
+    dtype: str
+    packed: bool
+    recompute: str = "none"
+    tp: int = 1
+    sequence_parallel: bool = False
+
+
+CASES = [
+    Case("megatron", "qwen2", "float32", packed=False),
+    Case("megatron", "qwen3", "float32", packed=True),
+    Case("megatron", "qwen3", "bfloat16", packed=True),
+    Case("megatron", "qwen2", "bfloat16", packed=False, recompute="selective"),
+    Case("megatron", "qwen2", "float32", packed=True, recompute="full"),
+    Case("megatron", "qwen3_moe", "bfloat16", packed=True),
+    Case("fsdp2", "qwen2", "float32", packed=True),
+    Case("fsdp2", "qwen3", "bfloat16", packed=False),
+    Case("fsdp2", "qwen3_moe", "float32", packed=False),
+    Case("fsdp2", "qwen2", "bfloat16", packed=True, recompute="full"),
+    Case("megatron", "qwen2", "bfloat16", packed=True, tp=2),
+    Case("megatron", "qwen3", "float32", packed=True, tp=2, sequence_parallel=True),
+]
+
+
+def test_a_layer_keeps_what_the_formula_says(tmp_path: Path) -> None:
+    """Fails if a new version of torch, Megatron or transformers saves other tensors, or the formula forgets one."""
+    _save_models(tmp_path)
+    found, _ = run_gloo(_measure, 2, tmp_path, timeout_s=120.0)
+    ratios = {}
+    for case, measured in zip(CASES, found, strict=True):
+        shape, kernels = _shape(tmp_path / f"{case.kind}2"), _kernels(case)
+        wanted = kernels.boundary(shape) if case.recompute == "full" else kernels.layer(shape, 0)
+        ratios[case] = wanted / measured
+    wrong = [f"{case}: {ratio:.3f}" for case, ratio in ratios.items() if not 0.98 < ratio < 1.02]
+    assert not wrong, "\n".join(wrong)
+
+
+def _kernels(case: Case) -> Kernels:
+    return Kernels(
+        backend=case.backend,
+        on_cpu=True,
+        itemsize=getattr(torch, case.dtype).itemsize,
+        packed=case.packed,
+        recompute=case.recompute,
+        tp=case.tp,
+        sequence_parallel=case.sequence_parallel,
+        n_sequences=N_SEQUENCES,
+    )
+
+
+def _shape(folder: Path) -> ModelShape:
+    return read_shape(json.loads((folder / "config.json").read_text()))
+
+
+def _save_models(root: Path) -> None:
+    import transformers as tf
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    del_head = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    for depth in DEPTHS:
+        layers = {"num_hidden_layers": depth}
+        models: dict[str, Any] = {
+            "qwen2": tf.Qwen2ForCausalLM(tf.Qwen2Config(**del_head, **layers)),
+            "qwen3": tf.Qwen3ForCausalLM(tf.Qwen3Config(**SIZES, **layers)),
+            "qwen3_moe": tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SIZES, **layers, **experts)),
+        }
+        for kind, model in models.items():
+            model.save_pretrained(root / f"{kind}{depth}")
+
+
+def _measure(rank: int, world_size: int, root: Path) -> list[float]:
+    """Runs in a rank: bytes a layer and token that autograd saves, of each case."""
+    found = []
+    for case in CASES:
+        few, many = (_saved_bytes(rank, world_size, root / f"{case.kind}{depth}", case) for depth in DEPTHS)
+        n_tokens = N_SEQUENCES * (N_PROMPT + N_RESPONSE)
+        found.append((many - few) / (DEPTHS[1] - DEPTHS[0]) / n_tokens)
+    return found
+
+
+def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
+    from megatron.core import parallel_state
+
+    from gkd.actor.optim_spec import OptimSpec
+    from gkd.batching import make_micro_batches
+    from gkd.loss.spec import LossSpec
+    from tests.bench.footprint_case import full_sequences
+
+    rollouts, scores = full_sequences(N_SEQUENCES, N_PROMPT, N_RESPONSE, vocab=256, topk=4)
+    batches = make_micro_batches(rollouts, scores, micro_batch_size=N_SEQUENCES, packed=case.packed)
+    settings: dict[str, Any] = {
+        "optim": OptimSpec(),
+        "loss": LossSpec(),
+        "dtype": getattr(torch, case.dtype),
+        "device": torch.device("cpu"),
+        "seed": 1,
+        "recompute": case.recompute,
+    }
+    if case.backend == "fsdp2":
+        from gkd.actor.fsdp.student import FsdpStudent
+
+        sharded = FsdpStudent(folder, packing=case.packed, **settings)
+        return _bytes_saved_in(lambda: sharded._forward(batches[0]), [sharded.model])
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.student import MegatronStudent
+
+    layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank)
+    student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, **settings)
+    batch, (chunk,) = batches[0], student.model.chunks
+    try:
+        return _bytes_saved_in(
+            lambda: chunk(
+                batch.tokens, batch.position_ids, batch.loss_index, cu_seqlens=batch.cu_seqlens, want_logits=False
+            ),
+            [chunk],
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _bytes_saved_in(forward: Callable[[], Any], modules: Sequence[torch.nn.Module]) -> int:
+    """Bytes of the storages that a forward pass saves, parameters left out.
+
+    Those that fully_shard gathers around a layer are freed when it is over, so bytes are counted at the end.
+    """
+    saved: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    own = {_key(p) for module in modules for p in module.parameters() if type(p) is torch.nn.Parameter}
+    n_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in own)
+    del result  # it kept the graph, and with it the tensors, alive
+    return n_bytes
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
