@@ -57,7 +57,7 @@ class Kernels:
         return 2 * _FLOAT32 if self.on_cpu else self.itemsize
 
     def _pieces(self) -> int:
-        """Are the packed sequences' contexts kept, beside the one that they are joined to? One call each, on the CPU."""
+        """Are the contexts of packed sequences kept, beside the joined one? On the CPU each is a call of its own."""
         return int(self.packed and self.on_cpu)
 
     def _megatron_attention(self, shape: ModelShape) -> float:

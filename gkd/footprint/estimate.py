@@ -24,15 +24,16 @@ def footprint(
     config_json: Mapping[str, Any],
     *,
     tensors: Tensors | None = None,
-    teacher_json: Mapping[str, Any] | None = None,
+    teacher_hidden: int | None = None,
 ) -> tuple[RankFootprint, ...]:
     """One of each kind of rank: the actor's pipeline stages in their order, then a rollout engine's ranks.
 
     Args:
         config: trainer.device `auto` counts as cuda.
         config_json: of the student.
-        tensors: shape by name of the student's files; needed where config.json does not tell the parameters (fsdp2 only).
-        teacher_json: config.json of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
+        tensors: shape by name of the student's files; needed where config.json does not tell the parameters (fsdp2
+        only).
+        teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
             that head is left out.
 
     Raises:
@@ -51,7 +52,6 @@ def footprint(
             f"the parameters of model_type {shape.model_type!r} have to be counted in its safetensors files, "
             "and there are none."
         )
-    teacher_hidden = None if teacher_json is None else read_shape(teacher_json).hidden
     if config.actor.strategy == "megatron":
         actors = list(megatron_footprints(config, shape, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
     else:

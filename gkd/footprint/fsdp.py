@@ -85,9 +85,10 @@ def fsdp_footprint(
     layer = found.layer * b * (1 if on_cpu else 2)
     table = found.embedding * b
     layer_gradient = 0 if frozen else found.layer * (b + _FLOAT32)
+    ending = max(b * (3 if shape.tied else 1), b + _FLOAT32 + _FLOAT32 // dp)
     recomputed = max(whole) if actor.recompute == "full" else 0
     widths = batch.n_tokens * b * (2 * shape.hidden + 2 * shape.ffn)
-    moments = [
+    moments: list[dict[str, int]] = [
         {
             "activations": activations,
             "logits": loss.logits_bytes,
@@ -98,10 +99,11 @@ def fsdp_footprint(
             "logits": 0,
             "passing": loss.backward_bytes + table + layer + layer_gradient + recomputed + widths,
         },
-        # The end of the backward pass: the embedding's gradient, and the same to be reduced.
-        {"activations": 0, "logits": 0, "passing": table + (0 if frozen else found.embedding * (2 * b + _FLOAT32))},
+        # The end of the backward pass: the gradients of a table used twice, and their sum; or the sum, to be reduced.
+        {"activations": 0, "logits": 0, "passing": table + (0 if frozen else found.embedding * ending)},
     ]
-    parts |= max(moments, key=lambda moment: sum(moment.values()))
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    parts |= fullest
     if config.teacher.signal == "hidden" and teacher_hidden is not None:
         parts["teacher_head"] = _FLOAT32 * shape.vocab_size * teacher_hidden
     largest = max(found.embedding, shape.hidden * shape.ffn) * b

@@ -39,7 +39,7 @@ def state_fits(part: RankFootprint, card_bytes: int) -> bool:
 
 
 def kv_room_bytes(part: RankFootprint, card_bytes: int, config: Config) -> int:
-    """What rollout.gpu_memory_utilization leaves of a card for the KV cache; below zero if it leaves less than nothing."""
+    """What rollout.gpu_memory_utilization leaves of a card for the KV cache; may be negative."""
     others = sum(part.parts.get(name, 0) for name in ("weights", "activations", "logits", "context"))
     return round(card_bytes * config.rollout.gpu_memory_utilization) - others
 

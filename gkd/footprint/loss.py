@@ -3,7 +3,8 @@
 Fused, the logits of a chunk of rows exist at a time, and the gradients of hidden states and head are made in the
 forward pass; else all logits of a micro-batch, whose gradient takes their place. See `gkd.loss.distill_loss`.
 
-Letters: N loss rows, V vocabulary rows of this rank, H hidden size, K entries of the teacher's list, b bytes of a number.
+Letters: N loss rows, V vocabulary rows of this rank, H hidden size, K entries of the teacher's list, b bytes of a
+number.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gkd.config import Config
+from gkd.errors import ConfigError
 from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import BatchShape, batch_shape
 from gkd.footprint.loss import LossShape, loss_shape
@@ -43,6 +44,7 @@ class Stage:
 def stages(config: Config, shape: ModelShape) -> list[Stage]:
     """The pipeline's stages in their order; see `gkd.actor.megatron.layout`."""
     actor = config.actor
+    check_split(config, shape)
     dp = config.trainer.n_gpus_per_node * config.trainer.nnodes // (actor.tp * actor.pp)
     per_chunk = shape.n_layers // (actor.pp * actor.vpp)
     found = []
@@ -58,6 +60,22 @@ def stages(config: Config, shape: ModelShape) -> list[Stage]:
         owners = max(1, actor.tp * dp // actor.ep)
         found.append(Stage(number, layers, first, last, dense, experts, -(-dense // dp), -(-experts // owners)))
     return found
+
+
+def check_split(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError naming the key that cannot split this model, as `ParallelLayout.check_model` would."""
+    actor = config.actor
+    counts = [("actor.tp", actor.tp, shape.n_heads, "attention heads")]
+    counts += [("actor.tp", actor.tp, shape.n_kv_heads, "key/value heads")]
+    counts += [("actor.pp", actor.pp, shape.n_layers, "layers")]
+    counts += [("actor.vpp", actor.pp * actor.vpp, shape.n_layers, "layers (with actor.pp)")]
+    if shape.experts is not None:
+        counts += [("actor.ep", actor.ep, shape.experts.n, "experts")]
+    for key, size, count, what in counts:
+        if count % size:
+            raise ConfigError(
+                key, size, f"does not divide the model's {count} {what}.", f"choose a divisor of {count}."
+            )
 
 
 def megatron_footprints(
@@ -134,7 +152,8 @@ def fullest_moment(
     Args:
         passing: a layer's recomputed activations, and gradients on their way.
     """
-    held = loss.head_grad_bytes if stage.last and tied and stage.first else 0
+    # Of one table used twice, both gradients and their sum.
+    held = 2 * loss.head_grad_bytes if stage.last and tied and stage.first else 0
     moments = [
         {"activations": activations, "logits": 0, "passing": passing + (loss.backward_bytes if stage.last else 0)}
     ]

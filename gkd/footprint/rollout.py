@@ -1,8 +1,8 @@
 """The memory of a rollout engine's ranks (vLLM): weights, the KV cache, the largest forward pass.
 
 On CUDA an engine takes rollout.gpu_memory_utilization of its card, whatever it needs: what weights and a trial forward
-pass leave of that is KV cache. `kv_cache` here is what its sequences need, all of them as long as they may be; with less,
-fewer run together. On the CPU the cache has the size that rollout.cpu_kv_cache_mib says.
+pass leave of that is KV cache. `kv_cache` here is what its sequences need, all of them as long as they may be; with
+less, fewer run together. On the CPU the cache has the size that rollout.cpu_kv_cache_mib says.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint
 
 _FLOAT32 = 4
-# Tokens that vLLM computes at once, by its own default where it is used offline, and sequences' logits in float32: one
-# copy for the samplers' work beside them.
+# Tokens that vLLM computes at once, by its own default where it is used offline; on CUDA that of the largest cards.
 BATCHED_TOKENS = {True: 4096, False: 16384}  # on the CPU, on CUDA
 
 
@@ -25,9 +24,10 @@ def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cp
     tp, longest = rollout.tp, config.data.max_prompt_length + config.data.max_response_length
     n_sequences = min(rollout.max_num_seqs, -(-config.trainer.global_batch_size * rollout.n // n_engines(config)))
     wanted = n_sequences * longest * kv_bytes_per_token(config, shape)
-    n_tokens = min(BATCHED_TOKENS[on_cpu], max(longest, rollout.max_num_seqs))
-    widest = 2 * shape.hidden + 3 * max(shape.ffn, shape.q_columns) // tp
-    logits = n_sequences * shape.vocab_size * _FLOAT32
+    n_tokens = min(BATCHED_TOKENS[on_cpu], n_sequences * longest)
+    # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
+    widest = 3 * shape.hidden + 3 * max(shape.ffn, shape.q_columns) // tp
+    logits = n_sequences * shape.vocab_size * _FLOAT32  # and as much for the sampler's work
     return RankFootprint(
         "rollout",
         0,

@@ -1,7 +1,7 @@
 """The memory of one teacher worker, from the config.json of its model.
 
-A teacher server says nothing of its memory. This is what its model takes in bfloat16 on each of `tp` cards: weights, and
-the largest forward pass of one sequence at a time, whose logits exist in chunks.
+A teacher server says nothing of its memory. This is what its model takes in bfloat16 on each of `tp` cards: weights,
+and the largest forward pass of one sequence at a time, whose logits exist in chunks.
 """
 
 from __future__ import annotations

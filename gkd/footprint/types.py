@@ -19,8 +19,8 @@ class RankFootprint:
     """One rank's memory, bytes by part. Ranks with the same numbers have one footprint, the first of them.
 
     Of the device: `weights`, `gradients`, `optimizer` (moments, and the float32 masters of bfloat16 weights),
-    `teacher_head`, `kv_cache` and `context` stay; `activations`, `logits` and `passing` (gradients on their way, gathered
-    layers, the loss's working memory) are those of the fullest moment of a training step; `optimizer_step` and
+    `teacher_head`, `kv_cache` and `context` stay; `activations`, `logits` and `passing` (gradients on their way,
+    gathered layers, the loss's working memory) are those of the fullest moment of a training step; `optimizer_step` and
     `weight_sync` are there when those are not.
     """
 

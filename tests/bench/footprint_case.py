@@ -54,11 +54,17 @@ class Measured:
     state: int  # after the last step, everything momentary gone
     peak: int  # over the training steps
     predicted: RankFootprint
+    keeps_gradients: bool
     losses: list[float] = field(default_factory=list)
 
     @property
+    def predicted_state(self) -> int:
+        """fsdp2 gives its gradients back between steps; Megatron's have a buffer."""
+        return self.predicted.state_bytes - (0 if self.keeps_gradients else self.predicted.parts["gradients"])
+
+    @property
     def state_ratio(self) -> float:
-        return self.predicted.state_bytes / self.state
+        return self.predicted_state / self.state
 
     @property
     def peak_ratio(self) -> float:
@@ -76,25 +82,24 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
         found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s)
     shape = json.loads((model / "config.json").read_text())
     actors = [part for part in footprint(config, shape) if part.role == "actor"]
-    stage = world_size // config.actor.pp
+    keeps = config.actor.strategy == "megatron"
+    per_stage = world_size // config.actor.pp if keeps else world_size
     return [
-        Measured(
-            rank, state, peak, max((p for p in actors if p.rank <= rank // stage * stage), key=lambda p: p.rank), ls
-        )
-        for rank, (state, peak, ls) in enumerate(found)
+        Measured(rank, state, peak, actors[rank // per_stage], keeps, losses)
+        for rank, (state, peak, losses) in enumerate(found)
     ]
 
 
 def case_config(case: Case, folder: Path, device: str) -> Config:
-    """Micro-batches of 4 sequences of 256 tokens, two in a step and group, unless the case says otherwise."""
+    """Micro-batches of 2 sequences of 256 tokens, two in a step, unless the case says otherwise."""
     path = folder / "config.yaml"
     path.write_text(
         json.dumps(
             {
                 "data": {"train_files": ["none"], "max_prompt_length": 64, "max_response_length": 192},
                 "model": {"path": str(folder / ("tied" if case.tied else "untied")), "dtype": "float32"},
-                "trainer": {"device": device, "global_batch_size": 8, "run_dir": str(folder / "run")},
-                "actor": {"micro_batch_size": 4, "logits_chunk_mib": 32},
+                "trainer": {"device": device, "global_batch_size": 4, "run_dir": str(folder / "run")},
+                "actor": {"micro_batch_size": 2, "logits_chunk_mib": 32},
             }
         )
     )

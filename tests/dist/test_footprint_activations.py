@@ -1,7 +1,7 @@
 """The bytes that a layer keeps of a token, against what autograd saves in the real students. gloo, CPU.
 
-Counted are the storages of the tensors that a forward pass saves, each once, parameters left out. Two depths of the same
-model are compared, so that what comes before and after the layers falls out.
+Counted are the storages of the tensors that a forward pass saves, each once, parameters left out. Two depths of the
+same model are compared, so that what comes before and after the layers falls out.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def _save_models(root: Path) -> None:
         layers = {"num_hidden_layers": depth}
         models: dict[str, Any] = {
             "qwen2": tf.Qwen2ForCausalLM(tf.Qwen2Config(**del_head, **layers)),
+            "tied": tf.Qwen2ForCausalLM(tf.Qwen2Config(**del_head | layers | {"tie_word_embeddings": True})),
             "qwen3": tf.Qwen3ForCausalLM(tf.Qwen3Config(**SIZES, **layers)),
             "qwen3_moe": tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SIZES, **layers, **experts)),
         }
