@@ -68,9 +68,9 @@ def students(name: str, device: str) -> Part:
         for case in CASES[name]:
             if device != "cpu" and any(key.startswith("trainer.n_gpus") for key in case.overrides):
                 continue
-            print(f"  {case.name} ...", file=sys.stderr, flush=True)
             found = measure(case, Path(folder), device=device)
             worst = max(found, key=lambda one: abs(one.peak_ratio - 1))
+            print(f"  {case.name}: {worst.peak_ratio:.3f}", file=sys.stderr, flush=True)
             figures.append(_figure(case.name, worst.peak_ratio))
             rows += [_row(case.name, one) for one in found]
     columns = ("case", "rank", "state, MB", "predicted", "ratio", "peak, MB", "predicted", "ratio")
