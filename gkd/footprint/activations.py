@@ -26,6 +26,7 @@ class Kernels:
     recompute: str  # none | selective | full
     tp: int = 1
     sequence_parallel: bool = False
+    frozen: bool = False  # only adapters are trained; what they keep of their own, a rank's numbers, is left out
     n_sequences: int = 1  # of a padded micro-batch: its positions are counted once for all of them
 
     @property
@@ -51,8 +52,8 @@ class Kernels:
 
     def _norm(self) -> int:
         """Bytes of an RMSNorm's saved tensors for each of its inputs, its output not counted."""
-        if self.backend == "fsdp2":  # transformers': the input in float32, and normalised
-            return _FLOAT32 + self.itemsize
+        if self.backend == "fsdp2":  # transformers': the input in float32, and normalised if its factor is trained
+            return _FLOAT32 + (0 if self.frozen else self.itemsize)
         # torch's, in one kernel on CUDA, which keeps the input; in parts on the CPU, in float32.
         return 2 * _FLOAT32 if self.on_cpu else self.itemsize
 

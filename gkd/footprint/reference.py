@@ -6,7 +6,7 @@
 
 For Qwen2.5-1.5B (1.54e9 parameters, the embedding shared) the first is 3.1 + 3.1 + 6.2 = 12.3 GB, in units of 1e9
 bytes, without activations. An engine that samples from it takes 3.1 GB of weights and the KV cache of its sequences,
-28,672 bytes a token: 5 to 6 GB in all with 67,000 to 100,000 tokens, which are 43 to 65 sequences of 1536.
+28,672 bytes a token: 5 to 6 GB in all with 67,000 to 101,000 tokens, which are 44 to 66 sequences of 1536.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory of real ranks beside what `gkd.footprint` says of them, on a model of 113 million parameters.
 
-    python -m tests.bench.bench_footprint [--only megatron,megatron_bf16,fsdp2,rollout] [--json FILE] [--device cuda]
+    python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--device cuda]
 
 Memory is counted from after the imports. A ratio is predicted / measured, of the rank that is furthest off; the goal is
 0.85 to 1.15. A run replaces the parts of the JSON file that it measured. Half an hour on an idle core; the processes
@@ -31,12 +31,14 @@ _FSDP = ("actor.strategy=fsdp2",)
 _BF16 = ("model.dtype=bfloat16",)
 _FULL = ("actor.recompute=full",)
 CASES: dict[str, tuple[Case, ...]] = {
-    "megatron": (
-        Case("one rank"),
+    "megatron_parallel": (
         Case("TP 2", (*_TWO, "actor.tp=2")),
-        Case("TP 2, sequence parallel", (*_TWO, "actor.tp=2", "actor.sequence_parallel=true")),
         Case("PP 2", (*_TWO, "actor.pp=2")),
         Case("DP 2", (*_TWO, "trainer.global_batch_size=8")),
+        Case("TP 2, sequence parallel", (*_TWO, "actor.tp=2", "actor.sequence_parallel=true")),
+    ),
+    "megatron": (
+        Case("one rank"),
         Case("recompute full", _FULL),
         Case("padded", ("actor.packing=false",)),
         Case("all logits at once", ("actor.fused_lm_head=false",)),

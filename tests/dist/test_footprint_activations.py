@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from gkd.config import LoraConfig
 from gkd.footprint.activations import Kernels
 from gkd.footprint.shapes import ModelShape, read_shape
 from tests.dist.helpers import run_gloo
@@ -43,6 +44,7 @@ class Case:
     recompute: str = "none"
     tp: int = 1
     sequence_parallel: bool = False
+    lora: bool = False
 
 
 CASES = [
@@ -56,6 +58,7 @@ CASES = [
     Case("fsdp2", "qwen3", "bfloat16", packed=False),
     Case("fsdp2", "qwen3_moe", "float32", packed=False),
     Case("fsdp2", "qwen2", "bfloat16", packed=True, recompute="full"),
+    Case("fsdp2", "qwen2", "bfloat16", packed=True, lora=True),
     Case("megatron", "qwen2", "bfloat16", packed=True, tp=2),
     Case("megatron", "qwen3", "float32", packed=True, tp=2, sequence_parallel=True),
 ]
@@ -83,6 +86,7 @@ def _kernels(case: Case) -> Kernels:
         recompute=case.recompute,
         tp=case.tp,
         sequence_parallel=case.sequence_parallel,
+        frozen=case.lora,
         n_sequences=N_SEQUENCES,
     )
 
@@ -139,7 +143,8 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     if case.backend == "fsdp2":
         from gkd.actor.fsdp.student import FsdpStudent
 
-        sharded = FsdpStudent(folder, packing=case.packed, **settings)
+        lora = LoraConfig(rank=4) if case.lora else None
+        sharded = FsdpStudent(folder, packing=case.packed, lora=lora, **settings)
         return _bytes_saved_in(lambda: sharded._forward(batches[0]), [sharded.model])
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
