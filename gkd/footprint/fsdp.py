@@ -75,9 +75,7 @@ def fsdp_footprint(
     parts = dict(state)
     if actor.fsdp_cpu_offload and not on_cpu:
         parts = {"offloaded": sum(state.values())}
-    kernels = Kernels(
-        "fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences
-    )
+    kernels = Kernels("fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences)
     whole = [kernels.layer(shape, layer) * batch.n_tokens for layer in range(shape.n_layers)]
     boundary = kernels.boundary(shape) * batch.n_tokens
     activations = boundary * shape.n_layers if actor.recompute == "full" else sum(whole)

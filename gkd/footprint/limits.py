@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gkd.config import Config
+from gkd.footprint.rollout import sequences_together
 from gkd.footprint.types import RankFootprint
 
 _GIB = 1 << 30
@@ -58,7 +59,7 @@ def _rollout(part: RankFootprint, card_bytes: int, config: Config) -> list[str]:
         fix = f"rollout.cpu_kv_cache_mib ({rollout.cpu_kv_cache_mib}) down"
         return [f"rollout rank {part.rank} needs {gib(part.total_bytes)} of {gib(card_bytes)}. Fix: {fix}."]
     longest = data.max_prompt_length + data.max_response_length
-    one = part.parts["kv_cache"] // max(1, sequences_together(part, config))
+    one = part.parts["kv_cache"] // sequences_together(config)
     room = kv_room_bytes(part, card_bytes, config)
     over = part.parts["weight_sync"] - round(card_bytes * (1 - rollout.gpu_memory_utilization))
     problems = []
@@ -77,14 +78,6 @@ def _rollout(part: RankFootprint, card_bytes: int, config: Config) -> list[str]:
             f"rollout.gpu_memory_utilization {less:.2f}; weight_sync.bucket_mib ({config.weight_sync.bucket_mib}) down."
         )
     return problems
-
-
-def sequences_together(part: RankFootprint, config: Config) -> int:
-    """Sequences of full length whose KV cache `part` counts."""
-    from gkd.config_check import n_engines
-
-    of_engine = -(-config.trainer.global_batch_size * config.rollout.n // n_engines(config))
-    return min(config.rollout.max_num_seqs, of_engine)
 
 
 def _actor_fixes(part: RankFootprint, config: Config) -> list[str]:

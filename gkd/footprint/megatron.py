@@ -175,8 +175,8 @@ def _chunks_in_flight(config: Config, stage: Stage, batch: BatchShape) -> int:
 
 def _layer_gradients(shape: ModelShape, tp: int, batch: BatchShape, itemsize: int, on_cpu: bool) -> int:
     """Of a layer's activations, two of its widths, and of its largest matrix before it is added to the others."""
-    ffn = shape.experts.ffn * shape.experts.n_active if shape.experts is not None else shape.ffn
-    widest = 2 * max(ffn, shape.ffn if shape.experts is None else 0) // tp
+    ffn = shape.ffn if shape.experts is None else shape.experts.ffn * shape.experts.n_active
+    widest = 2 * ffn // tp
     matrix = shape.hidden * max(widest, (shape.q_columns + 2 * shape.kv_columns) // tp)
     sums = itemsize + (_FLOAT32 if on_cpu and itemsize < _FLOAT32 else 0)
     return batch.n_tokens * itemsize * (2 * shape.hidden + widest) + matrix * sums

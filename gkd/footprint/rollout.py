@@ -22,7 +22,7 @@ def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cp
     """Rank 0 of the first engine, which stands for all."""
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
     tp, longest = rollout.tp, config.data.max_prompt_length + config.data.max_response_length
-    n_sequences = min(rollout.max_num_seqs, -(-config.trainer.global_batch_size * rollout.n // n_engines(config)))
+    n_sequences = sequences_together(config)
     wanted = n_sequences * longest * kv_bytes_per_token(config, shape)
     n_tokens = min(BATCHED_TOKENS[on_cpu], n_sequences * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
@@ -39,6 +39,12 @@ def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cp
             "weight_sync": max(config.weight_sync.bucket_mib << 20, sizes.embedding * b),
         },
     )
+
+
+def sequences_together(config: Config) -> int:
+    """Sequences that an engine has to decode at one time, at most."""
+    of_engine = -(-config.trainer.global_batch_size * config.rollout.n // n_engines(config))
+    return min(config.rollout.max_num_seqs, of_engine)
 
 
 def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gkd.config import Config
-from gkd.footprint.limits import gib, kv_room_bytes, sequences_together
-from gkd.footprint.rollout import kv_bytes_per_token
+from gkd.footprint.limits import gib, kv_room_bytes
+from gkd.footprint.rollout import kv_bytes_per_token, sequences_together
 from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import HOST_PARTS, MOMENTS, RankFootprint
 
@@ -48,7 +48,7 @@ def kv_line(footprints: Sequence[RankFootprint], shape: ModelShape, card_bytes: 
     """How many tokens an engine's KV cache holds, and how many its sequences may have."""
     (engine,) = (part for part in footprints if part.role == "rollout")
     each, longest = kv_bytes_per_token(config, shape), config.data.max_prompt_length + config.data.max_response_length
-    wanted = sequences_together(engine, config)
+    wanted = sequences_together(config)
     line = f"KV cache of an engine: {each} bytes a token and rank; {wanted} sequences may run, of {longest} tokens"
     if config.trainer.device == "cpu":
         room = engine.parts["kv_cache"]

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from gkd.footprint import footprint
@@ -57,8 +56,14 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }
 # Prompts and responses of the engine's case; together they fill nine tenths of its cache.
-ENGINE = ("rollout.cpu_kv_cache_mib=128", "data.max_prompt_length=448", "data.max_response_length=32")
 N_PROMPTS = 9
+ENGINE = (
+    "rollout.cpu_kv_cache_mib=128",
+    "data.max_prompt_length=448",
+    "data.max_response_length=32",
+    f"trainer.global_batch_size={N_PROMPTS}",
+    f"rollout.max_num_seqs={N_PROMPTS}",
+)
 PARTS = (*CASES, "rollout")
 
 
@@ -89,7 +94,6 @@ def rollout(device: str) -> Part:
         config = case_config(Case("engine", ENGINE), Path(name), device)
         save_model(Path(config.model.path), tied=True)
         shape = json.loads((Path(config.model.path) / "config.json").read_text())
-        config = replace(config, rollout=replace(config.rollout, max_num_seqs=N_PROMPTS))
         (predicted,) = (part for part in footprint(config, shape) if part.role == "rollout")
         from gkd.rollout.engine import CPU_ENV
 

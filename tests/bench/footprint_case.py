@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,18 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     with _environment():
         found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s)
     shape = json.loads((model / "config.json").read_text())
-    actors = [part for part in footprint(config, shape) if part.role == "actor"]
+    actors = [_without_sync(part) for part in footprint(config, shape) if part.role == "actor"]
     keeps = config.actor.strategy == "megatron"
     per_stage = world_size // config.actor.pp if keeps else world_size
     return [
         Measured(rank, state, peak, actors[rank // per_stage], keeps, losses)
         for rank, (state, peak, losses) in enumerate(found)
     ]
+
+
+def _without_sync(part: RankFootprint) -> RankFootprint:
+    """No weights are sent to engines here."""
+    return replace(part, parts={name: size for name, size in part.parts.items() if name != "weight_sync"})
 
 
 def case_config(case: Case, folder: Path, device: str) -> Config:
