@@ -1,7 +1,7 @@
-"""The bytes that a layer keeps of a token, against what autograd saves in the real students. gloo, CPU.
+"""Predicted memory against real ranks: what a layer keeps of a token, and every parameter. gloo, CPU.
 
-Counted are the storages of the tensors that a forward pass saves, each once, parameters left out. Two depths of the
-same model are compared, so that what comes before and after the layers falls out.
+Of activations, counted are the storages of the tensors that a forward pass saves, each once, parameters left out. Two
+depths of the same model are compared, so that what comes before and after the layers falls out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from gkd.config import LoraConfig
+from gkd.config import Config, LoraConfig
+from gkd.config_load import load_config
 from gkd.footprint.activations import Kernels
+from gkd.footprint.megatron import stages
 from gkd.footprint.shapes import ModelShape, read_shape
 from tests.dist.helpers import run_gloo
 
@@ -33,6 +35,17 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 pytestmark = pytest.mark.dist
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart_cpu.yaml"
+# name -> (overrides, model), all of two processes
+LAYOUTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "dp 2": ((), "qwen2"),
+    "tp 2": (("actor.tp=2",), "qwen3"),
+    "pp 2": (("actor.pp=2",), "tied"),
+    "vpp 2": (("actor.pp=2", "actor.vpp=2"), "qwen2"),
+    "ep 2": (("actor.ep=2",), "qwen3_moe"),
+    "experts on both": ((), "qwen3_moe"),
+    "bfloat16": (("model.dtype=bfloat16",), "qwen2"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,17 +77,46 @@ CASES = [
 ]
 
 
-def test_a_layer_keeps_what_the_formula_says(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    root = tmp_path_factory.mktemp("footprint")
+    _save_models(root)
+    return root, run_gloo(_look, 2, root, timeout_s=300.0)
+
+
+def test_a_layer_keeps_what_the_formula_says(looked: tuple[Path, Any]) -> None:
     """Fails if a new version of torch, Megatron or transformers saves other tensors, or the formula forgets one."""
-    _save_models(tmp_path)
-    found, _ = run_gloo(_measure, 2, tmp_path, timeout_s=120.0)
+    root, ((found, _), _) = looked
     ratios = {}
     for case, measured in zip(CASES, found, strict=True):
-        shape, kernels = _shape(tmp_path / f"{case.kind}2"), _kernels(case)
+        shape, kernels = _shape(root / f"{case.kind}2"), _kernels(case)
         wanted = kernels.boundary(shape) if case.recompute == "full" else kernels.layer(shape, 0)
         ratios[case] = wanted / measured
     wrong = [f"{case}: {ratio:.3f}" for case, ratio in ratios.items() if not 0.98 < ratio < 1.02]
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_rank_holds_the_parameters_that_are_counted(looked: tuple[Path, Any]) -> None:
+    """Fails if a layout's stages are cut otherwise than predicted, or the optimizer's share is."""
+    root, ranks = looked
+    found = [held for _, held in ranks]
+    for name, (overrides, kind) in LAYOUTS.items():
+        config, shape = _config(overrides), _shape(root / f"{kind}4")
+        expected = _expected(config, shape)
+        for rank, held in enumerate(found):
+            want = expected[rank] if config.actor.pp == 2 else expected[0]
+            params, grads, owned = held[name]
+            assert params == want[0], (name, rank)
+            # Buffers are padded, and the share of a rank ends where the other's begins, within a parameter.
+            assert want[0] <= grads <= want[0] + 2 * 2**10, (name, rank)
+            assert owned == pytest.approx(want[1], abs=2 * 2**10), (name, rank)
+        if config.actor.pp == 1 and shape.experts is None and config.actor.tp == 1:
+            assert sum(held[name][2] for held in found) == expected[0][0], name
+
+
+def _look(rank: int, world_size: int, root: Path) -> tuple[list[float], dict[str, tuple[int, int, int]]]:
+    """Runs in a rank; see `_measure` and `_held`."""
+    return _measure(rank, world_size, root), _held(rank, world_size, root)
 
 
 def _kernels(case: Case) -> Kernels:
@@ -184,3 +226,43 @@ def _bytes_saved_in(forward: Callable[[], Any], modules: Sequence[torch.nn.Modul
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _config(overrides: tuple[str, ...]) -> Config:
+    return load_config(QUICKSTART, ["trainer.n_gpus_per_node=2", "model.dtype=float32", *overrides])
+
+
+def _expected(config: Config, shape: ModelShape) -> list[tuple[int, int]]:
+    """(parameters, of them updated here) of each stage's ranks."""
+    return [(stage.params, stage.dense_owned + stage.expert_owned) for stage in stages(config, shape)]
+
+
+def _held(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int, int]]:
+    """Runs in a rank: (parameters, numbers in the gradient buffers, numbers that the optimizer updates), by layout."""
+    from megatron.core import parallel_state
+
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
+    from gkd.loss.spec import LossSpec
+
+    found = {}
+    for name, (overrides, kind) in LAYOUTS.items():
+        actor = (config := _config(overrides)).actor
+        layout = ParallelLayout(actor.tp, actor.pp, world_size, rank, vpp=actor.vpp, ep=actor.ep)
+        student = MegatronStudent(
+            root / f"{kind}4",
+            layout,
+            optim=OptimSpec(),
+            loss=LossSpec(),
+            dtype=getattr(torch, config.model.dtype),
+            device=torch.device("cpu"),
+            seed=1,
+        )
+        params = sum(param.numel() for chunk in student.model.chunks for param in chunk.parameters())
+        buffers = [b for ddp in student._ddps for b in [*ddp.buffers, *ddp.expert_parallel_buffers]]
+        optimizers: list[Any] = student._optimizer.chained_optimizers
+        owned = sum(p.numel() for part in optimizers for group in part.param_groups for p in group["params"])
+        found[name] = (params, sum(buffer.grad_data.numel() for buffer in buffers), owned)
+        parallel_state.destroy_model_parallel()
+    return found
