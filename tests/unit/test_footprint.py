@@ -320,7 +320,7 @@ def test_preflight_warns_and_refuses(qwen: str, monkeypatch: pytest.MonkeyPatch,
     """Fails if a run whose state alone is too large for its cards starts, or one that may just fit is refused."""
     config = _config(qwen)
     caplog.set_level(logging.INFO)
-    logging.getLogger("gkd").propagate = True
+    monkeypatch.setattr(logging.getLogger("gkd"), "propagate", True)
     monkeypatch.setattr(preflight_memory, "smallest_card", lambda: 40 * GIB)
     preflight_memory.check_memory(config, "cuda", None)
     assert "actor rank 0 needs" in caplog.text and "weights" in caplog.text
