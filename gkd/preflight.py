@@ -17,6 +17,7 @@ from gkd.config_check import check_config, data_parallel_size, n_engines
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError
 from gkd.log import get_logger
+from gkd.preflight_memory import check_memory
 from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
 from gkd.replay_check import check_replay
 from gkd.run_folder import RunFolder, named_checkpoint, open_run_folder
@@ -92,6 +93,7 @@ def preflight(config: Config) -> Plan:
     identity = {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
     check_replay(config, total_steps, identity)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
+    check_memory(config, device, teacher.hidden_size)
     warn_of_the_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
     return Plan(
         device=device,

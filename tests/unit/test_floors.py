@@ -80,6 +80,21 @@ WITHOUT_TORCH = {
     "gkd/rollout/asked.py",
     "gkd/rollout/chunks.py",
     "gkd/export_folder.py",
+    "gkd/footprint/__init__.py",
+    "gkd/footprint/activations.py",
+    "gkd/footprint/batch.py",
+    "gkd/footprint/estimate.py",
+    "gkd/footprint/folder.py",
+    "gkd/footprint/fsdp.py",
+    "gkd/footprint/limits.py",
+    "gkd/footprint/loss.py",
+    "gkd/footprint/megatron.py",
+    "gkd/footprint/reference.py",
+    "gkd/footprint/rollout.py",
+    "gkd/footprint/shapes.py",
+    "gkd/footprint/table.py",
+    "gkd/footprint/teacher.py",
+    "gkd/footprint/types.py",
     "gkd/run_folder.py",
     "gkd/same_run.py",
     "gkd/shared_folder.py",
@@ -94,6 +109,7 @@ WITHOUT_TORCH = {
     "gkd/cluster/stacks.py",
     "gkd/cluster/verdicts.py",
     "gkd/tools/check_gpus.py",
+    "gkd/tools/memory.py",
     "gkd/trainer.py",
     "gkd/teacher/base.py",
     "gkd/teacher/client.py",
@@ -120,6 +136,7 @@ WIRING = {
     "gkd.wiring",
     "gkd.preflight",
     "gkd.tools.check_gpus",
+    "gkd.tools.memory",
     "teacher_server.main",
     "teacher_server.serve",
 }
@@ -253,6 +270,14 @@ def test_the_gpu_table_is_pure() -> None:
         assert not any(m.partition(".")[0] == "ray" for m in modules), name
         used = {m.split(".")[2] for m in modules if m.startswith("gkd.cluster.")}
         assert used <= pure, (name, used - pure)
+
+
+def test_footprints_are_pure() -> None:
+    """If it fails, nobody can ask how much memory a run needs without loading what runs it."""
+    pure = {"gkd.config", "gkd.config_check", "gkd.errors", "gkd.loss.spec"}
+    for path in (ROOT / "gkd" / "footprint").glob("*.py"):
+        modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.footprint")}
+        assert not any(m not in pure and m.rpartition(".")[0] not in pure for m in modules), (path.name, modules)
 
 
 def test_the_loop_knows_the_others_only_as_protocols() -> None:

@@ -1,0 +1,64 @@
+"""Every rank's memory, from the settings of a run and its student's config.json. Numbers only: no model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gkd.config import Config
+from gkd.errors import ModelError
+from gkd.footprint.fsdp import fsdp_footprint, groups
+from gkd.footprint.megatron import megatron_footprints
+from gkd.footprint.rollout import rollout_footprint
+from gkd.footprint.shapes import EXACT, Tensors, read_shape
+from gkd.footprint.types import RankFootprint
+
+# What a process has on a card before its first tensor: the CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
+# allowance, not measured.
+CONTEXT_BYTES = 1 << 30
+
+
+def footprint(
+    config: Config,
+    config_json: Mapping[str, Any],
+    *,
+    tensors: Tensors | None = None,
+    teacher_hidden: int | None = None,
+) -> tuple[RankFootprint, ...]:
+    """One of each kind of rank: the actor's pipeline stages in their order, then a rollout engine's ranks.
+
+    Args:
+        config: trainer.device `auto` counts as cuda.
+        config_json: of the student.
+        tensors: shape by name of the student's files; needed where config.json does not tell the parameters (fsdp2
+        only).
+        teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
+            that head is left out.
+
+    Raises:
+        ModelError: sizes are missing, or the architecture is not one of actor.strategy megatron.
+    """
+    shape, on_cpu = read_shape(config_json), config.trainer.device == "cpu"
+    known = shape.is_exact() and shape.model_type != "mixtral"
+    if config.actor.strategy == "megatron" and not known:
+        supported = ", ".join(sorted(set(EXACT) - {"mixtral"}))
+        raise ModelError(
+            f"model_type {shape.model_type!r} is not supported by actor.strategy=megatron; supported are {supported}. "
+            "actor.strategy=fsdp2 takes any causal language model."
+        )
+    if not shape.is_exact() and tensors is None:
+        raise ModelError(
+            f"the parameters of model_type {shape.model_type!r} have to be counted in its safetensors files, "
+            "and there are none."
+        )
+    if config.actor.strategy == "megatron":
+        actors = list(megatron_footprints(config, shape, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
+    else:
+        actors = [fsdp_footprint(config, shape, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden)]
+    found = [*actors, rollout_footprint(config, shape, groups(config, shape, tensors), on_cpu=on_cpu)]
+    return tuple(found) if on_cpu else tuple(_with_context(part) for part in found)
+
+
+def _with_context(part: RankFootprint) -> RankFootprint:
+    return replace(part, parts={**part.parts, "context": CONTEXT_BYTES})

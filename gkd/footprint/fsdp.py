@@ -1,0 +1,113 @@
+"""The memory of an fsdp2 rank; all ranks have the same.
+
+Shards of weights, gradients and moments are float32, an equal part on each rank. A layer is gathered, in the model's
+dtype, for its own forward and backward pass; embedding and LM head are groups of their own, or, where they are one
+tensor, stay gathered from a micro-batch's forward pass to the end of its backward pass. A gathered group's gradient is
+whole until it is reduced, in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gkd.config import Config
+from gkd.config_check import data_parallel_size
+from gkd.footprint.activations import Kernels
+from gkd.footprint.batch import batch_shape
+from gkd.footprint.loss import loss_shape
+from gkd.footprint.shapes import ModelShape, Tensors, count
+from gkd.footprint.types import RankFootprint
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Parameters of what is gathered together."""
+
+    total: int
+    layer: int  # the largest
+    embedding: int  # and as many of the LM head, where it is another tensor
+    lora: int = 0  # trained instead, all adapters together
+
+
+def groups(config: Config, shape: ModelShape, tensors: Tensors | None) -> Groups:
+    """Exact for known architectures; of others from the files' tensors."""
+    if shape.is_exact():
+        layers = [shape.dense_params(i) + shape.expert_params(i) for i in range(shape.n_layers)]
+        total, layer, embedding = shape.n_params, max(layers), shape.embedding_params()
+    else:
+        total, layer, embedding = count(tensors or {})
+    return Groups(total, layer, embedding, _adapters(config, shape))
+
+
+def _adapters(config: Config, shape: ModelShape) -> int:
+    lora, h, f = config.actor.lora, shape.hidden, shape.ffn
+    if lora.rank == 0:
+        return 0
+    sides = {  # inputs plus outputs
+        "q_proj": h + shape.q_columns,
+        "k_proj": h + shape.kv_columns,
+        "v_proj": h + shape.kv_columns,
+        "o_proj": h + shape.q_columns,
+        "gate_proj": h + f,
+        "up_proj": h + f,
+        "down_proj": h + f,
+    }
+    return lora.rank * shape.n_layers * sum(sides.get(target, h + f) for target in lora.targets)
+
+
+def fsdp_footprint(
+    config: Config, shape: ModelShape, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
+) -> RankFootprint:
+    """Rank 0, which stands for all."""
+    actor, dp = config.actor, data_parallel_size(config)
+    b = _FLOAT32 if config.model.dtype == "float32" else 2
+    found, batch = groups(config, shape, tensors), batch_shape(config)
+    frozen = actor.lora.rank > 0
+    trained = found.lora if frozen else found.total
+    kept = found.total * (b if frozen else _FLOAT32) + (found.lora * _FLOAT32 if frozen else 0)
+    state = {
+        "weights": -(-kept // dp),
+        "gradients": -(-_FLOAT32 * trained // dp),
+        "optimizer": -(-2 * _FLOAT32 * trained // dp),
+    }
+    parts = dict(state)
+    if actor.fsdp_cpu_offload and not on_cpu:
+        parts = {"offloaded": sum(state.values())}
+    kernels = Kernels("fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences)
+    whole = [kernels.layer(shape, layer) * batch.n_tokens for layer in range(shape.n_layers)]
+    boundary = kernels.boundary(shape) * batch.n_tokens
+    activations = boundary * shape.n_layers if actor.recompute == "full" else sum(whole)
+    activations += boundary + kernels.final_norm(shape) * batch.n_tokens
+    loss = loss_shape(config, batch, hidden=shape.hidden, rows_of_head=shape.vocab_size, itemsize=b, on_cpu=on_cpu)
+    # Gathered layers: one, and on CUDA the next one already. Of its gradient the whole, and the same to be reduced.
+    layer = found.layer * b * (1 if on_cpu else 2)
+    table = found.embedding * b
+    layer_gradient = 0 if frozen else found.layer * (b + _FLOAT32)
+    ending = max(b * (3 if shape.tied else 1), b + _FLOAT32 + _FLOAT32 // dp)
+    recomputed = max(whole) if actor.recompute == "full" else 0
+    widths = batch.n_tokens * b * (2 * shape.hidden + 2 * shape.ffn)
+    moments: list[dict[str, int]] = [
+        {
+            "activations": activations,
+            "logits": loss.logits_bytes,
+            "passing": loss.forward_bytes + table,
+        },
+        {
+            "activations": activations,
+            "logits": 0,
+            "passing": loss.backward_bytes + table + layer + layer_gradient + recomputed + widths,
+        },
+        # The end of the backward pass: the gradients of a table used twice, and their sum; or the sum, to be reduced.
+        {"activations": 0, "logits": 0, "passing": table + (0 if frozen else found.embedding * ending)},
+    ]
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    parts |= fullest
+    if config.teacher.signal == "hidden" and teacher_hidden is not None:
+        parts["teacher_head"] = _FLOAT32 * shape.vocab_size * teacher_hidden
+    largest = max(found.embedding, shape.hidden * shape.ffn) * b
+    parts["optimizer_step"] = 0  # fused: one pass, no copies
+    parts["weight_sync"] = max(min(config.weight_sync.bucket_mib << 20, found.total * b), largest) + largest
+    parts["saved_copy"] = -(-3 * _FLOAT32 * trained // dp)
+    return RankFootprint("actor", 0, parts)

@@ -1,0 +1,46 @@
+"""What a footprint is: bytes by part, of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Parts that are there only for a while, and never together with those of another of these moments.
+MOMENTS: tuple[tuple[str, ...], ...] = (
+    ("activations", "logits", "passing"),  # the fullest moment of a forward and backward pass
+    ("optimizer_step",),
+    ("weight_sync",),
+)
+# Parts in host memory, whatever the rank computes on.
+HOST_PARTS = ("offloaded", "saved_copy")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFootprint:
+    """One rank's memory, bytes by part. Ranks with the same numbers have one footprint, the first of them.
+
+    Of the device: `weights`, `gradients`, `optimizer` (moments, and the float32 masters of bfloat16 weights),
+    `teacher_head`, `kv_cache` and `context` stay; `activations`, `logits` and `passing` (gradients on their way,
+    gathered layers, the loss's working memory) are those of the fullest moment of a training step; `optimizer_step` and
+    `weight_sync` are there when those are not.
+    """
+
+    role: str  # "actor" | "rollout" | "teacher"
+    rank: int
+    parts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that is on the rank's device at one time."""
+        momentary = {name for names in MOMENTS for name in names}
+        staying = sum(size for name, size in self.parts.items() if name not in momentary and name not in HOST_PARTS)
+        return staying + max(sum(self.parts.get(name, 0) for name in names) for names in MOMENTS)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer state: what no smaller micro-batch makes smaller."""
+        return sum(self.parts.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, beside what is on the device."""
+        return sum(self.parts.get(name, 0) for name in HOST_PARTS)

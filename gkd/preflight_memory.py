@@ -1,0 +1,68 @@
+"""Will it fit? The memory of every rank, worked out before any process starts and held against the real cards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gkd.config import Config
+from gkd.errors import ConfigError, ModelError
+from gkd.footprint import RankFootprint, check, footprint
+from gkd.footprint.folder import read_model_folder
+from gkd.footprint.limits import gib, state_fits
+from gkd.footprint.table import footprint_table, kv_line, sums_line
+from gkd.log import get_logger
+
+log = get_logger("preflight")
+
+
+def check_memory(config: Config, device: str, teacher_hidden: int | None) -> None:
+    """Logs the table; on CUDA a shortage is a warning, since the worst case (every sequence as long as it may be) need
+    not come, unless weights, gradients and optimizer state alone do not fit.
+
+    Args:
+        device: "cpu" | "cuda"; on cpu only the sums are logged.
+        teacher_hidden: hidden size of the teacher, where it sends hidden states.
+
+    Raises:
+        ConfigError: naming trainer.n_gpus_per_node: the actor's state does not fit on its cards.
+    """
+    config = replace(config, trainer=replace(config.trainer, device=device))
+    try:
+        folder = read_model_folder(config.model.path, "model.path")
+        found = footprint(config, folder.config_json, tensors=folder.tensors, teacher_hidden=teacher_hidden)
+    except ModelError as error:  # fsdp2 takes models that name their sizes otherwise
+        log.warning("nobody can tell how much memory this run will need: %s", error)
+        return
+    if device == "cpu":
+        log.info("memory by rank, beside what imports take: %s", sums_line(found))
+        return
+    card_bytes = smallest_card()
+    log.info("memory by rank:\n%s", footprint_table(found, card_bytes))
+    log.info(kv_line(found, folder.shape, card_bytes, config))
+    if card_bytes is None:
+        log.info("no GPU is seen here to compare it with; cluster.ray_address names where they are")
+        return
+    _refuse_state(found, card_bytes, config)
+    for problem in check(found, card_bytes, config):
+        log.warning("memory: %s", problem)
+
+
+def smallest_card() -> int | None:
+    """Bytes of the GPU with the least memory that torch sees here; None without one."""
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return min(sizes, default=None)
+
+
+def _refuse_state(found: tuple[RankFootprint, ...], card_bytes: int, config: Config) -> None:
+    for part in found:
+        if part.role == "actor" and not state_fits(part, card_bytes):
+            spread = "actor.tp, actor.pp or more GPUs" if config.actor.strategy == "megatron" else "more GPUs"
+            raise ConfigError(
+                "trainer.n_gpus_per_node",
+                config.trainer.n_gpus_per_node,
+                f"weights, gradients and optimizer state of actor rank {part.rank} are {gib(part.state_bytes)}, a card "
+                f"has {gib(card_bytes)}.",
+                f"spread them over {spread}, or use actor.strategy=fsdp2 with actor.fsdp_cpu_offload=true.",
+            )

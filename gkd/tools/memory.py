@@ -1,0 +1,102 @@
+"""`python -m gkd.tools.memory --config X.yaml`: how much memory each rank will need, and whether a card has it.
+
+Reads the settings and the model's config.json; starts nothing, loads no model and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from gkd.cluster.cards import machine_cards
+from gkd.config import Config
+from gkd.config_check import check_config
+from gkd.config_load import load_config
+from gkd.errors import ConfigError, GkdError
+from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
+from gkd.footprint.folder import ModelFolder, read_model_folder
+from gkd.footprint.reference import reference
+from gkd.footprint.table import as_json, footprint_table, kv_line, reference_table
+
+_EXAMPLES = """examples:
+  python -m gkd.tools.memory --config configs/gsm8k_qwen2.5_1.5b.yaml --gpu-gib 80
+  python -m gkd.tools.memory --config mine.yaml --gpu-gib 24 actor.recompute=full actor.max_tokens_per_micro_batch=4096
+  python -m gkd.tools.memory --config mine.yaml --teacher models/Qwen2.5-7B-Instruct --json | jq '.ranks[].total_bytes'
+
+exit code: 0 it fits, or there is no card to compare with, 1 it does not (each line that begins with TOO LARGE says
+what, and which keys would change it), 2 wrong settings, or a model folder that cannot be read
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code, see `_EXAMPLES`."""
+    args = _parse(argv)
+    try:
+        card_bytes = _card_bytes(args.gpu_gib)
+        config = load_config(args.config, args.overrides)
+        check_config(config)
+        student = read_model_folder(config.model.path, "model.path")
+        teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
+        found = _footprints(config, student, teacher)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except GkdError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    problems = [] if card_bytes is None else check(found, card_bytes, config)
+    known = reference(student.shape) if student.shape.is_exact() else {}
+    if args.json:
+        extra: dict[str, Any] = {"reference": known}
+        print(json.dumps(as_json(found, card_bytes, problems, extra), indent=1), flush=True)
+    else:
+        lines = [footprint_table(found, card_bytes), kv_line(found, student.shape, card_bytes, config)]
+        if known:
+            lines.append(reference_table(known))
+        lines += [f"TOO LARGE {problem}" for problem in problems]
+        if not problems:
+            lines.append("it fits" if card_bytes else "no card to compare with: give its memory with --gpu-gib")
+        print("\n".join(lines), flush=True)
+    return 1 if problems else 0
+
+
+def _footprints(config: Config, student: ModelFolder, teacher: ModelFolder | None) -> list[RankFootprint]:
+    teacher_hidden = None if teacher is None else teacher.shape.hidden
+    found = [*footprint(config, student.config_json, tensors=student.tensors, teacher_hidden=teacher_hidden)]
+    if teacher is not None:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
+    return found
+
+
+def _card_bytes(gpu_gib: float | None) -> int | None:
+    """Of the smallest card that nvidia-smi sees where nothing is given; None without one."""
+    if gpu_gib is None:
+        sizes = [card.memory_total_mib for card in machine_cards() if card.memory_total_mib]
+        return min(sizes) << 20 if sizes else None
+    if not (math.isfinite(gpu_gib) and gpu_gib > 0):
+        raise ConfigError("--gpu-gib", gpu_gib, "a card has some memory.", "give its size in GiB, for example 80.")
+    return round(gpu_gib * 2**30)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gkd.tools.memory",
+        description="How much memory each rank of a training will need, by part, and whether a card has it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="X.yaml", help="the settings of the training")
+    parser.add_argument("--gpu-gib", type=float, metavar="80", help="a card's memory; default: this machine's cards")
+    parser.add_argument("--teacher", type=Path, metavar="PATH", help="model folder of the teacher, one card a worker")
+    parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

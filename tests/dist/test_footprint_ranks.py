@@ -1,0 +1,268 @@
+"""Predicted memory against real ranks: what a layer keeps of a token, and every parameter. gloo, CPU.
+
+Of activations, counted are the storages of the tensors that a forward pass saves, each once, parameters left out. Two
+depths of the same model are compared, so that what comes before and after the layers falls out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gkd.config import Config, LoraConfig
+from gkd.config_load import load_config
+from gkd.footprint.activations import Kernels
+from gkd.footprint.megatron import stages
+from gkd.footprint.shapes import ModelShape, read_shape
+from tests.dist.helpers import run_gloo
+
+DEPTHS = (2, 4)
+N_PROMPT, N_RESPONSE, N_SEQUENCES = 40, 88, 2  # 256 tokens
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 96,
+    "intermediate_size": 224,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+pytestmark = pytest.mark.dist
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart_cpu.yaml"
+# name -> (overrides, model), all of two processes
+LAYOUTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "dp 2": ((), "qwen2"),
+    "tp 2": (("actor.tp=2",), "qwen3"),
+    "pp 2": (("actor.pp=2",), "tied"),
+    "vpp 2": (("actor.pp=2", "actor.vpp=2"), "qwen2"),
+    "ep 2": (("actor.ep=2",), "qwen3_moe"),
+    "experts on both": ((), "qwen3_moe"),
+    "bfloat16": (("model.dtype=bfloat16",), "qwen2"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    backend: str
+    kind: str
+    dtype: str
+    packed: bool
+    recompute: str = "none"
+    tp: int = 1
+    sequence_parallel: bool = False
+    lora: bool = False
+
+
+CASES = [
+    Case("megatron", "qwen2", "float32", packed=False),
+    Case("megatron", "qwen3", "float32", packed=True),
+    Case("megatron", "qwen3", "bfloat16", packed=True),
+    Case("megatron", "qwen2", "bfloat16", packed=False, recompute="selective"),
+    Case("megatron", "qwen2", "float32", packed=True, recompute="full"),
+    Case("megatron", "qwen3_moe", "bfloat16", packed=True),
+    Case("fsdp2", "qwen2", "float32", packed=True),
+    Case("fsdp2", "qwen3", "bfloat16", packed=False),
+    Case("fsdp2", "qwen3_moe", "float32", packed=False),
+    Case("fsdp2", "qwen2", "bfloat16", packed=True, recompute="full"),
+    Case("fsdp2", "qwen2", "bfloat16", packed=True, lora=True),
+    Case("megatron", "qwen2", "bfloat16", packed=True, tp=2),
+    Case("megatron", "qwen3", "float32", packed=True, tp=2, sequence_parallel=True),
+]
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    root = tmp_path_factory.mktemp("footprint")
+    _save_models(root)
+    return root, run_gloo(_look, 2, root, timeout_s=300.0)
+
+
+def test_a_layer_keeps_what_the_formula_says(looked: tuple[Path, Any]) -> None:
+    """Fails if a new version of torch, Megatron or transformers saves other tensors, or the formula forgets one."""
+    root, ((found, _), _) = looked
+    ratios = {}
+    for case, measured in zip(CASES, found, strict=True):
+        shape, kernels = _shape(root / f"{case.kind}2"), _kernels(case)
+        wanted = kernels.boundary(shape) if case.recompute == "full" else kernels.layer(shape, 0)
+        ratios[case] = wanted / measured
+    wrong = [f"{case}: {ratio:.3f}" for case, ratio in ratios.items() if not 0.98 < ratio < 1.02]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_rank_holds_the_parameters_that_are_counted(looked: tuple[Path, Any]) -> None:
+    """Fails if a layout's stages are cut otherwise than predicted, or the optimizer's share is."""
+    root, ranks = looked
+    found = [held for _, held in ranks]
+    for name, (overrides, kind) in LAYOUTS.items():
+        config, shape = _config(overrides), _shape(root / f"{kind}4")
+        expected = _expected(config, shape)
+        for rank, held in enumerate(found):
+            want = expected[rank] if config.actor.pp == 2 else expected[0]
+            params, grads, owned = held[name]
+            assert params == want[0], (name, rank)
+            # Buffers are padded, and the share of a rank ends where the other's begins, within a parameter.
+            assert want[0] <= grads <= want[0] + 2 * 2**10, (name, rank)
+            assert owned == pytest.approx(want[1], abs=2 * 2**10), (name, rank)
+        if config.actor.pp == 1 and shape.experts is None and config.actor.tp == 1:
+            assert sum(held[name][2] for held in found) == expected[0][0], name
+
+
+def _look(rank: int, world_size: int, root: Path) -> tuple[list[float], dict[str, tuple[int, int, int]]]:
+    """Runs in a rank; see `_measure` and `_held`."""
+    return _measure(rank, world_size, root), _held(rank, world_size, root)
+
+
+def _kernels(case: Case) -> Kernels:
+    return Kernels(
+        backend=case.backend,
+        on_cpu=True,
+        itemsize=getattr(torch, case.dtype).itemsize,
+        packed=case.packed,
+        recompute=case.recompute,
+        tp=case.tp,
+        sequence_parallel=case.sequence_parallel,
+        frozen=case.lora,
+        n_sequences=N_SEQUENCES,
+    )
+
+
+def _shape(folder: Path) -> ModelShape:
+    return read_shape(json.loads((folder / "config.json").read_text()))
+
+
+def _save_models(root: Path) -> None:
+    import transformers as tf
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    del_head = {key: value for key, value in SIZES.items() if key != "head_dim"}
+    for depth in DEPTHS:
+        layers = {"num_hidden_layers": depth}
+        models: dict[str, Any] = {
+            "qwen2": tf.Qwen2ForCausalLM(tf.Qwen2Config(**del_head, **layers)),
+            "tied": tf.Qwen2ForCausalLM(tf.Qwen2Config(**del_head | layers | {"tie_word_embeddings": True})),
+            "qwen3": tf.Qwen3ForCausalLM(tf.Qwen3Config(**SIZES, **layers)),
+            "qwen3_moe": tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**SIZES, **layers, **experts)),
+        }
+        for kind, model in models.items():
+            model.save_pretrained(root / f"{kind}{depth}")
+
+
+def _measure(rank: int, world_size: int, root: Path) -> list[float]:
+    """Runs in a rank: bytes a layer and token that autograd saves, of each case."""
+    found = []
+    for case in CASES:
+        few, many = (_saved_bytes(rank, world_size, root / f"{case.kind}{depth}", case) for depth in DEPTHS)
+        n_tokens = N_SEQUENCES * (N_PROMPT + N_RESPONSE)
+        found.append((many - few) / (DEPTHS[1] - DEPTHS[0]) / n_tokens)
+    return found
+
+
+def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
+    from megatron.core import parallel_state
+
+    from gkd.actor.optim_spec import OptimSpec
+    from gkd.batching import make_micro_batches
+    from gkd.loss.spec import LossSpec
+    from tests.bench.footprint_case import full_sequences
+
+    rollouts, scores = full_sequences(N_SEQUENCES, N_PROMPT, N_RESPONSE, vocab=256, topk=4)
+    batches = make_micro_batches(rollouts, scores, micro_batch_size=N_SEQUENCES, packed=case.packed)
+    settings: dict[str, Any] = {
+        "optim": OptimSpec(),
+        "loss": LossSpec(),
+        "dtype": getattr(torch, case.dtype),
+        "device": torch.device("cpu"),
+        "seed": 1,
+        "recompute": case.recompute,
+    }
+    if case.backend == "fsdp2":
+        from gkd.actor.fsdp.student import FsdpStudent
+
+        lora = LoraConfig(rank=4) if case.lora else None
+        sharded = FsdpStudent(folder, packing=case.packed, lora=lora, **settings)
+        return _bytes_saved_in(lambda: sharded._forward(batches[0]), [sharded.model])
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.student import MegatronStudent
+
+    layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank)
+    student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, **settings)
+    batch, (chunk,) = batches[0], student.model.chunks
+    try:
+        return _bytes_saved_in(
+            lambda: chunk(
+                batch.tokens, batch.position_ids, batch.loss_index, cu_seqlens=batch.cu_seqlens, want_logits=False
+            ),
+            [chunk],
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _bytes_saved_in(forward: Callable[[], Any], modules: Sequence[torch.nn.Module]) -> int:
+    """Bytes of the storages that a forward pass saves, parameters left out.
+
+    Those that fully_shard gathers around a layer are freed when it is over, so bytes are counted at the end.
+    """
+    saved: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = forward()
+    own = {_key(p) for module in modules for p in module.parameters() if type(p) is torch.nn.Parameter}
+    n_bytes = sum(storage.nbytes() for key, storage in saved.items() if key not in own)
+    del result  # it kept the graph, and with it the tensors, alive
+    return n_bytes
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _config(overrides: tuple[str, ...]) -> Config:
+    return load_config(QUICKSTART, ["trainer.n_gpus_per_node=2", "model.dtype=float32", *overrides])
+
+
+def _expected(config: Config, shape: ModelShape) -> list[tuple[int, int]]:
+    """(parameters, of them updated here) of each stage's ranks."""
+    return [(stage.params, stage.dense_owned + stage.expert_owned) for stage in stages(config, shape)]
+
+
+def _held(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int, int]]:
+    """Runs in a rank: (parameters, numbers in the gradient buffers, numbers that the optimizer updates), by layout."""
+    from megatron.core import parallel_state
+
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
+    from gkd.loss.spec import LossSpec
+
+    found = {}
+    for name, (overrides, kind) in LAYOUTS.items():
+        actor = (config := _config(overrides)).actor
+        layout = ParallelLayout(actor.tp, actor.pp, world_size, rank, vpp=actor.vpp, ep=actor.ep)
+        student = MegatronStudent(
+            root / f"{kind}4",
+            layout,
+            optim=OptimSpec(),
+            loss=LossSpec(),
+            dtype=getattr(torch, config.model.dtype),
+            device=torch.device("cpu"),
+            seed=1,
+        )
+        params = sum(param.numel() for chunk in student.model.chunks for param in chunk.parameters())
+        buffers = [b for ddp in student._ddps for b in [*ddp.buffers, *ddp.expert_parallel_buffers]]
+        optimizers: list[Any] = student._optimizer.chained_optimizers
+        owned = sum(p.numel() for part in optimizers for group in part.param_groups for p in group["params"])
+        found[name] = (params, sum(buffer.grad_data.numel() for buffer in buffers), owned)
+        parallel_state.destroy_model_parallel()
+    return found

@@ -1,0 +1,336 @@
+"""The arithmetic of footprints: parameters against real models, the known numbers of Qwen2.5-1.5B, shortages."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gkd import preflight_memory
+from gkd.config import Config
+from gkd.config_load import load_config
+from gkd.errors import ConfigError, ModelError
+from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
+from gkd.footprint.folder import read_model_folder
+from gkd.footprint.limits import kv_room_bytes
+from gkd.footprint.reference import reference
+from gkd.footprint.rollout import kv_bytes_per_token
+from gkd.footprint.shapes import EXACT, count, read_shape
+from gkd.tools import memory
+
+GIB = 1 << 30
+GSM8K = Path(__file__).parents[2] / "configs" / "gsm8k_qwen2.5_1.5b.yaml"
+# The public config.json of Qwen2.5-1.5B.
+QWEN25_15B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+TP2 = ("trainer.n_gpus_per_node=2", "actor.tp=2")
+EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_experts": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen3, heads of their own size": ("Qwen3", {"head_dim": 16}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"head_dim": 8}),
+    "qwen3_moe, a dense layer": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [1], "head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+}
+
+
+def _config(*overrides: str) -> Config:
+    return load_config(GSM8K, list(overrides))
+
+
+def _actor(*overrides: str, shape: dict[str, Any] = QWEN25_15B) -> RankFootprint:
+    return footprint(_config(*overrides), shape)[0]
+
+
+def _on_meta(kind: str, settings: dict[str, Any]) -> Any:
+    import transformers as tf
+
+    with torch.device("meta"):
+        return getattr(tf, f"{kind}ForCausalLM")(getattr(tf, f"{kind}Config")(**{**SIZES, **settings}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_real_model(name: str) -> None:
+    """Fails if a formula forgets a bias, a norm, a router, or counts shared embeddings twice."""
+    model = _on_meta(*MODELS[name])
+    config_json = json.loads(model.config.to_json_string(use_diff=False))
+    shape = read_shape(config_json)
+    assert shape.is_exact()
+    assert shape.n_params == sum(param.numel() for param in model.parameters())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    assert [shape.dense_params(i) + shape.expert_params(i) for i in range(shape.n_layers)] == layers
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("GPTNeoX", {}), ("Olmo2", {"tie_word_embeddings": False})])
+def test_other_models_are_counted_in_their_files(kind: str, settings: dict[str, Any]) -> None:
+    """Fails if a tensor is overlooked, or a layer is not told from the rest by its name."""
+    model = _on_meta(kind, settings)
+    tensors = {name: tuple(param.shape) for name, param in model.state_dict().items()}
+    total, layer, embedding = count(tensors)
+    assert total == sum(param.numel() for param in model.parameters())
+    assert layer == sum(param.numel() for param in model.base_model.layers[0].parameters())
+    assert embedding == SIZES["vocab_size"] * SIZES["hidden_size"]
+    shape = json.loads(model.config.to_json_string(use_diff=False))
+    found = footprint(_config("actor.strategy=fsdp2"), shape, tensors=tensors)[0]
+    assert found.state_bytes == 16 * total
+
+
+def test_the_table_of_architectures_is_megatrons() -> None:
+    """Fails if the Megatron backend learns an architecture and nobody can tell its memory."""
+    from gkd.actor.megatron.hf_config import SUPPORTED_ARCHITECTURES
+
+    assert {kind: EXACT[kind] for kind in SUPPORTED_ARCHITECTURES} == SUPPORTED_ARCHITECTURES
+
+
+def test_the_known_numbers_of_qwen25_15b() -> None:
+    """Fails if the reference no longer gives what everybody quotes: 3 GB weights, 3 GB gradients, 6 GB moments, an
+    actor of 12 to 13 GB, a rollout of 5 to 6 GB (weights, and the cache of 64 of GSM8K's prompts and answers).
+    """
+    parts = reference(read_shape(QWEN25_15B))["all bfloat16"]
+    in_gb = {name: size / 1e9 for name, size in parts.items()}
+    assert in_gb["weights"] == in_gb["gradients"] == pytest.approx(3.1, abs=0.05)
+    assert in_gb["moments"] == pytest.approx(6.2, abs=0.05) and in_gb["masters"] == 0
+    assert 12 < sum(in_gb.values()) < 13
+    engine = footprint(_config("rollout.n_gpus_per_node=2"), QWEN25_15B)[-1]
+    assert engine.role == "rollout" and engine.parts["kv_cache"] == 64 * 1536 * 28672
+    assert 5 < (engine.parts["weights"] + engine.parts["kv_cache"]) / 1e9 < 6
+
+
+def test_state_is_what_this_project_keeps() -> None:
+    """Fails if float32 gradients, masters or moments are forgotten, or masters counted where weights are their own."""
+    n = 1_543_714_304  # as published
+    assert read_shape(QWEN25_15B).n_params == n
+    assert _actor().state_bytes == (2 + 4 + 12) * n
+    assert _actor("model.dtype=float32").state_bytes == (4 + 4 + 8) * n
+    assert _actor("actor.strategy=fsdp2").state_bytes == (4 + 4 + 8) * n
+    sharded = _actor("trainer.n_gpus_per_node=4")
+    assert (sharded.parts["weights"], sharded.parts["optimizer"]) == (2 * n, 12 * n // 4)
+    assert _actor("trainer.n_gpus_per_node=4", "actor.strategy=fsdp2").state_bytes == 16 * n // 4
+    offloaded = _actor("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true")
+    assert offloaded.state_bytes == 0 and offloaded.host_bytes == (16 + 12) * n
+
+
+@pytest.mark.parametrize(
+    ("less", "than"),
+    [
+        (("actor.recompute=full",), ("actor.recompute=selective",)),
+        (("actor.recompute=selective",), ()),
+        (("actor.max_tokens_per_micro_batch=8192",), ()),
+        ((), ("actor.fused_lm_head=false",)),
+        (("actor.logits_chunk_mib=16",), ("actor.logits_chunk_mib=1024",)),
+        (TP2, TP2[:1]),
+        ((*TP2, "actor.sequence_parallel=true"), TP2),
+        (("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true"), ("actor.strategy=fsdp2",)),
+        (("actor.strategy=fsdp2", "actor.lora.rank=16"), ("actor.strategy=fsdp2",)),
+    ],
+)
+def test_settings_that_save_memory_do(less: tuple[str, ...], than: tuple[str, ...]) -> None:
+    """Fails if a key has no effect on the estimate, or the wrong one."""
+    assert _actor(*less).total_bytes < _actor(*than).total_bytes
+
+
+def test_a_pipelines_stages_differ() -> None:
+    """Fails if the first stage does not keep more micro-batches than the last, or an end lacks its embedding."""
+    first, last, engine = footprint(_config("trainer.n_gpus_per_node=4", "actor.pp=2"), QWEN25_15B)
+    assert (first.rank, last.rank, engine.role) == (0, 2, "rollout")
+    # Two micro-batches in half of the layers, and one; and each what its neighbour sent it.
+    assert 1.8 < first.parts["activations"] / last.parts["activations"] < 2.1
+    # A shared embedding is at both ends; the last norm at one.
+    assert last.parts["weights"] - first.parts["weights"] == 2 * 1536
+
+
+def test_the_teachers_lm_head_is_counted_where_it_is_kept() -> None:
+    """Fails if the 4 V D bytes of teacher.signal hidden are forgotten, or not shared over TP."""
+    for overrides, ranks in (((), 1), (TP2, 2)):
+        config = _config("teacher.signal=hidden", *overrides)
+        found = footprint(config, QWEN25_15B, teacher_hidden=3584)[0]
+        assert found.parts["teacher_head"] == 4 * 151936 * 3584 // ranks
+
+
+def test_a_teacher_worker() -> None:
+    """Fails if a teacher's weights are not two bytes a parameter, spread over its cards."""
+    one, two = (teacher_footprint(QWEN25_15B, n_tokens=2048, tp=tp) for tp in (1, 2))
+    assert one.parts["weights"] == 2 * two.parts["weights"] == 2 * read_shape(QWEN25_15B).n_params
+
+
+def test_what_does_not_fit_names_the_keys() -> None:
+    """Fails if a shortage goes unseen, one is made up, or no key is named that would help."""
+    config = _config()
+    found = footprint(config, QWEN25_15B)
+    assert check(found, 80 * GIB, config) == []
+    (problem,) = check(found, 40 * GIB, config)
+    for words in ("actor rank 0", "40.00 GiB", "actor.recompute full", "max_tokens_per_micro_batch 8192", "saves"):
+        assert words in problem
+    problems = check(found, 3 * GIB, config)
+    assert any("KV cache of one sequence of 1536 tokens" in problem for problem in problems)
+    with pytest.raises(ValueError, match="0 bytes"):
+        check(found, 0, config)
+
+
+def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
+    """Fails if a cache that takes the whole card passes, and the first weight sync runs out of memory."""
+    config = _config("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")
+    (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config)
+    assert "weight-sync bucket" in problem and "rollout.gpu_memory_utilization" in problem
+
+
+def test_the_room_of_the_kv_cache() -> None:
+    """Fails if the cache's room is not what utilization leaves beside weights, a forward pass and the context."""
+    config = _config()
+    engine = footprint(config, QWEN25_15B)[-1]
+    room = kv_room_bytes(engine, 80 * GIB, config)
+    others = sum(engine.parts[name] for name in ("weights", "activations", "logits", "context"))
+    assert room == round(0.85 * 80 * GIB) - others
+    # A key or value head is never cut; with more ranks than heads they are repeated.
+    assert kv_bytes_per_token(_config("rollout.tp=2"), read_shape(QWEN25_15B)) == 14336
+    assert kv_bytes_per_token(_config("rollout.tp=4"), read_shape(QWEN25_15B)) == 14336
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": None}, "hidden_size or n_embd or d_model"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"model_type": "mamba"}, "not supported by actor.strategy=megatron"),
+        ({"model_type": "mixtral"}, "not supported by actor.strategy=megatron"),
+        ({"attention_bias": True}, "not supported by actor.strategy=megatron"),
+    ],
+)
+def test_a_config_that_tells_too_little(change: dict[str, Any], words: str) -> None:
+    """Fails if a size that is not there is guessed, or an architecture's memory made up."""
+    with pytest.raises(ModelError, match=words):
+        footprint(_config(), {**QWEN25_15B, **change})
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("actor.pp", ("trainer.n_gpus_per_node=3", "actor.pp=3")),
+        ("actor.tp", ("trainer.n_gpus_per_node=4", "actor.tp=4")),
+    ],
+)
+def test_a_layout_that_cannot_split_the_model(key: str, overrides: tuple[str, ...]) -> None:
+    """Fails if a table is printed for a run that cannot start: 28 layers over 3 stages, 2 key heads over 4 ranks."""
+    with pytest.raises(ConfigError, match=key):
+        footprint(_config(*overrides), QWEN25_15B)
+
+
+def _folder(path: Path, config_json: str | None) -> Path:
+    path.mkdir()
+    if config_json is not None:
+        (path / "config.json").write_text(config_json)
+    return path
+
+
+@pytest.mark.parametrize("content", [None, "not JSON", "[]"])
+def test_a_folder_without_a_config(tmp_path: Path, content: str | None) -> None:
+    """Fails if a wrong folder is a traceback and not an error with its key."""
+    with pytest.raises(ConfigError, match="model.path"):
+        read_model_folder(_folder(tmp_path / "model", content), "model.path")
+
+
+def test_damaged_weight_files(tmp_path: Path) -> None:
+    """Fails if the headers of files that are absent, cut or not safetensors at all end in a traceback."""
+    other = json.dumps({**QWEN25_15B, "model_type": "olmo2"})
+    folder = _folder(tmp_path / "model", other)
+    with pytest.raises(ModelError, match="no safetensors files"):
+        read_model_folder(folder, "model.path")
+    for content in (b"", b"\xff" * 64, (20).to_bytes(8, "little") + b'{"a": {"dtype": "F32'):
+        (folder / "model.safetensors").write_bytes(content)
+        with pytest.raises(ModelError, match="not a readable safetensors file"):
+            read_model_folder(folder, "model.path")
+
+
+def test_shapes_are_read_from_real_files(tmp_path: Path) -> None:
+    """Fails if our reader and the safetensors package disagree about a file."""
+    from safetensors.torch import save_file
+
+    folder = _folder(tmp_path / "model", json.dumps({**QWEN25_15B, "model_type": "olmo2"}))
+    save_file({"a.weight": torch.zeros(3, 4), "b": torch.zeros(5)}, folder / "model.safetensors", {"format": "pt"})
+    assert read_model_folder(folder, "model.path").tensors == {"a.weight": (3, 4), "b": (5,)}
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> str:
+    return f"model.path={_folder(tmp_path / 'qwen', json.dumps(QWEN25_15B))}"
+
+
+def _tool(*arguments: str) -> int:
+    return memory.main(["--config", str(GSM8K), *arguments])
+
+
+def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the command's exit code or its table does not say whether it fits."""
+    assert _tool("--gpu-gib", "80", qwen) == 0
+    text = capsys.readouterr().out
+    assert "it fits" in text and "all bfloat16: weights 3.1, gradients 3.1, moments 6.2; together 12.3" in text
+    assert _tool("--gpu-gib", "24", qwen) == 1
+    assert "TOO LARGE actor rank 0 needs" in capsys.readouterr().out
+    path = qwen.partition("=")[2]
+    assert _tool("--gpu-gib", "80", "--json", "--teacher", path, "teacher.signal=hidden", qwen) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["role"] for rank in found["ranks"]] == ["actor", "rollout", "teacher"]
+    assert found["ranks"][0]["parts"]["teacher_head"] == 4 * 151936 * 1536
+    assert found["card_bytes"] == 80 * GIB and found["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu-gib", "0"), "--gpu-gib"),
+        (("--gpu-gib", "nan"), "--gpu-gib"),
+        (("model.path=nowhere",), "model.path"),
+        (("--teacher", "nowhere"), "--teacher"),
+        (("actor.tp=0",), "actor.tp"),
+    ],
+)
+def test_wrong_arguments_of_the_command(
+    qwen: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    """Fails if a wrong setting is a traceback, or exit code 1, which means that it does not fit."""
+    assert _tool(qwen, *arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_preflight_warns_and_refuses(qwen: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Fails if a run whose state alone is too large for its cards starts, or one that may just fit is refused."""
+    config = _config(qwen)
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(logging.getLogger("gkd"), "propagate", True)
+    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: 40 * GIB)
+    preflight_memory.check_memory(config, "cuda", None)
+    assert "actor rank 0 needs" in caplog.text and "weights" in caplog.text
+    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: 24 * GIB)
+    with pytest.raises(ConfigError, match=r"25\.88 GiB"):
+        preflight_memory.check_memory(config, "cuda", None)
+    caplog.clear()
+    preflight_memory.check_memory(config, "cpu", None)
+    assert "memory by rank, beside what imports take: actor rank 0" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: None)
+    preflight_memory.check_memory(config, "cuda", None)
+    assert "no GPU is seen here" in caplog.text
