@@ -17,7 +17,7 @@ from gkd.answering import Answering
 from gkd.batches_ahead import BatchesAhead
 from gkd.checkpoints import IN_FLIGHT
 from gkd.config import Config
-from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, LateError, NumericsError, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
 from gkd.replay import BatchRecorder, Replay
@@ -41,12 +41,13 @@ EVAL_SEED = 2**31  # far from data.seed + step, so no evaluation repeats a train
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The four groups of processes, as the loop sees them."""
+    """The four groups of processes, as the loop sees them, and who can say of them where one hangs."""
 
     actor: ActorRole
     rollout: RolloutRole
     scoring: ScoringRole
     weight_sync: WeightSyncRole
+    explained: Callable[[LateError], LateError] = lambda error: error
 
 
 class Trainer:
@@ -101,6 +102,10 @@ class Trainer:
                     metrics.write(self.step, numbers)
                 log.info(step_line(self.step, self.total_steps, numbers))
             self._end(metrics)
+        except LateError as late:
+            error = self.roles.explained(late)  # first of all: they may not hang much longer
+            self._keep_what_can_be_kept(error, metrics)
+            raise error from late
         except Exception as error:
             self._keep_what_can_be_kept(error, metrics)
             raise

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -68,10 +69,10 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         try:
             with startup:
                 roles = _start(config, plan, startup, slots[actor_spec.name], slots[rollout_spec.name])
-            log.info("all ranks are up")
-            yield roles
         except LateError as error:
             raise _explained(error, startup, plan) from error
+        log.info("all ranks are up")
+        yield replace(roles, explained=lambda error: _explained(error, startup, plan))
     finally:
         cluster.close()
 

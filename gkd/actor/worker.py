@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 # Methods of these groups are answered while another one runs, or hangs; the pool is spawned with them.
 SAVES = "saves"
 BESIDE = (SAVES, WATCH)
+# So much longer than the driver waits for a step, ranks wait for one another in it: so that it finds them there.
+_LONGER_S = 60.0
 
 
 class ActorWorker:
@@ -99,7 +101,7 @@ class ActorWorker:
             init_method=f"tcp://{address[0]}:{address[1]}",
             rank=self._rank,
             world_size=world_size,
-            timeout=timedelta(seconds=config.trainer.stage_timeout_s),
+            timeout=timedelta(seconds=config.trainer.stage_timeout_s + _LONGER_S),
         )
         self._phases.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
@@ -147,7 +149,7 @@ class ActorWorker:
             self._layout,
             recompute=actor.recompute,
             sequence_parallel=actor.sequence_parallel,
-            collective_timeout_s=config.trainer.stage_timeout_s,
+            collective_timeout_s=config.trainer.stage_timeout_s + _LONGER_S,
             **common,
         )
 

@@ -24,7 +24,9 @@ def test_a_start_that_takes_too_long_says_who_and_where(
     assert done.returncode == 1, done.stderr[-3000:]
     assert "LateError: not all ranks were up within trainer.init_timeout_s = 2 s" in done.stderr
     told = done.stderr[done.stderr.index("LateError") :]
-    assert "rollout engine 0 (" in told and f"stacks of all ranks: {run_dir}/stacks.txt" in told
+    assert (
+        "actor rank 0" in told and "rollout engine 0" in told and f"stacks of all ranks: {run_dir}/stacks.txt" in told
+    )
     stacks = (run_dir / "stacks.txt").read_text()
     assert "== rollout engine 0 (" in stacks and 'File "' in stacks, stacks
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
