@@ -68,6 +68,7 @@ WITHOUT_TORCH = {
     "gkd/roles.py",
     "gkd/schedule.py",
     "gkd/sources.py",
+    "gkd/stage_report.py",
     "gkd/step_report.py",
     "gkd/streaming.py",
     "gkd/sampler.py",
@@ -79,6 +80,7 @@ WITHOUT_TORCH = {
     "gkd/manifest.py",
     "gkd/rollout/asked.py",
     "gkd/rollout/chunks.py",
+    "gkd/rollout/usage.py",
     "gkd/export_folder.py",
     "gkd/run_folder.py",
     "gkd/same_run.py",
@@ -255,7 +257,8 @@ def test_the_gpu_table_is_pure() -> None:
 def test_the_loop_knows_the_others_only_as_protocols() -> None:
     """If it fails, the loop reaches into a role instead of asking it, and can no longer be read or tested alone."""
     pure = {"config", "errors", "log", "metrics", "mixing", "roles", "sampler", "types"}
-    pure |= {"checkpoints", "disk", "run_folder", "saver", "schedule", "step_report", "background", "manifest"}
+    pure |= {"checkpoints", "disk", "run_folder", "saver", "schedule", "stage_report", "step_report", "background"}
+    pure |= {"manifest"}
     loop = ("trainer", "answering", "batches_ahead", "replay", "sources", "streaming")
     for name in loop:
         used = {m.split(".")[1] for m in _imports(ROOT / "gkd" / f"{name}.py") if m.startswith("gkd.")}
