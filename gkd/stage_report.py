@@ -30,11 +30,12 @@ PASS_SUMS = {
 }
 # Teachers of so many workers would have been busy with the questions that were open; see `teacher_busy`.
 WORKERS = tuple(2**i for i in range(13))
+LENGTH_MEAN = "perf/response_length_mean"  # of what the engines finished in this step
 _BLOCKED = 0.05  # share of a step; who is waited for less long than this holds nobody up
 
 
 def quantile_name(percent: int) -> str:
-    return f"rollout/response_length_q{percent:02d}"
+    return f"perf/response_length_q{percent:02d}"
 
 
 def busy_name(n_workers: int) -> str:
@@ -52,6 +53,7 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     numbers["perf/answer_s"] = usage.answer_s
     if lengths.size:
         points = np.percentile(lengths, QUANTILES)
+        numbers[LENGTH_MEAN] = float(lengths.mean())
         numbers |= {quantile_name(q): float(x) for q, x in zip(QUANTILES, points, strict=True)}
     return numbers
 

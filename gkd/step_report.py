@@ -40,7 +40,7 @@ def step_numbers(
         "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
         "rollout/response_tokens": float(n_tokens),
         "rollout/response_length_mean": n_tokens / n_sequences,
-        "rollout/group_tokens_max": float(_heaviest(batch)),
+        "perf/group_tokens_max": float(_heaviest(batch)),
         "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),

@@ -1,0 +1,102 @@
+"""What the simulation must know: how fast each stage is, how long the answers are, and what a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gkd.config import Config
+from gkd.schedule import staleness_bound
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds. A GPU of another pool size works at the same rate as the measured one's."""
+
+    # A pass of an engine in which b sequences move by a token each and p tokens of prompts are read:
+    # pass_s + sequence_s b + prefill_s p.
+    pass_s: float
+    sequence_s: float
+    prefill_s: float
+    answer_s: float  # a batch, beside the passes of its busiest engine: calls, chunks on their way
+    score_s: float  # a worker of the teacher, a sequence
+    score_token_s: float  # and a token of it, prompt and response
+    train_s: float  # a step, whatever its size
+    train_token_s: float  # and a token of the data-parallel group that has most
+    sync_s: float  # a weight sync
+    other_s: float  # of a step that no stage explains, or a stage without a pool
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Response lengths: which step, then which quantile of that step's."""
+
+    percent: np.ndarray  # [Q] float64, ascending, from 0 to 100
+    tokens: np.ndarray  # [steps, Q] float64: each step's length at each of them
+    mean: float  # tokens; what is drawn is scaled to it, since points between quantiles are guessed
+
+    def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        """[n] int64, at least 1: the lengths of one step's responses."""
+        row = self.tokens[rng.integers(len(self.tokens))]
+        drawn = np.interp(rng.random(n) * 100.0, self.percent, row) * self._scale()
+        return np.maximum(np.rint(drawn), 1).astype(np.int64)
+
+    def _scale(self) -> float:
+        middle = (self.tokens[:, 1:] + self.tokens[:, :-1]) / 2
+        guessed = float((middle * np.diff(self.percent) / 100.0).sum(-1).mean())
+        return self.mean / guessed if guessed > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a step is, whatever the split."""
+
+    n_prompts: int  # trainer.global_batch_size
+    n_answered: float  # of them by the student, on average; the others take the dataset's response
+    n: int  # rollout.n
+    max_num_seqs: int
+    prompt_tokens: float  # mean
+    dataset_tokens: float  # mean of a dataset response
+    overlap: bool  # teacher.overlap_rollout
+    balance: bool  # actor.balance
+    lengths: Lengths
+
+    def answered(self, step: int) -> int:
+        """Prompts of this step that the student answers."""
+        return int((step + 1) * self.n_answered + 1e-9) - int(step * self.n_answered + 1e-9)
+
+    @property
+    def n_sequences(self) -> float:
+        """Of a step, on average."""
+        return self.n_answered * self.n + self.n_prompts - self.n_answered
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many of each: what the simulation needs of a split."""
+
+    dp: int  # data-parallel groups of the actor
+    engines: int
+    workers: int  # of the teacher
+
+
+def fixed_lengths(tokens: Sequence[float]) -> Lengths:
+    """These lengths, all equally frequent, as one step's distribution."""
+    percent = np.linspace(0.0, 100.0, 101)
+    return Lengths(percent, np.percentile(np.asarray(tokens, float), percent)[None], float(np.mean(tokens)))
+
+
+def lognormal(mean: float, sigma: float, longest: float) -> Lengths:
+    """Lognormal with this mean before it is cut at `longest`; `sigma` is of the logarithm."""
+    rng = np.random.default_rng(0)
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 100_000)
+    return fixed_lengths(np.clip(drawn, 1, longest))
+
+
+def max_staleness(config: Config, scheduler: str) -> int:
+    """Of a run with this scheduler and otherwise these settings."""
+    from dataclasses import replace
+
+    return staleness_bound(replace(config.trainer, scheduler=scheduler))
