@@ -99,8 +99,9 @@ def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
 def waited_for(numbers: dict[str, float], scheduler: str) -> tuple[str, float]:
     """The pool that holds the others up, and the share of the step that the loop waited for it.
 
-    Under sync the stages take turns: the one that takes longest. Elsewhere rollout and teacher work beside the training,
-    so if the loop waits for one of them at all, that one is slower than the training; if not, the training is.
+    Under sync the stages take turns: the one that takes longest. Elsewhere rollout and teacher work beside the
+    training, so if the loop waits for one of them at all, that one is slower than the training; if not, the training
+    is.
     """
     waited = {pool: numbers[f"perf/waited_{pool}_share"] for pool in ("rollout", "teacher", "actor")}
     beside = {pool: share for pool, share in waited.items() if pool != "actor"}

@@ -106,7 +106,7 @@ def _answer(
 
 
 def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int = CHUNK_SIZE) -> np.ndarray:
-    """[m]: when each of an engine's sequences leaves it: with the last one of its chunk, see `RolloutWorker.generate`."""
+    """[m]: when each of an engine's sequences leaves it: with the last of its chunk, see `RolloutWorker.generate`."""
     left = np.full(len(finished), finished.max())
     for group in np.unique(groups):
         mine = np.flatnonzero(groups == group)

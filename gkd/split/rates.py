@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,16 +31,20 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Response lengths: which step, then which quantile of that step's."""
+    """Response lengths, as a step's quantiles."""
 
     percent: np.ndarray  # [Q] float64, ascending, from 0 to 100
     tokens: np.ndarray  # [steps, Q] float64: each step's length at each of them
     mean: float  # tokens; what is drawn is scaled to it, since points between quantiles are guessed
+    # A row is all of a step's responses, and a draw is them again in another order: drawn one by one they would have
+    # the longest one, which the engines wait for, too rarely. False: a row is a distribution.
+    of_steps: bool
 
     def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
         """[n] int64, at least 1: the lengths of one step's responses."""
         row = self.tokens[rng.integers(len(self.tokens))]
-        drawn = np.interp(rng.random(n) * 100.0, self.percent, row) * self._scale()
+        at = rng.permutation(n) / max(1, n - 1) if self.of_steps else rng.random(n)
+        drawn = np.interp(at * 100.0, self.percent, row) * self._scale()
         return np.maximum(np.rint(drawn), 1).astype(np.int64)
 
     def _scale(self) -> float:
@@ -82,10 +86,12 @@ class Sizes:
     workers: int  # of the teacher
 
 
-def fixed_lengths(tokens: Sequence[float]) -> Lengths:
+def fixed_lengths(tokens: Sequence[float] | np.ndarray) -> Lengths:
     """These lengths, all equally frequent, as one step's distribution."""
     percent = np.linspace(0.0, 100.0, 101)
-    return Lengths(percent, np.percentile(np.asarray(tokens, float), percent)[None], float(np.mean(tokens)))
+    return Lengths(
+        percent, np.percentile(np.asarray(tokens, float), percent)[None], float(np.mean(tokens)), of_steps=False
+    )
 
 
 def lognormal(mean: float, sigma: float, longest: float) -> Lengths:
@@ -97,6 +103,4 @@ def lognormal(mean: float, sigma: float, longest: float) -> Lengths:
 
 def max_staleness(config: Config, scheduler: str) -> int:
     """Of a run with this scheduler and otherwise these settings."""
-    from dataclasses import replace
-
     return staleness_bound(replace(config.trainer, scheduler=scheduler))

@@ -110,7 +110,9 @@ def _config(folder: Path) -> Config:
 def _teacher(folder: Path, workers: int) -> tuple[int, int]:
     """Its workers, and the GPUs of each."""
     table = folder / PLACES
-    rows = [row for row in survey_of(table.read_bytes(), str(table)).rows if row.pool == TEACHER] if table.exists() else []
+    rows = (
+        [row for row in survey_of(table.read_bytes(), str(table)).rows if row.pool == TEACHER] if table.exists() else []
+    )
     if not rows and not workers:
         problem = f"{PLACES} of {folder} names none, so nobody knows how many scored its rollouts."
         raise ConfigError("--teacher-workers", 0, problem, "say how many the teacher server had.")
@@ -141,7 +143,7 @@ def _workload(config: Config, table: _Table) -> Workload:
         dataset_tokens=max(0.0, float(dataset_tokens)),
         overlap=config.teacher.overlap_rollout,
         balance=config.actor.balance,
-        lengths=Lengths(np.array(QUANTILES, float), quantiles, mean),
+        lengths=Lengths(np.array(QUANTILES, float), quantiles, mean, of_steps=True),
     )
 
 

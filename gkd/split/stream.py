@@ -45,7 +45,9 @@ class _Run:
         self._left: dict[int, int] = {}  # samples of a position that are not finished
         self._lengths: dict[int, np.ndarray] = {}
         self._versions: dict[int, int] = {}  # of the weights when a position was begun
-        self._open: Counter[int] = Counter()  # unfinished positions, by the version of the weights they were given under
+        self._open: Counter[int] = (
+            Counter()
+        )  # unfinished positions, by the version of the weights they were given under
         self._given: dict[int, int] = {}
         self._n_finished = 0  # and not taken
         self._scored_s: dict[int, float] = {}
@@ -158,8 +160,8 @@ class _Run:
     def _run_until_batch(self, step: int, now_s: float) -> float:
         """Until the step has its batch; when that is.
 
-        The ledger's own condition, from counts alone: of what is due within k steps no more may be unfinished than these
-        k steps take.
+        The ledger's own condition, from counts alone: of what is due within k steps no more may be unfinished than
+        these k steps take.
         """
         ready_s = now_s
         while not self._is_ready(step):

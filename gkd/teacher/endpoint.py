@@ -40,7 +40,7 @@ _SUMMARY = struct.Struct("<dq")
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """What the driver learns of a chunk's scores; it goes there as 16 raw bytes, and 8 and 8 a sequence for the times."""
+    """What the driver learns of a chunk's scores: 16 raw bytes, and for the times 8 and 8 a sequence."""
 
     mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was asked for
     n_bytes: int  # of all arrays

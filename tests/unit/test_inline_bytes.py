@@ -7,8 +7,8 @@ import pytest
 from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
-from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.roles import ScoreTimes
+from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.pool import CHUNK_SIZE
 from gkd.teacher.endpoint import ScoreSummary
 from gkd.types import Rollout, TeacherScores, TeacherTopK
