@@ -113,6 +113,7 @@ def finish_times(lengths: np.ndarray, prompt_tokens: float, max_running: int, ra
         engine.add(i, [length], prompt_tokens)
     engine.begin()
     while engine.n_running:
-        finished[engine.run_to_finish()] = engine.at_s
+        done = engine.run_to_finish()
+        finished[done] = engine.at_s
         engine.begin()
     return finished

@@ -34,7 +34,7 @@ def estimate(
         running = np.minimum(workload.max_num_seqs, np.maximum(1.0, n_answers * (1 + max_staleness) / engines))
         per_answer = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens
         rollout_s = n_answers / engines * (per_answer + rates.pass_s * mean / running)
-        return np.maximum.reduce([rollout_s, score_s, train_s]) + after_s
+        return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
     # The j-th prompt goes to engine j // dp, so with many data-parallel groups some engines have nothing to do.
     used = np.minimum(engines, np.ceil(prompts / dp))
     most = np.ceil(prompts / dp / used) * dp * workload.n
@@ -47,8 +47,13 @@ def estimate(
     if scheduler == "sync":
         return rollout_s + late_s + train_s + after_s
     if AHEAD[scheduler] == 1:
-        return np.maximum(rollout_s, train_s + late_s) + after_s
-    return np.maximum.reduce([rollout_s, train_s, score_s]) + after_s
+        # The loop waits w for scores, trains, waits for answers; the scores are there `late_s` after those, so
+        # w = late_s - after_s if the answers are last, and half of what is missing if the training is.
+        missing_s = np.maximum((rollout_s + late_s - train_s - after_s) / 2, 0.0)
+        train_is_last = missing_s + train_s > rollout_s
+        missing_s = np.where(train_is_last, missing_s, np.maximum(late_s - after_s, 0.0))
+        return np.maximum(rollout_s, train_s + missing_s) + after_s
+    return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
 
 
 def _longest(lengths: Lengths, n: np.ndarray) -> np.ndarray:

@@ -43,14 +43,14 @@ class Lengths:
     def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
         """[n] int64, at least 1: the lengths of one step's responses."""
         row = self.tokens[rng.integers(len(self.tokens))]
-        at = rng.permutation(n) / max(1, n - 1) if self.of_steps else rng.random(n)
-        drawn = np.interp(at * 100.0, self.percent, row) * self._scale()
+        if self.of_steps:
+            percent = 100.0 * rng.permutation(n) / max(1, n - 1)
+            usual = float(np.interp(percent, self.percent, self.tokens.mean(0)).mean())
+        else:
+            percent = 100.0 * rng.random(n)
+            usual = float(np.trapezoid(self.tokens.mean(0), self.percent)) / 100.0
+        drawn = np.interp(percent, self.percent, row) * (self.mean / usual)
         return np.maximum(np.rint(drawn), 1).astype(np.int64)
-
-    def _scale(self) -> float:
-        middle = (self.tokens[:, 1:] + self.tokens[:, :-1]) / 2
-        guessed = float((middle * np.diff(self.percent) / 100.0).sum(-1).mean())
-        return self.mean / guessed if guessed > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.split --gpus 8 --run RUN_DIR | --calibrate CONFIG`: the split of the GPUs with the fastest steps.
+"""`python -m gkd.tools.split --gpus 8 --run RUN_DIR | --calibrate CONFIG`: the split with the fastest steps.
 
 Reads how fast each stage of a run was, simulates the loop for every other split and scheduler, and prints the ranking
 with the lines to paste. With `--calibrate` it makes that run first: a few steps at two concurrencies.
