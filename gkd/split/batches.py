@@ -80,7 +80,7 @@ def _answer(
     n_answered = workload.answered(number)
     place = np.arange(n_answered).repeat(workload.n)  # of each sequence's prompt, among those the student answers
     engine_of, group_of = place // sizes.dp % sizes.engines, place % sizes.dp
-    lengths = workload.lengths.draw(rng, len(place))
+    lengths = workload.lengths.draw(rng, len(place), number)
     order = np.argsort(engine_of, kind="stable")
     arrived, engine_s, last_s = np.empty(len(place)), 0.0, 0.0
     for mine in np.split(order, np.cumsum(np.bincount(engine_of, minlength=sizes.engines))[:-1]):

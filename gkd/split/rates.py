@@ -40,9 +40,9 @@ class Lengths:
     # the longest one, which the engines wait for, too rarely. False: a row is a distribution.
     of_steps: bool
 
-    def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
-        """[n] int64, at least 1: the lengths of one step's responses."""
-        row = self.tokens[rng.integers(len(self.tokens))]
+    def draw(self, rng: np.random.Generator, n: int, step: int) -> np.ndarray:
+        """[n] int64, at least 1: the lengths of one step's responses. The rows take turns."""
+        row = self.tokens[step % len(self.tokens)]
         if self.of_steps:
             percent = 100.0 * rng.permutation(n) / max(1, n - 1)
             usual = float(np.interp(percent, self.percent, self.tokens.mean(0)).mean())

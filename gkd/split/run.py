@@ -15,7 +15,7 @@ from gkd.config_load import load_config
 from gkd.errors import ConfigError
 from gkd.metrics import read_metrics
 from gkd.run_folder import PLACES
-from gkd.schedule import STREAM
+from gkd.schedule import STREAM, staleness_bound
 from gkd.split.fit import line, passes
 from gkd.split.rates import Lengths, Rates, Sizes, Workload
 from gkd.stage_report import LENGTH_MEAN, PASS_SUMS, QUANTILES, WORKERS, busy_name, quantile_name
@@ -54,7 +54,7 @@ def read_run(folders: Sequence[Path], *, workers: int = 0, last: int = 0) -> Run
         ClusterError: gpus.json is damaged.
     """
     lines = [line for folder in folders for line in _steps(folder, last)]
-    config = _config(folders[0])
+    config = load_config(folders[0] / "config.yaml")
     n_workers, per_worker = _teacher(folders[0], workers)
     sizes = Sizes(data_parallel_size(config), n_engines(config), n_workers)
     table = _Table(folders[0], lines)
@@ -96,15 +96,13 @@ def _steps(folder: Path, last: int) -> list[dict[str, float]]:
         problem = "it has no config.yaml with a metrics.jsonl: no training has made a step there."
         raise ConfigError("--run", str(folder), problem, "name the run_dir of one that has.")
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "time/step_s" in line and "loss/total" in line]
-    lines = lines[WARM_UP:]
+    # The engines have nothing to do beside the last steps of a run whose rollouts are ahead.
+    n_last = staleness_bound(load_config(folder / "config.yaml").trainer)
+    lines = lines[WARM_UP : len(lines) - n_last]
     if len(lines) < _LEAST:
-        problem = f"it has {len(lines)} steps after the first {WARM_UP}, which are left out as warm-up."
-        raise ConfigError("--run", str(folder), problem, f"let it make at least {WARM_UP + _LEAST} steps.")
+        problem = f"it has {len(lines)} steps besides the first {WARM_UP} and the last {n_last}, which are left out."
+        raise ConfigError("--run", str(folder), problem, f"let it make at least {WARM_UP + _LEAST + n_last} steps.")
     return lines[-last:] if last else lines
-
-
-def _config(folder: Path) -> Config:
-    return load_config(folder / "config.yaml")
 
 
 def _teacher(folder: Path, workers: int) -> tuple[int, int]:
@@ -131,6 +129,8 @@ def _workload(config: Config, table: _Table) -> Workload:
     if not with_lengths.any():
         raise table.lacks(LENGTH_MEAN)
     quantiles = np.stack([table.get(quantile_name(q))[with_lengths] for q in QUANTILES], axis=1)
+    if not quantiles.all():  # a response has a token at least
+        raise table.lacks(quantile_name(QUANTILES[int((quantiles == 0).any(axis=0).argmax())]))
     mean = float(means[with_lengths].mean())
     dataset = sequences - answers
     dataset_tokens = (table["rollout/response_tokens"].sum() - mean * answers) / dataset if dataset else 0.0

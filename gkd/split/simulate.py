@@ -28,8 +28,15 @@ def simulate(
         max_staleness: of stream; the others' follows from their name.
         n_steps: that count; 0 = so many that their mean is steady.
     """
-    n_steps = n_steps or int(min(max(_SEQUENCES / workload.n_sequences, _STEPS[0]), _STEPS[1]))
+    n_steps = n_steps or _enough_steps(workload)
     if scheduler == STREAM:
         warm_up = max_staleness + 3
         return stream.run(max_staleness, sizes, workload, rates, n_steps=n_steps, warm_up=warm_up, seed=seed)
     return batches.run(scheduler, sizes, workload, rates, n_steps=n_steps, warm_up=3, seed=seed)
+
+
+def _enough_steps(workload: Workload) -> int:
+    """So many, and each of the measured steps' lengths equally often if there are no more of those."""
+    n_steps = int(min(max(_SEQUENCES / workload.n_sequences, _STEPS[0]), _STEPS[1]))
+    n_rows = len(workload.lengths.tokens)
+    return -(-n_steps // n_rows) * n_rows if n_rows <= n_steps else n_steps

@@ -100,11 +100,12 @@ class _Run:
         positions = list(positions)
         if not positions:
             return
-        lengths = self._workload.lengths.draw(self._rng, len(positions) * self._workload.n).reshape(len(positions), -1)
+        n = self._workload.n
+        lengths = self._workload.lengths.draw(self._rng, len(positions) * n, self._version).reshape(-1, n)
         given: dict[int, list[int]] = {}
         for position, drawn in zip(positions, lengths, strict=True):
-            n, engine = counts[0]
-            heapq.heapreplace(counts, (n + 1, engine))
+            n_prompts, engine = counts[0]
+            heapq.heapreplace(counts, (n_prompts + 1, engine))
             given.setdefault(engine, []).append(position)
             self._lengths[position], self._given[position] = drawn, self._version
         self._open[self._version] += len(positions)

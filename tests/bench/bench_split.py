@@ -136,9 +136,9 @@ def run(slots: Slots, split: tuple[int, int, int], scheduler: str, n_steps: int,
 
 
 def measured_step_s(folder: Path) -> tuple[float, float]:
-    """Mean and standard error of it."""
+    """Mean and standard error of it; without the first steps, and those at the end whose rollouts were made before."""
     steps = [line["time/step_s"] for line in read_metrics(folder / "metrics.jsonl") if "loss/total" in line]
-    times = np.array(steps[WARM_UP + 1 :])
+    times = np.array(steps[WARM_UP + 1 : -2])
     return float(times.mean()), float(times.std(ddof=1) / np.sqrt(len(times)))
 
 
