@@ -25,7 +25,7 @@ from gkd.split.layout import Hardware
 from gkd.split.rates import Workload, lognormal
 from gkd.split.run import Run, read_run
 from gkd.split.search import CheckMemory, Ranking, search, simulated
-from gkd.split.table import as_json, notes, paste, plot, table
+from gkd.split.table import as_json, notes, paste, table
 
 SCHEDULERS = (*AHEAD, STREAM)
 _CALIBRATION_STEPS = 10
@@ -88,6 +88,8 @@ def _ranked(args: argparse.Namespace, *, check_memory: CheckMemory | None) -> in
     else:
         print(_text(run, ranking, own, facts, args), flush=True)
     if args.plot:
+        from gkd.split.plot import plot  # half a second, which only those who want one pay
+
         plot(ranking, own, Path(args.plot), args.top)
     return 0 if ranking.candidates[0].fits else 1
 

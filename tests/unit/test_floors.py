@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/metrics.py", "teacher_server/serve.py"),
     "yaml": ("teacher_server/settings.py",),
+    "matplotlib": ("gkd/split/plot.py",),
 }
 HEAVY = frozenset(ALLOWED)
 # All that the trainer may know of the teacher server: what both ends of the wire must agree on.
@@ -93,7 +94,13 @@ WITHOUT_TORCH = {
     "gkd/cluster/running.py",
     "gkd/cluster/verdicts.py",
     "gkd/tools/check_gpus.py",
+    "gkd/tools/split.py",
     "gkd/trainer.py",
+    *(
+        f"gkd/split/{name}.py"
+        for name in ("batches", "engine", "estimate", "fit", "layout", "outcome", "plot", "rates")
+    ),
+    *(f"gkd/split/{name}.py" for name in ("run", "search", "simulate", "stream", "table", "teacher")),
     "gkd/teacher/base.py",
     "gkd/teacher/client.py",
     "gkd/teacher/endpoint.py",
@@ -119,6 +126,7 @@ WIRING = {
     "gkd.wiring",
     "gkd.preflight",
     "gkd.tools.check_gpus",
+    "gkd.tools.split",
     "teacher_server.main",
     "teacher_server.serve",
 }
