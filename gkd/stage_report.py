@@ -48,6 +48,7 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     products = sum((engine.products for engine in engines), np.zeros((4, 4)))
     lengths = np.concatenate([np.zeros(0, np.int32), *(engine.response_lengths for engine in engines)])
     numbers = {name: float(products[place]) for name, place in PASS_SUMS.items()}
+    numbers["perf/gap_s"] = sum(engine.gap_s for engine in engines)
     numbers["perf/engines"] = float(len(engines))
     numbers["perf/engine_busy_max_s"] = max((engine.busy_s for engine in engines), default=0.0)
     numbers["perf/answer_s"] = usage.answer_s

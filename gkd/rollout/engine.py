@@ -249,11 +249,13 @@ class RolloutEngine:
         self._land()
         n_bytes = self.llm.collective_rpc("gkd_receive", args=(plans,))[0]
         states = self.llm.llm_engine.output_processor.request_states
+        n_forgotten = 0
         for request in self._running.values():
             n_written = states[request.engine_id].detokenizer.num_output_tokens()
             request.written(n_written, self.policy_version)
             if n_written:  # what no pass has moved yet has nothing in the cache
-                self._meter.forgot(len(request.prompt.token_ids) + n_written)
+                n_forgotten += len(request.prompt.token_ids) + n_written
+        self._meter.paused(n_forgotten)
         self._forget_prefixes()
         self.policy_version = policy_version
         return int(n_bytes)

@@ -20,7 +20,7 @@ class EngineUsage:
     """One engine since it was last asked."""
 
     busy_s: float  # in passes
-    n_passes: int
+    gap_s: float  # between passes while sequences were left to be moved: finished ones were handed over
     products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
     response_lengths: np.ndarray  # [finished sequences] int32, tokens
 
@@ -48,6 +48,8 @@ class PassMeter:
         self._n_running = 0
         self._unread = 0  # tokens that the next pass reads besides new prompts
         self._products, self._lengths = np.zeros((4, 4)), list[int]()
+        self._gap_s = 0.0
+        self._ended_s: float | None = None  # the last pass; None: what comes before the next one is no gap
 
     def added(self, n_prompt_tokens: int) -> None:
         self._waiting.append(n_prompt_tokens)
@@ -61,10 +63,13 @@ class PassMeter:
         self._n_running = min(self._n_running, n_left)
         while len(self._waiting) > n_left - self._n_running:
             self._waiting.pop()
+        if not n_left:
+            self._ended_s = None
 
-    def forgot(self, n_tokens: int) -> None:
-        """The cache of running sequences, so many tokens, must be computed anew."""
-        self._unread += n_tokens
+    def paused(self, n_forgotten: int) -> None:
+        """The engine was held; the cache of running sequences, so many tokens, must be computed anew."""
+        self._unread += n_forgotten
+        self._ended_s = None
 
     def time_pass(self, step: Callable[[], None]) -> None:
         """Make one pass."""
@@ -73,12 +78,17 @@ class PassMeter:
             n_read += self._waiting.popleft()
             self._n_running += 1
         n_running, began_s = self._n_running, self._clock()
+        if self._ended_s is not None:
+            self._gap_s += began_s - self._ended_s
         step()
-        x = np.array([1.0, n_running, n_read, self._clock() - began_s])
+        ended_s = self._clock()
+        self._ended_s = ended_s if self._n_running or self._waiting else None
+        x = np.array([1.0, n_running, n_read, ended_s - began_s])
         self._products = self._products + np.outer(x, x)
 
     def taken(self) -> EngineUsage:
         """All since the last call of this."""
         products, self._products = self._products, np.zeros((4, 4))
         lengths, self._lengths = self._lengths, list[int]()
-        return EngineUsage(float(products[0, 3]), int(products[0, 0]), products, np.array(lengths, np.int32))
+        gap_s, self._gap_s = self._gap_s, 0.0
+        return EngineUsage(float(products[0, 3]), gap_s, products, np.array(lengths, np.int32))

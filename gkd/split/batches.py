@@ -86,15 +86,16 @@ def _answer(
     for mine in np.split(order, np.cumsum(np.bincount(engine_of, minlength=sizes.engines))[:-1]):
         if len(mine):
             finished = finish_times(lengths[mine], workload.prompt_tokens, workload.max_num_seqs, rates)
-            arrived[mine] = chunk_times(finished, group_of[mine])
+            handed_s = rates.chunk_s * (1 + n_chunks(group_of[mine]))
+            arrived[mine] = chunk_times(finished, group_of[mine]) + handed_s
             engine_s += float(finished.max())
-            last_s = max(last_s, float(finished.max()))
-    answered_s = start_s + last_s + (rates.answer_s if n_answered else 0.0)
+            last_s = max(last_s, float(finished.max()) + handed_s)
+    answered_s = start_s + last_s
     n_dataset = workload.n_prompts - n_answered
     of_dataset = workload.prompt_tokens + workload.dataset_tokens
     tokens = np.concatenate([lengths + workload.prompt_tokens, np.full(n_dataset, of_dataset)])
     groups = np.concatenate([group_of, np.arange(n_answered, workload.n_prompts) % sizes.dp])
-    asked = np.concatenate([start_s + arrived + rates.answer_s, np.full(n_dataset, start_s)])
+    asked = np.concatenate([start_s + arrived, np.full(n_dataset, start_s)])
     if not workload.overlap:
         asked[:] = answered_s
     in_order = np.argsort(asked, kind="stable")
@@ -103,6 +104,11 @@ def _answer(
         scored_s = max(scored_s, teacher.score(at_s, (n_tokens,)))
     response_tokens = float(lengths.sum()) + n_dataset * workload.dataset_tokens
     return _Batch(version, answered_s, scored_s, tokens, groups, response_tokens, len(place), engine_s)
+
+
+def n_chunks(groups: np.ndarray, chunk_size: int = CHUNK_SIZE) -> int:
+    """That an engine makes of its sequences, of these data-parallel groups."""
+    return int((-(-np.bincount(groups) // chunk_size)).sum())
 
 
 def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int = CHUNK_SIZE) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gkd.rollout.chunks import CHUNK_SIZE
 from gkd.schedule import AHEAD
 from gkd.split.rates import Lengths, Rates, Workload
 
@@ -32,7 +33,7 @@ def estimate(
     after_s = rates.sync_s + rates.other_s
     if scheduler not in AHEAD:  # always as many sequences in an engine as there is room for
         running = np.minimum(workload.max_num_seqs, np.maximum(1.0, n_answers * (1 + max_staleness) / engines))
-        per_answer = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens
+        per_answer = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens + rates.chunk_s / workload.n
         rollout_s = n_answers / engines * (per_answer + rates.pass_s * mean / running)
         return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
     # The j-th prompt goes to engine j // dp, so with many data-parallel groups some engines have nothing to do.
@@ -42,7 +43,7 @@ def estimate(
     longest = _longest(workload.lengths, np.minimum(most, workload.max_num_seqs))
     passes = np.maximum(longest, most / workload.max_num_seqs * mean + longest / 2 * (most > workload.max_num_seqs))
     rollout_s = rates.pass_s * passes + most * (rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens)
-    rollout_s = rollout_s + rates.answer_s
+    rollout_s = rollout_s + rates.chunk_s * (1 + np.ceil(most / dp / CHUNK_SIZE) * np.minimum(dp, most))
     late_s = np.maximum(score_s - rollout_s, 0.0) if workload.overlap else score_s
     if scheduler == "sync":
         return rollout_s + late_s + train_s + after_s

@@ -20,7 +20,7 @@ class Rates:
     pass_s: float
     sequence_s: float
     prefill_s: float
-    answer_s: float  # a batch, beside the passes of its busiest engine: calls, chunks on their way
+    chunk_s: float  # an engine, beside its passes, for each chunk that it hands over, and for the call of a batch
     score_s: float  # a worker of the teacher, a sequence
     score_token_s: float  # and a token of it, prompt and response
     train_s: float  # a step, whatever its size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from gkd.config_check import data_parallel_size, n_engines
 from gkd.config_load import load_config
 from gkd.errors import ConfigError
 from gkd.metrics import read_metrics
+from gkd.rollout.chunks import CHUNK_SIZE
 from gkd.run_folder import PLACES
 from gkd.schedule import STREAM, staleness_bound
 from gkd.split.fit import line, passes
@@ -159,11 +161,6 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
             f"an engine's passes all moved about {products[0, 1] / products[0, 0]:.1f} sequences: a pass is taken to "
             "last as long with any number of them; --calibrate varies it"
         )
-    answer_s = 0.0
-    if config.trainer.scheduler == STREAM:
-        notes.append("a stream does not show what a batch costs beside its passes: nothing is added to those")
-    else:
-        answer_s = max(0.0, float(np.mean(table["perf/answer_s"] - table["perf/engine_busy_max_s"])))
     score_s, score_token_s = _scoring(sizes, table, notes)
     train_s, train_token_s = _training(config, sizes, table, notes)
     sync_s = float(np.mean(table["time/weight_sync_s"]))
@@ -176,7 +173,7 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
         pass_s=float(pass_s),
         sequence_s=float(sequence_s),
         prefill_s=float(prefill_s),
-        answer_s=answer_s,
+        chunk_s=_handing_over(config, sizes, table),
         score_s=score_s,
         score_token_s=score_token_s,
         train_s=train_s,
@@ -184,6 +181,19 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
         sync_s=sync_s,
         other_s=other_s,
     )
+
+
+def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
+    """Seconds of an engine for a chunk. A stream's are its gaps, one chunk a prompt; a batch's are what its answers
+    take longer than the passes of the busiest engine, which has about as many prompts of each group as the others.
+    """
+    if config.trainer.scheduler == STREAM:
+        return float(table["perf/gap_s"].sum() / table["rollout/on_policy_sequences"].sum() * config.rollout.n)
+    more_s = float(np.mean(table["perf/answer_s"] - table["perf/engine_busy_max_s"]))
+    of_group = config.distill.on_policy_share * config.trainer.global_batch_size / sizes.dp
+    engines = min(sizes.engines, math.ceil(of_group))
+    n_chunks = sizes.dp * math.ceil(math.ceil(of_group / engines) * config.rollout.n / CHUNK_SIZE)
+    return max(0.0, more_s / (1 + n_chunks))
 
 
 def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:

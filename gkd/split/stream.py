@@ -138,11 +138,7 @@ class _Run:
         if plan != self._plans[number]:
             return
         self.n_events += 1
-        engine = self._engines[number]
-        for position in engine.run_to_finish():
-            self._left[position] -= 1
-            if not self._left[position]:
-                self._finish(position, number, engine.at_s)
+        self._finish_now(number)
         self._begin(number)
 
     def _run_events(self, until_s: float) -> None:
@@ -226,4 +222,5 @@ class _Run:
         for position in engine.run_to_finish():
             self._left[position] -= 1
             if not self._left[position]:
+                engine.at_s += self._rates.chunk_s
                 self._finish(position, number, engine.at_s)

@@ -124,7 +124,7 @@ class TimedEngine(RolloutEngine):
         time.sleep(self._stages.rates.sync_s)
         n_tokens = sum(len(s.prompt.token_ids) + s.n_written for s in self._moving)
         self._unread += n_tokens
-        self._meter.forgot(n_tokens)
+        self._meter.paused(n_tokens)
         self.policy_version = policy_version
         self._clock.start()
         return 8

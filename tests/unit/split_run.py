@@ -14,6 +14,7 @@ from gkd.config_load import config_yaml, load_config
 from gkd.metrics import MetricsWriter
 from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
+from gkd.split.batches import n_chunks as n_chunks_of
 from gkd.split.rates import Rates
 from gkd.stage_report import rollout_numbers, shares
 from gkd.step_report import step_numbers
@@ -69,7 +70,8 @@ def _one_step(config: Config, rates: Rates, lengths: np.ndarray, workers: int) -
     total = float((lengths + PROMPT).sum())
     groups = np.bincount(place % dp, lengths + PROMPT, dp)
     heaviest = total / dp if config.actor.balance else float(groups.max())
-    answer_s = max(usage.busy_s for usage in usages) + rates.answer_s
+    n_chunks = [n_chunks_of(place[place // dp % engines == e] % dp) for e in range(engines)]
+    answer_s = max(usage.busy_s for usage in usages) + rates.chunk_s * (1 + max(n_chunks))
     times = {
         "time/rollout_s": answer_s,
         "time/teacher_s": 0.01,
@@ -104,4 +106,4 @@ def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:
             meter.finished(1)
         running = [left for left in running if left]
     usage = meter.taken()
-    return EngineUsage(usage.busy_s, usage.n_passes, usage.products, np.array(lengths, np.int32))
+    return EngineUsage(usage.busy_s, rates.chunk_s * len(lengths), usage.products, np.array(lengths, np.int32))

@@ -23,7 +23,7 @@ RATES = Rates(
     pass_s=0.02,
     sequence_s=0.001,
     prefill_s=5e-5,
-    answer_s=0.03,
+    chunk_s=0.01,
     score_s=0.01,
     score_token_s=7e-4,
     train_s=0.1,
@@ -73,7 +73,9 @@ def test_a_stream_s_steps_may_have_finished_nothing(tmp_path: Path) -> None:
     """Fails if a step in which no response was finished has a length of zero."""
     folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    expected = read_run([folder]).workload.lengths
+    run = read_run([folder])
+    expected = run.workload.lengths
+    assert run.rates.chunk_s == pytest.approx(RATES.chunk_s)
     for name in [name for name in lines[-3] if "response_length_" in name and name.startswith("perf/")]:
         del lines[-3][name]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))

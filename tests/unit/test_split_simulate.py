@@ -22,7 +22,7 @@ RATES = Rates(
     pass_s=0.01,
     sequence_s=0.001,
     prefill_s=1e-4,
-    answer_s=0.02,
+    chunk_s=0.01,
     score_s=0.01,
     score_token_s=1e-4,
     train_s=0.1,
@@ -97,7 +97,7 @@ def test_chunks_leave_with_their_last_sequence(made: list[tuple[float, int]], si
 def test_sync_is_the_sum_and_the_others_are_the_longest() -> None:
     """Fails if a scheduler overlaps other stages than the loop does."""
     workload, sizes = work(fixed_lengths([100.0]), 8), Sizes(dp=1, engines=1, workers=4)
-    answers_s = 100 * (0.01 + 8 * 0.001) + 80 * 1e-4 + 0.02
+    answers_s = 100 * (0.01 + 8 * 0.001) + 80 * 1e-4 + 2 * 0.01  # one chunk
     scores_s = 2 * (0.01 + 110 * 1e-4)  # all eight come at once, to four workers
     train_s = 0.1 + 880 * 2e-4
     step_s = {name: simulate(name, sizes, workload, RATES).step_s for name in SCHEDULERS}
@@ -118,7 +118,7 @@ def test_sync_is_the_sum_and_the_others_are_the_longest() -> None:
     # one engine that always has eight sequences, and stands still while it takes new weights
     busy = replace(workload, max_num_seqs=8)
     rates = replace(RATES, prefill_s=0.0)
-    expected = 100 * (0.01 + 8 * 0.001) + RATES.sync_s
+    expected = 100 * (0.01 + 8 * 0.001) + 8 * RATES.chunk_s + RATES.sync_s
     assert simulate("stream", sizes, busy, rates).step_s == pytest.approx(expected, rel=0.03)
 
 

@@ -86,33 +86,42 @@ def test_an_engine_counts_what_its_passes_move_and_read() -> None:
         meter.added(n_prompt)
     meter.time_pass(one_pass)  # two of three begin
     meter.finished(1)
-    meter.forgot(9)
-    meter.time_pass(one_pass)  # the third begins, and 9 tokens are read again
+    now[0] += 0.125  # which is handed over
+    meter.time_pass(one_pass)  # the third begins
+    now[0] += 5.0
+    meter.paused(12)
+    meter.time_pass(one_pass)  # 12 tokens are read again
     usage = meter.taken()
-    assert (usage.n_passes, usage.busy_s) == (2, 1.0) and usage.response_lengths.tolist() == [1]
-    rows = np.array([[1, 2, 12, 0.5], [1, 2, 12, 0.5]])
+    assert (usage.busy_s, usage.gap_s) == (1.5, 0.125) and usage.response_lengths.tolist() == [1]
+    rows = np.array([[1, 2, 12, 0.5], [1, 2, 3, 0.5], [1, 2, 12, 0.5]])
     np.testing.assert_allclose(usage.products, rows.T @ rows)
     meter.added(4)
     meter.dropped(0)
     meter.added(6)
     meter.time_pass(one_pass)
     np.testing.assert_allclose(meter.taken().products[0], [1, 1, 6, 0.5])
-    assert meter.taken().n_passes == 0
+    meter.dropped(0)
+    now[0] += 5.0
+    meter.added(1)
+    meter.time_pass(one_pass)
+    assert meter.taken().gap_s == 0.0  # nothing was left to be moved
+    assert meter.taken().products[0, 0] == 0
 
 
 def test_the_pool_s_numbers_are_sums_and_quantiles() -> None:
     """Fails if the tuner fits its rates to other passes than the engines made."""
     row = np.array([1.0, 3.0, 10.0, 0.5])
     engines = [
-        EngineUsage(0.5, 1, np.outer(row, row), np.array([10, 20], np.int32)),
-        EngineUsage(1.0, 2, 2 * np.outer(row, row), np.array([30], np.int32)),
+        EngineUsage(0.5, 0.25, np.outer(row, row), np.array([10, 20], np.int32)),
+        EngineUsage(1.0, 0.5, 2 * np.outer(row, row), np.array([30], np.int32)),
     ]
     m = rollout_numbers(RolloutUsage(engines, 1.25))
     assert (m["perf/pass_n"], m["perf/pass_b"], m["perf/pass_bs"], m["perf/pass_pp"]) == (3, 9, 4.5, 300)
     assert (m["perf/engine_busy_max_s"], m["perf/answer_s"], m[LENGTH_MEAN]) == (1.0, 1.25, 20)
+    assert m["perf/gap_s"] == 0.75
     assert [m[quantile_name(q)] for q in (0, 50, 100)] == [10, 20, 30]
     assert shares(m | numbers(1, 0, 0, 2), "sync")["perf/rollout_busy_share"] == pytest.approx(1.5 / 2 / 2)
-    idle = rollout_numbers(RolloutUsage([EngineUsage(0.0, 0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0))
+    idle = rollout_numbers(RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0))
     assert LENGTH_MEAN not in idle and idle["perf/pass_n"] == 0
 
 

@@ -92,7 +92,7 @@ class World:
         return GreedyReport(0.5, [])
 
     def usage(self) -> RolloutUsage:
-        return RolloutUsage([EngineUsage(0.0, 0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0)
+        return RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0)
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         self.events.append("submit")
