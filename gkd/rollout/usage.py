@@ -7,6 +7,7 @@ grows with the number of passes. No ray and no vLLM here.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ class RolloutUsage:
 class PassMeter:
     """Times the passes of one engine, which begins waiting sequences in the order in which they came.
 
-    Not thread-safe but for `taken`, which may miss the pass that is being made.
+    One thread makes the passes; any may call `taken`, which does not wait for the pass that is being made.
 
     Args:
         max_running: sequences that a pass moves at most.
@@ -46,6 +47,7 @@ class PassMeter:
         self._max_running, self._clock = max_running, clock
         self._waiting: deque[int] = deque()  # prompt tokens of each sequence that no pass has moved
         self._n_running = 0
+        self._lock = threading.Lock()  # guards the sums: products, lengths, gap
         self._unread = 0  # tokens that the next pass reads besides new prompts
         self._products, self._lengths = np.zeros((4, 4)), list[int]()
         self._gap_s = 0.0
@@ -56,7 +58,8 @@ class PassMeter:
 
     def finished(self, n_response_tokens: int) -> None:
         self._n_running -= 1
-        self._lengths.append(n_response_tokens)
+        with self._lock:
+            self._lengths.append(n_response_tokens)
 
     def dropped(self, n_left: int) -> None:
         """Sequences were taken away; so many are left, of which those that came last still wait."""
@@ -78,17 +81,19 @@ class PassMeter:
             n_read += self._waiting.popleft()
             self._n_running += 1
         n_running, began_s = self._n_running, self._clock()
-        if self._ended_s is not None:
-            self._gap_s += began_s - self._ended_s
+        gap_s = 0.0 if self._ended_s is None else began_s - self._ended_s
         step()
         ended_s = self._clock()
         self._ended_s = ended_s if self._n_running or self._waiting else None
         x = np.array([1.0, n_running, n_read, ended_s - began_s])
-        self._products = self._products + np.outer(x, x)
+        with self._lock:
+            self._products += np.outer(x, x)
+            self._gap_s += gap_s
 
     def taken(self) -> EngineUsage:
         """All since the last call of this."""
-        products, self._products = self._products, np.zeros((4, 4))
-        lengths, self._lengths = self._lengths, list[int]()
-        gap_s, self._gap_s = self._gap_s, 0.0
+        with self._lock:
+            products, self._products = self._products, np.zeros((4, 4))
+            lengths, self._lengths = self._lengths, list[int]()
+            gap_s, self._gap_s = self._gap_s, 0.0
         return EngineUsage(float(products[0, 3]), gap_s, products, np.array(lengths, np.int32))

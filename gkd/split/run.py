@@ -43,8 +43,7 @@ class Run:
 
 
 def read_run(folders: Sequence[Path], *, workers: int = 0, last: int = 0) -> Run:
-    """The rates of one run, or of several that differ in rollout.max_num_seqs or the batch alone (the first one's
-    settings count).
+    """The rates of one run, or of several that differ in rollout.max_num_seqs alone (the first one's settings count).
 
     Args:
         workers: of the teacher; 0: as many as gpus.json names.
@@ -198,17 +197,18 @@ def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
 
 def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
     """Seconds of a worker for a sequence, and for a token of it."""
-    seconds = np.interp(np.log2(sizes.workers), np.log2(WORKERS), np.arange(len(WORKERS)))
-    below, above = int(np.floor(seconds)), int(np.ceil(seconds))
     columns = [table.get(busy_name(n)) for n in WORKERS]
-    if not columns[0].any():
+    timed = columns[0] > 0  # not those whose scores came out of a checkpoint
+    if not timed.any():
         raise table.lacks(busy_name(1))
     for i in range(1, len(columns)):  # no more questions were open at a time than the last number that is there
         columns[i] = np.maximum(columns[i], columns[i - 1])
-    share = (sizes.workers - WORKERS[below]) / max(1, WORKERS[above] - WORKERS[below])
-    busy_s = columns[below] * (1 - share) + columns[above] * share
-    sequences = table["rollout/sequences"]
-    tokens = table["rollout/response_tokens"] + table["rollout/prompt_tokens"]
+    below = max(i for i, n in enumerate(WORKERS) if n <= sizes.workers)
+    above = min(below + 1, len(WORKERS) - 1)
+    share = min(1.0, (sizes.workers - WORKERS[below]) / max(1, WORKERS[above] - WORKERS[below]))
+    busy_s = (columns[below] * (1 - share) + columns[above] * share)[timed]
+    sequences = table["rollout/sequences"][timed]
+    tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"])[timed]
     fitted = line(tokens / sequences, busy_s / sequences)
     if fitted.is_assumed:
         notes.append("scoring is taken as proportional to the tokens: the steps' mean lengths differ too little")

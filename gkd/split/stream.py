@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -92,14 +92,12 @@ class _Run:
     def _busy(self, train_s: float) -> dict[str, float]:
         return {"rollout": sum(e.busy_s for e in self._engines), "teacher": self._teacher.busy_s, "actor": train_s}
 
-    def _admit(self, positions: Iterable[int], now_s: float) -> None:
+    def _admit(self, positions: Sequence[int], now_s: float) -> None:
         """Each to the least busy engine, as `gkd.rollout.stream.least_busy` does; those may begin some at once."""
-        counts = [(n, engine) for engine, n in enumerate(self._unfinished_prompts)]
-        heapq.heapify(counts)
-        # In whole batches, so that each step has its own distribution of lengths.
-        positions = list(positions)
         if not positions:
             return
+        counts = [(n, engine) for engine, n in enumerate(self._unfinished_prompts)]
+        heapq.heapify(counts)
         n = self._workload.n
         lengths = self._workload.lengths.draw(self._rng, len(positions) * n, self._version).reshape(-1, n)
         given: dict[int, list[int]] = {}

@@ -82,6 +82,7 @@ def _ranked(args: argparse.Namespace, *, check_memory: CheckMemory | None) -> in
         seed=args.seed,
         progress=_progress,
     )
+    _progress("")
     facts = _facts(run)
     if args.json:
         print(json.dumps(as_json(ranking, own, facts), indent=1), flush=True)
@@ -137,8 +138,9 @@ def _workload(run: Run, lengths: tuple[float, float] | None) -> Workload:
 
 
 def _progress(text: str) -> None:
+    """On a terminal, over the line before; the last one is left empty."""
     if sys.stderr.isatty():
-        print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
+        print(f"\r{text:60}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def _calibrated(args: argparse.Namespace) -> Run:
