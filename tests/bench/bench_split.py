@@ -1,6 +1,6 @@
 """Is the split tuner right? One run's metrics predict the step times of all other splits; then those are measured.
 
-    python -m tests.bench.bench_split [--json docs/results/split_cpu.json] [--steps 20]
+    python -m tests.bench.bench_split [--json docs/results/split_cpu.json] [--steps 14]
 
 The real loop with its real schedulers and Ray actors in pools of eight process slots; the stages hold for the time that
 so many tokens would take (`tests.bench.timed_roles`). The tuner sees one run's folder, as a user's would, and never the
@@ -50,20 +50,20 @@ from tests.bench.timed_roles import (
 
 log = get_logger("bench_split")
 # (actor, rollout, teacher) of eight slots.
-SPLITS = ((3, 3, 2), (1, 6, 1), (2, 4, 2), (4, 3, 1), (1, 4, 3), (5, 2, 1))
+SPLITS = ((3, 3, 2), (1, 6, 1), (2, 4, 2), (4, 3, 1), (1, 4, 3), (5, 2, 1), (2, 2, 4))
 CALIBRATED = ((3, 3, 2), "sync")
 SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
 STAGES = Stages(
     Rates(
-        pass_s=0.012,
-        sequence_s=0.0006,
-        prefill_s=0.00003,
+        pass_s=0.020,
+        sequence_s=0.0010,
+        prefill_s=0.00005,
         chunk_s=0.0,
-        score_s=0.006,
-        score_token_s=0.0004,
-        train_s=0.06,
-        train_token_s=0.00055,
-        sync_s=0.03,
+        score_s=0.010,
+        score_token_s=0.0007,
+        train_s=0.10,
+        train_token_s=0.0009,
+        sync_s=0.05,
         other_s=0.0,
     ),
     mean_tokens=24.0,
@@ -141,7 +141,7 @@ def measured_step_s(folder: Path) -> tuple[float, float]:
     A stream's steps are long and short by turns: those of a staleness bound share what they wait for. So pairs count.
     """
     steps = [line["time/step_s"] for line in read_metrics(folder / "metrics.jsonl") if "loss/total" in line]
-    steps = steps[WARM_UP + 2 : -2]
+    steps = steps[WARM_UP:-2]
     times = np.array(steps[len(steps) % 2 :]).reshape(-1, 2).mean(1)
     return float(times.mean()), float(times.std(ddof=1) / np.sqrt(len(times)))
 
@@ -203,7 +203,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here, too")
-    parser.add_argument("--steps", type=int, default=18, help="of each run; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=14, help="of each run; default: %(default)s")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, and take those that are there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_split.") as root:
