@@ -40,7 +40,7 @@ def plot(ranking: Ranking, own: Candidate, file: Path, top: int) -> None:
     busy.set_xlabel("share of the time that the pool is busy")
     busy.set_xlim(0, 1)
     for axes in (waits, busy):
-        axes.legend(loc="lower right", fontsize="small")
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize="small", frameon=False)
         axes.grid(axis="x", alpha=0.3)
     figure.savefig(file, format="png", dpi=110)
 
