@@ -71,7 +71,9 @@ def _ranked(args: argparse.Namespace, *, check_memory: CheckMemory | None) -> in
     own_scheduler = run.config.trainer.scheduler
     own = simulated(run.config, own_split, own_scheduler, workload, run.rates, check_memory, args.seed)
     if own is None:
-        raise ConfigError("--run", args.run, "its own settings are refused.", "see `python -m gkd.main_gkd`.")
+        raise ConfigError(
+            "--run", args.run or args.calibrate, "its own settings are refused.", "see `python -m gkd.main_gkd`."
+        )
     ranking = search(
         run.config,
         hardware,
@@ -134,7 +136,8 @@ def _rate(token_s: float) -> str:
 def _workload(run: Run, lengths: tuple[float, float] | None) -> Workload:
     if lengths is None:
         return run.workload
-    return replace(run.workload, lengths=lognormal(*lengths, longest=_LONGEST))
+    longest = run.config.data.max_response_length
+    return replace(run.workload, lengths=lognormal(*lengths, longest=longest))
 
 
 def _progress(text: str) -> None:
@@ -232,7 +235,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="that the run had; default: as in gpus.json",
     )
     parser.add_argument("--schedulers", type=_schedulers, default=SCHEDULERS, metavar="A,B", help="default: all")
-    parser.add_argument("--lengths", type=_lengths, metavar="MEAN,SIGMA", help="response lengths; default: the run's")
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="MEAN,SIGMA",
+        help="response lengths, cut at the run's longest; default: its own",
+    )
     parser.add_argument("--last", type=_at_least(1), default=0, metavar="N", help="steps of the run; default: all")
     parser.add_argument("--calibration-dir", metavar="DIR", help="keep the runs of --calibrate here; a new folder")
     parser.add_argument("--top", type=_at_least(1), default=10, metavar="N", help="rows; default: %(default)s")
