@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gkd.rollout.usage import RolloutUsage
 from gkd.types import Prompt
 
 
@@ -42,6 +43,14 @@ class PendingScores:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreTimes:
+    """When the teacher was asked about a chunk, and when it had answered each sequence; seconds, the host's clock."""
+
+    asked_s: float
+    answered_s: tuple[float, ...]  # [n_sequences]
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredChunk:
     """A rollout chunk and the handle of the teacher's scores for it."""
 
@@ -49,6 +58,7 @@ class ScoredChunk:
     ref: Any  # of list[TeacherScores], in the same order; only the last pipeline stage fetches it
     teacher_mass: float | None  # mean over positions of the teacher's mass on its top-k; None: it gave no such list
     n_teacher_bytes: int
+    times: ScoreTimes | None = None  # None: it was scored before the run resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +180,10 @@ class RolloutRole(Protocol):
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         """Answer greedily, compare with the reference answers, keep the first `n_samples` answers."""
+        ...
+
+    def usage(self) -> RolloutUsage:
+        """What the engines did since the last call; waits for a batch that is being answered."""
         ...
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gkd.metrics import StageTimers
 from gkd.roles import ScoredChunk, SyncReport, TrainStats
+from gkd.stage_report import shares, teacher_busy, waited_for
 
 
 def staleness_numbers(batch: Sequence[ScoredChunk], step: int) -> dict[str, float]:
@@ -39,9 +40,11 @@ def step_numbers(
         "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
         "rollout/response_tokens": float(n_tokens),
         "rollout/response_length_mean": n_tokens / n_sequences,
+        "perf/group_tokens_max": float(_heaviest(batch)),
         "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
+        **teacher_busy(batch),
         **staleness,
         "weight_sync/bytes": float(report.n_bytes),
         "weight_sync/verified_tensors": float(report.verified_tensors),
@@ -49,16 +52,27 @@ def step_numbers(
     }
 
 
-def with_rate(numbers: dict[str, float], timers: StageTimers) -> dict[str, float]:
-    """The step's times so far, and its response tokens a second."""
+def _heaviest(batch: Sequence[ScoredChunk]) -> int:
+    """Tokens of the data-parallel group that has most, as they were written; `gkd.balance` may even them out."""
+    tokens: dict[int, int] = {}
+    for chunk in (c.rollouts for c in batch):
+        tokens[chunk.dp_rank] = tokens.get(chunk.dp_rank, 0) + chunk.n_prompt_tokens + chunk.n_response_tokens
+    return max(tokens.values())
+
+
+def with_rate(numbers: dict[str, float], timers: StageTimers, scheduler: str) -> dict[str, float]:
+    """The step's times so far, its response tokens a second, and who held it up."""
     times = timers.report()
-    return times | {"perf/response_tokens_per_s": numbers["rollout/response_tokens"] / times["time/step_s"]}
+    rate = {"perf/response_tokens_per_s": numbers["rollout/response_tokens"] / times["time/step_s"]}
+    return times | rate | shares(numbers | times, scheduler)
 
 
-def step_line(step: int, total: int, m: dict[str, float]) -> str:
+def step_line(step: int, total: int, m: dict[str, float], scheduler: str) -> str:
     """One line a step for people; the stages' seconds are those that the loop waited for them."""
+    pool, share = waited_for(m, scheduler)
     stages = " ".join(f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync"))
     return (
         f"step {step}/{total}  loss {m['loss/total']:.4f}  grad {m['optim/grad_norm']:.3f}  "
-        f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})"
+        f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})  "
+        f"waits for {pool} {share:.0%}"
     )

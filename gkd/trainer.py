@@ -27,6 +27,7 @@ from gkd.sampler import PromptSampler
 from gkd.saver import Saver
 from gkd.schedule import STREAM
 from gkd.sources import BatchSource
+from gkd.stage_report import rollout_numbers
 from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
 from gkd.streaming import Streaming
 from gkd.types import Prompt
@@ -98,9 +99,9 @@ class Trainer:
                     if self._evaluation_is_due():
                         numbers |= self._evaluate(timers)
                 finally:  # the step has been made, also if the teacher is lost in its evaluation
-                    numbers |= with_rate(numbers, timers)
+                    numbers |= with_rate(numbers, timers, self.config.trainer.scheduler)
                     metrics.write(self.step, numbers)
-                log.info(step_line(self.step, self.total_steps, numbers))
+                log.info(step_line(self.step, self.total_steps, numbers, self.config.trainer.scheduler))
             self._end(metrics)
         except LateError as late:
             error = self.roles.explained(late)  # first of all: they may not hang much longer
@@ -131,7 +132,9 @@ class Trainer:
         self.source.settle(timers)
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
-        return step_numbers(batch, stats, report, staleness)
+        with timers("usage"):
+            usage = self.roles.rollout.usage()
+        return step_numbers(batch, stats, report, staleness) | rollout_numbers(usage)
 
     def _staleness(self, batch: Sequence[ScoredChunk]) -> dict[str, float]:
         """Raises NumericsError: a rollout is older than the scheduler promises. It is not trained on."""
@@ -163,6 +166,7 @@ class Trainer:
                 report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
                 numbers["eval/accuracy"] = report.accuracy
                 self.folder.write_samples(self.step, report.samples)
+            self.roles.rollout.usage()  # what the evaluation was for the engines is no part of the next step's
         log.info("step %d: held out: %s", self.step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
         return numbers
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from gkd.cluster.places import Card, visible_ids
+from gkd.errors import ConfigError
 from gkd.log import get_logger
 
 log = get_logger("gpus")
@@ -28,6 +30,20 @@ def machine_cards() -> list[Card]:
     """
     cards = parse_cards(_ask(_CARDS))
     return with_processes(cards, _ask(_PROCESSES)) if cards else []
+
+
+def card_bytes(gpu_gib: float | None) -> int | None:
+    """Memory of the cards that a tool plans for: what was given, else this machine's smallest; None: it has none.
+
+    Raises:
+        ConfigError: `gpu_gib`, of `--gpu-gib`, is no size.
+    """
+    if gpu_gib is None:
+        sizes = [card.memory_total_mib for card in machine_cards() if card.memory_total_mib]
+        return min(sizes) << 20 if sizes else None
+    if not (math.isfinite(gpu_gib) and gpu_gib > 0):
+        raise ConfigError("--gpu-gib", gpu_gib, "a card has some memory.", "give its size in GiB, for example 80.")
+    return round(gpu_gib * 2**30)
 
 
 def visible_cards(visible: str | None, machine: Sequence[Card]) -> tuple[Card, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from gkd.config import RolloutConfig
 from gkd.errors import ClusterError, DataError
+from gkd.rollout.usage import EngineUsage, PassMeter
 from gkd.types import Prompt, Rollout, VersionSpan
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.transfer import GroupSpec
@@ -106,6 +107,7 @@ class RolloutEngine:
         self._serial = 0
         self._running: dict[str, _Request] = {}
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
+        self._meter = PassMeter(config.max_num_seqs)
         self.llm = LLM(
             model=model_path,
             dtype=dtype,
@@ -194,6 +196,7 @@ class RolloutEngine:
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
                 self._running[request_id] = _Request(owner, prompt, index, engine_id)
+                self._meter.added(len(prompt.token_ids))
 
     @property
     def n_running(self) -> int:
@@ -202,6 +205,13 @@ class RolloutEngine:
 
     def step(self) -> None:
         """One forward pass for all that run; what is finished by it waits for its owner's `take`."""
+        self._meter.time_pass(self._step)
+
+    def usage(self) -> EngineUsage:
+        """What it did since it was last asked; from any thread."""
+        return self._meter.taken()
+
+    def _step(self) -> None:
         for output in self.llm.llm_engine.step():
             if output.finished:
                 request = self._running.pop(output.request_id)
@@ -219,6 +229,7 @@ class RolloutEngine:
         for request_id in mine:
             del self._running[request_id]
         self._finished.pop(owner, None)
+        self._meter.dropped(len(self._running))
 
     def _rollout(self, request: _Request, completion: Any) -> Rollout:
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
@@ -226,6 +237,7 @@ class RolloutEngine:
         # logprobs=0 keeps the sampled token only (it may stand beside the top one): its first entry a position
         sampled = np.asarray([flat.logprobs[start] for start in flat.start_indices], dtype=np.float32)
         request.written(len(tokens), self.policy_version)
+        self._meter.finished(len(tokens))
         return Rollout(
             prompt_id=request.prompt.prompt_id,
             sample_index=request.index,
@@ -249,8 +261,13 @@ class RolloutEngine:
         self._land()
         n_bytes = self.llm.collective_rpc("gkd_receive", args=(plans,))[0]
         states = self.llm.llm_engine.output_processor.request_states
+        n_forgotten = 0
         for request in self._running.values():
-            request.written(states[request.engine_id].detokenizer.num_output_tokens(), self.policy_version)
+            n_written = states[request.engine_id].detokenizer.num_output_tokens()
+            request.written(n_written, self.policy_version)
+            if n_written:  # what no pass has moved yet has nothing in the cache
+                n_forgotten += len(request.prompt.token_ids) + n_written
+        self._meter.paused(n_forgotten)
         self._forget_prefixes()
         self.policy_version = policy_version
         return int(n_bytes)

@@ -17,6 +17,7 @@ from gkd.rollout.asked import encode_prompts
 from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.rollout.engine import Sampling
 from gkd.rollout.stream import EngineStreams, next_chunk
+from gkd.rollout.usage import RolloutUsage
 from gkd.types import Prompt
 
 
@@ -31,6 +32,7 @@ class RolloutPool:
         self.workers, self._config, self._dp_size = list(workers), config, dp_size
         self._eos_ids: frozenset[int] = frozenset()
         self._stream: EngineStreams | None = None
+        self._answer_s = 0.0  # in `generate`, since `usage` was last called
 
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
         """Start building all engines; returns refs by name, to be gathered."""
@@ -63,7 +65,7 @@ class RolloutPool:
                 )
                 streams[stream] = f"rollout engine {engine}"
         timeout_s = config.trainer.stage_timeout_s
-        heard = time.monotonic()
+        began = heard = time.monotonic()
         while streams:
             left_s = max(0.0, heard + timeout_s - time.monotonic())
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)
@@ -76,6 +78,7 @@ class RolloutPool:
                 del streams[ready[0]]
             else:
                 yield chunk
+        self._answer_s += time.monotonic() - began
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> EngineStreams:
         """Raises ClusterError: a stream is open already, or an engine died or did not answer in time."""
@@ -115,3 +118,10 @@ class RolloutPool:
         samples = sorted((s for _, part in answered.values() for s in part), key=lambda s: s.prompt_id)
         accuracy = sum(n_correct for n_correct, _ in answered.values()) / len(prompts)
         return GreedyReport(accuracy, samples[:n_samples])
+
+    def usage(self) -> RolloutUsage:
+        """Raises ClusterError: an engine died."""
+        refs = {f"rollout engine {i}": worker.usage.remote() for i, worker in enumerate(self.workers)}
+        engines = gather(refs, "usage", self._config.trainer.stage_timeout_s)
+        answer_s, self._answer_s = self._answer_s, 0.0
+        return RolloutUsage(list(engines.values()), answer_s)

@@ -21,6 +21,7 @@ from gkd.rollout.asked import decode_prompts
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.engine import ENGINE_PHASES, RolloutEngine, Sampling
 from gkd.rollout.engine_loop import EngineLoop
+from gkd.rollout.usage import EngineUsage
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.transfer import GroupSpec
@@ -166,6 +167,10 @@ class RolloutWorker:
 
     def digests(self) -> dict[str, str]:
         return self._do(self._engine.digests)
+
+    def usage(self) -> EngineUsage:
+        """What the engine did since it was last asked."""
+        return self._engine.usage()
 
     def _do(self, what: Callable[[], T], *, vital: bool = False) -> T:
         return what() if self._loop is None else self._loop.call(what, vital=vital)

@@ -7,14 +7,16 @@ each sequence follows from teacher.signal and the loss (`gkd.loss.spec.teacher_s
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.manifest import digest_file
 from gkd.recorded import read_sequences, write_sequences
-from gkd.roles import FileDigest
+from gkd.roles import FileDigest, ScoreTimes
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherScores
@@ -38,18 +40,23 @@ _SUMMARY = struct.Struct("<dq")
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """What the driver learns of a chunk's scores; it goes there as 16 raw bytes."""
+    """What the driver learns of a chunk's scores: 16 raw bytes, and for the times 8 and 8 a sequence."""
 
     mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was asked for
     n_bytes: int  # of all arrays
+    times: ScoreTimes | None = field(default=None, compare=False)  # None: read from a checkpoint
 
     def encode(self) -> bytes:
-        return _SUMMARY.pack(float("nan") if self.mass is None else self.mass, self.n_bytes)
+        times = () if self.times is None else (self.times.asked_s, *self.times.answered_s)
+        head = _SUMMARY.pack(float("nan") if self.mass is None else self.mass, self.n_bytes)
+        return head + np.array(times, "<f8").tobytes()
 
     @classmethod
     def decode(cls, data: bytes) -> ScoreSummary:
-        mass, n_bytes = _SUMMARY.unpack(data)
-        return cls(None if math.isnan(mass) else mass, n_bytes)
+        mass, n_bytes = _SUMMARY.unpack_from(data)
+        asked_s, *answered_s = np.frombuffer(data, "<f8", offset=_SUMMARY.size).tolist() or (None,)
+        times = None if asked_s is None else ScoreTimes(asked_s, tuple(answered_s))
+        return cls(None if math.isnan(mass) else mass, n_bytes, times)
 
 
 class ScoringEndpoint:
@@ -114,16 +121,21 @@ class ScoringEndpoint:
         if self._gone is not None:  # the run ends: what waited for a thread must not wait for the teacher once more
             raise self._gone
         teacher = self._client()
+        asked_s = time.time()
+        answered_s = [asked_s] * len(rollouts)
         try:
             if self._signals == ("logits",):
                 # One stream a thread: each sequence's rows are large, and what came too early would wait in memory.
-                scores = [TeacherScores(logits=self._logits(teacher, rollout)) for rollout in rollouts]
+                scores = []
+                for index, rollout in enumerate(rollouts):
+                    scores.append(TeacherScores(logits=self._logits(teacher, rollout)))
+                    answered_s[index] = time.time()
             else:
-                scores = self._all_at_once(teacher, rollouts)
+                scores = self._all_at_once(teacher, rollouts, answered_s)
         except TeacherUnavailable as error:
             self._gone = error
             raise
-        return scores, _summary(scores).encode()
+        return scores, _summary(scores, ScoreTimes(asked_s, tuple(answered_s))).encode()
 
     def record(self, file: str, n_chunks: int, *parts: Any) -> dict[str, FileDigest]:
         """Write chunks of rollouts, and their scores, into one file, and flush it.
@@ -202,13 +214,20 @@ class ScoringEndpoint:
             raise TeacherError("the teacher's LM head holds a NaN or an infinity")
         return head
 
-    def _all_at_once(self, teacher: ZmqTeacher, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
-        """Every request of every sequence handed to the client, which keeps `n_in_flight` of them at the server."""
+    def _all_at_once(
+        self, teacher: ZmqTeacher, rollouts: Sequence[Rollout], answered_s: list[float]
+    ) -> list[TeacherScores]:
+        """Every request of every sequence handed to the client, which keeps `n_in_flight` of them at the server.
+
+        Writes into `answered_s` when each sequence's last answer came.
+        """
         asked: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, its table)
         try:
             for index, rollout in enumerate(rollouts):
                 for signal in self._signals:
-                    asked.append((index, _FIELDS[signal], self._submit(teacher, rollout, signal)))
+                    future = self._submit(teacher, rollout, signal)
+                    future.add_done_callback(functools.partial(_note_time, answered_s, index))
+                    asked.append((index, _FIELDS[signal], future))
             for future in wait([future for *_, future in asked], return_when=FIRST_EXCEPTION).done:
                 future.result()  # raises what ended the wait early
             tables: list[dict[str, Any]] = [{} for _ in rollouts]
@@ -233,7 +252,11 @@ class ScoringEndpoint:
         return logits
 
 
-def _summary(scores: Sequence[TeacherScores]) -> ScoreSummary:
+def _note_time(answered_s: list[float], index: int, _: Future[Any]) -> None:
+    answered_s[index] = time.time()
+
+
+def _summary(scores: Sequence[TeacherScores], times: ScoreTimes | None = None) -> ScoreSummary:
     n_bytes, masses = 0, []
     for score in scores:
         arrays = [score.sampled_logprobs, score.logits, score.hidden]
@@ -241,4 +264,4 @@ def _summary(scores: Sequence[TeacherScores]) -> ScoreSummary:
             arrays += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass, score.topk.counts]
             masses.append(float(np.exp(score.topk.topk_logprobs, dtype=np.float64).sum()))
         n_bytes += sum(array.nbytes for array in arrays if array is not None)
-    return ScoreSummary(sum(masses) if masses else None, n_bytes)
+    return ScoreSummary(sum(masses) if masses else None, n_bytes, times)

@@ -39,6 +39,7 @@ class ScoringPool:
                 p.ref,
                 None if summary.mass is None else summary.mass / p.rollouts.n_response_tokens,
                 summary.n_bytes,
+                summary.times,
             )
             for p, summary in zip(pending, summaries, strict=True)
         ]

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.cards import machine_cards
+from gkd.cluster.cards import card_bytes
 from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.config_load import load_config
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     try:
-        card_bytes = _card_bytes(args.gpu_gib)
+        card = card_bytes(args.gpu_gib)
         config = load_config(args.config, args.overrides)
         check_config(config)
         student = read_model_folder(config.model.path, "model.path")
@@ -48,18 +47,18 @@ def main(argv: list[str] | None = None) -> int:
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    problems = [] if card_bytes is None else check(found, card_bytes, config)
+    problems = [] if card is None else check(found, card, config)
     known = reference(student.shape) if student.shape.is_exact() else {}
     if args.json:
         extra: dict[str, Any] = {"reference": known}
-        print(json.dumps(as_json(found, card_bytes, problems, extra), indent=1), flush=True)
+        print(json.dumps(as_json(found, card, problems, extra), indent=1), flush=True)
     else:
-        lines = [footprint_table(found, card_bytes), kv_line(found, student.shape, card_bytes, config)]
+        lines = [footprint_table(found, card), kv_line(found, student.shape, card, config)]
         if known:
             lines.append(reference_table(known))
         lines += [f"TOO LARGE {problem}" for problem in problems]
         if not problems:
-            lines.append("it fits" if card_bytes else "no card to compare with: give its memory with --gpu-gib")
+            lines.append("it fits" if card else "no card to compare with: give its memory with --gpu-gib")
         print("\n".join(lines), flush=True)
     return 1 if problems else 0
 
@@ -71,16 +70,6 @@ def _footprints(config: Config, student: ModelFolder, teacher: ModelFolder | Non
         longest = config.data.max_prompt_length + config.data.max_response_length
         found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
     return found
-
-
-def _card_bytes(gpu_gib: float | None) -> int | None:
-    """Of the smallest card that nvidia-smi sees where nothing is given; None without one."""
-    if gpu_gib is None:
-        sizes = [card.memory_total_mib for card in machine_cards() if card.memory_total_mib]
-        return min(sizes) << 20 if sizes else None
-    if not (math.isfinite(gpu_gib) and gpu_gib > 0):
-        raise ConfigError("--gpu-gib", gpu_gib, "a card has some memory.", "give its size in GiB, for example 80.")
-    return round(gpu_gib * 2**30)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -50,6 +50,19 @@ def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
     assert sorted(p.name for p in (base_run / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
 
 
+def test_what_each_pool_did_is_counted(base_run: Path) -> None:
+    """If it fails, the split tuner fits its rates to other passes, prompts or scores than the real engines made."""
+    for step in range(1, 5):
+        m = steps_of(base_run)[step]
+        assert m["perf/pass_b"] == m["rollout/response_tokens"], "each sequence of a pass is a token"
+        assert m["perf/pass_p"] == m["rollout/prompt_tokens"]
+        longest, mean = m["perf/response_length_q100"], m["perf/response_length_mean"]
+        assert longest <= m["perf/pass_n"] <= longest + 2 and mean == m["rollout/response_length_mean"]
+        assert 0 < m["perf/pass_s"] == m["perf/engine_busy_max_s"] < m["perf/answer_s"] <= m["time/rollout_s"] + 0.1
+        assert 0 < m["perf/teacher_busy_1_s"] < m["time/rollout_s"] + m["time/teacher_s"]
+        assert m["perf/waited_rollout_share"] == pytest.approx(m["time/rollout_s"] / m["time/step_s"])
+
+
 def test_who_sat_where_is_kept(base_run: Path) -> None:
     """If it fails, a run cannot tell afterwards, or `check_gpus --running` beside it, which rank had which GPU."""
     table = survey_of((base_run / "gpus.json").read_bytes(), "gpus.json")

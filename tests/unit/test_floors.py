@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/metrics.py", "teacher_server/serve.py"),
     "yaml": ("teacher_server/settings.py",),
+    "matplotlib": ("gkd/split/plot.py",),
 }
 HEAVY = frozenset(ALLOWED)
 # All that the trainer may know of the teacher server: what both ends of the wire must agree on.
@@ -68,6 +69,7 @@ WITHOUT_TORCH = {
     "gkd/roles.py",
     "gkd/schedule.py",
     "gkd/sources.py",
+    "gkd/stage_report.py",
     "gkd/step_report.py",
     "gkd/streaming.py",
     "gkd/sampler.py",
@@ -79,6 +81,7 @@ WITHOUT_TORCH = {
     "gkd/manifest.py",
     "gkd/rollout/asked.py",
     "gkd/rollout/chunks.py",
+    "gkd/rollout/usage.py",
     "gkd/export_folder.py",
     "gkd/footprint/__init__.py",
     "gkd/footprint/activations.py",
@@ -110,7 +113,13 @@ WITHOUT_TORCH = {
     "gkd/cluster/verdicts.py",
     "gkd/tools/check_gpus.py",
     "gkd/tools/memory.py",
+    "gkd/tools/split.py",
     "gkd/trainer.py",
+    *(
+        f"gkd/split/{name}.py"
+        for name in ("batches", "engine", "estimate", "fit", "layout", "outcome", "plot", "rates")
+    ),
+    *(f"gkd/split/{name}.py" for name in ("run", "search", "simulate", "stream", "table", "teacher")),
     "gkd/teacher/base.py",
     "gkd/teacher/client.py",
     "gkd/teacher/endpoint.py",
@@ -137,6 +146,7 @@ WIRING = {
     "gkd.preflight",
     "gkd.tools.check_gpus",
     "gkd.tools.memory",
+    "gkd.tools.split",
     "teacher_server.main",
     "teacher_server.serve",
 }
@@ -283,7 +293,8 @@ def test_footprints_are_pure() -> None:
 def test_the_loop_knows_the_others_only_as_protocols() -> None:
     """If it fails, the loop reaches into a role instead of asking it, and can no longer be read or tested alone."""
     pure = {"config", "errors", "log", "metrics", "mixing", "roles", "sampler", "types"}
-    pure |= {"checkpoints", "disk", "run_folder", "saver", "schedule", "step_report", "background", "manifest"}
+    pure |= {"checkpoints", "disk", "run_folder", "saver", "schedule", "stage_report", "step_report", "background"}
+    pure |= {"manifest"}
     loop = ("trainer", "answering", "batches_ahead", "replay", "sources", "streaming")
     for name in loop:
         used = {m.split(".")[1] for m in _imports(ROOT / "gkd" / f"{name}.py") if m.startswith("gkd.")}

@@ -7,6 +7,7 @@ import pytest
 from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
+from gkd.roles import ScoreTimes
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.pool import CHUNK_SIZE
 from gkd.teacher.endpoint import ScoreSummary
@@ -40,7 +41,8 @@ def test_the_smallest_list_of_rollouts_or_scores_is_over_the_limit(bulk: object)
 def test_what_the_driver_reads_of_a_chunk_is_under_the_limit() -> None:
     """Fails if each fetch of a few bytes takes the way through an object store, over the network where there is one."""
     sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * CHUNK_SIZE, 0))
-    assert n_bytes(sizes) < INLINE_BYTES and n_bytes(ScoreSummary(1.0, 2).encode()) < INLINE_BYTES
+    summary = ScoreSummary(1.0, 2, ScoreTimes(0.0, (1.0,) * CHUNK_SIZE))
+    assert n_bytes(sizes) < INLINE_BYTES and n_bytes(summary.encode()) < INLINE_BYTES
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
@@ -51,5 +53,8 @@ def test_the_limit_is_in_the_workers_environment(on_cpu: bool) -> None:
 
 @pytest.mark.parametrize("summary", [ScoreSummary(0.25, 2**40), ScoreSummary(None, 0)])
 def test_a_summary_of_scores_arrives_as_it_was_sent(summary: ScoreSummary) -> None:
-    """Fails if teacher/topk_mass or teacher/score_bytes is not what the endpoint counted."""
+    """Fails if teacher/topk_mass or teacher/score_bytes is not what the endpoint counted, or the times are lost."""
     assert ScoreSummary.decode(summary.encode()) == summary and len(summary.encode()) == 16
+    times = ScoreTimes(1.7e9 + 2**-10, (1.7e9 + 0.5, 1.7e9 + 0.25))
+    timed = ScoreSummary(summary.mass, summary.n_bytes, times)
+    assert ScoreSummary.decode(timed.encode()).times == times and len(timed.encode()) == 16 + 8 * 3

@@ -16,6 +16,7 @@ from gkd.config_load import load_config
 from gkd.errors import ClusterError
 from gkd.metrics import StageTimers
 from gkd.roles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.rollout.usage import RolloutUsage
 from gkd.sampler import PromptSampler
 from gkd.streaming import Streaming
 from gkd.types import Prompt
@@ -84,6 +85,9 @@ class Engines:
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         raise AssertionError("nobody evaluates here")
+
+    def usage(self) -> RolloutUsage:
+        raise AssertionError("the loop asks")
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         self.submitted.append(chunk.ref)

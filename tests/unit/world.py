@@ -27,6 +27,7 @@ from gkd.roles import (
     SyncReport,
     TrainStats,
 )
+from gkd.rollout.usage import EngineUsage, RolloutUsage
 from gkd.run_folder import open_run_folder
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
@@ -89,6 +90,9 @@ class World:
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
         self.events.append("greedy")
         return GreedyReport(0.5, [])
+
+    def usage(self) -> RolloutUsage:
+        return RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0)
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         self.events.append("submit")

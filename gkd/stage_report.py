@@ -1,0 +1,113 @@
+"""What each pool did in a step, whatever the loop waited for: the numbers that `gkd.split.rates` reads.
+
+The stages' own times (`time/`) say what the loop waited. That is what a stage takes only under trainer.scheduler: sync;
+elsewhere the engines and the teacher work beside the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gkd.roles import ScoredChunk
+from gkd.rollout.usage import RolloutUsage
+from gkd.schedule import AHEAD
+
+# Points of the distribution of response lengths that are kept, per cent.
+QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
+# Sums over the engines' passes, see `gkd.rollout.usage.PassMeter`: name -> place in the products of (1, b, p, s).
+PASS_SUMS = {
+    "perf/pass_n": (0, 0),
+    "perf/pass_b": (0, 1),
+    "perf/pass_p": (0, 2),
+    "perf/pass_s": (0, 3),
+    "perf/pass_bb": (1, 1),
+    "perf/pass_bp": (1, 2),
+    "perf/pass_bs": (1, 3),
+    "perf/pass_pp": (2, 2),
+    "perf/pass_ps": (2, 3),
+}
+# Teachers of so many workers would have been busy with the questions that were open; see `teacher_busy`.
+WORKERS = tuple(2**i for i in range(13))
+LENGTH_MEAN = "perf/response_length_mean"  # of what the engines finished in this step
+_BLOCKED = 0.05  # share of a step; who is waited for less long than this holds nobody up
+
+
+def quantile_name(percent: int) -> str:
+    return f"perf/response_length_q{percent:02d}"
+
+
+def busy_name(n_workers: int) -> str:
+    return f"perf/teacher_busy_{n_workers}_s"
+
+
+def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
+    """The engines' passes, how long the batch's answers took, and how long those answers are."""
+    engines = usage.engines
+    products = sum((engine.products for engine in engines), np.zeros((4, 4)))
+    lengths = np.concatenate([np.zeros(0, np.int32), *(engine.response_lengths for engine in engines)])
+    numbers = {name: float(products[place]) for name, place in PASS_SUMS.items()}
+    numbers["perf/gap_s"] = sum(engine.gap_s for engine in engines)
+    numbers["perf/engines"] = float(len(engines))
+    numbers["perf/engine_busy_max_s"] = max((engine.busy_s for engine in engines), default=0.0)
+    numbers["perf/answer_s"] = usage.answer_s
+    if lengths.size:
+        points = np.percentile(lengths, QUANTILES)
+        numbers[LENGTH_MEAN] = float(lengths.mean())
+        numbers |= {quantile_name(q): float(x) for q, x in zip(QUANTILES, points, strict=True)}
+    return numbers
+
+
+def teacher_busy(batch: Sequence[ScoredChunk]) -> dict[str, float]:
+    """Seconds of work that this batch was for a teacher of 1, 2, 4 ... workers: the integral of
+    min(open questions, workers) over time. Which of them is right, whoever knows the number of workers can say.
+
+    Nothing where no chunk has its times.
+    """
+    times = [chunk.times for chunk in batch if chunk.times is not None]
+    if not times:
+        return {}
+    asked = [(t.asked_s, len(t.answered_s)) for t in times]
+    changes = sorted([*asked, *((s, -1) for t in times for s in t.answered_s)])
+    at, change = np.array(changes).T
+    n_open, lasted_s = np.cumsum(change)[:-1], np.diff(at)
+    most = int(n_open.max(initial=1))
+    return {
+        busy_name(n): float(np.minimum(n_open, n) @ lasted_s)
+        for i, n in enumerate(WORKERS)
+        if i == 0 or WORKERS[i - 1] < most
+    }
+
+
+def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
+    """How much of the step the loop waited for each pool, and how much of it the engines were busy.
+
+    Args:
+        numbers: the step's, with its times.
+    """
+    step_s = numbers["time/step_s"]
+    waited = {
+        f"perf/waited_{pool}_share": numbers.get(f"time/{stage}_s", 0.0) / step_s
+        for pool, stage in (("rollout", "rollout"), ("teacher", "teacher"), ("actor", "train"))
+    }
+    if "perf/engines" in numbers and numbers["perf/engines"]:
+        waited["perf/rollout_busy_share"] = numbers["perf/pass_s"] / numbers["perf/engines"] / step_s
+    pool, _ = waited_for(waited, scheduler)
+    return waited | {f"perf/bound_by_{name}": float(name == pool) for name in ("rollout", "teacher", "actor")}
+
+
+def waited_for(numbers: dict[str, float], scheduler: str) -> tuple[str, float]:
+    """The pool that holds the others up, and the share of the step that the loop waited for it.
+
+    Under sync the stages take turns: the one that takes longest. Elsewhere rollout and teacher work beside the
+    training, so if the loop waits for one of them at all, that one is slower than the training; if not, the training
+    is.
+    """
+    waited = {pool: numbers[f"perf/waited_{pool}_share"] for pool in ("rollout", "teacher", "actor")}
+    beside = {pool: share for pool, share in waited.items() if pool != "actor"}
+    if AHEAD.get(scheduler) != 0 and max(beside.values()) < _BLOCKED:
+        return "actor", waited["actor"]
+    among = waited if AHEAD.get(scheduler) == 0 else beside
+    pool = max(among, key=lambda name: among[name])
+    return pool, among[pool]

@@ -1,0 +1,286 @@
+"""`python -m gkd.tools.split --gpus 8 --run RUN_DIR | --calibrate CONFIG`: the split with the fastest steps.
+
+Reads how fast each stage of a run was, simulates the loop for every other split and scheduler, and prints the ranking
+with the lines to paste. With `--calibrate` it makes that run first: a few steps at two concurrencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from gkd.cluster.cards import card_bytes
+from gkd.config import Config
+from gkd.config_load import load_config
+from gkd.errors import ClusterError, ConfigError, GkdError
+from gkd.footprint import check, footprint
+from gkd.footprint.folder import read_model_folder
+from gkd.schedule import AHEAD, STREAM
+from gkd.split import layout
+from gkd.split.layout import Hardware
+from gkd.split.rates import Workload, lognormal
+from gkd.split.run import Run, read_run
+from gkd.split.search import CheckMemory, Ranking, search, simulated
+from gkd.split.table import as_json, notes, paste, table
+
+SCHEDULERS = (*AHEAD, STREAM)
+_CALIBRATION_STEPS = 10
+_LEAST_CONCURRENCY = 4  # the second run of a calibration has a fourth of rollout.max_num_seqs, but not less
+_LONGEST = 1 << 20  # tokens, of --lengths
+_EXAMPLES = """examples:
+  python -m gkd.tools.split --gpus 8 --run runs/mine --plot split.png
+  python -m gkd.tools.split --gpus 64 --gpu-gib 80 --run runs/mine --schedulers stream,one_step_off --lengths 2000,1.0
+  python -m gkd.tools.split --gpus 16 --run runs/mine --teacher-elsewhere --json | jq '.ranking[0].split'
+  python -m gkd.tools.split --gpus 8 --calibrate mine.yaml teacher.server_ip=10.0.0.5     # the server must be up
+
+A run that is still going can be read, too. What is shared out: --gpus for actor, rollout and teacher; the first two
+keep their tensor and pipeline parallel sizes, a worker of the teacher its number of GPUs.
+
+exit code: 0 a ranking was printed, 1 the run's metrics are damaged, a calibration failed, the plot cannot be written,
+or no split fits into memory, 2 wrong arguments or settings, or a run folder that cannot be used (no metrics, few steps)
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code, see `_EXAMPLES`."""
+    args = _parse(argv)
+    try:
+        return _ranked(args)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except (GkdError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _ranked(args: argparse.Namespace) -> int:
+    card = card_bytes(args.gpu_gib)
+    run = (
+        _calibrated(args)
+        if args.calibrate
+        else read_run([Path(args.run)], workers=args.teacher_workers, last=args.last)
+    )
+    check_memory = None if card is None else _memory_check(run.config, card)
+    workload = _workload(run, args.lengths)
+    elsewhere = run.sizes.workers if args.teacher_elsewhere else 0
+    hardware = Hardware(args.gpus, args.gpus_per_node, run.gpus_per_worker, elsewhere)
+    own_split = layout.own_split(run.config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
+    own_scheduler = run.config.trainer.scheduler
+    own = simulated(run.config, own_split, own_scheduler, workload, run.rates, check_memory, args.seed)
+    if own is None:
+        raise ConfigError(
+            "--run", args.run or args.calibrate, "its own settings are refused.", "see `python -m gkd.main_gkd`."
+        )
+    ranking = search(
+        run.config,
+        hardware,
+        args.schedulers,
+        workload,
+        run.rates,
+        check_memory=check_memory,
+        seed=args.seed,
+        progress=_progress,
+    )
+    _progress("")
+    facts = _facts(run)
+    if args.json:
+        print(json.dumps(as_json(ranking, own, facts), indent=1), flush=True)
+    else:
+        print(_text(run, ranking, own, facts, args), flush=True)
+    if args.plot:
+        from gkd.split.plot import plot  # half a second, which only those who want one pay
+
+        plot(ranking, own, Path(args.plot), args.top)
+    return 0 if ranking.candidates[0].fits else 1
+
+
+def _memory_check(config: Config, card: int) -> CheckMemory:
+    """Whether the pools fit on cards of so many bytes; the teacher's own memory is its server's business.
+
+    Raises:
+        ConfigError: the run's model is not there any more.
+        ModelError: its config.json does not say its sizes.
+    """
+    folder = read_model_folder(config.model.path, "model.path")
+
+    def problems(changed: Config) -> list[str]:
+        return check(footprint(changed, folder.config_json, tensors=folder.tensors), card, changed)
+
+    return problems
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {
+        "measured_step_s": run.step_s,
+        "steps": run.n_steps,
+        "sizes": asdict(run.sizes),
+        "rates": asdict(run.rates),
+        "mean_response_tokens": run.workload.lengths.mean,
+        "assumed": list(run.notes),
+    }
+
+
+def _text(run: Run, ranking: Ranking, own: Any, facts: dict[str, Any], args: argparse.Namespace) -> str:
+    best = ranking.candidates[0]
+    r = run.rates
+    lines = [
+        f"measured over {run.n_steps} steps: step {run.step_s:.3g} s; the simulation of the same split says "
+        f"{own.outcome.step_s:.3g} s",
+        f"an engine's pass {r.pass_s:.3g} s + {r.sequence_s:.3g} s a sequence; the teacher "
+        f"{_rate(r.score_token_s)} tokens/s a worker, the actor {_rate(r.train_token_s)} a data-parallel group; "
+        f"weight sync {r.sync_s:.3g} s; responses of {facts['mean_response_tokens']:.0f} tokens",
+        *([notes(run.notes)] if run.notes else []),
+        "",
+        f"{args.gpus} GPUs: {ranking.n_splits} splits, {ranking.n_simulated} simulations; busy: rollout/teacher/actor",
+        table(ranking, own, args.top),
+        "",
+        paste(best, run.config, run.gpus_per_worker),
+    ]
+    if not best.fits:
+        lines += ["", *(f"WRONG {text}" for text in best.too_large or ())]
+    return "\n".join(lines)
+
+
+def _rate(token_s: float) -> str:
+    return f"{1 / token_s:.3g}" if token_s > 0 else "any"
+
+
+def _workload(run: Run, lengths: tuple[float, float] | None) -> Workload:
+    if lengths is None:
+        return run.workload
+    longest = run.config.data.max_response_length
+    return replace(run.workload, lengths=lognormal(*lengths, longest=longest))
+
+
+def _progress(text: str) -> None:
+    """On a terminal, over the line before; the last one is left empty."""
+    if sys.stderr.isatty():
+        print(f"\r{text:60}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+def _calibrated(args: argparse.Namespace) -> Run:
+    """Makes two short runs, the second with a fourth of the concurrency, and reads both.
+
+    Raises:
+        ConfigError: as `read_run`.
+        ClusterError: a run failed; its own message is on stderr.
+    """
+    config = load_config(args.calibrate, args.overrides)
+    fewer = max(min(_LEAST_CONCURRENCY, config.rollout.max_num_seqs), config.rollout.max_num_seqs // 4)
+    with tempfile.TemporaryDirectory(prefix="gkd_split.") as temporary:
+        root = Path(args.calibration_dir or temporary)
+        folders = []
+        for concurrency in dict.fromkeys((config.rollout.max_num_seqs, fewer)):
+            folders.append(root / f"max_num_seqs_{concurrency}")
+            settings = {
+                "trainer.run_dir": folders[-1],
+                "trainer.scheduler": "sync",
+                "trainer.max_staleness": 1,
+                "trainer.total_steps": _CALIBRATION_STEPS,
+                "trainer.resume": "never",
+                "trainer.save_every": 0,
+                "trainer.record_batches": "false",
+                "trainer.replay": "''",
+                "data.val_files": "[]",
+                "eval.metric": "none",
+                "rollout.max_num_seqs": concurrency,
+            }
+            overrides = [*args.overrides, *(f"{key}={value}" for key, value in settings.items())]
+            print(f"calibrating: {_CALIBRATION_STEPS} steps, {concurrency} sequences an engine ...", file=sys.stderr)
+            command = [sys.executable, "-m", "gkd.main_gkd", "--config", args.calibrate, *overrides]
+            code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
+            if code == 2:
+                raise ConfigError("--calibrate", args.calibrate, "the run was refused, see above.", "correct it.")
+            if code:
+                raise ClusterError(f"the calibration run of {args.calibrate} ended with exit code {code}, see above")
+        measured = read_run(folders, workers=args.teacher_workers)
+    measured.config.trainer.scheduler = config.trainer.scheduler
+    measured.config.trainer.max_staleness = config.trainer.max_staleness
+    return measured
+
+
+def _lengths(text: str) -> tuple[float, float]:
+    found = re.fullmatch(r"([0-9.]+),([0-9.]+)", text)
+    if not found or not (1 <= float(found[1]) <= _LONGEST and float(found[2]) <= 4):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: MEAN,SIGMA of a lognormal, in tokens and of the logarithm, as 800,0.7"
+        )
+    return float(found[1]), float(found[2])
+
+
+def _schedulers(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in names if name not in SCHEDULERS]:
+        raise argparse.ArgumentTypeError(f"no scheduler {unknown[0]!r}; there are {', '.join(SCHEDULERS)}")
+    return names
+
+
+def _at_least(lowest: int) -> Any:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {lowest}")
+        return int(text)
+
+    return number
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gkd.tools.split",
+        description="Which share of the GPUs each pool should have, and which scheduler, from a run's measured rates.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run", metavar="RUN_DIR", help="the run folder of a job that runs or is done")
+    which.add_argument("--calibrate", metavar="X.yaml", help="make two short runs of these settings first")
+    parser.add_argument("--gpus", type=_at_least(1), required=True, metavar="N", help="GPUs to share out, at least 3")
+    parser.add_argument("--gpus-per-node", type=_at_least(1), default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--teacher-elsewhere", action="store_true", help="the teacher has GPUs of its own, as it has now"
+    )
+    parser.add_argument(
+        "--teacher-workers",
+        type=_at_least(1),
+        default=0,
+        metavar="N",
+        help="that the run had; default: as in gpus.json",
+    )
+    parser.add_argument("--schedulers", type=_schedulers, default=SCHEDULERS, metavar="A,B", help="default: all")
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="MEAN,SIGMA",
+        help="response lengths, cut at the run's longest; default: its own",
+    )
+    parser.add_argument("--last", type=_at_least(1), default=0, metavar="N", help="steps of the run; default: all")
+    parser.add_argument("--calibration-dir", metavar="DIR", help="keep the runs of --calibrate here; a new folder")
+    parser.add_argument("--top", type=_at_least(1), default=10, metavar="N", help="rows; default: %(default)s")
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the drawn lengths")
+    parser.add_argument(
+        "--gpu-gib", type=float, metavar="80", help="a card's memory: what must fit; default: this machine's cards"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="write a PNG, too")
+    parser.add_argument("--json", action="store_true", help="one JSON object with every simulated split")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of --calibrate: differ from the file")
+    args = parser.parse_intermixed_args(argv)
+    least = 2 if args.teacher_elsewhere else 3
+    if args.gpus < least:
+        pools = "actor and rollout" if args.teacher_elsewhere else "actor, rollout and teacher"
+        parser.error(f"argument --gpus: {args.gpus} GPUs, but {pools} need at least one each: use {least} or more")
+    if args.run and (args.overrides or args.calibration_dir):
+        parser.error("--run takes the run's own settings: no key=value, no --calibration-dir")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

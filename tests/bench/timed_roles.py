@@ -1,0 +1,244 @@
+"""The processes of a run whose stages only hold for the time that they would take: for `tests.bench.bench_split`.
+
+Everything around the stages is the product's own: the pools and Ray's actors, the engine's loop and its streams,
+chunks, endpoints, the scoring pool, the weight-sync coordinator. A stage sleeps, so eight slots fit onto two cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import ray
+
+from gkd.balance import select
+from gkd.config import Config
+from gkd.manifest import digest_bytes
+from gkd.roles import FileDigest, TrainStats
+from gkd.rollout.engine import RolloutEngine, Sampling
+from gkd.rollout.usage import PassMeter
+from gkd.rollout.worker import RolloutWorker
+from gkd.split.rates import Rates
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.types import Prompt, Rollout, TeacherTopK, VersionSpan
+from gkd.weight_sync.buckets import Bucket, TensorSpec
+from gkd.weight_sync.transfer import GroupSpec
+
+SAVES = "saves"
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How long everything takes, and how long the answers are."""
+
+    rates: Rates
+    mean_tokens: float
+    sigma: float
+
+    def length(self, seed: int, index: int, longest: int) -> int:
+        """Of one response, by its seed as in the product."""
+        drawn = np.random.default_rng([seed, index]).lognormal(np.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma)
+        return int(np.clip(np.rint(drawn), 1, longest))
+
+
+class Clock:
+    """Sleeps so that passes that follow one another end on time, though each sleep may be a little late."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def start(self) -> None:
+        """What was before is no part of what follows."""
+        self._until = time.perf_counter()
+
+    def hold(self, seconds: float) -> None:
+        self._until += seconds
+        time.sleep(max(0.0, self._until - time.perf_counter()))
+
+
+class TimedEngine(RolloutEngine):
+    """First come, first served, so many at a time, a token each a pass; the same answers whoever writes them."""
+
+    def __init__(self, config: Config, stages: Stages, meeting: Any) -> None:
+        self.policy_version = 0
+        self._stages, self._meeting, self._max_running = stages, meeting, config.rollout.max_num_seqs
+        self._meter = PassMeter(self._max_running)
+        self._clock = Clock()
+        self._finished: Any = {}
+        self._queue: deque[_Sequence] = deque()
+        self._moving: list[_Sequence] = []
+        self._unread = 0
+
+    @property
+    def n_running(self) -> int:
+        return len(self._queue) + len(self._moving)
+
+    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> None:
+        for place, prompt in zip(places, prompts, strict=True):
+            for index in range(place * sampling.n, (place + 1) * sampling.n):
+                n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
+                self._queue.append(_Sequence(owner, prompt, index, n_tokens))
+                self._meter.added(len(prompt.token_ids))
+
+    def _step(self) -> None:
+        rates, n_read = self._stages.rates, self._unread
+        self._unread = 0
+        if not self._moving:
+            self._clock.start()
+        while self._queue and len(self._moving) < self._max_running:
+            begun = self._queue.popleft()
+            begun.version = self.policy_version
+            n_read += len(begun.prompt.token_ids)
+            self._moving.append(begun)
+        self._clock.hold(rates.pass_s + rates.sequence_s * len(self._moving) + rates.prefill_s * n_read)
+        for sequence in self._moving:
+            sequence.n_written += 1
+        done = [s for s in self._moving if s.n_written == s.n_tokens]
+        self._moving = [s for s in self._moving if s.n_written < s.n_tokens]
+        for sequence in done:
+            self._meter.finished(sequence.n_tokens)
+            self._finished.setdefault(sequence.owner, []).append(sequence.rollout())
+
+    def drop(self, owner: Hashable) -> None:
+        self._queue = deque(s for s in self._queue if s.owner != owner)
+        self._moving = [s for s in self._moving if s.owner != owner]
+        self._finished.pop(owner, None)
+        self._meter.dropped(self.n_running)
+
+    def settle(self) -> None:
+        """Nothing is under way between two passes."""
+
+    def join_groups(self, specs: list[GroupSpec]) -> None:
+        del specs
+
+    def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
+        del plans
+        ray.get(self._meeting.arrive.remote(policy_version))
+        time.sleep(self._stages.rates.sync_s)
+        n_tokens = sum(len(s.prompt.token_ids) + s.n_written for s in self._moving)
+        self._unread += n_tokens
+        self._meter.paused(n_tokens)
+        self.policy_version = policy_version
+        self._clock.start()
+        return 8
+
+
+@dataclass(slots=True)
+class _Sequence:
+    owner: Hashable
+    prompt: Prompt
+    index: int
+    n_tokens: int
+    n_written: int = 0
+    version: int = 0
+
+    def rollout(self) -> Rollout:
+        return Rollout(
+            prompt_id=self.prompt.prompt_id,
+            sample_index=self.index,
+            prompt_ids=self.prompt.token_ids,
+            response_ids=np.ones(self.n_tokens, np.int32),
+            rollout_logprobs=np.zeros(self.n_tokens, np.float32),
+            version_spans=(VersionSpan(0, self.n_tokens, self.version),),
+            finish_reason="stop",
+        )
+
+
+class TimedRolloutWorker(RolloutWorker):
+    def prepare(self, config: Config, stages: Stages, meeting: Any) -> None:
+        self._config = config
+        self._engine = TimedEngine(config, stages, meeting)
+
+
+class Meeting:
+    """A weight sync begins when every engine has stopped for it."""
+
+    def __init__(self, n: int) -> None:
+        self._n, self._here, self._all = n, 0, asyncio.Event()
+
+    async def arrive(self, version: int) -> None:
+        del version
+        self._here += 1
+        if self._here == self._n:
+            self._here = 0
+            self._all.set()
+            self._all = asyncio.Event()
+        else:
+            await self._all.wait()
+
+
+class TimedActorWorker:
+    """A rank that trains for as long as its group's tokens take."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def prepare(self, stages: Stages) -> None:
+        self._stages = stages
+
+    def node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def train_step(self, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
+        rollouts, _ = select(takes, lists[: len(takes)], lists[len(takes) :])
+        n_tokens = sum(rollout.n_tokens for rollout in rollouts)
+        time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
+        return TrainStats(loss=1.0, n_loss_tokens=n_tokens)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rank_{self._rank}").write_bytes(b"nothing")
+
+    @ray.method(concurrency_group=SAVES)
+    def save_finished(self, wait: bool) -> dict[str, FileDigest]:
+        del wait
+        return {f"rank_{self._rank}": digest_bytes(b"nothing")}
+
+    def export_hf(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+
+    def export_plan(self) -> list[TensorSpec]:
+        return [TensorSpec("nothing", (2,), "float32")]
+
+    def rendezvous(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def join_group(self, spec: GroupSpec) -> None:
+        del spec
+
+    def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
+        del buckets, with_digests
+        return {}
+
+
+class TimedTeacher:
+    """As many threads as the teacher has workers; each scores one sequence at a time."""
+
+    def __init__(self, rates: Rates) -> None:
+        self._rates = rates
+
+    def score(self, n_tokens: int) -> TeacherTopK:
+        time.sleep(self._rates.score_s + self._rates.score_token_s * n_tokens)
+        one = np.zeros((1, 1), np.float32)
+        return TeacherTopK(one.astype(np.int32), one, one[0])
+
+
+class TimedEndpoint(ScoringEndpoint):
+    """Asks a `TimedTeacher` about each sequence instead of a server."""
+
+    def ask(self, teacher: Any) -> None:
+        self._timed = teacher
+
+    def _client(self) -> Any:
+        return self._timed
+
+    def _submit(self, teacher: Any, rollout: Rollout, signal: str) -> Future[Any]:
+        del signal
+        return cast("Future[Any]", teacher.score.remote(rollout.n_tokens).future())

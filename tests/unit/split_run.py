@@ -1,0 +1,109 @@
+"""A run folder whose stages took exactly what given rates say, for tests of the tuner; the product's code writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from gkd.cluster.places import TEACHER, Card, RankPlace, Survey
+from gkd.config import Config
+from gkd.config_check import data_parallel_size, n_engines
+from gkd.config_load import config_yaml, load_config
+from gkd.metrics import MetricsWriter
+from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes, SyncReport, TrainStats
+from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
+from gkd.split.batches import n_chunks as n_chunks_of
+from gkd.split.rates import Rates
+from gkd.stage_report import rollout_numbers, shares
+from gkd.step_report import step_numbers
+
+PROMPT = 12  # tokens
+
+
+def settings(tmp_path: Path, *overrides: str) -> Config:
+    usual = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path}", "trainer.global_batch_size=24"]
+    return load_config(None, [*usual, "rollout.n_gpus_per_node=2", "trainer.n_gpus_per_node=2", *overrides])
+
+
+def write_run(
+    folder: Path,
+    config: Config,
+    rates: Rates,
+    *,
+    n_steps: int = 12,
+    workers: int = 2,
+    lengths: Callable[[np.random.Generator, int], np.ndarray] | None = None,
+) -> Path:
+    """sync steps with these rates; `workers` of the teacher, of one GPU each; 0: gpus.json names none.
+
+    Args:
+        lengths: draws a step's response lengths; by default lognormal around 40.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config_yaml(config))
+    row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "cards": (Card(id="0"),)}
+    rows = tuple(RankPlace(pool=TEACHER, rank=i, **row) for i in range(workers))  # type: ignore[arg-type]
+    (folder / "gpus.json").write_bytes(Survey(device="cpu", pools=(), rows=rows, verdicts=()).to_json())
+    metrics = MetricsWriter(folder / "metrics.jsonl", -1)
+    rng = np.random.default_rng(0)
+    draw = lengths or (lambda rng, n: np.clip(rng.lognormal(3.5, 0.6, n), 1, 300).astype(int))
+    for step in range(1, n_steps + 1):
+        metrics.write(step, _one_step(config, rates, draw(rng, config.trainer.global_batch_size), max(workers, 1)))
+    metrics.close()
+    return folder
+
+
+def _one_step(config: Config, rates: Rates, lengths: np.ndarray, workers: int) -> dict[str, float]:
+    dp, engines = data_parallel_size(config), n_engines(config)
+    place = np.arange(len(lengths))
+    usages = [_answered(lengths[place // dp % engines == e].tolist(), config, rates) for e in range(engines)]
+    batch, now_s = [], 1000.0
+    for i, n_tokens in enumerate(lengths.tolist()):
+        tokens = n_tokens + PROMPT
+        free_s = now_s + i // workers  # each worker asked a second after its last question: busy for its own time
+        took_s = rates.score_s + rates.score_token_s * tokens
+        sizes = np.array([tokens], np.int32)
+        chunk = RolloutChunk(i % dp, None, 1, PROMPT, n_tokens, 0, 0, sample_index=sizes, n_tokens=sizes)
+        batch.append(ScoredChunk(chunk, None, None, 8, ScoreTimes(free_s, (free_s + took_s,))))
+    total = float((lengths + PROMPT).sum())
+    groups = np.bincount(place % dp, lengths + PROMPT, dp)
+    heaviest = total / dp if config.actor.balance else float(groups.max())
+    n_chunks = [n_chunks_of(place[place // dp % engines == e] % dp) for e in range(engines)]
+    answer_s = max(usage.busy_s for usage in usages) + rates.chunk_s * (1 + max(n_chunks))
+    times = {
+        "time/rollout_s": answer_s,
+        "time/teacher_s": 0.01,
+        "time/train_s": rates.train_s + rates.train_token_s * heaviest,
+        "time/weight_sync_s": rates.sync_s,
+    }
+    times["time/step_s"] = sum(times.values()) + rates.other_s
+    numbers = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), {}) | rollout_numbers(
+        RolloutUsage(usages, answer_s)
+    )
+    return numbers | times | shares(numbers | times, config.trainer.scheduler)
+
+
+def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:
+    """Pass by pass."""
+    now, limit = [0.0], config.rollout.max_num_seqs
+    meter = PassMeter(limit, clock=lambda: now[0])
+    waiting, running = list(lengths), list[int]()
+    for _ in lengths:
+        meter.added(PROMPT)
+    while waiting or running:
+        begun, waiting = waiting[: limit - len(running)], waiting[limit - len(running) :]
+        running += begun
+        took_s = rates.pass_s + rates.sequence_s * len(running) + rates.prefill_s * PROMPT * len(begun)
+
+        def one_pass(took_s: float = took_s) -> None:
+            now[0] += took_s
+
+        meter.time_pass(one_pass)
+        running = [left - 1 for left in running]
+        for _ in range(running.count(0)):
+            meter.finished(1)
+        running = [left for left in running if left]
+    usage = meter.taken()
+    return EngineUsage(usage.busy_s, rates.chunk_s * len(lengths), usage.products, np.array(lengths, np.int32))

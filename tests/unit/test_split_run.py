@@ -1,0 +1,146 @@
+"""From a run folder to rates: what was put in comes out, what cannot be known is said, what is wrong is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
+from gkd.split.fit import line, non_negative, passes
+from gkd.split.rates import Rates, Sizes
+from gkd.split.run import read_run
+from gkd.split.simulate import simulate
+from tests.unit.split_run import PROMPT, settings, write_run
+
+RATES = Rates(
+    pass_s=0.02,
+    sequence_s=0.001,
+    prefill_s=5e-5,
+    chunk_s=0.01,
+    score_s=0.01,
+    score_token_s=7e-4,
+    train_s=0.1,
+    train_token_s=9e-4,
+    sync_s=0.05,
+    other_s=0.02,
+)
+
+
+@pytest.mark.parametrize("more", [[], ["actor.balance=false", "rollout.max_num_seqs=5"]])
+def test_a_run_s_rates_come_out_of_its_metrics(tmp_path: Path, more: list[str]) -> None:
+    """Fails if the tuner takes a wait for a stage's time, or one stage's part for another's."""
+    run = read_run([write_run(tmp_path, settings(tmp_path, *more), RATES)])
+    for name, value in asdict(RATES).items():
+        assert getattr(run.rates, name) == pytest.approx(value, rel=0.02), name
+    assert run.sizes == Sizes(2, 2, 2) and run.gpus_per_worker == 1 and run.n_steps == 10
+    assert run.workload.prompt_tokens == PROMPT and run.workload.max_num_seqs == (5 if more else 128)
+    assert not any("differ too little" in note or "passes all moved" in note for note in run.notes)
+
+
+def test_the_run_s_own_step_is_predicted(tmp_path: Path) -> None:
+    """Fails if the long tail, which all wait for, is lost between the metrics and the simulation."""
+    config = settings(tmp_path)
+    run = read_run([write_run(tmp_path, config, RATES, n_steps=40)])
+    predicted = simulate("sync", run.sizes, run.workload, run.rates)
+    waited_s = run.step_s - 0.01  # what that run waited for its teacher was made up
+    assert predicted.step_s * (1 - predicted.waited["teacher"]) == pytest.approx(waited_s, rel=0.03)
+
+
+def test_what_equal_steps_cannot_show_is_assumed_and_said(tmp_path: Path) -> None:
+    """Fails if a rate that nothing was measured for looks like the others."""
+    config = settings(tmp_path)
+    run = read_run([write_run(tmp_path, config, RATES, lengths=lambda rng, n: np.full(n, 40))])
+    assert (run.rates.sequence_s, run.rates.score_s, run.rates.train_s) == (0.0, 0.0, 0.0)
+    texts = " ".join(run.notes)
+    assert "passes all moved about 12.0 sequences" in texts and "training is taken" in texts and "scoring" in texts
+    # a second run with another concurrency shows what a sequence costs
+    fewer = write_run(
+        tmp_path / "fewer", settings(tmp_path, "rollout.max_num_seqs=3"), RATES, lengths=lambda rng, n: np.full(n, 40)
+    )
+    both = read_run([tmp_path, fewer])
+    assert both.rates.sequence_s == pytest.approx(RATES.sequence_s, rel=0.02)
+    assert both.rates.pass_s == pytest.approx(RATES.pass_s, rel=0.02) and both.workload.max_num_seqs == 128
+
+
+def test_a_stream_s_steps_may_have_finished_nothing(tmp_path: Path) -> None:
+    """Fails if a step in which no response was finished has a length of zero."""
+    folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    run = read_run([folder])
+    expected = run.workload.lengths
+    assert run.rates.chunk_s == pytest.approx(RATES.chunk_s)
+    for name in [name for name in lines[-3] if "response_length_" in name and name.startswith("perf/")]:
+        del lines[-3][name]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
+    lengths = read_run([folder]).workload.lengths
+    np.testing.assert_array_equal(lengths.tokens, np.delete(expected.tokens, -2, axis=0))
+
+
+def refused(folder: Path, error: type[GkdError], text: str, **more: int) -> None:
+    with pytest.raises(error, match=text):
+        read_run([folder], **more)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    """Fails if a ranking is made of nothing, or a traceback meets the user."""
+    refused(tmp_path / "none", ConfigError, "has no config.yaml with a metrics.jsonl")
+    config = settings(tmp_path)
+    refused(write_run(tmp_path / "short", config, RATES, n_steps=5), ConfigError, "has 3 steps besides the first 2")
+    unknown = write_run(tmp_path / "unknown", config, RATES, workers=0)
+    refused(unknown, ConfigError, "names none")
+    assert read_run([unknown], workers=3).sizes.workers == 3
+    (unknown / "gpus.json").write_text("{")
+    refused(unknown, ClusterError, "is not the GPU table")
+    (unknown / "gpus.json").unlink()
+    refused(unknown, ConfigError, "names none")
+    garbled = write_run(tmp_path / "garbled", config, RATES)
+    with (garbled / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss/to\n')
+    refused(garbled, CheckpointError, "line 13 is garbled")
+
+
+@pytest.mark.parametrize(
+    "name", ["perf/pass_n", "perf/answer_s", "perf/teacher_busy_1_s", "time/train_s", "perf/response_length_mean"]
+)
+def test_metrics_without_a_number_are_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    """Fails if the metrics of an older version, or a null in them, become a rate of zero."""
+    folder = write_run(tmp_path, settings(tmp_path), RATES)
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step in lines:
+        step[name] = None
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
+    refused(folder, ConfigError, name)
+
+
+def test_a_line_is_believed_if_its_slope_is_sure() -> None:
+    """Fails if noise becomes a fixed cost, which decides between many and few groups."""
+    x = np.linspace(80, 120, 20)
+    exact = line(x, 3.0 + 0.1 * x)
+    assert (exact.fixed, exact.slope, exact.is_assumed) == (pytest.approx(3.0), pytest.approx(0.1), False)
+    noise = np.random.default_rng(0).normal(0, 5, 20)
+    assumed = line(x, 3.0 + 0.1 * x + noise)
+    assert assumed.is_assumed and assumed.fixed == 0.0
+    assert line(x, 0.2 * x - 1).fixed == 0.0 and line(x[:3], x[:3]).is_assumed
+
+
+@given(st.lists(st.floats(0, 5), min_size=3, max_size=3), st.integers(0, 1000))
+@hypothesis_settings(deadline=None, max_examples=60)
+def test_the_fit_finds_what_made_the_times(true: list[float], seed: int) -> None:
+    """Fails if a pass's parts are not told apart, or one of them is below zero."""
+    rng = np.random.default_rng(seed)
+    x = np.stack([np.ones(200), rng.integers(1, 50, 200), rng.integers(0, 900, 200) * (rng.random(200) < 0.2)])
+    y = np.array(true) @ x
+    np.testing.assert_allclose(non_negative(x @ x.T, x @ y), true, atol=1e-6)
+    noisy = non_negative(x @ x.T, x @ (y + rng.normal(0, 1, 200)))
+    assert (noisy >= 0).all()
+    rows = np.vstack([x, y])
+    got, assumed = passes(rows @ rows.T)
+    np.testing.assert_allclose(got, true, atol=1e-6)
+    assert not assumed

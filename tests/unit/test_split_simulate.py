@@ -1,0 +1,211 @@
+"""The simulation of a run: against closed forms, a pass-by-pass count, and what the schedulers promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gkd.split import stream
+from gkd.split.batches import chunk_times
+from gkd.split.engine import Engine, finish_times
+from gkd.split.rates import Lengths, Rates, Sizes, Workload, fixed_lengths, lognormal
+from gkd.split.simulate import simulate
+from gkd.split.teacher import Teacher
+
+FREE = Rates(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
+RATES = Rates(
+    pass_s=0.01,
+    sequence_s=0.001,
+    prefill_s=1e-4,
+    chunk_s=0.01,
+    score_s=0.01,
+    score_token_s=1e-4,
+    train_s=0.1,
+    train_token_s=2e-4,
+    sync_s=0.05,
+    other_s=0.01,
+)
+
+
+def work(lengths: Lengths, n_prompts: int, **more: object) -> Workload:
+    usual = Workload(n_prompts, n_prompts, 1, 64, 10.0, 0.0, True, True, lengths)
+    return replace(usual, **more)  # type: ignore[arg-type]
+
+
+def test_equal_lengths_on_one_engine_are_a_product() -> None:
+    """Fails if the simulation counts a pass too many, or forgets the prompts."""
+    took = finish_times(np.full(8, 50), 10.0, 64, RATES)
+    np.testing.assert_allclose(took, 50 * (0.01 + 8 * 0.001) + 80 * 1e-4)
+
+
+def count_passes(lengths: list[int], prompt: float, max_running: int) -> list[float]:
+    """Pass by pass, one token at a time."""
+    waiting, running, time_s = list(enumerate(lengths)), {}, 0.0
+    finished = [0.0] * len(lengths)
+    while waiting or running:
+        begun = [waiting.pop(0) for _ in range(min(len(waiting), max_running - len(running)))]
+        running |= dict(begun)
+        time_s += RATES.pass_s + RATES.sequence_s * len(running) + RATES.prefill_s * prompt * len(begun)
+        running = {i: left - 1 for i, left in running.items()}
+        for i in [i for i, left in running.items() if left == 0]:
+            finished[i] = time_s
+            del running[i]
+    return finished
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=25), st.integers(1, 30))
+@settings(deadline=None, max_examples=150)
+def test_finish_times_are_those_of_counting_every_pass(lengths: list[int], max_running: int) -> None:
+    """Fails if a queue in front of an engine, or its tail, takes another time than the passes that it is made of."""
+    took = finish_times(np.array(lengths), 7.0, max_running, RATES)
+    np.testing.assert_allclose(took, count_passes(lengths, 7.0, max_running))
+
+
+def test_an_engine_stops_only_between_passes() -> None:
+    """Fails if new weights come in the middle of a pass, or caches that they made worthless cost nothing."""
+    engine = Engine(RATES, 4)
+    engine.add(0, [10, 10], 20.0)
+    engine.begin()
+    pass_s = 0.01 + 2 * 0.001
+    engine.run_to(40 * 1e-4 + 2.5 * pass_s)
+    assert engine.n_passes == 3 and engine.at_s == pytest.approx(40 * 1e-4 + 3 * pass_s)
+    engine.hold(1.0)
+    assert engine.next_finish_s() == pytest.approx(1.0 + 7 * pass_s + 2 * (20 + 3) * 1e-4)
+    assert engine.run_to_finish() == [0, 0] and engine.busy_s == pytest.approx(10 * pass_s + (40 + 46) * 1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 2)), min_size=1, max_size=60), st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_chunks_leave_with_their_last_sequence(made: list[tuple[float, int]], size: int) -> None:
+    """Fails if the teacher is thought to hear of a sequence before its chunk is full or its engine is done."""
+    finished, groups = np.array([t for t, _ in made]), np.array([g for _, g in made])
+    left = chunk_times(finished, groups, size)
+    for group in set(groups.tolist()):
+        mine = np.flatnonzero(groups == group)
+        in_order = sorted(mine.tolist(), key=lambda i: finished[i])
+        for start in range(0, len(in_order), size):
+            chunk = in_order[start : start + size]
+            last = finished[chunk].max() if len(chunk) == size else finished.max()
+            np.testing.assert_array_equal(left[chunk], last)
+
+
+def test_sync_is_the_sum_and_the_others_are_the_longest() -> None:
+    """Fails if a scheduler overlaps other stages than the loop does."""
+    workload, sizes = work(fixed_lengths([100.0]), 8), Sizes(dp=1, engines=1, workers=4)
+    answers_s = 100 * (0.01 + 8 * 0.001) + 80 * 1e-4 + 2 * 0.01  # one chunk
+    scores_s = 2 * (0.01 + 110 * 1e-4)  # all eight come at once, to four workers
+    train_s = 0.1 + 880 * 2e-4
+    step_s = {name: simulate(name, sizes, workload, RATES).step_s for name in SCHEDULERS}
+    assert step_s["sync"] == pytest.approx(answers_s + scores_s + train_s + 0.06)
+    assert step_s["one_step_off"] == pytest.approx(max(answers_s, train_s) + 0.06)
+    assert step_s["two_step_off"] == pytest.approx(max(answers_s, train_s) + 0.06)
+    slow = replace(RATES, train_token_s=1e-2)
+    train_s = 0.1 + 880 * 1e-2
+    assert simulate("one_step_off", sizes, workload, slow).step_s == pytest.approx(train_s + 0.06)
+    assert simulate("two_step_off", sizes, workload, slow).step_s == pytest.approx(train_s + 0.06)
+    assert simulate("stream", sizes, workload, slow, max_staleness=2).step_s == pytest.approx(train_s + 0.06, rel=0.02)
+    # scores that are late are not there when the next step could begin; two steps off they come beside a training
+    late = replace(RATES, score_s=1.0, train_s=0.5)
+    train_s, scores_s = 0.5 + 880 * 2e-4, 2 * (1.0 + 110 * 1e-4)
+    expected = (answers_s + scores_s - train_s - 0.06) / 2 + train_s + 0.06  # asked when its answers are there
+    assert simulate("one_step_off", sizes, workload, late).step_s == pytest.approx(expected)
+    assert simulate("two_step_off", sizes, workload, late).step_s == pytest.approx(scores_s, rel=0.01)
+    # one engine that always has eight sequences, and stands still while it takes new weights
+    busy = replace(workload, max_num_seqs=8)
+    rates = replace(RATES, prefill_s=0.0)
+    expected = 100 * (0.01 + 8 * 0.001) + 8 * RATES.chunk_s + RATES.sync_s
+    assert simulate("stream", sizes, busy, rates).step_s == pytest.approx(expected, rel=0.03)
+
+
+def test_without_overlap_the_teacher_waits_for_the_last_answer() -> None:
+    """Fails if teacher.overlap_rollout makes no difference."""
+    workload, sizes = work(lognormal(60, 0.8, 300), 64), Sizes(dp=1, engines=2, workers=1)
+    rates = replace(RATES, score_token_s=1e-3)
+    late = simulate("sync", sizes, replace(workload, overlap=False), rates)
+    assert late.step_s > 1.1 * simulate("sync", sizes, workload, rates).step_s
+    assert late.waited["teacher"] * late.step_s >= 64 * 0.01
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_token_is_made_once(scheduler: str) -> None:
+    """Fails if a simulated run trains on more or fewer tokens than its engines write."""
+    workload = work(fixed_lengths([30.0]), 12, n=2, n_answered=9.0, dataset_tokens=50.0)
+    outcome = simulate(scheduler, Sizes(2, 3, 2), workload, RATES, n_steps=20)
+    assert outcome.response_tokens_per_s * outcome.step_s == pytest.approx(9 * 2 * 30 + 3 * 50)
+
+
+@given(
+    st.integers(0, 4),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 3]),
+    st.floats(0.0, 0.02),
+    st.integers(0, 5),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_sequence_is_older_than_the_bound(
+    bound: int, engines: int, max_num_seqs: int, n_prompts: int, n: int, token_s: float, seed: int
+) -> None:
+    """Fails if the simulation lets a stream run further ahead than the loop, and so predicts too fast a step."""
+    workload = work(lognormal(20, 1.0, 200), n_prompts, n=n, max_num_seqs=max_num_seqs)
+    rates = replace(RATES, train_token_s=token_s)
+    outcome = simulate("stream", Sizes(1, engines, 1), workload, rates, max_staleness=bound, seed=seed, n_steps=8)
+    assert set(outcome.staleness) <= set(range(bound + 1)) and sum(outcome.staleness.values()) == pytest.approx(1)
+    assert outcome.step_s > 0 and all(0 <= share <= 1 + 1e-9 for share in outcome.busy.values())
+
+
+@pytest.mark.parametrize(("scheduler", "age"), [("sync", 0), ("one_step_off", 1), ("two_step_off", 2)])
+def test_batches_have_one_age(scheduler: str, age: int) -> None:
+    """Fails if a batch is begun before or after its turn."""
+    outcome = simulate(scheduler, Sizes(1, 2, 1), work(fixed_lengths([10.0]), 4), RATES, n_steps=10)
+    assert outcome.staleness == {age: 1.0}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_seed_decides_all(scheduler: str) -> None:
+    """Fails if the same question has two answers."""
+    workload = work(lognormal(40, 1.0, 400), 16)
+    once, again, other = (simulate(scheduler, Sizes(2, 2, 2), workload, RATES, seed=s, n_steps=9) for s in (3, 3, 4))
+    assert once == again and once != other
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_faster_stages_make_no_slower_step(scheduler: str) -> None:
+    """Fails if the simulation would recommend fewer workers, or slower ones."""
+    workload = work(lognormal(40, 1.0, 400), 32)
+    slow = replace(RATES, score_token_s=2e-3)
+    steps = [simulate(scheduler, Sizes(2, 3, n), workload, slow, n_steps=20).step_s for n in (1, 2, 4, 8)]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    if scheduler != "stream":  # there, which prompts share a step changes with the times
+        for faster in ({"pass_s": 0.005}, {"train_token_s": 1e-4}, {"sync_s": 0.0}):
+            outcome = simulate(scheduler, Sizes(2, 3, 1), workload, replace(slow, **faster), n_steps=20)
+            assert outcome.step_s <= 1.01 * steps[0]
+
+
+def test_the_teacher_is_a_queue() -> None:
+    """Fails if workers score two sequences at a time, or idle while some wait."""
+    teacher = Teacher(replace(FREE, score_s=1.0, score_token_s=0.1), 2)
+    assert teacher.score(0.0, [10, 20, 10]) == pytest.approx(4.0)  # 2 and 3, then 2 + 2
+    assert teacher.score(1.0, [0]) == pytest.approx(4.0) and teacher.busy_s == pytest.approx(8.0)
+
+
+def test_prompts_of_one_group_share_engines_as_in_the_pool() -> None:
+    """Fails if engines that `RolloutPool.generate` gives nothing to are thought to help."""
+    workload = work(fixed_lengths([50.0]), 8)
+    alone, many = (simulate("sync", Sizes(8, n, 8), workload, RATES).step_s for n in (1, 4))
+    assert alone == many  # eight groups with a prompt each: one engine
+    assert simulate("sync", Sizes(1, 4, 8), workload, RATES).busy["rollout"] > 0.2
+
+
+def test_thousands_of_gpus_are_as_many_events_as_sequences() -> None:
+    """Fails if the simulation of 4,096 GPUs takes an event for each token, or minutes."""
+    workload = work(lognormal(400, 1.0, 4000), 4096, n=2)
+    run = stream._Run(1, Sizes(256, 3072, 768), workload, RATES, 3, seed=0)
+    outcome = run.outcome(1)
+    assert run.n_events <= 5 * 4096 * 2 and outcome.step_s > 0
