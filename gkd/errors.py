@@ -58,14 +58,12 @@ class LateError(ClusterError):
 
     Args:
         late: what they are called, each name with its rank's in it; empty: nobody knows.
+        explained: the message says who hangs where.
     """
 
-    def __init__(self, message: str, late: Sequence[str] = ()) -> None:
-        self.message, self.late = message, tuple(late)
+    def __init__(self, message: str, late: Sequence[str] = (), *, explained: bool = False) -> None:
+        self.late, self.explained = tuple(late), explained
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[type[LateError], tuple[str, tuple[str, ...]]]:
-        return type(self), (self.message, self.late)
 
 
 class TeacherError(GkdError):

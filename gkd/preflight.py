@@ -13,7 +13,7 @@ from gkd.actor.megatron.hf_load import check_weight_files
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.places import visible_ids
 from gkd.config import Config
-from gkd.config_check import check_config, data_parallel_size, n_engines
+from gkd.config_check import check_config, n_engines
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError
 from gkd.log import get_logger
@@ -64,13 +64,11 @@ def preflight(config: Config) -> Plan:
     dims = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, dims.vocab_size)
-    dp_size, engines = data_parallel_size(config), n_engines(config)
-    if config.trainer.global_batch_size < dp_size * engines:
+    engines = n_engines(config)
+    if config.trainer.global_batch_size < engines:
         log.warning(
-            "trainer.global_batch_size %d over %d data-parallel groups is fewer prompts a group than there are engines "
-            "(%d): some will be idle",
+            "trainer.global_batch_size %d is fewer prompts than there are engines (%d): some will be idle",
             config.trainer.global_batch_size,
-            dp_size,
             engines,
         )
     eos_ids = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})

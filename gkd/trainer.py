@@ -106,7 +106,7 @@ class Trainer:
         except LateError as late:
             error = self.roles.explained(late)  # first of all: they may not hang much longer
             self._keep_what_can_be_kept(error, metrics)
-            raise error from late
+            raise error from None
         except Exception as error:
             self._keep_what_can_be_kept(error, metrics)
             raise

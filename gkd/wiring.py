@@ -16,12 +16,12 @@ from gkd.actor import worker as actor_worker
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster import survey
-from gkd.cluster.calls import gather
+from gkd.cluster.calls import all_there, gather
 from gkd.cluster.hang import hang_report
 from gkd.cluster.place_table import place_table
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
-from gkd.cluster.stacks import RANK_ENV
+from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config import Config
 from gkd.config_check import n_engines
@@ -69,10 +69,12 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         try:
             with startup:
                 roles = _start(config, plan, startup, slots[actor_spec.name], slots[rollout_spec.name])
+            log.info("all ranks are up")
+            yield replace(roles, explained=lambda error: _explained(error, startup, cluster.run, plan))
         except LateError as error:
-            raise _explained(error, startup, plan) from error
-        log.info("all ranks are up")
-        yield replace(roles, explained=lambda error: _explained(error, startup, plan))
+            if error.explained:
+                raise
+            raise _explained(error, startup, cluster.run, plan) from error
     finally:
         cluster.close()
 
@@ -101,27 +103,29 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
     _record_places(config, plan, asked, startup.left_s())
     gather(building, "init_model", startup.left_s())
-    endpoints = _endpoints(config, plan, actor)
+    endpoints = _endpoints(config, plan, actor, actor_slots)
+    startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
     if config.teacher.signal == "hidden":
-        actor.set_teacher_head(_teacher_heads(endpoints, actor.last_stage_nodes()))
+        heads = _teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
+        actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     scoring = ScoringPool(endpoints, config.trainer.stage_timeout_s)
     return Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
 
 
-def _explained(error: LateError, startup: Startup, plan: Plan) -> LateError:
+def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:
     """The same error, with who hangs and where; the stacks of those that do not wait for others are logged."""
     log.error("%s; asking all ranks where they stand", str(error))
     try:
-        report = hang_report(startup.names, startup.ask(), error.late)
+        report = hang_report(run, startup.names, startup.ask(), error.late)
         file = plan.folder.write_stacks(report.stacks)
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
         log.error("nobody knows where the ranks stand: %s: %s", type(trouble).__name__, str(trouble))
-        return error
+        return LateError(str(error), error.late, explained=True)
     log.error("stacks of those that others wait for:\n%s", report.telling)
     text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
-    return LateError(text, error.late)
+    return LateError(text, error.late, explained=True)
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
@@ -150,15 +154,17 @@ def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], ti
     survey.check_can_run(table)
 
 
-def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
+def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:
     """By data-parallel rank, a handle of the teacher's LM head on that group's node; fetched once a node.
 
     Nobody else keeps the handles: what they stand for is freed as soon as the actor has it.
     """
     heads: dict[str, Any] = {}
-    for endpoint, node in zip(endpoints, nodes, strict=True):
+    fetching: dict[str, Any] = {}
+    for i, (endpoint, node) in enumerate(zip(endpoints, nodes, strict=True)):
         if node not in heads:
-            heads[node] = endpoint.lm_head.remote()
+            heads[node] = fetching[_endpoint_name(i)] = endpoint.lm_head.remote()
+    all_there(fetching, "fetching the teacher's LM head", timeout_s)
     return [heads[node] for node in nodes]
 
 
@@ -176,8 +182,8 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
     return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
 
 
-def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
-    """One scoring endpoint for each data-parallel group, on the node of that group's last pipeline stage."""
+def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> list[Any]:
+    """One scoring endpoint for each data-parallel group, beside that group's last pipeline stage."""
     each = max(1, (config.teacher.n_server_workers or plan.teacher.n_streams) // actor.dp_size)
     # A thread scores one chunk of rollouts at a time; one more than fill the window, so that the end of a chunk does
     # not leave it half empty. A stream's chunks are the samples of one prompt.
@@ -189,11 +195,11 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool) -> list[Any]:
         .options(
             num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,
-            runtime_env={"env_vars": env | {RANK_ENV: _endpoint_name(i)}},
-            scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
+            runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i))},
+            scheduling_strategy=slots.beside(rank),
         )
         .remote(config, plan.n_vocab, plan.teacher.fingerprint, each)
-        for i, node_id in enumerate(actor.last_stage_nodes())
+        for i, rank in enumerate(actor.last_stage_ranks())
     ]
 
 

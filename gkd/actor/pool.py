@@ -94,16 +94,16 @@ class ActorPool:
                 stages[layout.pp_rank].append(worker)
         return stages
 
-    def last_stage_nodes(self) -> list[str]:
-        """Ray node id of each data-parallel group's last pipeline stage, by data-parallel rank."""
-        refs = {
-            f"actor rank {layout.rank}": worker.node_id.remote()
-            for worker, layout in zip(self._workers, self._layouts, strict=True)
-            if layout.is_last_stage and layout.tp_rank == 0
-        }
-        return list(gather(refs, "node ids", self._timeout_s).values())
+    def last_stage_ranks(self) -> list[int]:
+        """The first rank of each data-parallel group's last pipeline stage, by data-parallel rank."""
+        return [layout.rank for layout in self._layouts if layout.is_last_stage and layout.tp_rank == 0]
 
-    def set_teacher_head(self, heads: Sequence[Any]) -> None:
+    def last_stage_nodes(self, timeout_s: float) -> list[str]:
+        """Ray's ids of the nodes of `last_stage_ranks`."""
+        refs = {f"actor rank {rank}": self._workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
+        return list(gather(refs, "node ids", timeout_s).values())
+
+    def set_teacher_head(self, heads: Sequence[Any], timeout_s: float) -> None:
         """Hands the teacher's LM head to the ranks that compute the loss; blocks.
 
         Args:
@@ -114,7 +114,7 @@ class ActorPool:
             for worker, layout in zip(self._workers, self._layouts, strict=True)
             if layout.is_last_stage
         }
-        gather(refs, "set_teacher_head", self._timeout_s)
+        gather(refs, "set_teacher_head", timeout_s)
 
     def _on_batch(self, method: str, batch: Sequence[ScoredChunk], *args: Any) -> list[TrainStats]:
         """By rank; all have the same numbers."""

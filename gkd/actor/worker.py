@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # Methods of these groups are answered while another one runs, or hangs; the pool is spawned with them.
 SAVES = "saves"
 BESIDE = (SAVES, WATCH)
-# So much longer than the driver waits for a step, ranks wait for one another in it: so that it finds them there.
+# So much longer than the driver waits for them, ranks wait for one another: so that it finds them there.
 _LONGER_S = 60.0
 
 
@@ -89,6 +89,8 @@ class ActorWorker:
         """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
         self._log.info(self.place(ask_driver=False).line())
         self._config = config
+        trainer = config.trainer
+        self._patience_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _LONGER_S
         actor = config.actor
         self._phases.enter("joining the actor group")
         torch.set_num_threads(1)
@@ -101,7 +103,7 @@ class ActorWorker:
             init_method=f"tcp://{address[0]}:{address[1]}",
             rank=self._rank,
             world_size=world_size,
-            timeout=timedelta(seconds=config.trainer.stage_timeout_s + _LONGER_S),
+            timeout=timedelta(seconds=self._patience_s),
         )
         self._phases.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
@@ -149,7 +151,7 @@ class ActorWorker:
             self._layout,
             recompute=actor.recompute,
             sequence_parallel=actor.sequence_parallel,
-            collective_timeout_s=config.trainer.stage_timeout_s + _LONGER_S,
+            collective_timeout_s=self._patience_s,
             **common,
         )
 
@@ -165,7 +167,8 @@ class ActorWorker:
             lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores. The
                 driver passes handles; Ray fetches what they stand for from the object store.
         """
-        return self._student.train_step(self._micro_batches(takes, lists)[0])
+        with self._phases.during("training step"):
+            return self._student.train_step(self._micro_batches(takes, lists)[0])
 
     def evaluate(self, keep_tokens: int, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
         """The same loss; nothing learned. Arguments as of `train_step`.
@@ -174,11 +177,12 @@ class ActorWorker:
             keep_tokens: sequences of the batch, the first ones, whose tokens' numbers come with the result; from the
                 first rank of those that compute the loss.
         """
-        batches, rollouts = self._micro_batches(takes, lists)
-        if not (keep_tokens and self._layout.is_last_stage and self._layout.tp_rank == 0):
-            return self._student.evaluate(batches)
-        tables: list[torch.Tensor] = []
-        stats = self._student.evaluate(batches, on_rows=lambda table: tables.append(table.cpu()))
+        with self._phases.during("evaluation"):
+            batches, rollouts = self._micro_batches(takes, lists)
+            if not (keep_tokens and self._layout.is_last_stage and self._layout.tp_rank == 0):
+                return self._student.evaluate(batches)
+            tables: list[torch.Tensor] = []
+            stats = self._student.evaluate(batches, on_rows=lambda table: tables.append(table.cpu()))
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
         return replace(stats, tokens=token_records(batches, tables, self._student.loss.report_names, kept))
 
@@ -197,11 +201,13 @@ class ActorWorker:
         return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:
-        self._student.load_checkpoint(folder)
+        with self._phases.during("loading a checkpoint"):
+            self._student.load_checkpoint(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""
-        self._student.save_hf(folder, self._config.model.path)
+        with self._phases.during("export"):
+            self._student.save_hf(folder, self._config.model.path)
 
     def export_plan(self) -> list[TensorSpec]:
         """This pipeline stage's tensors in the order `send_weights` streams them."""
@@ -209,13 +215,13 @@ class ActorWorker:
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
     def join_group(self, spec: GroupSpec) -> None:
-        self._phases.enter("joining the weight-sync group")
-        self._group = TransferGroup(spec, self._device)
-        self._phases.enter(UP)
+        with self._phases.during("joining the weight-sync group"):
+            self._group = TransferGroup(spec, self._device)
 
     def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
         """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""
-        return send(self._group, buckets, self._student.export(), with_digests=with_digests)
+        with self._phases.during("sending weights"):
+            return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def _micro_batches(
         self, takes: Sequence[bytes | None], lists: Sequence[list[Any]]

@@ -43,6 +43,16 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
     return {name: results[name] for name in refs}
 
 
+def all_there(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
+    """Waits for the ends of all calls; their results stay where they are. Raises as `gather`, but not their errors:
+    whoever uses the results does.
+    """
+    _, pending = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s, fetch_local=False)
+    late = sorted(name for name, ref in refs.items() if ref in pending)
+    if late:
+        raise LateError(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
+
+
 def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, list[Any]]:
     """All items of some calls' streaming generators, by name; their content stays where it is.
 

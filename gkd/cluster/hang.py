@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,13 @@ class HangReport:
     stacks: str  # of all ranks, whole
 
 
-def hang_report(names: Sequence[str], progress: Mapping[str, Progress], late: Sequence[str]) -> HangReport:
-    """Takes the stacks of all ranks of this job; seconds, `_NODES_S` at the worst. Arguments as of `describe`."""
-    stacks, silent = _all_stacks()
+def hang_report(run: str, names: Sequence[str], progress: Mapping[str, Progress], late: Sequence[str]) -> HangReport:
+    """Takes the stacks of all ranks of this run; seconds, `_NODES_S` at the worst. Arguments as of `describe`.
+
+    Args:
+        run: see `stacks.rank_env`.
+    """
+    stacks, silent = _all_stacks(run)
     return describe(names, progress, late, stacks, silent)
 
 
@@ -50,24 +55,26 @@ def describe(
     """
     found = {stack.rank for stack in stacks}
     waited_for = [stack for stack in stacks if _is_late(stack.rank, late, found | set(names))]
-    waiting = [stack for stack in waited_for if stack.waits_for_others]
-    idle = [stack for stack in waited_for if stack.is_idle]
-    culprits = [stack for stack in waited_for if not stack.waits_for_others and not stack.is_idle]
-    culprits.sort(key=lambda stack: _urgency(stack, progress))
+    # A child that cannot be asked, as a helper of a library, says nothing of its rank.
+    telling = [stack for stack in waited_for if stack.text or not stack.is_child]
+    waiting = [stack for stack in telling if stack.waits_for_others]
+    idle = [stack for stack in telling if stack.is_idle]
+    groups = _groups([stack for stack in telling if not stack.waits_for_others and not stack.is_idle], progress)
     others = [stack for stack in stacks if stack not in waited_for]
     lines = [f"node {node} did not say where its ranks are" for node in silent]
     # On a silent node there may be ranks that nobody has seen.
     missing = [name for name in names if name not in found] if not silent else []
     lines += _limited([f"{name}: has no process: Ray has not started it" for name in missing])
-    lines += _limited([_line(stack, progress) for stack in culprits])
+    lines += _limited([_group_line(group, progress) for group in groups])
     if waiting:
         lines.append(f"{_counted(waiting)} wait for others, the first: {_line(waiting[0], progress)}")
     if idle:
         lines.append(f"{_counted(idle)} wait for their next call")
     if others:
         lines.append(f"{_counted(others)} are not late")
-    telling = [_head(stack, progress) + stack.shown() for stack in (culprits or waiting)[:_NAMED]]
-    return HangReport(lines, "\n".join(telling), "\n".join(_head(s, progress) + s.text for s in stacks))
+    firsts = [group[0] for group in groups] or waiting[:1]
+    shown = [_head(stack, progress) + stack.shown() for stack in firsts[:_NAMED]]
+    return HangReport(lines, "\n".join(shown), "\n".join(_head(s, progress) + s.text for s in stacks))
 
 
 def _is_late(rank: str, late: Sequence[str], ranks: Collection[str]) -> bool:
@@ -76,10 +83,19 @@ def _is_late(rank: str, late: Sequence[str], ranks: Collection[str]) -> bool:
     return not all(in_words) or not late or any(rank in words for words in in_words)
 
 
-def _urgency(stack: RankStack, progress: Mapping[str, Progress]) -> tuple[bool, float]:
-    """Smallest first: those that cannot answer, then by how long they have been in their phase."""
-    at = progress.get(stack.rank)
-    return not stack.problem, 0.0 if at is None else -at.for_s
+def _groups(stacks: Sequence[RankStack], progress: Mapping[str, Progress]) -> list[list[RankStack]]:
+    """Those at the same place together; first those that cannot answer, then the small groups: what many ranks wait
+    for, by whatever call, few do not.
+    """
+    groups: dict[str, list[RankStack]] = defaultdict(list)
+    for stack in sorted(stacks, key=lambda stack: -progress[stack.rank].for_s if stack.rank in progress else 0.0):
+        groups[stack.where()].append(stack)
+    return sorted(groups.values(), key=lambda group: (not group[0].problem, len(group)))
+
+
+def _group_line(group: Sequence[RankStack], progress: Mapping[str, Progress]) -> str:
+    first = _line(group[0], progress)
+    return first if len(group) == 1 else f"{_counted(group)}, the first: {first}"
 
 
 def _line(stack: RankStack, progress: Mapping[str, Progress]) -> str:
@@ -101,12 +117,11 @@ def _limited(lines: list[str]) -> list[str]:
     return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"... and {len(lines) - _NAMED} more"]
 
 
-def _all_stacks() -> tuple[list[RankStack], list[str]]:
+def _all_stacks(run: str) -> tuple[list[RankStack], list[str]]:
     """(stacks, addresses of nodes that did not answer)."""
-    job = ray.get_runtime_context().get_job_id()
     ask: Any = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
     refs = {
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(job): node
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(run): node
         for node in ray.nodes()
         if node["Alive"]
     }

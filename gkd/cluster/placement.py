@@ -39,7 +39,7 @@ class PoolSpec:
     """`nnodes` x `workers_per_node` processes of `gpus_per_worker` GPUs (or process slots) each.
 
     Args:
-        helper_cpus: CPUs to be left free on its nodes for each process's helpers, beside the one of its own.
+        helper_cpus: of each process's helpers, reserved with the one CPU of its own.
     """
 
     name: str

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
-from gkd.cluster.stacks import RANK_ENV
+from gkd.cluster.stacks import rank_env
 from gkd.errors import ClusterError
 from gkd.log import get_logger
 
@@ -47,6 +48,8 @@ _HTTP2_SETTINGS = 4  # the type of the first frame that a gRPC server sends, at 
 class Cluster:
     """A Ray cluster: one started here for this run, or an existing one joined by its address.
 
+    `run` is a word that no other run has, whichever cluster it is on.
+
     Args:
         address: empty: start one.
         n_slots: processes' GPUs in all, of which on CPU a cluster started here has so many.
@@ -57,6 +60,7 @@ class Cluster:
     """
 
     def __init__(self, address: str, *, n_slots: int, on_cpu: bool, gpus: Sequence[int] = ()) -> None:
+        self.run = uuid.uuid4().hex
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         local: dict[str, Any] = common | {"include_dashboard": False}
@@ -99,7 +103,7 @@ class Cluster:
                 raise ClusterError(f"the pools do not fit into the cluster; {missing}. Fix: {fix}, or add nodes.")
             chosen = place([node.free for node in nodes], specs)
             if chosen is not None:
-                pools = _reserve(specs, [[nodes[i].id for i in its] for its in chosen])
+                pools = _reserve(specs, [[nodes[i].id for i in its] for its in chosen], self.run)
                 if pools is not None:
                     return pools
                 nodes = in_order(_nodes())
@@ -126,10 +130,15 @@ class Pool:
 
     spec: PoolSpec
     groups: list[PlacementGroup]  # by rank
+    run: str  # a word that no other run has
 
     def named(self, workers: Sequence[Any]) -> dict[str, Any]:
         """What `spawn` gave, by the ranks' names."""
         return {self.spec.rank_name(rank): worker for rank, worker in enumerate(workers)}
+
+    def beside(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Where a helper of this rank goes: onto its node, into the CPUs that were reserved with it."""
+        return PlacementGroupSchedulingStrategy(placement_group=self.groups[rank], placement_group_bundle_index=0)
 
     def spawn(self, worker_class: Any, env: dict[str, str], *, beside: Sequence[str] = ()) -> list[Any]:
         """One Ray actor a slot, in rank order; each is given its rank as the only argument.
@@ -142,22 +151,21 @@ class Pool:
         # `options` refuses the groups, and `ray.remote` an empty list of options.
         groups = {"concurrency_groups": dict.fromkeys(beside, 1)}
         remote_class = ray.remote(**groups)(worker_class) if beside else ray.remote(worker_class)
-        for rank, group in enumerate(self.groups):
-            strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+        for rank in range(self.spec.world_size):
             handles.append(
                 remote_class.options(
                     name=f"{self.spec.name}_{rank}_{os.getpid()}",
                     num_gpus=self.spec.gpus_per_worker,
                     num_cpus=1,
-                    scheduling_strategy=strategy,
-                    runtime_env={"env_vars": env | {RANK_ENV: self.spec.rank_name(rank)}},
+                    scheduling_strategy=self.beside(rank),
+                    runtime_env={"env_vars": env | rank_env(self.run, self.spec.rank_name(rank))},
                     max_restarts=0,
                 ).remote(rank)
             )
         return handles
 
 
-def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]]) -> dict[str, Pool] | None:
+def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]], run: str) -> dict[str, Pool] | None:
     """All slots on these nodes, by Ray's ids; None: someone was faster, and nothing is held.
 
     All or nothing, so that two jobs that start together never wait for each other's half.
@@ -168,7 +176,7 @@ def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]]) -> dict[
         groups = []
         for rank in range(spec.world_size):
             group = placement_group(
-                [{"GPU": float(spec.gpus_per_worker), "CPU": 1.0}],
+                [{"GPU": float(spec.gpus_per_worker), "CPU": 1.0 + spec.helper_cpus}],
                 strategy="STRICT_PACK",
                 name=f"{spec.name}_{rank}",
                 bundle_label_selector=[{_NODE_ID: its[rank // spec.workers_per_node]}],
@@ -180,7 +188,7 @@ def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]]) -> dict[
                     remove_placement_group(taken)
                 return None
             groups.append(group)
-        pools[spec.name] = Pool(spec, groups)
+        pools[spec.name] = Pool(spec, groups, run)
     return pools
 
 
@@ -228,7 +236,7 @@ def _check_answers(address: str) -> None:
         return  # "auto" and the like, of which Ray itself knows at once
     problem = ""
     try:
-        with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as probe:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as probe:
             if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):  # which begins with words of ours
                 head = probe.recv(9)  # [length: 3, type, flags, stream: 4]
                 if len(head) < 4 or head[3] != _HTTP2_SETTINGS:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -32,6 +33,15 @@ class Phases:
     def enter(self, phase: str) -> None:
         self._phase, self._since = phase, self._clock()
         self._thread = threading.get_ident()
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """In this phase, and then up again."""
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(UP)
 
     def now(self, finer: dict[str, str] | None = None) -> Progress:
         """

@@ -12,14 +12,13 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 
-# In the environment of a rank's process, and so of its children: what the rank is called.
-RANK_ENV = "GKD_RANK"
-_JOB_ENV = "RAY_JOB_ID"  # Ray's own
+from gkd.cluster.processes import look_at
+
+RANK_ENV = "GKD_RANK"  # of a rank's process and its children: which run's it is, and what it is called
 
 _SIGNAL = signal.SIGUSR2
 _FILE = "gkd_stacks"
@@ -63,6 +62,7 @@ class RankStack:
     command: str
     text: str  # as faulthandler writes it; empty: it did not answer
     problem: str = ""  # why not
+    is_child: bool = False  # of the rank's own process
 
     @property
     def threads(self) -> list[list[Frame]]:
@@ -99,40 +99,66 @@ class RankStack:
         return "; ".join(_where(frames) for frames in self.threads)
 
 
+def rank_env(run: str, rank: str) -> dict[str, str]:
+    """The environment by which a rank's processes are known.
+
+    Args:
+        run: a word that no other run has.
+    """
+    return {RANK_ENV: f"{run}/{rank}"}
+
+
 def listen() -> None:
     """Have this process write its stacks when it is asked; a second call changes nothing."""
     global _file
     if _file is None:
-        _file = os.fdopen(os.memfd_create(_FILE), "w+b")
+        # Its name says whose it is: the environment that others can read is lost where a process changes its title.
+        _file = os.fdopen(os.memfd_create(f"{_FILE}:{os.environ.get(RANK_ENV, '')}"), "w+b")
         faulthandler.register(_SIGNAL, file=_file, all_threads=True, chain=False)
 
 
-def stacks_here(job: str) -> list[RankStack]:
-    """Of all processes of this Ray job on this machine that belong to a rank; takes some seconds at most.
-
-    Args:
-        job: Ray's job id, in hex.
-    """
-    asked = [(pid, rank, *_ask(pid)) for pid, rank in _ranks_of(job)]
+def stacks_here(run: str) -> list[RankStack]:
+    """Of all processes of this run's ranks on this machine, a rank's own before its children; takes seconds at most."""
+    found = _ranks_of(run)
+    asked = [(pid, rank, *_ask(pid)) for pid, rank in found.items()]
     deadline = time.monotonic() + _ANSWER_S
-    return [_answer(pid, rank, file, size, problem, deadline) for pid, rank, file, size, problem in asked]
+    stacks = []
+    for pid, rank, file, size, problem in asked:
+        process = look_at(pid)
+        is_child = process is not None and found.get(process.parent) == rank
+        stacks.append(_answer(pid, rank, file, size, problem, deadline, is_child))
+    return sorted(stacks, key=lambda stack: (stack.rank, stack.is_child, stack.pid))
 
 
-def _ranks_of(job: str) -> Iterator[tuple[int, str]]:
+def _ranks_of(run: str) -> dict[int, str]:
+    """pid -> rank."""
+    found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = dict(item.partition("=")[::2] for item in (folder / "environ").read_text().split("\0"))
-        except (OSError, UnicodeDecodeError):  # it has ended, or is another user's
-            continue
-        if environ.get(_JOB_ENV) == job and RANK_ENV in environ:
-            yield int(folder.name), environ[RANK_ENV]
+        whose = _whose(folder)
+        if whose.startswith(f"{run}/"):
+            found[int(folder.name)] = whose.removeprefix(f"{run}/")
+    return found
+
+
+def _whose(folder: Path) -> str:
+    """What `rank_env` says of this process; empty: it is none of a rank, has ended, or is another user's."""
+    try:
+        for link in (folder / "fd").iterdir():
+            _, marked, name = os.readlink(link).partition(f"memfd:{_FILE}:")
+            if marked:
+                return name.removesuffix(" (deleted)")
+        variables = (folder / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    mark = f"{RANK_ENV}=".encode()
+    return next((os.fsdecode(v.removeprefix(mark)) for v in variables if v.startswith(mark)), "")
 
 
 def _ask(pid: int) -> tuple[Path | None, int, str]:
     """(the file that it writes into, how much is in it now, why it can't be asked)."""
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            if f"memfd:{_FILE}" in os.readlink(link):
+            if f"memfd:{_FILE}:" in os.readlink(link):
                 size = link.stat().st_size
                 os.kill(pid, _SIGNAL)
                 return link, size, ""
@@ -142,7 +168,9 @@ def _ask(pid: int) -> tuple[Path | None, int, str]:
     return None, 0, "it takes no questions: it has not come that far, or runs none of this project's code"
 
 
-def _answer(pid: int, rank: str, file: Path | None, size: int, problem: str, deadline: float) -> RankStack:
+def _answer(
+    pid: int, rank: str, file: Path | None, size: int, problem: str, deadline: float, is_child: bool
+) -> RankStack:
     text = ""
     while file is not None and not problem:
         now = _read(file, size)
@@ -152,7 +180,7 @@ def _answer(pid: int, rank: str, file: Path | None, size: int, problem: str, dea
         if time.monotonic() > deadline:
             problem = f"it does not answer: {_state(pid)}"
         time.sleep(_POLL_S)
-    return RankStack(rank, socket.gethostname(), pid, _command(pid), text, problem)
+    return RankStack(rank, socket.gethostname(), pid, _command(pid), text, problem, is_child)
 
 
 def _read(file: Path, start: int) -> str:

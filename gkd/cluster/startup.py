@@ -39,6 +39,7 @@ class Startup(AbstractContextManager["Startup"]):
         self._deadline = time.monotonic() + timeout_s
         self._tell_s = tell_s
         self._ranks: dict[str, Any] = {}
+        self._silent: list[str] = []
         self._known: dict[str, Progress] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="startup", daemon=True)
@@ -50,9 +51,14 @@ class Startup(AbstractContextManager["Startup"]):
         """From now on, these too: name -> the Ray handle of a process with a method `progress`."""
         self._ranks = self._ranks | dict(ranks)  # not in place: the thread reads it
 
+    def expect(self, names: Sequence[str]) -> None:
+        """There should be processes of these names, too, which tell nobody how far they are."""
+        self._silent = [*self._silent, *names]
+
     @property
     def names(self) -> list[str]:
-        return list(self._ranks)
+        """Of all processes that there should be."""
+        return [*self._ranks, *self._silent]
 
     def ask(self, timeout_s: float = _ASK_S) -> dict[str, Progress]:
         """How far every rank is, as far as it answers in time: one that does not is where it was when it last did."""
@@ -91,7 +97,7 @@ class Startup(AbstractContextManager["Startup"]):
                 return
             phases = {name: at.phase for name, at in progress.items()}
             if not self._ended.is_set() and (phases != told or ticks % _AGAIN == 0):
-                log.info("%s; %.0f s left", summary(self.names, progress), self.left_s())
+                log.info("%s; %.0f s left", summary(list(self._ranks), progress), self.left_s())
                 told = phases
 
 

@@ -25,7 +25,7 @@ class RolloutPool:
     """Implements `gkd.roles.RolloutRole` over the pool's Ray actors.
 
     The prompt at place i of a batch goes to data-parallel group i mod dp, whoever answers it; the j-th of those that
-    the student answers to engine (j // dp) mod engines. So a step's composition never depends on timing.
+    the student answers to engine j mod engines. So a step's composition never depends on timing.
     """
 
     def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
@@ -57,7 +57,7 @@ class RolloutPool:
         sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
         streams: dict[Any, str] = {}
         for engine, worker in enumerate(self.workers):
-            mine = [j for j in range(len(prompts)) if (j // self._dp_size) % len(self.workers) == engine]
+            mine = range(engine, len(prompts), len(self.workers))
             if mine:
                 asked = encode_prompts([prompts[j] for j in mine], [places[j] for j in mine])
                 stream = worker.generate.options(num_returns="streaming").remote(

@@ -157,13 +157,13 @@ class RolloutWorker:
             self._loop = None
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
-        self._phases.enter("joining the weight-sync groups")
-        self._do(lambda: self._engine.join_groups(specs))
-        self._phases.enter(UP)
+        with self._phases.during("joining the weight-sync groups"):
+            self._do(lambda: self._engine.join_groups(specs))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
         # An engine that has a part of the new weights must not write on.
-        return self._do(lambda: self._engine.receive(plans, policy_version), vital=True)
+        with self._phases.during("receiving weights"):
+            return self._do(lambda: self._engine.receive(plans, policy_version), vital=True)
 
     def digests(self) -> dict[str, str]:
         return self._do(self._engine.digests)

@@ -79,7 +79,7 @@ def _answer(
     """All answers to a batch, and the teacher asked about them."""
     n_answered = workload.answered(number)
     place = np.arange(n_answered).repeat(workload.n)  # of each sequence's prompt, among those the student answers
-    engine_of, group_of = place // sizes.dp % sizes.engines, place % sizes.dp
+    engine_of, group_of = place % sizes.engines, place % sizes.dp
     lengths = workload.lengths.draw(rng, len(place), number)
     order = np.argsort(engine_of, kind="stable")
     arrived, engine_s, last_s = np.empty(len(place)), 0.0, 0.0

@@ -36,14 +36,13 @@ def estimate(
         per_answer = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens + rates.chunk_s / workload.n
         rollout_s = n_answers / engines * (per_answer + rates.pass_s * mean / running)
         return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
-    # The j-th prompt goes to engine j // dp, so with many data-parallel groups some engines have nothing to do.
-    used = np.minimum(engines, np.ceil(prompts / dp))
-    most = np.ceil(prompts / dp / used) * dp * workload.n
-    most = np.minimum(most, n_answers)
+    most = np.minimum(np.ceil(prompts / engines) * workload.n, n_answers)
+    # The j-th prompt goes to engine j mod engines, and is of group j mod dp.
+    groups = dp / np.gcd(dp.astype(int), engines.astype(int))
     longest = _longest(workload.lengths, np.minimum(most, workload.max_num_seqs))
     passes = np.maximum(longest, most / workload.max_num_seqs * mean + longest / 2 * (most > workload.max_num_seqs))
     rollout_s = rates.pass_s * passes + most * (rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens)
-    rollout_s = rollout_s + rates.chunk_s * (1 + np.ceil(most / dp / CHUNK_SIZE) * np.minimum(dp, most))
+    rollout_s = rollout_s + rates.chunk_s * (1 + np.ceil(most / groups / CHUNK_SIZE) * np.minimum(groups, most))
     late_s = np.maximum(score_s - rollout_s, 0.0) if workload.overlap else score_s
     if scheduler == "sync":
         return rollout_s + late_s + train_s + after_s

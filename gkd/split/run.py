@@ -184,14 +184,14 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
 
 def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
     """Seconds of an engine for a chunk. A stream's are its gaps, one chunk a prompt; a batch's are what its answers
-    take longer than the passes of the busiest engine, which has about as many prompts of each group as the others.
+    take longer than the passes of the busiest engine, which has about as many prompts as the others.
     """
     if config.trainer.scheduler == STREAM:
         return float(table["perf/gap_s"].sum() / table["rollout/on_policy_sequences"].sum() * config.rollout.n)
     more_s = float(np.mean(table["perf/answer_s"] - table["perf/engine_busy_max_s"]))
-    of_group = config.distill.on_policy_share * config.trainer.global_batch_size / sizes.dp
-    engines = min(sizes.engines, math.ceil(of_group))
-    n_chunks = sizes.dp * math.ceil(math.ceil(of_group / engines) * config.rollout.n / CHUNK_SIZE)
+    of_engine = math.ceil(config.distill.on_policy_share * config.trainer.global_batch_size / sizes.engines)
+    groups = min(of_engine, sizes.dp // math.gcd(sizes.dp, sizes.engines))
+    n_chunks = groups * math.ceil(math.ceil(of_engine / groups) * config.rollout.n / CHUNK_SIZE) if groups else 0
     return max(0.0, more_s / (1 + n_chunks))
 
 

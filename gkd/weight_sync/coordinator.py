@@ -15,6 +15,9 @@ from gkd.weight_sync.transfer import GroupSpec
 
 log = get_logger("weight_sync")
 
+# So much longer than the driver waits for them, the members wait for one another: so that it finds them there.
+_LONGER_S = 60.0
+
 
 class WeightSync:
     """Implements `gkd.roles.WeightSyncRole`.
@@ -101,7 +104,7 @@ class WeightSync:
         world_size = 1 + len(self._engines) * tp
 
         def spec(address: tuple[str, int], rank: int) -> GroupSpec:
-            return GroupSpec(backend, *address, rank, world_size, settings.timeout_s)
+            return GroupSpec(backend, *address, rank, world_size, max(settings.timeout_s, timeout_s) + _LONGER_S)
 
         refs = {name: worker.join_group.remote(spec(addresses[name], 0)) for name, worker in senders.items()}
         refs |= {

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from gkd.errors import WeightSyncError
 from gkd.weight_sync.buckets import Bucket, digest
 
+_PROBE = 0x5A
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
@@ -49,11 +51,22 @@ class TransferGroup:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 self._group = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
+            self._probe()
         except (RuntimeError, dist.DistError) as error:
             raise WeightSyncError(
                 f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at "
                 f"{spec.host}:{spec.port} ({spec.backend}) within {spec.timeout_s:.0f} s: {error}"
             ) from error
+
+    def _probe(self) -> None:
+        """One byte to everybody: NCCL connects its members only when they first talk.
+
+        Raises RuntimeError, WeightSyncError.
+        """
+        byte = torch.full((1,), _PROBE if self.spec.rank == 0 else 0, dtype=torch.uint8, device=self.device)
+        self.broadcast(byte)
+        if byte.item() != _PROBE:
+            raise WeightSyncError(f"rank {self.spec.rank}: a probe of the weight-sync group brought {byte.item()}")
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """From rank 0, in place; blocks until the data is here (gloo) or ordered on the current stream (nccl)."""

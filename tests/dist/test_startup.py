@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from gkd.actor.megatron.cpu_shim import install_cpu_shim
+from gkd.actor.megatron.groups import init_groups, probe_groups
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import BESIDE, ActorWorker
 from gkd.cluster.calls import gather
@@ -28,9 +30,17 @@ LATE = 2  # the rank that keeps the others waiting
 
 
 class Rank(ActorWorker):
-    """A rank that joins the real group, and has a meeting of all ranks in the place of a student; one stays away."""
+    """A rank that joins the real group and Megatron's, and has a meeting of all ranks in the place of a student; one
+    stays away from it.
+    """
 
     def _build_student(self, total_steps: int) -> None:  # type: ignore[override]
+        told: list[str] = []
+        install_cpu_shim()
+        probe_groups(init_groups(self._layout), self._device, told.append)
+        # One tensor-parallel group of all ranks: it is the world, and in Megatron's eyes several groups.
+        assert told and all(text.endswith(f"of ranks {list(range(N_RANKS))}") for text in told), told
+        assert any("group tp " in text for text in told) and any("intra_dist_opt " in text for text in told), told
         if self._rank == LATE:
             self._phases.enter("reading from a disk that does not answer")
             read_from_a_dead_disk(total_steps)
@@ -57,7 +67,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
     rank stopped.
     """
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path_factory.mktemp('run')}"]
-    config = load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}"])
+    config = load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}", f"actor.tp={N_RANKS}"])
     workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
     actor, told = ActorPool(workers, config), []
     gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 60)  # imports take their time
@@ -67,9 +77,9 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
         with pytest.raises(LateError) as raised, startup:
             startup.watch(slots.named(workers))
             gather(actor.init_model("cpu", 600, startup.left_s()), "init_model", startup.left_s())
-    report = hang_report(startup.names, startup.ask(), raised.value.late)
+    report = hang_report(slots.run, startup.names, startup.ask(), raised.value.late)
     os.kill(next(int(line.split("pid ")[1].split(")")[0]) for line in report.lines if "disk" in line), signal.SIGSTOP)
-    stopped = hang_report([*startup.names, "actor rank 9"], startup.ask(0.5), []).lines
+    stopped = hang_report(slots.run, [*startup.names, "actor rank 9"], startup.ask(0.5), []).lines
     return raised.value, report, told, stopped
 
 

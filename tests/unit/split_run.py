@@ -58,7 +58,7 @@ def write_run(
 def _one_step(config: Config, rates: Rates, lengths: np.ndarray, workers: int) -> dict[str, float]:
     dp, engines = data_parallel_size(config), n_engines(config)
     place = np.arange(len(lengths))
-    usages = [_answered(lengths[place // dp % engines == e].tolist(), config, rates) for e in range(engines)]
+    usages = [_answered(lengths[place % engines == e].tolist(), config, rates) for e in range(engines)]
     batch, now_s = [], 1000.0
     for i, n_tokens in enumerate(lengths.tolist()):
         tokens = n_tokens + PROMPT
@@ -70,7 +70,7 @@ def _one_step(config: Config, rates: Rates, lengths: np.ndarray, workers: int) -
     total = float((lengths + PROMPT).sum())
     groups = np.bincount(place % dp, lengths + PROMPT, dp)
     heaviest = total / dp if config.actor.balance else float(groups.max())
-    n_chunks = [n_chunks_of(place[place // dp % engines == e] % dp) for e in range(engines)]
+    n_chunks = [n_chunks_of(place[place % engines == e] % dp) for e in range(engines)]
     answer_s = max(usage.busy_s for usage in usages) + rates.chunk_s * (1 + max(n_chunks))
     times = {
         "time/rollout_s": answer_s,

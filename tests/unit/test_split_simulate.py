@@ -195,12 +195,13 @@ def test_the_teacher_is_a_queue() -> None:
     assert teacher.score(1.0, [0]) == pytest.approx(4.0) and teacher.busy_s == pytest.approx(8.0)
 
 
-def test_prompts_of_one_group_share_engines_as_in_the_pool() -> None:
-    """Fails if engines that `RolloutPool.generate` gives nothing to are thought to help."""
+def test_prompts_go_to_the_engines_in_turn_as_in_the_pool() -> None:
+    """Fails if the simulation shares prompts out otherwise than `RolloutPool.generate`."""
     workload = work(fixed_lengths([50.0]), 8)
-    alone, many = (simulate("sync", Sizes(8, n, 8), workload, RATES).step_s for n in (1, 4))
-    assert alone == many  # eight groups with a prompt each: one engine
-    assert simulate("sync", Sizes(1, 4, 8), workload, RATES).busy["rollout"] > 0.2
+    times = [simulate("sync", Sizes(8, engines, 8), workload, RATES).step_s for engines in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True) and len(set(times)) == 4
+    # The ninth engine has nothing to do.
+    assert simulate("sync", Sizes(8, 9, 8), workload, RATES).step_s == times[-1]
 
 
 def test_thousands_of_gpus_are_as_many_events_as_sequences() -> None:

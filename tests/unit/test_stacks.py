@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from gkd.cluster.hang import describe
 from gkd.cluster.progress import Phases, Progress
-from gkd.cluster.stacks import RANK_ENV, RankStack, stacks_here
+from gkd.cluster.stacks import RankStack, rank_env, stacks_here
 from gkd.cluster.startup import summary
 
 IN_A_COLLECTIVE = """Thread 0x1 (most recent call first):
@@ -85,8 +88,8 @@ def test_the_report_begins_with_the_rank_at_fault() -> None:
     [
         (["actor rank 1"], ["actor rank 1", "3 (actor rank 10, rollout engine 0, scoring endpoint 0) are not late"]),
         (["chunk 7 (scoring endpoint 0)"], ["scoring endpoint 0"]),
-        (["rollout engine 0", "actor stage 0 exporter 1"], ["actor rank 1", "actor rank 10", "rollout", "scoring"]),
-        ([], ["actor rank 1", "actor rank 10", "rollout", "scoring"]),
+        (["rollout engine 0", "actor stage 0 exporter 1"], ["4 (actor rank 1, actor rank 10, rollout engine 0, sc"]),
+        ([], ["4 (actor rank 1, actor rank 10, rollout engine 0, scoring endpoint 0), the first: "]),
     ],
 )
 def test_whoever_is_not_late_is_not_accused(late: list[str], expected: list[str]) -> None:
@@ -117,42 +120,85 @@ def test_a_phase_is_told_from_the_code_that_runs() -> None:
     assert phases.now({"load_weights": "loading"}).phase == "starting"
 
 
+def test_many_at_one_place_come_after_the_one_that_is_elsewhere() -> None:
+    """Fails if, where nobody can tell a wait (for a GPU's work it is no collective's frame that waits), the one rank
+    that is somewhere else is lost among those that wait for it.
+    """
+    elsewhere = IN_A_FILE.replace("step.py", "data.py")
+    stacks = [stack(f"actor rank {i}", IN_A_FILE) for i in range(64)] + [stack("actor rank 64", elsewhere)]
+    lines = describe([], {}, [], stacks).lines
+    assert len(lines) == 2 and lines[0].startswith("actor rank 64 (host")
+    assert lines[1].startswith("64 (actor rank 0, ") and "the first: actor rank 0 (host" in lines[1]
+
+
+def test_helpers_of_libraries_are_no_ranks() -> None:
+    """Fails if processes that a rank's libraries start, which cannot be asked, push the rank itself out of sight."""
+    helpers = [RankStack("actor rank 0", "host", 8 + i, "python", "", "takes no questions", True) for i in range(9)]
+    report = describe(["actor rank 0"], {}, [], [stack("actor rank 0", IN_A_FILE), *helpers])
+    assert len(report.lines) == 1 and "pid 7" in report.lines[0]
+    assert report.stacks.count("takes no questions") == 9
+
+
 SCRIPT = """
-    import {first}
     from gkd.cluster import stacks
-    {listen}
+    {before}
     print("ready", flush=True)
     def hold():
         {body}
     hold()
 """
+LISTEN = "stacks.listen()"
+RETITLE = "import setproctitle; stacks.listen(); setproctitle.setproctitle('VLLM::Worker_TP0')"
+CHILD = """import subprocess, sys; stacks.listen(); child = subprocess.Popen([sys.executable, "-c", "input()"])"""
+
+
+@contextmanager
+def process(run: str, before: str, body: str = "import time; time.sleep(60)", **more: bytes) -> Iterator[int]:
+    """A process of actor rank 3 of this run; its pid."""
+    script = textwrap.dedent(SCRIPT.format(before=before, body=body))
+    environ = {k.encode(): v.encode() for k, v in (os.environ | rank_env(run, "actor rank 3")).items()}
+    environ |= {key.encode(): value for key, value in more.items()}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None and started.stdout.readline() == "ready\n"
+            time.sleep(0.2)
+            yield started.pid
+            assert started.poll() is None, "the question has ended it"
+        finally:
+            started.kill()
+
+
+@pytest.fixture
+def run() -> str:
+    return f"test{time.time_ns()}"
 
 
 @pytest.mark.parametrize(
-    ("body", "listen", "expected"),
+    ("before", "body", "expected"),
     [
-        ("import time; time.sleep(60)", "stacks.listen(); stacks.listen()", "(hold)"),
+        ("stacks.listen(); stacks.listen()", "import time; time.sleep(60)", "(hold)"),
         # A regular expression that takes for ever, in C, with the interpreter's lock held.
-        ("import re; re.match('(a+)+$', 'a' * 60 + 'b')", "stacks.listen()", "re/__init__.py"),
-        ("import time; time.sleep(60)", "", "takes no questions"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "stacks.listen()", "stopped by a signal"),
+        (LISTEN, "import re; re.match('(a+)+$', 'a' * 60 + 'b')", "re/__init__.py"),
+        (RETITLE, "import time; time.sleep(60)", "(hold)"),  # which overwrites the environment that others see
+        ("pass", "import time; time.sleep(60)", "takes no questions"),
+        (LISTEN, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal"),
     ],
 )
-def test_a_process_is_asked_from_outside(body: str, listen: str, expected: str) -> None:
+def test_a_process_is_asked_from_outside(run: str, before: str, body: str, expected: str) -> None:
     """Fails if a process that hangs cannot be asked, or the question kills one that does not listen."""
-    script = textwrap.dedent(SCRIPT.format(first="os", body=body, listen=listen))
-    environ = {RANK_ENV: "actor rank 3", "RAY_JOB_ID": f"test{time.time_ns()}"}
-    command = ["env", *(f"{k}={v}" for k, v in environ.items()), sys.executable, "-c", script]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            time.sleep(0.2)
-            (one,) = stacks_here(environ["RAY_JOB_ID"])
-            assert (one.rank, one.pid) == ("actor rank 3", process.pid)
-            assert expected in one.where(), (one.where(), one.text)
-            assert process.poll() is None
-            if one.text:
-                assert stacks_here(environ["RAY_JOB_ID"])[0].text.count("in hold") == 1, "the second dump, and not both"
-        finally:
-            process.kill()
-    assert stacks_here(environ["RAY_JOB_ID"]) == []
+    with process(run, before, body, NOTE=b"caf\xe9") as pid:
+        (one,) = stacks_here(run)
+        assert (one.rank, one.pid) == ("actor rank 3", pid)
+        assert expected in one.where(), (one.where(), one.text)
+        if one.text:
+            assert stacks_here(run)[0].text.count("in hold") == 1, "the second dump, and not both"
+    assert stacks_here(run) == []
+
+
+def test_a_rank_comes_before_its_children_and_other_runs_are_left_alone(run: str) -> None:
+    """Fails if a run that hangs accuses the ranks of another run on the same machine, or a helper for its rank."""
+    with process(run, CHILD) as pid, process(f"{run}0", LISTEN):
+        own, child = stacks_here(run)
+        assert (own.pid, own.is_child) == (pid, False) and "(hold)" in own.where()
+        assert child.is_child and child.rank == own.rank and not child.text

@@ -15,7 +15,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ClusterError
 
 # What a training step talks over; Megatron makes more, which are not connected before they are used.
-_USED = ("tp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep_pp")
+_USED = ("tp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
 
 
 def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGroupCollection:
@@ -74,7 +74,7 @@ def probe_groups(groups: ProcessGroupCollection, device: torch.device, on_phase:
     Raises:
         ClusterError: see `probe_group`.
     """
-    made = {name: getattr(groups, name, None) for name in _USED}
+    made = {name: getattr(groups, name) for name in _USED}
     mine = {name: group for name, group in made.items() if isinstance(group, dist.ProcessGroup)}
     for name, group in distinct_groups(mine).items():
         on_phase(f"probing group {name} of ranks {dist.get_process_group_ranks(group)}")
