@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, LateError, ModelError, TeacherUnavailable
 from gkd.metrics import MetricsWriter, read_metrics
 from gkd.trainer import LAST_WAIT_S
 from tests.unit.world import PROMPTS, World, checkpoints, make
@@ -26,6 +27,29 @@ def test_whatever_ends_the_run_a_save_under_way_is_waited_for(tmp_path: Path) ->
             make(tmp_path / error.__name__, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
         assert world.waits_s == [wait_s if wait_s is None else pytest.approx(wait_s, abs=1)]
         assert checkpoints(tmp_path / error.__name__) == ["latest", "step_00000002"]
+
+
+def test_a_late_rank_is_looked_at_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the ranks are asked where they hang after a minute of waiting for a save, when most have given up."""
+    world = World()
+    world.polls_per_save = 9
+    order: list[str] = []
+
+    def hang(*_: object) -> None:
+        raise LateError("train_step: no answer", ["actor rank 1"])
+
+    def look(error: LateError) -> LateError:
+        order.append(f"looked {error.late} {world.waits_s}")
+        return LateError(f"{error}\n  actor rank 1 hangs", error.late, explained=True)
+
+    trainer = make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2")
+    trainer.roles = replace(trainer.roles, explained=look)
+    step = world.train_step
+    monkeypatch.setattr(world, "train_step", lambda batch: hang() if trainer.step == 3 else step(batch))
+    with pytest.raises(LateError, match="actor rank 1 hangs") as raised:
+        trainer.fit()
+    assert order == ["looked ('actor rank 1',) []"] and raised.value.explained
+    assert world.waits_s == [pytest.approx(LAST_WAIT_S, abs=1)]
 
 
 def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path) -> None:
