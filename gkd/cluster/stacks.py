@@ -224,10 +224,10 @@ def _where(frames: list[Frame]) -> str:
     caller = _collective(frames)
     if caller is not None:
         return f"waits for other ranks in a collective, called at {caller}"
+    # Not in Python's own library, whose innermost calls look alike whoever makes them.
+    inner = next((frame for frame in frames if frame.is_ours or "/site-packages/" in frame.file), frames[0])
     ours = next((frame for frame in frames if frame.is_ours), None)
-    if ours is None or ours is frames[0]:
-        return f"at {frames[0]}"
-    return f"at {frames[0]}, called at {ours}"
+    return f"at {inner}" if ours is None or ours is inner else f"at {inner}, called at {ours}"
 
 
 def _short(file: str) -> str:
