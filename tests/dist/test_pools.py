@@ -37,7 +37,7 @@ ACTOR, ROLLOUT = PoolSpec("actor", 2, 2, gpus_per_worker=1), PoolSpec("rollout",
 OVERLAPPING = [ACTOR, PoolSpec("rollout", 2, 1, gpus_per_worker=2)]
 # Every node has to hold a part of both.
 EVERYWHERE = [PoolSpec("actor", 3, 2, gpus_per_worker=1), PoolSpec("rollout", 3, 1, gpus_per_worker=2)]
-ROUNDS = 8
+ROUNDS = 4
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
     workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
     actor, told = ActorPool(workers, config), []
     gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 60)  # imports take their time
-    startup = Startup(timeout_s=6, tell_s=0.5)
+    startup = Startup(timeout_s=4, tell_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gkd.cluster.startup.log.info", lambda text, *args: told.append(text % args))
         with pytest.raises(LateError) as raised, startup:
@@ -86,7 +86,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
 def test_the_error_names_the_setting_and_who_is_late(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
     """Fails if a start that hangs goes on for ever, or ends without saying after how long and for whom it waited."""
     text = str(hung[0])
-    assert "trainer.init_timeout_s = 6" in text
+    assert "trainer.init_timeout_s = 4" in text
     assert all(f"actor rank {rank}" in text for rank in range(N_RANKS))
 
 
