@@ -1,9 +1,10 @@
 """The start of the pools on this machine: both at once, as training does it, against one after the other.
 
-    python -m tests.bench.bench_startup [--json FILE] [--rounds N]
+    python -m tests.bench.bench_startup [--only tiny,larger] [--json FILE] [--rounds N]
 
-Real processes, Megatron-core and vLLM with the models of the quickstart; one actor rank and one engine, so that on two
-cores neither waits for the other's. From the first process to the last one that is up, Ray itself not counted.
+Real processes, Megatron-core and vLLM, with a model of 2 million parameters and with one of 200 million; one actor rank
+and one engine, so that on two cores neither waits for the other's. From the first process to the last one that is up,
+Ray itself not counted.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.wiring import pool_specs, worker_env
 from tests.bench.command import parsed, parser, run_parts
+from tests.bench.student_case import save_model
 from tests.bench.teacher_report import Figure, Part, Table
 
 _LIMIT_S = 300.0
+_LARGER = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16}
 
 
 def start(config: Config, *, at_once: bool) -> tuple[float, float]:
@@ -56,12 +59,26 @@ def start(config: Config, *, at_once: bool) -> tuple[float, float]:
         cluster.close()
 
 
-def concurrent(rounds: int) -> Part:
-    """Both pools at once, as a share of one after the other."""
-    from tests.e2e.conftest import make_lab
+def tiny(rounds: int) -> Part:
+    return _concurrent("tiny", {}, rounds)
+
+
+def larger(rounds: int) -> Part:
+    return _concurrent("larger", _LARGER, rounds)
+
+
+def _concurrent(name: str, sizes: dict[str, int], rounds: int) -> Part:
+    """Both pools at once, as a share of one after the other.
+
+    Args:
+        sizes: of the student; empty: those of the end-to-end tests.
+    """
+    from tests.e2e.conftest import VOCAB, make_lab
 
     with tempfile.TemporaryDirectory() as folder:
         lab = make_lab(Path(folder))
+        if sizes:
+            save_model(lab.student, vocab_size=VOCAB, head_dim=64, num_key_value_heads=4, **sizes)
         config = load_config(None, lab.command(Path(folder) / "run", 1)[5:])
         start(config, at_once=True)  # the files of all libraries are in the page cache from now on
         ratios, rows = [], []
@@ -77,11 +94,11 @@ def concurrent(rounds: int) -> Part:
         f"One Megatron-core rank and one vLLM engine on {os.cpu_count()} cores, from the first process to the last one "
         "that is up. The best there can be is the longer one's share of both."
     )
-    return Part("startup", what, figures, [Table("seconds", head, rows)], {"rounds": rounds})
+    return Part(name, what, figures, [Table("seconds", head, rows)], {"rounds": rounds} | sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parts = {"startup": concurrent}
+    parts = {"tiny": tiny, "larger": larger}
     args = parsed(parser("tests.bench.bench_startup", __doc__ or "", parts, rounds=3), parts, argv)
     return run_parts(args, lambda name: parts[name](args.rounds))
 
