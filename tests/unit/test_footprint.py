@@ -303,6 +303,9 @@ def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--gpu-gib", "0"), "--gpu-gib"),
         (("--gpu-gib", "nan"), "--gpu-gib"),
+        (("--gpu-gib", "1e-12"), "--gpu-gib"),
+        (("--gpu-gib", "1e305"), "--gpu-gib"),
+        (("--gpu-gib", "inf"), "--gpu-gib"),
         (("model.path=nowhere",), "model.path"),
         (("--teacher", "nowhere"), "--teacher"),
         (("actor.tp=0",), "actor.tp"),
@@ -316,21 +319,52 @@ def test_wrong_arguments_of_the_command(
     assert words in capsys.readouterr().err
 
 
-def test_preflight_warns_and_refuses(qwen: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Fails if a run whose state alone is too large for its cards starts, or one that may just fit is refused."""
-    config = _config(qwen)
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(logging.getLogger("gkd"), "propagate", True)
-    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: 40 * GIB)
-    preflight_memory.check_memory(config, "cuda", None)
-    assert "actor rank 0 needs" in caplog.text and "weights" in caplog.text
-    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: 24 * GIB)
+    return caplog
+
+
+def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, mib: list[int]) -> None:
+    """An nvidia-smi on PATH that lists cards of so much memory."""
+    rows = [f"{i}, GPU-{i}, Card, 00000000:{i:02x}:00.0, {size}, {size}" for i, size in enumerate(mib)]
+    script = folder / "nvidia-smi"
+    script.write_text('#!/bin/sh\ncase "$1" in *gpu=*) cat <<END\n' + "\n".join(rows) + "\nEND\n;; esac\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_preflight_warns_and_refuses(
+    qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    """Fails if a run whose state alone is too large for its cards starts, or one that may just fit is refused."""
+    _nvidia_smi(tmp_path, monkeypatch, [24 << 10, 40 << 10, 80 << 10])
+    preflight_memory.check_memory(_config(qwen, "cluster.gpus=[1,2]"), "cuda", None)
+    assert "actor rank 0 needs" in logged.text and "of a card of 40.00 GiB" in logged.text
     with pytest.raises(ConfigError, match=r"25\.88 GiB"):
-        preflight_memory.check_memory(config, "cuda", None)
-    caplog.clear()
-    preflight_memory.check_memory(config, "cpu", None)
-    assert "memory by rank, beside what imports take: actor rank 0" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: None)
-    preflight_memory.check_memory(config, "cuda", None)
-    assert "no GPU is seen here" in caplog.text
+        preflight_memory.check_memory(_config(qwen, "cluster.gpus=[0,2]"), "cuda", None)
+    logged.clear()
+    preflight_memory.check_memory(_config(qwen), "cpu", None)
+    assert "memory by rank, beside what imports take: actor rank 0" in logged.text
+
+
+def test_only_cards_that_the_run_may_get_count(
+    qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    """Fails if a valid run is refused because of a small card of the driver's that it will never see."""
+    _nvidia_smi(tmp_path, monkeypatch, [4 << 10, 80 << 10, 48 << 10])
+    for overrides, card in (
+        (["cluster.gpus=[1]"], 80 * GIB),
+        (["cluster.gpus=[2,1]"], 48 * GIB),
+        (["cluster.gpus=[1,7]"], None),  # nobody knows 7
+        (["cluster.ray_address=10.0.0.5:6379"], None),
+        (["cluster.ray_address=10.0.0.5:6379", "cluster.gpus=[0]"], None),
+    ):
+        assert preflight_memory.smallest_card(_config(*overrides).cluster) == card, overrides
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")  # ids stay nvidia-smi's
+    assert preflight_memory.smallest_card(_config("cluster.gpus=[1]").cluster) == 80 * GIB
+    preflight_memory.check_memory(_config(qwen, "cluster.ray_address=10.0.0.5:6379"), "cuda", None)
+    assert "weights" in logged.text and "nobody knows here" in logged.text
+    assert not [record for record in logged.records if record.levelno > logging.INFO]
