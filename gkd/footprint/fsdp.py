@@ -80,7 +80,8 @@ def fsdp_footprint(
     boundary = kernels.boundary(shape) * batch.n_tokens
     activations = boundary * shape.n_layers if actor.recompute == "full" else sum(whole)
     activations += boundary + kernels.final_norm(shape) * batch.n_tokens
-    loss = loss_shape(config, batch, hidden=shape.hidden, rows_of_head=shape.vocab_size, itemsize=b, on_cpu=on_cpu)
+    sizes = {"hidden": shape.hidden, "rows_of_head": shape.vocab_size, "itemsize": b}
+    loss = loss_shape(config, batch, **sizes, on_cpu=on_cpu, frozen=frozen)
     # Gathered layers: one, and on CUDA the next one already. Of its gradient the whole, and the same to be reduced.
     layer = found.layer * b * (1 if on_cpu else 2)
     table = found.embedding * b

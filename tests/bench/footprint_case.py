@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,7 +72,7 @@ class Measured:
 
 
 def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float = 600.0) -> list[Measured]:
-    """Runs the case; one result for each rank. `folder` keeps the model's files."""
+    """Runs the case; one result for each rank. `folder` keeps the model's files; one that is there is taken."""
     config = case_config(case, folder, device)
     model = Path(config.model.path)
     if not model.exists():
@@ -111,12 +111,12 @@ def case_config(case: Case, folder: Path, device: str) -> Config:
     return load_config(path, list(case.overrides))
 
 
-def save_model(folder: Path, *, tied: bool) -> None:
-    """A random Qwen2 of `SIZES`."""
+def save_model(folder: Path, *, tied: bool, sizes: Mapping[str, int] = SIZES) -> None:
+    """A random Qwen2."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=tied)).save_pretrained(folder)
 
 
 def full_sequences(
