@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from gkd.cluster.cards import machine_cards, visible_cards
 from gkd.config import ClusterConfig, Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint
 from gkd.footprint.folder import read_model_folder
-from gkd.footprint.limits import gib, state_fits
+from gkd.footprint.limits import gib, on_card, state_fits
 from gkd.footprint.table import footprint_table, kv_line, sums_line
 from gkd.log import get_logger
 
@@ -31,7 +33,10 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
         folder = read_model_folder(config.model.path, "model.path")
-        found = footprint(config, folder.config_json, tensors=folder.tensors, teacher_hidden=teacher_hidden)
+        refit = partial(
+            footprint, config_json=folder.config_json, tensors=folder.tensors, teacher_hidden=teacher_hidden
+        )
+        found: Sequence[RankFootprint] = refit(config)
     except ModelError as error:  # fsdp2 takes models that name their sizes otherwise
         log.warning("nobody can tell how much memory this run will need: %s", error)
         return
@@ -39,6 +44,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
         log.info("memory by rank, beside what imports take: %s", sums_line(found))
         return
     card_bytes = smallest_card(config.cluster)
+    found = on_card(found, card_bytes, config)
     log.info("memory by rank:\n%s", footprint_table(found, card_bytes))
     log.info(kv_line(found, folder.shape, card_bytes, config))
     if card_bytes is None:
@@ -46,7 +52,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
         log.info("nobody knows here how much memory the cards have (%s): compare it yourself", where)
         return
     _refuse_state(found, card_bytes, config)
-    for problem in check(found, card_bytes, config):
+    for problem in check(found, card_bytes, config, refit):
         log.warning("memory: %s", problem)
 
 
@@ -69,7 +75,7 @@ def smallest_card(cluster: ClusterConfig) -> int | None:
     return min(sizes, default=None)
 
 
-def _refuse_state(found: tuple[RankFootprint, ...], card_bytes: int, config: Config) -> None:
+def _refuse_state(found: Sequence[RankFootprint], card_bytes: int, config: Config) -> None:
     for part in found:
         if part.role == "actor" and not state_fits(part, card_bytes):
             spread = "actor.tp, actor.pp or more GPUs" if config.actor.strategy == "megatron" else "more GPUs"

@@ -81,7 +81,7 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     with _environment():
         found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s)
     shape = json.loads((model / "config.json").read_text())
-    actors = [_without_sync(part) for part in footprint(config, shape) if part.role == "actor"]
+    actors = [_as_metered(part) for part in footprint(config, shape) if part.role == "actor"]
     keeps = config.actor.strategy == "megatron"
     per_stage = world_size // config.actor.pp if keeps else world_size
     return [
@@ -90,9 +90,9 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     ]
 
 
-def _without_sync(part: RankFootprint) -> RankFootprint:
-    """No weights are sent to engines here."""
-    return replace(part, parts={name: size for name, size in part.parts.items() if name != "weight_sync"})
+def _as_metered(part: RankFootprint) -> RankFootprint:
+    """No weights are sent to engines here, and torch's allocator knows no CUDA context."""
+    return replace(part, parts={k: size for k, size in part.parts.items() if k not in ("weight_sync", "context")})
 
 
 def case_config(case: Case, folder: Path, device: str) -> Config:
