@@ -136,11 +136,15 @@ def _fixes(
         left = _missing(then, card_bytes, changed)
         saved = {what: lack - left[what] for what, lack in missing.items() if lack > 0}
         if min(saved.values()) >= 0 and all(left[what] <= 0 or lack > 0 for what, lack in missing.items()):
-            text = " with ".join(f"{key} {value}" for key, value in changes.items())
+            text = " with ".join(f"{key} {_as_yaml(value)}" for key, value in changes.items())
             savings.append((sum(saved.values()), text, all(lack <= 0 for lack in left.values())))
     for saved_bytes, text, enough in sorted(savings, reverse=True):
         if saved_bytes > 0:
             yield f"{text}: saves {gib(saved_bytes)}{', enough' if enough else ''}"
+
+
+def _as_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _actor_changes(config: Config) -> Iterator[Changes]:

@@ -132,6 +132,8 @@ def read_shape(config_json: Mapping[str, Any]) -> ModelShape:
     config = {**config_json, **inner} if isinstance(inner, Mapping) else config_json
     sizes = {what: _size(config, names, model_type) for what, names in _NAMES.items()}
     hidden, n_heads, n_layers = sizes["hidden"], sizes["n_heads"], sizes["n_layers"]
+    if n_layers > _MOST_LAYERS:
+        raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is no number of layers.")
     kind, (qk_norm, qkv_bias) = model_type, EXACT.get(model_type, (False, False))
     if config.get("attention_bias") or config.get("mlp_bias"):
         model_type = f"{model_type} with biases"  # its parameters are counted in the files
@@ -175,7 +177,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     },
 }
 _MISTRAL_WINDOW = 4096
-_LARGEST = 1 << 40  # no size of a model is more
+_LARGEST, _MOST_LAYERS = 1 << 28, 1 << 14  # no model has more
 
 
 def count(tensors: Tensors) -> tuple[int, int, int]:
@@ -226,7 +228,7 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...], model_type: str) ->
     for name in names:
         if _is_size(config.get(name)):
             return int(config[name])
-    problem = f"it has no positive number under {' or '.join(names)}"
+    problem = f"it has no usable size under {' or '.join(names)}"
     raise ModelError(f"config.json of a {model_type or 'nameless'} model: {problem}, so its memory cannot be told.")
 
 
