@@ -41,17 +41,15 @@ def check(
         raise ValueError(f"a card of {card_bytes} bytes")
     problems = []
     for part in footprints:
-        missing = _missing(part, card_bytes, config)
-        if all(lack <= 0 for lack in missing.values()):
-            continue
-        fixes = ["more cards for each teacher worker"] if part.role == "teacher" else []
-        if refit is not None and part.role != "teacher":
-            place = [other for other in footprints if other.role == part.role].index(part)
-            fixes = list(_fixes(part, place, missing, card_bytes, config, refit)) or ["a larger card"]
-        fix = f". Fix: {'; '.join(fixes)}." if fixes else "."
-        problems += [
-            f"{_sentence(part, what, lack, card_bytes, config)}{fix}" for what, lack in missing.items() if lack > 0
-        ]
+        for what, lack in _missing(part, card_bytes, config).items():
+            if lack <= 0:
+                continue
+            fixes = ["more cards for each teacher worker"] if part.role == "teacher" else []
+            if refit is not None and part.role != "teacher":
+                place = [other for other in footprints if other.role == part.role].index(part)
+                fixes = list(_fixes(part, place, what, card_bytes, config, refit)) or ["a larger card"]
+            fix = f" Fix: {'; '.join(fixes)}." if fixes else ""
+            problems.append(f"{_sentence(part, what, lack, card_bytes, config)}.{fix}")
     return problems
 
 
@@ -113,14 +111,14 @@ def _sentence(part: RankFootprint, what: str, lack: int, card_bytes: int, config
     return f"{who} needs {gib(part.total_bytes)} of a card of {gib(card_bytes)}, {gib(lack)} too much"
 
 
-def _fixes(
-    part: RankFootprint, place: int, missing: Mapping[str, int], card_bytes: int, config: Config, refit: Refit
-) -> Iterator[str]:
-    """What helps, the largest saving first. Nothing that makes another shortage of this rank larger.
+def _fixes(part: RankFootprint, place: int, what: str, card_bytes: int, config: Config, refit: Refit) -> Iterator[str]:
+    """What helps, the largest saving first. Nothing that makes another shortage of this rank, or makes one larger.
 
     Args:
         place: of the rank among those of its role.
+        what: is missing, of `_missing`.
     """
+    missing = _missing(part, card_bytes, config)
     tried = _actor_changes(config) if part.role == "actor" else _rollout_changes(part, card_bytes, config)
     savings = []
     for changes in tried:
@@ -134,13 +132,12 @@ def _fixes(
         except (ConfigError, ModelError):
             continue  # not to be had with this model or these pools
         left = _missing(then, card_bytes, changed)
-        saved = {what: lack - left[what] for what, lack in missing.items() if lack > 0}
-        if min(saved.values()) >= 0 and all(left[what] <= 0 or lack > 0 for what, lack in missing.items()):
+        saved = missing[what] - left[what]
+        if saved > 0 and all(left[other] <= max(0, lack) for other, lack in missing.items()):
             text = " with ".join(f"{key} {_as_yaml(value)}" for key, value in changes.items())
-            savings.append((sum(saved.values()), text, all(lack <= 0 for lack in left.values())))
-    for saved_bytes, text, enough in sorted(savings, reverse=True):
-        if saved_bytes > 0:
-            yield f"{text}: saves {gib(saved_bytes)}{', enough' if enough else ''}"
+            savings.append((saved, text, left[what] <= 0))
+    for saved, text, enough in sorted(savings, reverse=True):
+        yield f"{text}: saves {gib(saved)}{', enough' if enough else ''}"
 
 
 def _as_yaml(value: object) -> str:

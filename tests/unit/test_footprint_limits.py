@@ -73,6 +73,15 @@ def test_fixes_of_an_engine() -> None:
     assert "rollout.tp 2 with rollout.n_gpus_per_node 6" in problem and "rollout.tp 2:" not in problem
 
 
+def test_each_shortage_has_its_own_fixes() -> None:
+    """Fails if a weight sync without room is told of a change that helps the cache alone."""
+    config = _config("weight_sync.bucket_mib=2048")
+    cache, sync = [p for p in check(_refit(config), 3 * GIB, config, _refit) if p.startswith("rollout")]
+    assert "KV cache of one sequence" in cache and "rollout.tp 2" in cache and "bucket_mib" not in cache
+    assert "weight-sync bucket" in sync and "rollout.tp" not in sync
+    assert "weight_sync.bucket_mib 1024: saves 1.00 GiB" in sync
+
+
 def test_an_engines_row_on_a_card() -> None:
     """Fails if an engine's row is not what it will take, its share of the card, beside what its sequences want."""
     config = _config()
