@@ -17,6 +17,7 @@ from gkd.config_check import check_config, n_engines
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError
 from gkd.log import get_logger
+from gkd.model_splits import check_engine_split
 from gkd.preflight_memory import check_memory
 from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
 from gkd.replay_check import check_replay
@@ -209,10 +210,11 @@ def check_student(config: Config) -> HfDims | ModelSizes:
         layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
         dims.check_sequence_length(longest)
         expert_columns = (dims.moe.ffn_size,) if dims.moe is not None else ()
-        columns = (dims.dense_ffn_size,)
-        _check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), columns, expert_columns)
+        columns: dict[str, tuple[int, ...]] = {"MLP columns": (dims.dense_ffn_size,), "expert columns": expert_columns}
+        check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), columns)
     else:
-        _check_engine_split(config.rollout.tp, dims.n_heads, dims.n_kv_heads, dims.ffn_sizes, dims.expert_ffn_sizes)
+        columns = {"MLP columns": dims.ffn_sizes, "expert columns": dims.expert_ffn_sizes}
+        check_engine_split(config.rollout.tp, dims.n_heads, dims.n_kv_heads, columns)
     if longest > dims.max_positions:
         raise ConfigError(
             "data.max_response_length",
@@ -222,24 +224,6 @@ def check_student(config: Config) -> HfDims | ModelSizes:
             "lower one of the two.",
         )
     return dims
-
-
-def _check_engine_split(
-    tp: int,
-    heads: tuple[int, ...],
-    kv_heads: tuple[int, ...],
-    columns: tuple[int, ...],
-    expert_columns: tuple[int, ...],
-) -> None:
-    """Raises ConfigError where a rollout engine cannot cut the student over `tp` ranks; what is unknown is empty."""
-    for what, counts in (("attention heads", heads), ("MLP columns", columns), ("expert columns", expert_columns)):
-        for count in counts:
-            if count % tp:
-                raise ConfigError("rollout.tp", tp, f"it does not divide the student's {count} {what}.", "lower it.")
-    for count in kv_heads:
-        if count % tp and tp % count:
-            problem = f"it neither divides the student's {count} key/value heads nor is a multiple of them."
-            raise ConfigError("rollout.tp", tp, problem, "lower it.")
 
 
 def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from gkd.config import Config
+from gkd.cluster.cards import machine_cards, visible_cards
+from gkd.config import ClusterConfig, Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint
 from gkd.footprint.folder import read_model_folder
-from gkd.footprint.limits import gib, state_fits
+from gkd.footprint.limits import gib, on_card, state_fits
 from gkd.footprint.table import footprint_table, kv_line, sums_line
 from gkd.log import get_logger
 
@@ -29,33 +33,49 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
         folder = read_model_folder(config.model.path, "model.path")
-        found = footprint(config, folder.config_json, tensors=folder.tensors, teacher_hidden=teacher_hidden)
+        refit = partial(
+            footprint, config_json=folder.config_json, tensors=folder.tensors, teacher_hidden=teacher_hidden
+        )
+        found: Sequence[RankFootprint] = refit(config)
     except ModelError as error:  # fsdp2 takes models that name their sizes otherwise
         log.warning("nobody can tell how much memory this run will need: %s", error)
         return
     if device == "cpu":
         log.info("memory by rank, beside what imports take: %s", sums_line(found))
         return
-    card_bytes = smallest_card()
+    card_bytes = smallest_card(config.cluster)
+    found = on_card(found, card_bytes, config)
     log.info("memory by rank:\n%s", footprint_table(found, card_bytes))
     log.info(kv_line(found, folder.shape, card_bytes, config))
     if card_bytes is None:
-        log.info("no GPU is seen here to compare it with; cluster.ray_address names where they are")
+        where = f"Ray at {config.cluster.ray_address} has the GPUs" if config.cluster.ray_address else "no driver tells"
+        log.info("nobody knows here how much memory the cards have (%s): compare it yourself", where)
         return
     _refuse_state(found, card_bytes, config)
-    for problem in check(found, card_bytes, config):
+    for problem in check(found, card_bytes, config, refit):
         log.warning("memory: %s", problem)
 
 
-def smallest_card() -> int | None:
-    """Bytes of the GPU with the least memory that torch sees here; None without one."""
+def smallest_card(cluster: ClusterConfig) -> int | None:
+    """Bytes of the GPU with the least memory among those that the pools may get; None: nobody here knows them.
+
+    A cluster's GPUs are on other machines, which need not have cards like this one's. Those of cluster.gpus are asked
+    of nvidia-smi, whose numbers they are; torch may count in another order.
+    """
+    if cluster.ray_address:
+        return None
+    if cluster.gpus:
+        cards = visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_cards())
+        found = [card.memory_total_mib for card in cards if card.id in map(str, cluster.gpus)]
+        known = [mib << 20 for mib in found if mib]
+        return min(known) if len(known) == len(cluster.gpus) else None
     import torch
 
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return min(sizes, default=None)
 
 
-def _refuse_state(found: tuple[RankFootprint, ...], card_bytes: int, config: Config) -> None:
+def _refuse_state(found: Sequence[RankFootprint], card_bytes: int, config: Config) -> None:
     for part in found:
         if part.role == "actor" and not state_fits(part, card_bytes):
             spread = "actor.tp, actor.pp or more GPUs" if config.actor.strategy == "megatron" else "more GPUs"
@@ -64,5 +84,6 @@ def _refuse_state(found: tuple[RankFootprint, ...], card_bytes: int, config: Con
                 config.trainer.n_gpus_per_node,
                 f"weights, gradients and optimizer state of actor rank {part.rank} are {gib(part.state_bytes)}, a card "
                 f"has {gib(card_bytes)}.",
-                f"spread them over {spread}, or use actor.strategy=fsdp2 with actor.fsdp_cpu_offload=true.",
+                f"spread them over {spread}, use actor.strategy=fsdp2 with actor.fsdp_cpu_offload=true, or, if only "
+                "some GPUs are that small, name the others in cluster.gpus.",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,12 +11,10 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from gkd.errors import ModelError
+from gkd.hf_index import some_names, weight_files
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")  # safetensors' names; integers and float8 are quantised weights
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of each file, for its digest
-_SHOWN = 5  # tensor names in one error message
 
 
 @contextmanager
@@ -29,7 +26,7 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
     """
     with ExitStack() as stack:
         tensors: dict[str, Any] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -47,7 +44,7 @@ def weights_digest(folder: Path) -> str:
         ModelError: as `open_tensors`.
     """
     hasher = xxhash.xxh3_128()
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         size = path.stat().st_size
         hasher.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
@@ -57,23 +54,6 @@ def weights_digest(folder: Path) -> str:
                 file.seek(size * part // _SAMPLES)
                 hasher.update(file.read(_SAMPLE_BYTES))
     return hasher.hexdigest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        if not (folder / SINGLE_NAME).is_file():
-            raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; convert the model to safetensors.")
-        return [folder / SINGLE_NAME]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not a safetensors index ({error!r}). Copy it again.") from error
-    if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ModelError(
-            f"{index} names files that are not in the folder: {some_names(absent)}. The copy is incomplete."
-        )
-    return [folder / name for name in names]
 
 
 def check_headers(
@@ -107,9 +87,3 @@ def check_headers(
             raise ModelError(
                 f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantised weights."
             )
-
-
-def some_names(names: list[str]) -> str:
-    """The first few, for an error message."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

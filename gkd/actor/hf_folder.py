@@ -15,9 +15,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gkd.actor.hf_files import INDEX_NAME, SINGLE_NAME
 from gkd.actor.safetensors_file import write_safetensors
 from gkd.disk import fsync, fsync_tree
+from gkd.hf_index import INDEX_NAME, SINGLE_NAME
 
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
 MAX_SHARD_BYTES = 4 << 30

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from gkd.log import get_logger
 log = get_logger("gpus")
 
 _LIMIT_S = 10.0
+_LEAST_GIB, _MOST_GIB = 2**-10, 2**20  # 1 MiB to 1 PiB
 _CARDS = "--query-gpu=index,uuid,name,pci.bus_id,memory.total,memory.free"
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
 _SYS = Path("/sys/bus/pci/devices")
@@ -41,8 +41,9 @@ def card_bytes(gpu_gib: float | None) -> int | None:
     if gpu_gib is None:
         sizes = [card.memory_total_mib for card in machine_cards() if card.memory_total_mib]
         return min(sizes) << 20 if sizes else None
-    if not (math.isfinite(gpu_gib) and gpu_gib > 0):
-        raise ConfigError("--gpu-gib", gpu_gib, "a card has some memory.", "give its size in GiB, for example 80.")
+    if not _LEAST_GIB <= gpu_gib <= _MOST_GIB:  # also true of NaN
+        fix = "give its size in GiB, for example 80."
+        raise ConfigError("--gpu-gib", gpu_gib, "no card has so much memory, or so little.", fix)
     return round(gpu_gib * 2**30)
 
 

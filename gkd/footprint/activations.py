@@ -57,20 +57,33 @@ class Kernels:
         # torch's, in one kernel on CUDA, which keeps the input; in parts on the CPU, in float32.
         return 2 * _FLOAT32 if self.on_cpu else self.itemsize
 
-    def _pieces(self) -> int:
-        """Are the contexts of packed sequences kept, beside the joined one? On the CPU each is a call of its own."""
-        return int(self.packed and self.on_cpu)
+    def _in_one_call(self, shape: ModelShape) -> bool:
+        """Does a kernel take the pack as it is, from copies of q, k and v? See `gkd.actor.attention`."""
+        takes = self.itemsize < _FLOAT32 and shape.head_dim <= 256 and shape.head_dim % 8 == 0
+        return self.packed and not self.on_cpu and takes
+
+    def _pieces(self, shape: ModelShape) -> int:
+        """Are the contexts of packed sequences kept, beside the joined one? Without a kernel each is a call."""
+        return int(self.packed and not self._in_one_call(shape))
+
+    def _repeats(self, shape: ModelShape) -> bool:
+        """Are keys and values kept once for each head of queries? In float32 no kernel on CUDA shares them."""
+        own = self.backend == "megatron" or self.packed  # else it is transformers' attention
+        return own and not self.on_cpu and self.itemsize == _FLOAT32 and shape.n_kv_heads < shape.n_heads
 
     def _megatron_attention(self, shape: ModelShape) -> float:
         b, q, kv = self.itemsize, shape.q_columns / self.tp, shape.kv_columns / self.tp
         hidden = shape.hidden * self._share
         kept = (self._norm() + b) * hidden
-        kept += b * (2 * q + kv)  # queries and keys, rotated, and the context
-        in_place = self.on_cpu or not self.packed  # else the values are copied for the kernel of packed sequences
-        kept += b * (q + 2 * kv if in_place else kv)  # the values lie between queries and keys as they were projected
+        if self._repeats(shape) and self.recompute != "selective":
+            kept += b * 4 * q  # queries, keys, values, the context; nothing of the projection
+        else:
+            kept += b * (2 * q + kv)  # queries and keys, rotated, and the context
+            # The values lie between queries and keys as they were projected, or are copied for the kernel.
+            kept += b * (kv if self._in_one_call(shape) else q + 2 * kv)
         kept += 4 * b * shape.head_dim / (1 if self.packed else self.n_sequences)  # sines and cosines, twice
         if self.recompute != "selective":
-            kept += _FLOAT32 * shape.n_heads / self.tp + b * q * self._pieces()
+            kept += _FLOAT32 * shape.n_heads / self.tp + b * q * self._pieces(shape)
         if shape.qk_norm:
             kept += self._query_key_norms(shape, q, kv)
         return kept
@@ -95,7 +108,8 @@ class Kernels:
     def _hf_attention(self, shape: ModelShape) -> float:
         b, q, kv = self.itemsize, shape.q_columns, shape.kv_columns
         kept = (self._norm() + b) * shape.hidden
-        kept += b * (2 * q + 2 * kv + q * self._pieces()) + _FLOAT32 * shape.n_heads
+        keys = q if self._repeats(shape) else kv
+        kept += b * (2 * q + 2 * keys + q * self._pieces(shape)) + _FLOAT32 * shape.n_heads
         return kept + (self._norm() * (q + kv) if shape.qk_norm else 0)
 
     def _hf_mlp(self, shape: ModelShape, layer: int) -> float:

@@ -47,6 +47,8 @@ def footprint(
             f"model_type {shape.model_type!r} is not supported by actor.strategy=megatron; supported are {supported}. "
             "actor.strategy=fsdp2 takes any causal language model."
         )
+    if config.actor.strategy == "megatron":
+        _refuse_features(config_json)
     if not shape.is_exact() and tensors is None:
         raise ModelError(
             f"the parameters of model_type {shape.model_type!r} have to be counted in its safetensors files, "
@@ -58,6 +60,15 @@ def footprint(
         actors = [fsdp_footprint(config, shape, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden)]
     found = [*actors, rollout_footprint(config, shape, groups(config, shape, tensors), on_cpu=on_cpu)]
     return tuple(found) if on_cpu else tuple(_with_context(part) for part in found)
+
+
+def _refuse_features(config_json: Mapping[str, Any]) -> None:
+    """What the Megatron model lacks, see `gkd.actor.megatron.hf_config`. Raises ModelError."""
+    idle = {"use_sliding_window": False, "attention_dropout": 0.0, "hidden_act": "silu"}
+    for name, value in idle.items():
+        found = config_json.get(name, value)
+        if (found or value) != value:
+            raise ModelError(f"config.json: {name} = {found!r} is not supported by actor.strategy=megatron.")
 
 
 def _with_context(part: RankFootprint) -> RankFootprint:

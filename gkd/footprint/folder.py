@@ -13,6 +13,7 @@ from typing import Any
 
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.shapes import ModelShape, Tensors, read_shape
+from gkd.hf_index import weight_files
 
 _LARGEST_HEADER = 100 << 20  # bytes; the format's own limit
 
@@ -49,10 +50,10 @@ def read_model_folder(path: str | Path, key: str) -> ModelFolder:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape by name of all tensors in the folder's files. Raises ModelError: none there, or a damaged one."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} has no safetensors files to count parameters in; convert the model.")
+    """Shape by name of all tensors in the folder's files, those that are loaded. Raises ModelError as `weight_files`
+    does, or for a damaged one.
+    """
+    files = weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:

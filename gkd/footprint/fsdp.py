@@ -9,9 +9,11 @@ whole until it is reduced, in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from gkd.config import Config
 from gkd.config_check import data_parallel_size
+from gkd.errors import ConfigError
 from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import batch_shape
 from gkd.footprint.loss import loss_shape
@@ -19,6 +21,7 @@ from gkd.footprint.shapes import ModelShape, Tensors, count
 from gkd.footprint.types import RankFootprint
 
 _FLOAT32 = 4
+_OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,11 @@ def groups(config: Config, shape: ModelShape, tensors: Tensors | None) -> Groups
 
 
 def _adapters(config: Config, shape: ModelShape) -> int:
+    """Experts have none: those of a layer are one tensor, and no linear layers.
+
+    Raises:
+        ConfigError: actor.lora.targets names what a known architecture does not have.
+    """
     lora, h, f = config.actor.lora, shape.hidden, shape.ffn
     if lora.rank == 0:
         return 0
@@ -54,7 +62,17 @@ def _adapters(config: Config, shape: ModelShape) -> int:
         "up_proj": h + f,
         "down_proj": h + f,
     }
-    return lora.rank * shape.n_layers * sum(sides.get(target, h + f) for target in lora.targets)
+    n_dense = sum(not shape.has_experts(layer) for layer in range(shape.n_layers))
+    total = 0
+    for target in lora.targets:
+        name = target.rpartition(".")[2]
+        n_layers = shape.n_layers if name in _OF_ATTENTION else n_dense
+        if shape.is_exact() and (name not in sides or n_layers == 0):
+            problem = f"a {shape.model_type} model has no linear layer that ends in {target}."
+            fix = f"choose among {', '.join(sides if n_dense else _OF_ATTENTION)}."
+            raise ConfigError("actor.lora.targets", lora.targets, problem, fix)
+        total += n_layers * sides.get(name, h + f)
+    return lora.rank * total
 
 
 def fsdp_footprint(
@@ -80,11 +98,11 @@ def fsdp_footprint(
     boundary = kernels.boundary(shape) * batch.n_tokens
     activations = boundary * shape.n_layers if actor.recompute == "full" else sum(whole)
     activations += boundary + kernels.final_norm(shape) * batch.n_tokens
-    loss = loss_shape(config, batch, hidden=shape.hidden, rows_of_head=shape.vocab_size, itemsize=b, on_cpu=on_cpu)
-    # Gathered layers: one, and on CUDA the next one already. Of its gradient the whole, and the same to be reduced.
-    layer = found.layer * b * (1 if on_cpu else 2)
+    sizes = {"hidden": shape.hidden, "rows_of_head": shape.vocab_size, "itemsize": b}
+    loss = loss_shape(config, batch, **sizes, on_cpu=on_cpu, frozen=frozen)
+    layer, sums = _gathered_layer(found.layer, b, dp, on_cpu=on_cpu, offloads=actor.fsdp_cpu_offload)
     table = found.embedding * b
-    layer_gradient = 0 if frozen else found.layer * (b + _FLOAT32)
+    layer_gradient = 0 if frozen else sums
     ending = max(b * (3 if shape.tied else 1), b + _FLOAT32 + _FLOAT32 // dp)
     recomputed = max(whole) if actor.recompute == "full" else 0
     widths = batch.n_tokens * b * (2 * shape.hidden + 2 * shape.ffn)
@@ -106,8 +124,27 @@ def fsdp_footprint(
     parts |= fullest
     if config.teacher.signal == "hidden" and teacher_hidden is not None:
         parts["teacher_head"] = _FLOAT32 * shape.vocab_size * teacher_hidden
-    largest = max(found.embedding, shape.hidden * shape.ffn) * b
+    largest = _largest_tensor(found, shape, tensors) * b
     parts["optimizer_step"] = 0  # fused: one pass, no copies
     parts["weight_sync"] = max(min(config.weight_sync.bucket_mib << 20, found.total * b), largest) + largest
     parts["saved_copy"] = -(-3 * _FLOAT32 * trained // dp)
     return RankFootprint("actor", 0, parts)
+
+
+def _gathered_layer(n: int, b: int, dp: int, *, on_cpu: bool, offloads: bool) -> tuple[int, int]:
+    """Of a layer of n parameters: (bytes as it is gathered, of its gradient until it is reduced).
+
+    The gradient is there whole, and once more to be reduced. On CUDA the next layer comes already, from a shard in the
+    model's dtype, which host memory sends in float32; and the reduced part of a gradient is new memory.
+    """
+    if on_cpu:
+        return n * b, n * (b + _FLOAT32)
+    shard = -(-n // dp)
+    return 2 * n * b + shard * (b + (_FLOAT32 if offloads else 0)), n * (b + _FLOAT32) + shard * _FLOAT32
+
+
+def _largest_tensor(found: Groups, shape: ModelShape, tensors: Tensors | None) -> int:
+    """Numbers of the largest tensor that is gathered to be sent; all experts of a layer have one for two matrices."""
+    experts = 2 * shape.experts.n * shape.experts.ffn * shape.hidden if shape.experts is not None else 0
+    of_files = max((prod(size) for size in (tensors or {}).values()), default=0)
+    return max(found.embedding, shape.hidden * shape.ffn, experts, of_files)

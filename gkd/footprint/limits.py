@@ -1,22 +1,38 @@
-"""Does it fit? Footprints against a card: what is wrong, which keys change it, and by how much."""
+"""Does it fit? Footprints against a card: what is wrong, which keys change it, and by how much.
+
+A fix is tried before it is named: a changed copy of the settings has to pass `check_config`, and its footprint has to
+be smaller.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 
 from gkd.config import Config
+from gkd.config_check import check_config
+from gkd.errors import ConfigError, ModelError
 from gkd.footprint.rollout import sequences_together
 from gkd.footprint.types import RankFootprint
 
 _GIB = 1 << 30
+_MOST_UTILIZATION = 0.95  # that is recommended
+
+Changes = Mapping[str, float | str]  # value by key
+Refit = Callable[[Config], Sequence[RankFootprint]]  # the footprints of changed settings, as `footprint` gives them
 
 
-def check(footprints: Sequence[RankFootprint], card_bytes: int, config: Config) -> list[str]:
+def check(
+    footprints: Sequence[RankFootprint], card_bytes: int, config: Config, refit: Refit | None = None
+) -> list[str]:
     """Problems with their fixes, one line each; empty: it fits.
 
     Args:
         footprints: of `footprint`, and of `teacher_footprint` if the teacher's are to be checked, too.
         card_bytes: memory of one card; every rank has one to itself.
+        refit: None: no fixes are looked for.
 
     Raises:
         ValueError: card_bytes is not positive.
@@ -25,12 +41,15 @@ def check(footprints: Sequence[RankFootprint], card_bytes: int, config: Config) 
         raise ValueError(f"a card of {card_bytes} bytes")
     problems = []
     for part in footprints:
-        if part.role == "rollout":
-            problems += _rollout(part, card_bytes, config)
-        elif part.total_bytes > card_bytes:
-            fixes = _actor_fixes(part, config) if part.role == "actor" else ["more cards for each teacher worker."]
-            what = f"{part.role} rank {part.rank} needs {gib(part.total_bytes)} of a card of {gib(card_bytes)}"
-            problems.append(f"{what}, {gib(part.total_bytes - card_bytes)} too much. Fix: {'; '.join(fixes)}")
+        for what, lack in _missing(part, card_bytes, config).items():
+            if lack <= 0:
+                continue
+            fixes = ["more cards for each teacher worker"] if part.role == "teacher" else []
+            if refit is not None and part.role != "teacher":
+                place = [other for other in footprints if other.role == part.role].index(part)
+                fixes = list(_fixes(part, place, what, card_bytes, config, refit)) or ["a larger card"]
+            fix = f" Fix: {'; '.join(fixes)}." if fixes else ""
+            problems.append(f"{_sentence(part, what, lack, card_bytes, config)}.{fix}")
     return problems
 
 
@@ -45,61 +64,121 @@ def kv_room_bytes(part: RankFootprint, card_bytes: int, config: Config) -> int:
     return round(card_bytes * config.rollout.gpu_memory_utilization) - others
 
 
+def on_card(footprints: Sequence[RankFootprint], card_bytes: int | None, config: Config) -> list[RankFootprint]:
+    """With the KV cache that engines will make on such a card; what their sequences want is `kv_wanted` then."""
+    if card_bytes is None or config.trainer.device == "cpu":
+        return list(footprints)
+    return [_with_cache(part, card_bytes, config) if part.role == "rollout" else part for part in footprints]
+
+
 def gib(n_bytes: float) -> str:
     """1.5 GiB"""
     return f"{n_bytes / _GIB:.2f} GiB"
 
 
-def _rollout(part: RankFootprint, card_bytes: int, config: Config) -> list[str]:
-    """vLLM does not start without room in its cache for one sequence of full length."""
-    rollout, data = config.rollout, config.data
-    if config.trainer.device == "cpu":
-        if part.total_bytes <= card_bytes:
-            return []
-        fix = f"rollout.cpu_kv_cache_mib ({rollout.cpu_kv_cache_mib}) down"
-        return [f"rollout rank {part.rank} needs {gib(part.total_bytes)} of {gib(card_bytes)}. Fix: {fix}."]
-    longest = data.max_prompt_length + data.max_response_length
-    one = part.parts["kv_cache"] // sequences_together(config)
-    room = kv_room_bytes(part, card_bytes, config)
-    over = part.parts["weight_sync"] - round(card_bytes * (1 - rollout.gpu_memory_utilization))
-    problems = []
-    if room < one:
-        short = f"{gib(one - room)} are missing for the KV cache of one sequence of {longest} tokens"
-        fixes = [f"rollout.gpu_memory_utilization ({rollout.gpu_memory_utilization}) up"] * (
-            rollout.gpu_memory_utilization < 0.9
-        )
-        fixes.append(f"rollout.tp {2 * rollout.tp}: saves {gib(part.parts['weights'] / 2)} of the weights")
-        problems.append(f"rollout rank {part.rank}: {short}. Fix: {'; '.join(fixes)}.")
-    if over > 0:
-        less = max(0.0, rollout.gpu_memory_utilization - over / card_bytes)
-        problems.append(
-            f"rollout rank {part.rank}: rollout.gpu_memory_utilization {rollout.gpu_memory_utilization} leaves "
-            f"{gib(over)} too little for a weight-sync bucket of {gib(part.parts['weight_sync'])}. Fix: "
-            f"rollout.gpu_memory_utilization {less:.2f}; weight_sync.bucket_mib ({config.weight_sync.bucket_mib}) down."
-        )
-    return problems
+def _with_cache(part: RankFootprint, card_bytes: int, config: Config) -> RankFootprint:
+    cache = {"kv_cache": max(0, kv_room_bytes(part, card_bytes, config)), "kv_wanted": _wanted(part)}
+    return replace(part, parts={**part.parts, **cache})
 
 
-def _actor_fixes(part: RankFootprint, config: Config) -> list[str]:
-    """What helps, the largest saving first."""
-    actor, parts = config.actor, part.parts
-    savings: list[tuple[float, str]] = []
-    activations = parts.get("activations", 0)
+def _wanted(part: RankFootprint) -> int:
+    return part.parts.get("kv_wanted", part.parts["kv_cache"])
+
+
+def _missing(part: RankFootprint, card_bytes: int, config: Config) -> dict[str, int]:
+    """Bytes that are not there, by what for; 0 and less: there is enough.
+
+    On CUDA an engine takes its share whatever it needs. vLLM does not start without room in its cache for one sequence
+    of full length; and the share must leave room for a weight sync.
+    """
+    if part.role != "rollout" or config.trainer.device == "cpu":
+        return {"all": part.total_bytes - card_bytes}
+    return {
+        "sequence": _wanted(part) // sequences_together(config) - kv_room_bytes(part, card_bytes, config),
+        "sync": part.parts["weight_sync"] - round(card_bytes * (1 - config.rollout.gpu_memory_utilization)),
+    }
+
+
+def _sentence(part: RankFootprint, what: str, lack: int, card_bytes: int, config: Config) -> str:
+    who = f"{part.role} rank {part.rank}"
+    if what == "sequence":
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        return f"{who}: {gib(lack)} are missing for the KV cache of one sequence of {longest} tokens"
+    if what == "sync":
+        share = config.rollout.gpu_memory_utilization
+        short = f"{gib(lack)} too little for a weight-sync bucket of {gib(part.parts['weight_sync'])}"
+        return f"{who}: rollout.gpu_memory_utilization {share} leaves {short}"
+    return f"{who} needs {gib(part.total_bytes)} of a card of {gib(card_bytes)}, {gib(lack)} too much"
+
+
+def _fixes(part: RankFootprint, place: int, what: str, card_bytes: int, config: Config, refit: Refit) -> Iterator[str]:
+    """What helps, the largest saving first. Nothing that makes another shortage of this rank, or makes one larger.
+
+    Args:
+        place: of the rank among those of its role.
+        what: is missing, of `_missing`.
+    """
+    missing = _missing(part, card_bytes, config)
+    tried = _actor_changes(config) if part.role == "actor" else _rollout_changes(part, card_bytes, config)
+    savings = []
+    for changes in tried:
+        changed = deepcopy(config)
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            setattr(getattr(changed, section), name, value)
+        try:
+            check_config(changed)
+            then = [other for other in refit(changed) if other.role == part.role][place]
+        except (ConfigError, ModelError):
+            continue  # not to be had with this model or these pools
+        left = _missing(then, card_bytes, changed)
+        saved = missing[what] - left[what]
+        if saved > 0 and all(left[other] <= max(0, lack) for other, lack in missing.items()):
+            text = " with ".join(f"{key} {_as_yaml(value)}" for key, value in changes.items())
+            savings.append((saved, text, left[what] <= 0))
+    for saved, text, enough in sorted(savings, reverse=True):
+        yield f"{text}: saves {gib(saved)}{', enough' if enough else ''}"
+
+
+def _as_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _actor_changes(config: Config) -> Iterator[Changes]:
+    actor, n_gpus = config.actor, config.trainer.n_gpus_per_node
+    longest = config.data.max_prompt_length + config.data.max_response_length
     if actor.recompute != "full":
-        savings.append((0.8 * activations, "actor.recompute full"))
-    momentary = activations + parts.get("logits", 0) + parts.get("passing", 0)
-    if actor.max_tokens_per_micro_batch > config.data.max_prompt_length + config.data.max_response_length:
-        savings.append((activations / 2, f"actor.max_tokens_per_micro_batch {actor.max_tokens_per_micro_batch // 2}"))
-    elif actor.max_tokens_per_micro_batch == 0 and actor.micro_batch_size > 1:
-        savings.append((activations / 2, f"actor.micro_batch_size {actor.micro_batch_size // 2}"))
+        yield {"actor.recompute": "full"}
+    if actor.max_tokens_per_micro_batch > longest:
+        yield {"actor.max_tokens_per_micro_batch": max(longest, actor.max_tokens_per_micro_batch // 2)}
+    elif actor.micro_batch_size > 1:
+        yield {"actor.micro_batch_size": actor.micro_batch_size // 2}
     if not actor.fused_lm_head:
-        savings.append((0.8 * parts.get("logits", 0), "actor.fused_lm_head true"))
-    if actor.strategy == "fsdp2" and not actor.fsdp_cpu_offload:
-        savings.append((part.state_bytes, "actor.fsdp_cpu_offload true"))
-    sharded = parts.get("optimizer", 0) if actor.strategy == "megatron" else part.state_bytes
-    savings.append((sharded / 2, f"twice the GPUs (trainer.n_gpus_per_node {2 * config.trainer.n_gpus_per_node})"))
-    if actor.strategy == "megatron":
-        whole = part.state_bytes + momentary
-        savings.append((whole / 2, f"twice the GPUs and actor.tp {2 * actor.tp}"))
-    ordered = sorted(savings, key=lambda saving: -saving[0])
-    return [f"{what}: saves about {gib(saved)}" for saved, what in ordered if saved > 0]
+        yield {"actor.fused_lm_head": True}
+    if actor.logits_chunk_mib > 1:
+        yield {"actor.logits_chunk_mib": actor.logits_chunk_mib // 2}
+    if not actor.fsdp_cpu_offload:
+        yield {"actor.fsdp_cpu_offload": True}
+    if not actor.sequence_parallel:
+        yield {"actor.sequence_parallel": True}
+    yield {"trainer.n_gpus_per_node": 2 * n_gpus}
+    yield {"trainer.n_gpus_per_node": 2 * n_gpus, "actor.tp": 2 * actor.tp}
+    yield {"trainer.n_gpus_per_node": 2 * n_gpus, "actor.pp": 2 * actor.pp}
+
+
+def _rollout_changes(part: RankFootprint, card_bytes: int, config: Config) -> Iterator[Changes]:
+    rollout, sync = config.rollout, part.parts["weight_sync"]
+    if config.trainer.device == "cpu":
+        yield {"rollout.cpu_kv_cache_mib": max(1, rollout.cpu_kv_cache_mib // 2)}
+    else:
+        lack = _missing(part, card_bytes, config)["sequence"]
+        higher = math.ceil(100 * (rollout.gpu_memory_utilization + lack / card_bytes)) / 100
+        if rollout.gpu_memory_utilization < higher <= _MOST_UTILIZATION:
+            yield {"rollout.gpu_memory_utilization": higher}
+        lower = math.floor(100 * (1 - sync / card_bytes)) / 100
+        if 0 < lower < rollout.gpu_memory_utilization:
+            yield {"rollout.gpu_memory_utilization": lower}
+    yield {"weight_sync.bucket_mib": max(1, config.weight_sync.bucket_mib // 2)}
+    yield {"rollout.max_num_seqs": max(1, rollout.max_num_seqs // 2)}
+    yield {"rollout.tp": 2 * rollout.tp}
+    yield {"rollout.tp": 2 * rollout.tp, "rollout.n_gpus_per_node": 2 * rollout.n_gpus_per_node}

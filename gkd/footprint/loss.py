@@ -37,6 +37,7 @@ class LossShape:
     chunk_bytes: int
     topk: int  # 0 without a list
     is_full: bool  # the teacher's whole distribution is there
+    frozen: bool = False  # the LM head is not trained, and has no gradient
 
     @property
     def rows_at_once(self) -> int:
@@ -63,7 +64,7 @@ class LossShape:
     @property
     def forward_bytes(self) -> int:
         """What is there while the loss is computed, beside logits: hidden rows and, fused, both gradients."""
-        b, head = self.itemsize, self.rows_of_head * self.hidden
+        b, head = self.itemsize, 0 if self.frozen else self.rows_of_head * self.hidden
         rows = self.batch.n_rows * self.hidden * b
         if not self.fused:
             return rows
@@ -75,7 +76,7 @@ class LossShape:
     @property
     def head_grad_bytes(self) -> int:
         """The LM head's gradient on its way to where gradients are summed."""
-        return self.rows_of_head * self.hidden * self.itemsize
+        return 0 if self.frozen else self.rows_of_head * self.hidden * self.itemsize
 
     @property
     def backward_bytes(self) -> int:
@@ -87,7 +88,14 @@ class LossShape:
 
 
 def loss_shape(
-    config: Config, batch: BatchShape, *, hidden: int, rows_of_head: int, itemsize: int, on_cpu: bool
+    config: Config,
+    batch: BatchShape,
+    *,
+    hidden: int,
+    rows_of_head: int,
+    itemsize: int,
+    on_cpu: bool,
+    frozen: bool = False,
 ) -> LossShape:
     """The loss of a config on a rank with so many rows of the LM head."""
     signals = teacher_signals(
@@ -103,4 +111,5 @@ def loss_shape(
         chunk_bytes=config.actor.logits_chunk_mib << 20,
         topk=config.teacher.topk if "topk" in signals else 0,
         is_full="logits" in signals or "hidden" in signals,
+        frozen=frozen,
     )

@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gkd.config import Config
-from gkd.errors import ConfigError
+from gkd.errors import ModelError
 from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import BatchShape, batch_shape
 from gkd.footprint.loss import LossShape, loss_shape
 from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint
+from gkd.model_splits import Divisible, check_actor_split, check_expert_ranks
 
 _FLOAT32 = 4
 
@@ -63,19 +64,31 @@ def stages(config: Config, shape: ModelShape) -> list[Stage]:
 
 
 def check_split(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError naming the key that cannot split this model, as `ParallelLayout.check_model` would."""
-    actor = config.actor
-    counts = [("actor.tp", actor.tp, shape.n_heads, "attention heads")]
-    counts += [("actor.tp", actor.tp, shape.n_kv_heads, "key/value heads")]
-    counts += [("actor.pp", actor.pp, shape.n_layers, "layers")]
-    counts += [("actor.vpp", actor.pp * actor.vpp, shape.n_layers, "layers (with actor.pp)")]
-    if shape.experts is not None:
-        counts += [("actor.ep", actor.ep, shape.experts.n, "experts")]
-    for key, size, count, what in counts:
-        if count % size:
-            raise ConfigError(
-                key, size, f"does not divide the model's {count} {what}.", f"choose a divisor of {count}."
-            )
+    """As the actor itself does, see `gkd.actor.megatron.layout`.
+
+    Raises:
+        ConfigError: naming the key that cannot split this model.
+        ModelError: a sequence may be longer than its sliding window.
+    """
+    actor, data = config.actor, config.data
+    check_expert_ranks(actor.ep, config.trainer.n_gpus_per_node * config.trainer.nnodes // actor.pp)
+    model = Divisible(
+        shape.model_type,
+        shape.n_layers,
+        shape.n_heads,
+        shape.n_kv_heads,
+        dense_ffn=shape.dense_ffn,
+        n_experts=0 if shape.experts is None else shape.experts.n,
+    )
+    check_actor_split(
+        model, tp=actor.tp, pp=actor.pp, vpp=actor.vpp, ep=actor.ep, sequence_parallel=actor.sequence_parallel
+    )
+    longest = data.max_prompt_length + data.max_response_length
+    if shape.sliding_window is not None and longest > shape.sliding_window:
+        raise ModelError(
+            f"a sequence may have {longest} tokens, more than sliding_window = {shape.sliding_window} in config.json, "
+            "and actor.strategy=megatron has full attention only."
+        )
 
 
 def megatron_footprints(

@@ -2,7 +2,8 @@
 
 On CUDA an engine takes rollout.gpu_memory_utilization of its card, whatever it needs: what weights and a trial forward
 pass leave of that is KV cache. `kv_cache` here is what its sequences need, all of them as long as they may be; with
-less, fewer run together. On the CPU the cache has the size that rollout.cpu_kv_cache_mib says.
+less, fewer run together; `gkd.footprint.limits.on_card` puts the real size there. On the CPU the cache has the size
+that rollout.cpu_kv_cache_mib says.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ from gkd.config_check import n_engines
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint
+from gkd.model_splits import check_engine_split
+from gkd.schedule import AHEAD, STREAM
 
 _FLOAT32 = 4
-# Tokens that vLLM computes at once, by its own default where it is used offline; on CUDA that of the largest cards.
+# Tokens that vLLM computes at once, by its own default where it is used offline; on CUDA that of the largest cards, on
+# the CPU for each rank.
 BATCHED_TOKENS = {True: 4096, False: 16384}  # on the CPU, on CUDA
 
 
 def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cpu: bool) -> RankFootprint:
-    """Rank 0 of the first engine, which stands for all."""
+    """Rank 0 of the first engine, which stands for all.
+
+    Raises:
+        ConfigError: naming rollout.tp: an engine cannot cut the model so.
+    """
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
     tp, longest = rollout.tp, config.data.max_prompt_length + config.data.max_response_length
-    n_sequences = sequences_together(config)
-    wanted = n_sequences * longest * kv_bytes_per_token(config, shape)
-    n_tokens = min(BATCHED_TOKENS[on_cpu], n_sequences * longest)
+    check_engine_split(tp, (shape.n_heads,), (shape.n_kv_heads,), shape.mlp_columns)
+    wanted = sequences_together(config) * longest * kv_bytes_per_token(config, shape)
+    # The trial pass is as large as the engine's limits, however few sequences will come.
+    n_tokens = min(BATCHED_TOKENS[on_cpu] * (tp if on_cpu else 1), rollout.max_num_seqs * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
     widest = 3 * shape.hidden + 3 * max(shape.ffn, shape.q_columns) // tp
-    logits = n_sequences * shape.vocab_size * _FLOAT32  # and as much for the sampler's work
+    logits = rollout.max_num_seqs * shape.vocab_size * _FLOAT32  # and as much for the sampler's work
     return RankFootprint(
         "rollout",
         0,
@@ -42,9 +51,20 @@ def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cp
 
 
 def sequences_together(config: Config) -> int:
-    """Sequences that an engine has to decode at one time, at most."""
-    of_engine = -(-config.trainer.global_batch_size * config.rollout.n // n_engines(config))
-    return min(config.rollout.max_num_seqs, of_engine)
+    """Sequences that an engine has to decode at one time, at most.
+
+    Schedulers that run ahead begin one batch at a time, a stream as many as its staleness allows. They go on while an
+    evaluation has its prompts in the engines, too.
+    """
+    trainer, most = config.trainer, config.rollout.max_num_seqs
+    n_batches = trainer.max_staleness + 1 if trainer.scheduler == STREAM else 1
+    of_steps = n_batches * trainer.global_batch_size * config.rollout.n
+    held_out = 0
+    if config.data.val_files:  # without a limit nobody knows how many prompts they have
+        held_out = config.eval.max_prompts or most * n_engines(config)
+    goes_on = AHEAD.get(trainer.scheduler) != 0
+    together = of_steps + held_out if goes_on else max(of_steps, held_out)
+    return min(most, -(-together // n_engines(config)))
 
 
 def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:

@@ -63,6 +63,20 @@ class ModelShape:
     qk_norm: bool
     qkv_bias: bool
     experts: ExpertShape | None = None
+    sliding_window: int | None = None  # tokens; of a mistral
+
+    @property
+    def mlp_columns(self) -> dict[str, tuple[int, ...]]:
+        """By kind, for known architectures; see `gkd.model_splits`."""
+        if not self.is_exact():
+            return {}
+        experts = (self.experts.ffn,) if self.experts is not None else ()
+        return {"MLP columns": (self.dense_ffn,), "expert columns": experts}
+
+    @property
+    def dense_ffn(self) -> int:
+        """Columns of the MLPs without experts; 0 where there are none."""
+        return 0 if self.experts is not None and all(self.experts.layers) else self.ffn
 
     @property
     def q_columns(self) -> int:
@@ -111,33 +125,59 @@ def read_shape(config_json: Mapping[str, Any]) -> ModelShape:
     """The sizes in a config.json.
 
     Raises:
-        ModelError: it is not a model's, or lacks a size; names it.
+        ModelError: it is not a model's, or a size is missing, of a wrong type, or absurd; names it.
     """
     model_type = str(config_json.get("model_type", ""))
     inner = config_json.get("text_config")
     config = {**config_json, **inner} if isinstance(inner, Mapping) else config_json
     sizes = {what: _size(config, names, model_type) for what, names in _NAMES.items()}
     hidden, n_heads, n_layers = sizes["hidden"], sizes["n_heads"], sizes["n_layers"]
-    qk_norm, qkv_bias = EXACT.get(model_type, (False, False))
+    if n_layers > _MOST_LAYERS:
+        raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is no number of layers.")
+    kind, (qk_norm, qkv_bias) = model_type, EXACT.get(model_type, (False, False))
     if config.get("attention_bias") or config.get("mlp_bias"):
         model_type = f"{model_type} with biases"  # its parameters are counted in the files
     tied = config.get("tie_word_embeddings", _TIED.get(model_type, True))
+    default = {"num_key_value_heads": n_heads, "head_dim": max(1, hidden // n_heads), **_DEFAULTS.get(kind, {})}
+    default.setdefault("ffn", default.get("intermediate_size", 4 * hidden))
+    n_kv_heads = _optional(config, "num_key_value_heads", default["num_key_value_heads"])
+    if n_kv_heads > n_heads or kind in EXACT and n_heads % n_kv_heads:
+        raise ModelError(
+            f"config.json of a {kind} model: num_key_value_heads = {n_kv_heads} do not share {n_heads} heads."
+        )
+    window = _optional(config, "sliding_window", 0 if "sliding_window" in config else _MISTRAL_WINDOW, or_none=True)
     return ModelShape(
         model_type=model_type,
-        ffn=next((int(config[name]) for name in _FFN_NAMES if _is_size(config.get(name))), 4 * hidden),
-        n_kv_heads=int(config.get("num_key_value_heads") or n_heads),
-        head_dim=int(config.get("head_dim") or _HEAD_DIM.get(model_type) or hidden // n_heads),
+        ffn=next((_optional(config, name, 0) for name in _FFN_NAMES if config.get(name) is not None), default["ffn"]),
+        n_kv_heads=n_kv_heads,
+        head_dim=_optional(config, "head_dim", default["head_dim"]),
         tied=bool(tied),
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
-        experts=_experts(config, model_type, n_layers),
+        experts=_experts(config, kind, n_layers),
+        sliding_window=(window or None) if kind == "mistral" else None,
         **sizes,
     )
 
 
 # What config.json may leave out, because it is the default of the architecture in transformers.
 _TIED = {"qwen2": False, "qwen3": False, "llama": False, "mistral": False, "qwen3_moe": False, "mixtral": False}
-_HEAD_DIM = {"qwen3": 128}
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "qwen2": {"num_key_value_heads": 32, "intermediate_size": 22016},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "intermediate_size": 22016},
+    "llama": {"intermediate_size": 11008},
+    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "intermediate_size": 14336},
+    "qwen3_moe": {
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+_MISTRAL_WINDOW = 4096
+_LARGEST, _MOST_LAYERS = 1 << 28, 1 << 14  # no model has more
 
 
 def count(tensors: Tensors) -> tuple[int, int, int]:
@@ -163,28 +203,44 @@ def count(tensors: Tensors) -> tuple[int, int, int]:
 
 
 def _experts(config: Mapping[str, Any], model_type: str, n_layers: int) -> ExpertShape | None:
-    n = config.get("num_experts", config.get("num_local_experts"))
-    if not _is_size(n):
+    default = _DEFAULTS.get(model_type, {})
+    name = next((name for where in (config, default) for name in _EXPERT_NAMES if name in where), None)
+    if name is None or (n := _optional(config, name, default.get(name, 0), or_none=True)) == 0:
         return None
-    ffn = config.get("moe_intermediate_size") or config.get("intermediate_size")
-    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    # null is 0: mixtral's experts have the size of its MLPs.
+    ffn = _optional(config, "moe_intermediate_size", default.get("moe_intermediate_size", 0))
+    ffn = ffn or _optional(config, "intermediate_size", default.get("intermediate_size", 0))
+    active = _optional(config, "num_experts_per_tok", default.get("num_experts_per_tok", 2))
+    step, dense = _optional(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
+        raise ModelError(f"config.json of a {model_type} model: mlp_only_layers = {dense!r} is no list of layers.")
+    if not (ffn and step and 0 < active <= n):
+        problem = f"{n} experts of {ffn} columns, {active} of them active, in every layer of {step}"
+        raise ModelError(f"config.json of a {model_type} model: {problem}.")
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
-    if not any(layers):
-        return None
-    active = config.get("num_experts_per_tok", 2)
-    if not _is_size(ffn) or not _is_size(active):
-        raise ModelError(f"config.json of a {model_type} model says nothing usable of its experts' sizes.")
-    assert ffn is not None and n is not None
-    return ExpertShape(int(n), int(active), int(ffn), layers)
+    return ExpertShape(n, active, ffn, layers) if any(layers) else None
+
+
+_EXPERT_NAMES = ("num_experts", "num_local_experts")
 
 
 def _size(config: Mapping[str, Any], names: tuple[str, ...], model_type: str) -> int:
     for name in names:
         if _is_size(config.get(name)):
             return int(config[name])
-    problem = f"it has no positive number under {' or '.join(names)}"
+    problem = f"it has no usable size under {' or '.join(names)}"
     raise ModelError(f"config.json of a {model_type or 'nameless'} model: {problem}, so its memory cannot be told.")
 
 
+def _optional(config: Mapping[str, Any], name: str, default: int, *, or_none: bool = False) -> int:
+    """The default where it is left out or null. Raises ModelError for what is no size; 0 is one only with `or_none`."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not _is_size(value) and not (or_none and value == 0 and type(value) is int):
+        raise ModelError(f"config.json: {name} = {value!r} is no size, so the model's memory cannot be told.")
+    return int(value)
+
+
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST

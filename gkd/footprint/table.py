@@ -9,7 +9,7 @@ from gkd.config import Config
 from gkd.footprint.limits import gib, kv_room_bytes
 from gkd.footprint.rollout import kv_bytes_per_token, sequences_together
 from gkd.footprint.shapes import ModelShape
-from gkd.footprint.types import HOST_PARTS, MOMENTS, RankFootprint
+from gkd.footprint.types import HOST_PARTS, MOMENTS, WANTED_PARTS, RankFootprint
 
 _GIB = 1 << 30
 _ORDER = (
@@ -20,16 +20,17 @@ _NOTE = "GiB; total: what stays + the largest of (activations + logits + passing
 
 
 def footprint_table(footprints: Sequence[RankFootprint], card_bytes: int | None = None) -> str:
-    """One row a kind of rank, one column a part; the last one is host memory, beside the device's."""
+    """One row a kind of rank, one column a part; the last ones are in no total: host memory, and a wanted cache."""
     names = [name for name in _ORDER if any(part.parts.get(name) for part in footprints)]
     hosts = [name for name in HOST_PARTS if any(part.parts.get(name) for part in footprints)]
+    wanted = [name for name in WANTED_PARTS if any(part.parts.get(name) for part in footprints)]
     card = ["card", "share"] if card_bytes else []
-    rows = [["role", "rank", *names, "total", *card, *(f"host: {name}" for name in hosts)]]
+    rows = [["role", "rank", *names, "total", *card, *(f"host: {name}" for name in hosts), *wanted]]
     for part in footprints:
         row = [part.role, str(part.rank), *(_cell(part, name) for name in names), _gib(part.total_bytes)]
         if card_bytes:
             row += [_gib(card_bytes), f"{part.total_bytes / card_bytes:.0%}"]
-        rows.append([*row, *(_cell(part, name) for name in hosts)])
+        rows.append([*row, *(_cell(part, name) for name in (*hosts, *wanted))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([*lines, _NOTE])

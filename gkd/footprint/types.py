@@ -12,6 +12,8 @@ MOMENTS: tuple[tuple[str, ...], ...] = (
 )
 # Parts in host memory, whatever the rank computes on.
 HOST_PARTS = ("offloaded", "saved_copy")
+# What would be used if it were there.
+WANTED_PARTS = ("kv_wanted",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class RankFootprint:
     Of the device: `weights`, `gradients`, `optimizer` (moments, and the float32 masters of bfloat16 weights),
     `teacher_head`, `kv_cache` and `context` stay; `activations`, `logits` and `passing` (gradients on their way,
     gathered layers, the loss's working memory) are those of the fullest moment of a training step; `optimizer_step` and
-    `weight_sync` are there when those are not.
+    `weight_sync` are there when those are not. `kv_wanted` is what the cache's sequences would fill; it is in no sum.
     """
 
     role: str  # "actor" | "rollout" | "teacher"
@@ -31,8 +33,8 @@ class RankFootprint:
     @property
     def total_bytes(self) -> int:
         """The most that is on the rank's device at one time."""
-        momentary = {name for names in MOMENTS for name in names}
-        staying = sum(size for name, size in self.parts.items() if name not in momentary and name not in HOST_PARTS)
+        others = {name for names in (*MOMENTS, HOST_PARTS, WANTED_PARTS) for name in names}
+        staying = sum(size for name, size in self.parts.items() if name not in others)
         return staying + max(sum(self.parts.get(name, 0) for name in names) for names in MOMENTS)
 
     @property

@@ -100,13 +100,13 @@ def simulated(
     check_memory: CheckMemory | None,
     seed: int,
 ) -> Candidate | None:
-    """None: the config's own checks refuse this split with this scheduler."""
+    """None: the config's own checks refuse this split with this scheduler, or it cannot cut the model."""
     changed = layout.with_split(config, split, scheduler)
     try:
         check_config(changed)
+        too_large = None if check_memory is None else tuple(check_memory(changed))
     except ConfigError:
         return None
-    too_large = None if check_memory is None else tuple(check_memory(changed))
     bound = max_staleness(changed, scheduler)
     sizes = layout.sizes(changed, split)
     outcome = simulate(scheduler, sizes, workload, rates, max_staleness=bound, seed=seed)

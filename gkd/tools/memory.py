@@ -18,6 +18,7 @@ from gkd.config_load import load_config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
 from gkd.footprint.folder import ModelFolder, read_model_folder
+from gkd.footprint.limits import on_card
 from gkd.footprint.reference import reference
 from gkd.footprint.table import as_json, footprint_table, kv_line, reference_table
 
@@ -40,14 +41,18 @@ def main(argv: list[str] | None = None) -> int:
         check_config(config)
         student = read_model_folder(config.model.path, "model.path")
         teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
-        found = _footprints(config, student, teacher)
+        found = on_card(_footprints(config, student, teacher), card, config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    problems = [] if card is None else check(found, card, config)
+
+    def refit(changed: Config) -> list[RankFootprint]:
+        return _footprints(changed, student, teacher)
+
+    problems = [] if card is None else check(found, card, config, refit)
     known = reference(student.shape) if student.shape.is_exact() else {}
     if args.json:
         extra: dict[str, Any] = {"reference": known}

@@ -112,7 +112,7 @@ def _memory_check(config: Config, card: int) -> CheckMemory:
     """
     folder = read_model_folder(config.model.path, "model.path")
 
-    def problems(changed: Config) -> list[str]:
+    def problems(changed: Config) -> list[str]:  # of many splits; other splits are the fix
         return check(footprint(changed, folder.config_json, tensors=folder.tensors), card, changed)
 
     return problems

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from gkd.cluster.cards import card_bytes
 from gkd.footprint import footprint
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.footprint_case import SIZES, Case, Measured, case_config, measure, save_model
@@ -108,8 +109,13 @@ def rollout(device: str) -> Part:
             check=True,
         )
     found = json.loads(done.stdout.splitlines()[-1])
-    momentary = predicted.parts["activations"] + predicted.parts["logits"]
-    wanted = predicted.parts["weights"] + predicted.parts["kv_cache"] + momentary
+    if device == "cuda":  # it takes its share; the context in it is not torch's
+        card = card_bytes(None)
+        assert card is not None, "nvidia-smi does not tell the card's memory"
+        wanted = round(config.rollout.gpu_memory_utilization * card) - predicted.parts["context"]
+    else:
+        momentary = predicted.parts["activations"] + predicted.parts["logits"]
+        wanted = predicted.parts["weights"] + predicted.parts["kv_cache"] + momentary
     parts = ", ".join(f"{part} {size / 1e6:.0f}" for part, size in predicted.parts.items())
     what = f"One vLLM engine that answers {N_PROMPTS} prompts of 448 tokens; no weight sync. Predicted, MB: {parts}."
     row = (round(found["state"] / 1e6), round(found["peak"] / 1e6), round(wanted / 1e6))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,7 +72,7 @@ class Measured:
 
 
 def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float = 600.0) -> list[Measured]:
-    """Runs the case; one result for each rank. `folder` keeps the model's files."""
+    """Runs the case; one result for each rank. `folder` keeps the model's files; one that is there is taken."""
     config = case_config(case, folder, device)
     model = Path(config.model.path)
     if not model.exists():
@@ -81,7 +81,7 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     with _environment():
         found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s)
     shape = json.loads((model / "config.json").read_text())
-    actors = [_without_sync(part) for part in footprint(config, shape) if part.role == "actor"]
+    actors = [_as_metered(part) for part in footprint(config, shape) if part.role == "actor"]
     keeps = config.actor.strategy == "megatron"
     per_stage = world_size // config.actor.pp if keeps else world_size
     return [
@@ -90,9 +90,9 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
     ]
 
 
-def _without_sync(part: RankFootprint) -> RankFootprint:
-    """No weights are sent to engines here."""
-    return replace(part, parts={name: size for name, size in part.parts.items() if name != "weight_sync"})
+def _as_metered(part: RankFootprint) -> RankFootprint:
+    """No weights are sent to engines here, and torch's allocator knows no CUDA context."""
+    return replace(part, parts={k: size for k, size in part.parts.items() if k not in ("weight_sync", "context")})
 
 
 def case_config(case: Case, folder: Path, device: str) -> Config:
@@ -111,12 +111,12 @@ def case_config(case: Case, folder: Path, device: str) -> Config:
     return load_config(path, list(case.overrides))
 
 
-def save_model(folder: Path, *, tied: bool) -> None:
-    """A random Qwen2 of `SIZES`."""
+def save_model(folder: Path, *, tied: bool, sizes: Mapping[str, int] = SIZES) -> None:
+    """A random Qwen2."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=tied)).save_pretrained(folder)
 
 
 def full_sequences(

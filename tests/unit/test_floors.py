@@ -61,6 +61,7 @@ WITHOUT_TORCH = {
     "gkd/config_load.py",
     "gkd/config_check.py",
     "gkd/errors.py",
+    "gkd/hf_index.py",
     "gkd/log.py",
     "gkd/disk.py",
     "gkd/recorded.py",
@@ -74,6 +75,7 @@ WITHOUT_TORCH = {
     "gkd/streaming.py",
     "gkd/sampler.py",
     "gkd/mixing.py",
+    "gkd/model_splits.py",
     "gkd/loss/spec.py",
     "gkd/metrics.py",
     "gkd/evaluation.py",
@@ -285,6 +287,7 @@ def test_the_gpu_table_is_pure() -> None:
 def test_footprints_are_pure() -> None:
     """If it fails, nobody can ask how much memory a run needs without loading what runs it."""
     pure = {"gkd.config", "gkd.config_check", "gkd.errors", "gkd.loss.spec"}
+    pure |= {"gkd.hf_index", "gkd.model_splits", "gkd.schedule"}
     for path in (ROOT / "gkd" / "footprint").glob("*.py"):
         modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.footprint")}
         assert not any(m not in pure and m.rpartition(".")[0] not in pure for m in modules), (path.name, modules)

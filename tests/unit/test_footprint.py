@@ -65,6 +65,10 @@ def _actor(*overrides: str, shape: dict[str, Any] = QWEN25_15B) -> RankFootprint
     return footprint(_config(*overrides), shape)[0]
 
 
+def _refit(config: Config) -> tuple[RankFootprint, ...]:
+    return footprint(config, QWEN25_15B)
+
+
 def _on_meta(kind: str, settings: dict[str, Any]) -> Any:
     import transformers as tf
 
@@ -114,7 +118,7 @@ def test_the_known_numbers_of_qwen25_15b() -> None:
     assert in_gb["weights"] == in_gb["gradients"] == pytest.approx(3.1, abs=0.05)
     assert in_gb["moments"] == pytest.approx(6.2, abs=0.05) and in_gb["masters"] == 0
     assert 12 < sum(in_gb.values()) < 13
-    engine = footprint(_config("rollout.n_gpus_per_node=2"), QWEN25_15B)[-1]
+    engine = footprint(_config("rollout.n_gpus_per_node=2", "data.val_files=[]"), QWEN25_15B)[-1]
     assert engine.role == "rollout" and engine.parts["kv_cache"] == 64 * 1536 * 28672
     assert 5 < (engine.parts["weights"] + engine.parts["kv_cache"]) / 1e9 < 6
 
@@ -181,9 +185,10 @@ def test_what_does_not_fit_names_the_keys() -> None:
     config = _config()
     found = footprint(config, QWEN25_15B)
     assert check(found, 80 * GIB, config) == []
-    (problem,) = check(found, 40 * GIB, config)
+    (problem,) = check(found, 40 * GIB, config, _refit)
     for words in ("actor rank 0", "40.00 GiB", "actor.recompute full", "max_tokens_per_micro_batch 8192", "saves"):
         assert words in problem
+    assert check(found, 40 * GIB, config) == [problem.partition(" Fix:")[0]]
     problems = check(found, 3 * GIB, config)
     assert any("KV cache of one sequence of 1536 tokens" in problem for problem in problems)
     with pytest.raises(ValueError, match="0 bytes"):
@@ -193,7 +198,7 @@ def test_what_does_not_fit_names_the_keys() -> None:
 def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
     """Fails if a cache that takes the whole card passes, and the first weight sync runs out of memory."""
     config = _config("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")
-    (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config)
+    (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config, _refit)
     assert "weight-sync bucket" in problem and "rollout.gpu_memory_utilization" in problem
 
 
@@ -257,7 +262,7 @@ def test_damaged_weight_files(tmp_path: Path) -> None:
     """Fails if the headers of files that are absent, cut or not safetensors at all end in a traceback."""
     other = json.dumps({**QWEN25_15B, "model_type": "olmo2"})
     folder = _folder(tmp_path / "model", other)
-    with pytest.raises(ModelError, match="no safetensors files"):
+    with pytest.raises(ModelError, match="neither model.safetensors nor model.safetensors.index.json"):
         read_model_folder(folder, "model.path")
     for content in (b"", b"\xff" * 64, (20).to_bytes(8, "little") + b'{"a": {"dtype": "F32'):
         (folder / "model.safetensors").write_bytes(content)
@@ -303,6 +308,9 @@ def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--gpu-gib", "0"), "--gpu-gib"),
         (("--gpu-gib", "nan"), "--gpu-gib"),
+        (("--gpu-gib", "1e-12"), "--gpu-gib"),
+        (("--gpu-gib", "1e305"), "--gpu-gib"),
+        (("--gpu-gib", "inf"), "--gpu-gib"),
         (("model.path=nowhere",), "model.path"),
         (("--teacher", "nowhere"), "--teacher"),
         (("actor.tp=0",), "actor.tp"),
@@ -316,21 +324,52 @@ def test_wrong_arguments_of_the_command(
     assert words in capsys.readouterr().err
 
 
-def test_preflight_warns_and_refuses(qwen: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Fails if a run whose state alone is too large for its cards starts, or one that may just fit is refused."""
-    config = _config(qwen)
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(logging.getLogger("gkd"), "propagate", True)
-    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: 40 * GIB)
-    preflight_memory.check_memory(config, "cuda", None)
-    assert "actor rank 0 needs" in caplog.text and "weights" in caplog.text
-    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: 24 * GIB)
+    return caplog
+
+
+def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, mib: list[int]) -> None:
+    """An nvidia-smi on PATH that lists cards of so much memory."""
+    rows = [f"{i}, GPU-{i}, Card, 00000000:{i:02x}:00.0, {size}, {size}" for i, size in enumerate(mib)]
+    script = folder / "nvidia-smi"
+    script.write_text('#!/bin/sh\ncase "$1" in *gpu=*) cat <<END\n' + "\n".join(rows) + "\nEND\n;; esac\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_preflight_warns_and_refuses(
+    qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    """Fails if a run whose state alone is too large for its cards starts, or one that may just fit is refused."""
+    _nvidia_smi(tmp_path, monkeypatch, [24 << 10, 40 << 10, 80 << 10])
+    preflight_memory.check_memory(_config(qwen, "cluster.gpus=[1,2]"), "cuda", None)
+    assert "actor rank 0 needs" in logged.text and "of a card of 40.00 GiB" in logged.text
     with pytest.raises(ConfigError, match=r"25\.88 GiB"):
-        preflight_memory.check_memory(config, "cuda", None)
-    caplog.clear()
-    preflight_memory.check_memory(config, "cpu", None)
-    assert "memory by rank, beside what imports take: actor rank 0" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(preflight_memory, "smallest_card", lambda: None)
-    preflight_memory.check_memory(config, "cuda", None)
-    assert "no GPU is seen here" in caplog.text
+        preflight_memory.check_memory(_config(qwen, "cluster.gpus=[0,2]"), "cuda", None)
+    logged.clear()
+    preflight_memory.check_memory(_config(qwen), "cpu", None)
+    assert "memory by rank, beside what imports take: actor rank 0" in logged.text
+
+
+def test_only_cards_that_the_run_may_get_count(
+    qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    """Fails if a valid run is refused because of a small card of the driver's that it will never see."""
+    _nvidia_smi(tmp_path, monkeypatch, [4 << 10, 80 << 10, 48 << 10])
+    for overrides, card in (
+        (["cluster.gpus=[1]"], 80 * GIB),
+        (["cluster.gpus=[2,1]"], 48 * GIB),
+        (["cluster.gpus=[1,7]"], None),  # nobody knows 7
+        (["cluster.ray_address=10.0.0.5:6379"], None),
+        (["cluster.ray_address=10.0.0.5:6379", "cluster.gpus=[0]"], None),
+    ):
+        assert preflight_memory.smallest_card(_config(*overrides).cluster) == card, overrides
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")  # ids stay nvidia-smi's
+    assert preflight_memory.smallest_card(_config("cluster.gpus=[1]").cluster) == 80 * GIB
+    preflight_memory.check_memory(_config(qwen, "cluster.ray_address=10.0.0.5:6379"), "cuda", None)
+    assert "weights" in logged.text and "nobody knows here" in logged.text
+    assert not [record for record in logged.records if record.levelno > logging.INFO]

@@ -27,7 +27,8 @@ from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.pool import ActorPool
 from gkd.config import ActorConfig, Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
 from gkd.errors import ConfigError, ModelError
-from gkd.preflight import _check_engine_split, check_student
+from gkd.model_splits import check_engine_split
+from gkd.preflight import check_student
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 
@@ -77,7 +78,7 @@ def test_sizes_that_a_model_does_not_say_are_not_checked(folders: Path) -> None:
     by_layer = PretrainedConfig(intermediate_size=[48, 96, 48])
     assert _counts(by_layer, "intermediate_size") == (48, 96)
     with pytest.raises(ConfigError) as caught:
-        _check_engine_split(5, (10,), (5,), (10, 12), ())
+        check_engine_split(5, (10,), (5,), {"MLP columns": (10, 12)})
     assert caught.value.key == "rollout.tp" and "12 MLP columns" in str(caught.value)
 
 

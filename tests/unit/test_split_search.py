@@ -13,6 +13,7 @@ from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.config_load import load_config
 from gkd.errors import ConfigError
+from gkd.footprint import check, footprint
 from gkd.split import layout
 from gkd.split.estimate import estimate
 from gkd.split.layout import Hardware, PoolSize, Split
@@ -112,6 +113,22 @@ def test_the_ranking_is_by_step_time_and_what_does_not_fit_comes_last(tmp_path: 
     text = table(Ranking(checked, 6, 24), checked[-1], top=3)
     assert text.splitlines()[1].endswith("fits") and text.splitlines()[-1].endswith("too small")
     assert len(text.splitlines()) == 5 and "memory" not in table(ranking, best, top=2)
+
+
+def test_splits_that_cannot_cut_the_model_are_left_out(tmp_path: Path) -> None:
+    """Fails if one number of GPUs over which experts cannot be spread ends the search for all others."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    model = {"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, **experts}
+    config = settings(tmp_path, "actor.ep=2", "trainer.n_gpus_per_node=2")
+
+    def check_memory(changed: Config) -> list[str]:
+        return check(footprint(changed, model), 80 << 30, changed)
+
+    def allowed(n_actor: int) -> bool:
+        split = next(s for s in layout.splits(config, hardware(8)) if s.actor.n_gpus == n_actor)
+        return simulated(config, split, "sync", WORK, RATES, check_memory, 0) is not None
+
+    assert [n for n in range(1, 7) if allowed(n)] == [2, 4, 6]
 
 
 def test_gpus_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:

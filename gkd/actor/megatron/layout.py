@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from gkd.actor.megatron.hf_config import HfDims
 from gkd.errors import ConfigError
+from gkd.model_splits import Divisible, check_actor_split, check_expert_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,7 @@ class ParallelLayout:
             raise ConfigError(
                 "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "Use 1, or actor.pp > 1."
             )
-        if self.tp * self.dp % self.ep:
-            raise ConfigError(
-                "actor.ep",
-                self.ep,
-                f"does not divide the {self.tp * self.dp} ranks of a pipeline stage, over which experts are spread.",
-                f"Choose a divisor of {self.tp * self.dp}, or change the number of GPUs of the actor pool.",
-            )
+        check_expert_ranks(self.ep, self.tp * self.dp)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")
 
@@ -97,56 +92,15 @@ class ParallelLayout:
 
     def check_model(self, dims: HfDims, *, sequence_parallel: bool = False) -> None:
         """Raises ConfigError naming the key of a size that cannot split a model of `dims`."""
-        self._check_experts(dims, sequence_parallel)
-        for what, count in (
-            ("attention heads", dims.n_heads),
-            ("key/value heads", dims.n_kv_heads),
-            ("MLP columns", dims.dense_ffn_size),
-        ):
-            if count % self.tp:
-                raise ConfigError(
-                    "actor.tp",
-                    self.tp,
-                    f"does not divide the model's {count} {what}.",
-                    f"Choose a divisor of {count}.",
-                )
-        if dims.n_layers % self.pp:
-            raise ConfigError(
-                "actor.pp",
-                self.pp,
-                f"does not divide the model's {dims.n_layers} layers.",
-                f"Choose a divisor of {dims.n_layers}.",
-            )
-        if dims.n_layers % (self.pp * self.vpp):
-            raise ConfigError(
-                "actor.vpp",
-                self.vpp,
-                f"actor.pp * actor.vpp = {self.pp} * {self.vpp} does not divide the model's {dims.n_layers} layers.",
-                f"Choose a divisor of {dims.n_layers // self.pp}.",
-            )
-
-    def _check_experts(self, dims: HfDims, sequence_parallel: bool) -> None:
-        if dims.moe is None:
-            if self.ep > 1:
-                raise ConfigError(
-                    "actor.ep", self.ep, f"the model ({dims.model_type}) has no experts to spread.", "Use 1."
-                )
-            return
-        n_experts = dims.moe.n_experts
-        if n_experts % self.ep:
-            raise ConfigError(
-                "actor.ep",
-                self.ep,
-                f"does not divide the model's {n_experts} experts.",
-                f"Choose a divisor of {n_experts}.",
-            )
-        if self.tp > 1 and not sequence_parallel:
-            raise ConfigError(
-                "actor.sequence_parallel",
-                False,
-                f"a mixture of experts with actor.tp > 1 needs actor.sequence_parallel=true (actor.tp is {self.tp}).",
-                "Set it, or use actor.tp=1 and actor.ep.",
-            )
+        model = Divisible(
+            dims.model_type,
+            dims.n_layers,
+            dims.n_heads,
+            dims.n_kv_heads,
+            dense_ffn=dims.dense_ffn_size,
+            n_experts=0 if dims.moe is None else dims.moe.n_experts,
+        )
+        check_actor_split(model, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, sequence_parallel=sequence_parallel)
 
     def holds_embedding(self, chunk: int) -> bool:
         """Chunk number `chunk` of this stage is where tokens go in."""

@@ -1,0 +1,132 @@
+"""What does not fit: fixes that are true, and the cache that an engine makes on a card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gkd.config import Config
+from gkd.config_check import check_config
+from gkd.errors import ConfigError, ModelError
+from gkd.footprint import RankFootprint, check, footprint
+from gkd.footprint.limits import on_card
+from gkd.footprint.table import footprint_table
+from tests.unit.test_footprint import EXPERTS, GIB, QWEN25_15B, SIZES, TP2, _actor, _config
+
+MOE = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8}
+
+
+def _refit(config: Config) -> tuple[RankFootprint, ...]:
+    return footprint(config, QWEN25_15B)
+
+
+def _fixes(problem: str) -> dict[str, float]:
+    """GiB that each fix saves, by its text."""
+    pairs = (fix.partition(": saves ")[::2] for fix in problem.partition("Fix: ")[2].split("; "))
+    return {what: float(saved.split()[0]) for what, saved in pairs if saved}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        TP2,  # 2 key heads: no further
+        ("actor.strategy=fsdp2",),
+        ("actor.max_tokens_per_micro_batch=1600",),  # a sequence has 1536
+        ("actor.max_tokens_per_micro_batch=0", "actor.micro_batch_size=1"),
+        ("trainer.n_gpus_per_node=2", "actor.pp=2", "actor.fused_lm_head=false"),
+        ("cluster.gpus=[0,1,2,3]",),  # there are no more
+    ],
+)
+@pytest.mark.parametrize("card", [3 * GIB, 24 * GIB])
+def test_fixes_are_true(overrides: tuple[str, ...], card: int) -> None:
+    """Fails if a fix is refused by check_config or by the model, saves something else than it says, or nothing."""
+    config = _config(*overrides)
+    before = footprint(config, QWEN25_15B)
+    (problem, *_) = check(before, card, config, _refit)
+    fixes = _fixes(problem)
+    assert fixes or "a larger card" in problem, problem
+    for text, saved in fixes.items():
+        changed = _config(*overrides, *(change.replace(" ", "=") for change in text.split(" with ")))
+        check_config(changed)
+        after = footprint(changed, QWEN25_15B)
+        assert (before[0].total_bytes - after[0].total_bytes) / GIB == pytest.approx(saved, abs=0.006), text
+        assert saved > 0, text
+
+
+def test_no_fix_is_made_up() -> None:
+    """Fails if a setting is named that cannot be had: a smaller budget than a sequence, more ranks than key heads."""
+    (problem,) = check(
+        _refit(config := _config("actor.max_tokens_per_micro_batch=1536", *TP2)), 9 * GIB, config, _refit
+    )
+    assert "max_tokens_per_micro_batch" not in problem and "actor.tp 4" not in problem
+    assert "actor.sequence_parallel true" in problem
+
+
+def test_fixes_of_an_engine() -> None:
+    """Fails if an engine is told to use a share of the card that it does not need, or GPUs that are not there."""
+    config = _config("rollout.gpu_memory_utilization=0.5")
+    (problem,) = [p for p in check(_refit(config), 10 * GIB, config, _refit) if p.startswith("rollout")]
+    assert "rollout.gpu_memory_utilization 0.52: saves 0.20 GiB, enough" in problem
+    # 3 GPUs are no multiple of 2; 12 heads can be cut in 2, and the pool must have 6.
+    assert "rollout.tp 2 with rollout.n_gpus_per_node 6" in problem and "rollout.tp 2:" not in problem
+
+
+def test_each_shortage_has_its_own_fixes() -> None:
+    """Fails if a weight sync without room is told of a change that helps the cache alone."""
+    config = _config("weight_sync.bucket_mib=2048")
+    cache, sync = [p for p in check(_refit(config), 3 * GIB, config, _refit) if p.startswith("rollout")]
+    assert "KV cache of one sequence" in cache and "rollout.tp 2" in cache and "bucket_mib" not in cache
+    assert "weight-sync bucket" in sync and "rollout.tp" not in sync
+    assert "weight_sync.bucket_mib 1024: saves 1.00 GiB" in sync
+
+
+def test_an_engines_row_on_a_card() -> None:
+    """Fails if an engine's row is not what it will take, its share of the card, beside what its sequences want."""
+    config = _config()
+    before = footprint(config, QWEN25_15B)
+    engine = on_card(before, 80 * GIB, config)[-1]
+    assert engine.total_bytes == round(0.85 * 80 * GIB)
+    assert engine.parts["kv_wanted"] == before[-1].parts["kv_cache"] == 167 * 1536 * 28672
+    assert on_card(before, None, config) == list(before)
+    assert on_card(before, 2 * GIB, config)[-1].parts["kv_cache"] == 0
+    assert check(on_card(before, 3 * GIB, config), 3 * GIB, config) == check(before, 3 * GIB, config)
+    header, _, row, _ = footprint_table([before[0], engine], 80 * GIB).splitlines()
+    assert header.split()[-1] == "kv_wanted" and row.split()[-1] == "6.85"
+    assert row.split()[-4:-2] == ["80.00", "85%"]
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "model"),
+    [
+        ("no experts to spread", ("actor.ep=2", "trainer.n_gpus_per_node=2"), QWEN25_15B),
+        ("sequence_parallel", TP2, MOE),
+        ("does not divide the 3 ranks", ("actor.ep=2", "trainer.n_gpus_per_node=3"), MOE),
+        (
+            "80 MLP columns",
+            ("actor.tp=3", "trainer.n_gpus_per_node=3"),
+            {**SIZES, "model_type": "llama", "num_key_value_heads": 6},
+        ),
+        (
+            "sliding_window = 4096",
+            ("data.max_response_length=8192", "actor.max_tokens_per_micro_batch=0"),
+            {**SIZES, "model_type": "mistral"},
+        ),
+        ("hidden_act = 'gelu'", (), {**QWEN25_15B, "hidden_act": "gelu"}),
+        ("use_sliding_window", (), {**QWEN25_15B, "use_sliding_window": True}),
+        ("12 attention heads", ("rollout.tp=5", "rollout.n_gpus_per_node=5"), QWEN25_15B),
+        ("neither divides the student's 2 key/value", ("rollout.tp=3",), {**QWEN25_15B, "intermediate_size": 9000}),
+    ],
+)
+def test_what_the_run_would_refuse(words: str, overrides: tuple[str, ...], model: dict[str, Any]) -> None:
+    """Fails if a table is printed for a split or a model that the actor or the engines refuse."""
+    with pytest.raises((ConfigError, ModelError), match=words):
+        footprint(_config(*overrides), model)
+
+
+def test_a_window_that_is_long_enough() -> None:
+    """Fails if a mistral with a null window, or one that no sequence reaches, is refused."""
+    mistral = {**SIZES, "model_type": "mistral"}
+    for window in (None, 1536):
+        assert _actor(shape={**mistral, "sliding_window": window}).state_bytes > 0
