@@ -28,8 +28,8 @@ from gkd.split import layout
 from gkd.split.layout import Hardware
 from gkd.split.rates import Workload, lognormal
 from gkd.split.run import Run, read_run
-from gkd.split.search import CheckMemory, Ranking, search, simulated
-from gkd.split.table import as_json, notes, paste, table
+from gkd.split.search import Candidate, CheckMemory, Ranking, search, simulated
+from gkd.split.table import as_json, left_out, notes, paste, table
 
 SCHEDULERS = (*AHEAD, STREAM)
 _CALIBRATION_STEPS = 10
@@ -76,10 +76,6 @@ def _ranked(args: argparse.Namespace) -> int:
     own_split = layout.own_split(run.config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
     own_scheduler = run.config.trainer.scheduler
     own = simulated(run.config, own_split, own_scheduler, workload, run.rates, check_memory, args.seed)
-    if own is None:
-        raise ConfigError(
-            "--run", args.run or args.calibrate, "its own settings are refused.", "see `python -m gkd.main_gkd`."
-        )
     ranking = search(
         run.config,
         hardware,
@@ -95,7 +91,7 @@ def _ranked(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(ranking, own, facts), indent=1), flush=True)
     else:
-        print(_text(run, ranking, own, facts, args), flush=True)
+        print(_text(run, ranking, own, facts, hardware, args.top), flush=True)
     if args.plot:
         from gkd.split.plot import plot  # half a second, which only those who want one pay
 
@@ -129,7 +125,7 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _text(run: Run, ranking: Ranking, own: Any, facts: dict[str, Any], args: argparse.Namespace) -> str:
+def _text(run: Run, ranking: Ranking, own: Candidate, facts: dict[str, Any], hardware: Hardware, top: int) -> str:
     best = ranking.candidates[0]
     r = run.rates
     lines = [
@@ -140,10 +136,12 @@ def _text(run: Run, ranking: Ranking, own: Any, facts: dict[str, Any], args: arg
         f"weight sync {r.sync_s:.3g} s; responses of {facts['mean_response_tokens']:.0f} tokens",
         *([notes(run.notes)] if run.notes else []),
         "",
-        f"{args.gpus} GPUs: {ranking.n_splits} splits, {ranking.n_simulated} simulations; busy: rollout/teacher/actor",
-        table(ranking, own, args.top),
+        f"{hardware.n_gpus} GPUs: {ranking.n_splits} splits, {ranking.n_simulated} simulations; "
+        "busy: rollout/teacher/actor",
+        table(ranking, own, top),
+        *left_out(ranking),
         "",
-        paste(best, run.config, run.gpus_per_worker),
+        paste(best, run.config, hardware),
     ]
     if not best.fits:
         lines += ["", *(f"WRONG {text}" for text in best.too_large or ())]
