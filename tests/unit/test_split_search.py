@@ -194,6 +194,22 @@ def test_splits_that_are_too_large_take_no_place_from_those_that_fit(tmp_path: P
     assert len(none.candidates) == 4 and none.n_too_large == n_splits and "none fits" in left_out(none)[0]
 
 
+def test_a_search_ends_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a large cluster is searched for hours, or a slow one is given up before a split that fits is found."""
+    monkeypatch.setattr("gkd.split.search._BUDGET_S", -1.0)
+    given = hardware(8)
+    assert search(settings(tmp_path), given, ["sync"], WORK, RATES, check_memory=None).n_simulated == 4
+    monkeypatch.setattr("gkd.split.search._LOOKED_AT", 15)
+    calls: list[Config] = []
+
+    def last_fits(changed: Config) -> list[str]:
+        calls.append(changed)
+        return [] if len(calls) == 15 else ["too large"]
+
+    ranking = search(settings(tmp_path), given, ["sync"], WORK, RATES, check_memory=last_fits)
+    assert ranking.n_looked_at == 15 < ranking.n_splits and ranking.candidates[0].fits
+
+
 def test_gpus_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
     """Fails if the tool prints an empty table, or fails on it."""
     with pytest.raises(ConfigError, match="no split of them has actor.tp 4 x actor.pp 1 GPUs"):
