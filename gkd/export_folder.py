@@ -51,3 +51,9 @@ def tidy(root: Path) -> None:
         fsync(root)
     for leftover in (old, *root.glob(f"{_NEW}*")):
         remove(leftover)
+
+
+def delete(root: Path) -> None:
+    """The export, and whatever is left of others; what cannot be deleted is logged and left."""
+    for folder in (root / _NAME, root / _OLD, *root.glob(f"{_NEW}*")):
+        remove(folder)

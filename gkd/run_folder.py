@@ -42,6 +42,7 @@ from gkd.same_run import check_same_run, check_same_teacher
 log = get_logger("run_folder")
 
 BATCHES = "batches"
+CHECKPOINTS = "checkpoints"
 PLACES = "gpus.json"
 STACKS = "stacks.txt"
 _LOCK, _ORIGIN, _GOING_BACK = ".lock", "branched_from", "going_back"
@@ -64,7 +65,7 @@ class RunFolder:
         self.metrics_file = root / "metrics.jsonl"
         self.new_export = export_folder.new_export(root)
         self.batches = root / BATCHES
-        self.store = CheckpointStore(root / "checkpoints")
+        self.store = CheckpointStore(root / CHECKPOINTS)
 
     def write_places(self, table: bytes) -> None:
         """Which rank sits on which GPU, of this start. Raises CheckpointError: it cannot be written."""
@@ -182,7 +183,7 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
     if not is_ours and _holds_another_s(root):
         problem = "it is not empty and holds no whole run of ours."
         raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
-    store, named = CheckpointStore(root / "checkpoints"), named_checkpoint(config)
+    store, named = CheckpointStore(root / CHECKPOINTS), named_checkpoint(config)
     if named is not None and named.parent == store.root.resolve():
         named = store.root / named.name
     elif is_ours and _has_begun(root):
@@ -248,7 +249,7 @@ def _noted(file: Path, teacher: Mapping[str, str], config: Config) -> Path | Non
     with naming(file, "read"):
         text = file.read_text().removesuffix("\n")
     # Of its own the name alone, so that the run can be moved.
-    folder = file.parent / "checkpoints" / text if file.name == _GOING_BACK else Path(text)
+    folder = file.parent / CHECKPOINTS / text if file.name == _GOING_BACK else Path(text)
     log.info("%s: an earlier start was told to go on from %s, and this one does", file, folder)
     _check_checkpoint(folder, teacher, config)
     return folder
@@ -311,4 +312,4 @@ def _teacher_json(teacher: Mapping[str, str]) -> str:
 def _has_begun(root: Path) -> bool:
     """Is there anything of a run to lose? A config alone is that of a run that never came to its first number."""
     metrics = root / "metrics.jsonl"
-    return (metrics.is_file() and metrics.stat().st_size > 0) or CheckpointStore(root / "checkpoints").has_any()
+    return (metrics.is_file() and metrics.stat().st_size > 0) or CheckpointStore(root / CHECKPOINTS).has_any()

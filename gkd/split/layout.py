@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gkd.config import Config, TrainerConfig
@@ -14,6 +15,8 @@ from gkd.split.rates import Sizes
 
 # With more GPUs than this, a pool that is larger than a node has whole nodes.
 _EVERY_SIZE = 64
+# Stands for the address of the Ray cluster that a planned run would have. Never pasted, and nobody is asked there.
+_SOME_CLUSTER = "planned:6379"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,18 @@ class Hardware:
 
 
 def with_split(config: Config, split: Split, scheduler: str) -> Config:
-    """The settings of a run with it; a scheduler with a bound of its own has no trainer.max_staleness."""
+    """The settings of a run with it, to plan with; a scheduler with a bound of its own has no trainer.max_staleness.
+
+    Where and on which GPUs the measured run was says nothing of the planned one: no cluster.gpus, and a Ray cluster
+    where a pool has several nodes.
+    """
     changed = copy.deepcopy(config)
     changed.trainer.nnodes, changed.trainer.n_gpus_per_node = split.actor.nnodes, split.actor.per_node
     changed.rollout.nnodes, changed.rollout.n_gpus_per_node = split.rollout.nnodes, split.rollout.per_node
     changed.trainer.scheduler = scheduler
+    changed.cluster.gpus = []
+    if max(split.actor.nnodes, split.rollout.nnodes) > 1:
+        changed.cluster.ray_address = changed.cluster.ray_address or _SOME_CLUSTER
     if scheduler != STREAM:
         changed.trainer.max_staleness = TrainerConfig().max_staleness
     return changed
@@ -78,26 +88,45 @@ def sizes(config: Config, split: Split) -> Sizes:
     return Sizes(data_parallel_size(config), n_engines(config), split.workers)
 
 
+def actor_unit(config: Config) -> int:
+    """GPUs that the actor pool is a multiple of: whole data-parallel groups, and actor.ep divides a stage's ranks."""
+    return config.actor.pp * math.lcm(config.actor.tp, config.actor.ep)
+
+
 def splits(config: Config, hardware: Hardware) -> Iterator[Split]:
-    """All that leave no more GPUs idle than they must: the teacher takes what the others leave."""
+    """The teacher takes what the others leave. With one elsewhere, those to which no GPU could be added: of two
+    listed ones, none gives both pools at least as many as the other.
+    """
+    found = _shared_out(config, hardware)
+    return _undominated(found) if hardware.workers_elsewhere else found
+
+
+def _shared_out(config: Config, hardware: Hardware) -> Iterator[Split]:
     a, r = config.actor, config.rollout
-    actors = list(_pool_sizes(a.tp * a.pp, a.tp, hardware))
+    actors = list(_pool_sizes(actor_unit(config), a.tp, hardware))
     rollouts = list(_pool_sizes(r.tp, r.tp, hardware))
-    smallest = min(a.tp * a.pp, r.tp)
     for actor in actors:
         if actor.n_gpus // (a.tp * a.pp) > config.trainer.global_batch_size:
             continue  # each data-parallel group needs a prompt
         for rollout in rollouts:
             if actor.n_gpus + rollout.n_gpus > hardware.n_gpus:
-                continue
+                break  # they ascend
             free = _free(hardware, actor, rollout)
             if free is None:
                 continue
             if hardware.workers_elsewhere:
-                if sum(size * n for size, n in free.items()) < smallest:
-                    yield Split(actor, rollout, hardware.workers_elsewhere, 0)
+                yield Split(actor, rollout, hardware.workers_elsewhere, 0)
             elif workers := sum(size // hardware.gpus_per_worker * n for size, n in free.items()):
                 yield Split(actor, rollout, workers, workers * hardware.gpus_per_worker)
+
+
+def _undominated(found: Iterable[Split]) -> Iterator[Split]:
+    """Those of two pools without another one that has as many GPUs in each and more in one."""
+    most = 0
+    for split in sorted(found, key=lambda s: (-s.actor.n_gpus, -s.rollout.n_gpus)):
+        if split.rollout.n_gpus > most:
+            most = split.rollout.n_gpus
+            yield split
 
 
 def _pool_sizes(unit: int, tp: int, hardware: Hardware) -> Iterator[PoolSize]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gkd.config import Config
 from gkd.schedule import STREAM
+from gkd.split.layout import Hardware
 from gkd.split.outcome import POOLS
 from gkd.split.search import Candidate, Ranking
 
@@ -50,8 +51,8 @@ def _row(name: str, candidate: Candidate, own: Candidate) -> tuple[str, ...]:
     )
 
 
-def paste(candidate: Candidate, config: Config, gpus_per_worker: int) -> str:
-    """The YAML that makes a run use this split, and the teacher server's flags as a comment."""
+def paste(candidate: Candidate, config: Config, hardware: Hardware) -> str:
+    """The YAML that makes a run use this split; as comments what only the user knows: addresses, GPUs, the teacher."""
     split, scheduler = candidate.split, candidate.scheduler
     bound = [f"  max_staleness: {config.trainer.max_staleness}"] if scheduler == STREAM else []
     lines = [
@@ -64,10 +65,30 @@ def paste(candidate: Candidate, config: Config, gpus_per_worker: int) -> str:
         f"  nnodes: {split.rollout.nnodes}",
         f"  n_gpus_per_node: {split.rollout.per_node}",
     ]
+    if streams := config.teacher.n_server_workers:
+        lines += ["teacher:", f"  n_server_workers: 0   # as many as the server announces; it was {streams}"]
+    if not config.cluster.ray_address and split.actor.n_gpus + split.rollout.n_gpus > hardware.per_node:
+        lines.append("# the pools are on several nodes: start a Ray cluster, and name it in cluster.ray_address")
+    if config.cluster.gpus:
+        lines.append(f"# cluster.gpus is {list(config.cluster.gpus)}: name the GPUs of this split, or leave it out")
     if split.teacher_gpus:
-        flags = f"--n-workers {split.workers}" + (f" --tensor-parallel-size {gpus_per_worker}" * (gpus_per_worker > 1))
+        size = hardware.gpus_per_worker
+        flags = f"--n-workers {split.workers}" + f" --tensor-parallel-size {size}" * (size > 1)
         lines.append(f"# teacher server: python -m teacher_server serve ... {flags}   # {split.teacher_gpus} GPUs")
     return "\n".join(lines)
+
+
+def left_out(ranking: Ranking) -> list[str]:
+    """Which splits are not in the ranking although somebody looked at them, a line each reason."""
+    lines = [
+        f"left out: {refused.n} splits under {refused.scheduler}, the first because of {refused.first}"
+        for refused in ranking.refused
+    ]
+    if ranking.n_too_large:
+        n_shown = sum(not c.fits for c in ranking.candidates)
+        which = f"{ranking.n_too_large} do not fit" if ranking.candidates[0].fits else "none fits"
+        lines.append(f"memory: of {ranking.n_looked_at} looked at {which}; {n_shown} of these are in the ranking")
+    return lines
 
 
 def as_json(ranking: Ranking, own: Candidate, run: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +100,9 @@ def as_json(ranking: Ranking, own: Candidate, run: dict[str, Any]) -> dict[str, 
     return {
         "run": run,
         "n_splits": ranking.n_splits,
+        "n_looked_at": ranking.n_looked_at,
+        "n_too_large": ranking.n_too_large,
+        "refused": [{"scheduler": r.scheduler, "n": r.n, "first": str(r.first)} for r in ranking.refused],
         "own": dataclasses.asdict(own),
         "ranking": [dataclasses.asdict(candidate) for candidate in ranking.candidates],
     }

@@ -9,31 +9,29 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gkd.cluster.cards import card_bytes
 from gkd.config import Config
+from gkd.config_check import check_config
 from gkd.config_load import load_config
-from gkd.errors import ClusterError, ConfigError, GkdError
+from gkd.errors import ConfigError, GkdError
 from gkd.footprint import check, footprint
 from gkd.footprint.folder import read_model_folder
 from gkd.schedule import AHEAD, STREAM
 from gkd.split import layout
+from gkd.split.calibration import SCHEDULER, calibrate, calibration_folder
 from gkd.split.layout import Hardware
 from gkd.split.rates import Workload, lognormal
 from gkd.split.run import Run, read_run
-from gkd.split.search import CheckMemory, Ranking, search, simulated
-from gkd.split.table import as_json, notes, paste, table
+from gkd.split.search import Candidate, CheckMemory, Ranking, search, simulated
+from gkd.split.table import as_json, left_out, notes, paste, table
 
 SCHEDULERS = (*AHEAD, STREAM)
-_CALIBRATION_STEPS = 10
-_LEAST_CONCURRENCY = 4  # the second run of a calibration has a fourth of rollout.max_num_seqs, but not less
 _LONGEST = 1 << 20  # tokens, of --lengths
 _EXAMPLES = """examples:
   python -m gkd.tools.split --gpus 8 --run runs/mine --plot split.png
@@ -45,7 +43,8 @@ A run that is still going can be read, too. What is shared out: --gpus for actor
 keep their tensor and pipeline parallel sizes, a worker of the teacher its number of GPUs.
 
 exit code: 0 a ranking was printed, 1 the run's metrics are damaged, a calibration failed, the plot cannot be written,
-or no split fits into memory, 2 wrong arguments or settings, or a run folder that cannot be used (no metrics, few steps)
+or no split fits into memory, 2 wrong arguments or settings, settings that no split of the GPUs agrees with, or a folder
+that cannot be used (a run without metrics or with few steps, a calibration's that is taken)
 """
 
 
@@ -62,24 +61,29 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A run's rates, and the steps that a simulation of them can be compared with."""
+
+    run: Run  # its config is the one to plan for
+    scheduler: str  # of these steps, and what they took
+    step_s: float
+    n_steps: int
+
+
 def _ranked(args: argparse.Namespace) -> int:
     card = card_bytes(args.gpu_gib)
-    run = (
-        _calibrated(args)
-        if args.calibrate
-        else read_run([Path(args.run)], workers=args.teacher_workers, last=args.last)
-    )
+    measured = _calibrated(args) if args.calibrate else _read(args)
+    run = measured.run
+    gpus_per_worker = args.gpus_per_teacher_worker or run.gpus_per_worker
     check_memory = None if card is None else _memory_check(run.config, card)
     workload = _workload(run, args.lengths)
     elsewhere = run.sizes.workers if args.teacher_elsewhere else 0
-    hardware = Hardware(args.gpus, args.gpus_per_node, run.gpus_per_worker, elsewhere)
-    own_split = layout.own_split(run.config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
+    hardware = Hardware(args.gpus, args.gpus_per_node, gpus_per_worker, elsewhere)
+    own_split = layout.own_split(run.config, run.sizes.workers, gpus_per_worker, elsewhere=args.teacher_elsewhere)
     own_scheduler = run.config.trainer.scheduler
     own = simulated(run.config, own_split, own_scheduler, workload, run.rates, check_memory, args.seed)
-    if own is None:
-        raise ConfigError(
-            "--run", args.run or args.calibrate, "its own settings are refused.", "see `python -m gkd.main_gkd`."
-        )
+    same = simulated(run.config, own_split, measured.scheduler, run.workload, run.rates, None, args.seed)
     ranking = search(
         run.config,
         hardware,
@@ -91,16 +95,21 @@ def _ranked(args: argparse.Namespace) -> int:
         progress=_progress,
     )
     _progress("")
-    facts = _facts(run)
+    facts = _facts(measured, same)
     if args.json:
         print(json.dumps(as_json(ranking, own, facts), indent=1), flush=True)
     else:
-        print(_text(run, ranking, own, facts, args), flush=True)
+        print(_text(run, ranking, own, facts, hardware, args.top), flush=True)
     if args.plot:
         from gkd.split.plot import plot  # half a second, which only those who want one pay
 
         plot(ranking, own, Path(args.plot), args.top)
     return 0 if ranking.candidates[0].fits else 1
+
+
+def _read(args: argparse.Namespace) -> _Measured:
+    run = read_run([Path(args.run)], workers=args.teacher_workers, last=args.last)
+    return _Measured(run, run.config.trainer.scheduler, run.step_s, run.n_steps)
 
 
 def _memory_check(config: Config, card: int) -> CheckMemory:
@@ -118,9 +127,13 @@ def _memory_check(config: Config, card: int) -> CheckMemory:
     return problems
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(measured: _Measured, same: Candidate) -> dict[str, Any]:
+    run = measured.run
     return {
-        "measured_step_s": run.step_s,
+        "measured_scheduler": measured.scheduler,
+        "measured_steps": measured.n_steps,
+        "measured_step_s": measured.step_s,
+        "simulated_step_s": same.outcome.step_s,
         "steps": run.n_steps,
         "sizes": asdict(run.sizes),
         "rates": asdict(run.rates),
@@ -129,21 +142,23 @@ def _facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _text(run: Run, ranking: Ranking, own: Any, facts: dict[str, Any], args: argparse.Namespace) -> str:
+def _text(run: Run, ranking: Ranking, own: Candidate, facts: dict[str, Any], hardware: Hardware, top: int) -> str:
     best = ranking.candidates[0]
     r = run.rates
     lines = [
-        f"measured over {run.n_steps} steps: step {run.step_s:.3g} s; the simulation of the same split says "
-        f"{own.outcome.step_s:.3g} s",
+        f"measured over {facts['measured_steps']} steps of {facts['measured_scheduler']}: step "
+        f"{facts['measured_step_s']:.3g} s; the simulation of the same split says {facts['simulated_step_s']:.3g} s",
         f"an engine's pass {r.pass_s:.3g} s + {r.sequence_s:.3g} s a sequence; the teacher "
         f"{_rate(r.score_token_s)} tokens/s a worker, the actor {_rate(r.train_token_s)} a data-parallel group; "
         f"weight sync {r.sync_s:.3g} s; responses of {facts['mean_response_tokens']:.0f} tokens",
         *([notes(run.notes)] if run.notes else []),
         "",
-        f"{args.gpus} GPUs: {ranking.n_splits} splits, {ranking.n_simulated} simulations; busy: rollout/teacher/actor",
-        table(ranking, own, args.top),
+        f"{hardware.n_gpus} GPUs: {ranking.n_splits} splits, {ranking.n_simulated} simulations; "
+        "busy: rollout/teacher/actor",
+        table(ranking, own, top),
+        *left_out(ranking),
         "",
-        paste(best, run.config, run.gpus_per_worker),
+        paste(best, run.config, hardware),
     ]
     if not best.fits:
         lines += ["", *(f"WRONG {text}" for text in best.too_large or ())]
@@ -167,45 +182,22 @@ def _progress(text: str) -> None:
         print(f"\r{text:60}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
-def _calibrated(args: argparse.Namespace) -> Run:
+def _calibrated(args: argparse.Namespace) -> _Measured:
     """Makes two short runs, the second with a fourth of the concurrency, and reads both.
 
     Raises:
-        ConfigError: as `read_run`.
+        ConfigError: as `read_run`; the settings are wrong, or the folder for the runs is taken.
         ClusterError: a run failed; its own message is on stderr.
     """
     config = load_config(args.calibrate, args.overrides)
-    fewer = max(min(_LEAST_CONCURRENCY, config.rollout.max_num_seqs), config.rollout.max_num_seqs // 4)
-    with tempfile.TemporaryDirectory(prefix="gkd_split.") as temporary:
-        root = Path(args.calibration_dir or temporary)
-        folders = []
-        for concurrency in dict.fromkeys((config.rollout.max_num_seqs, fewer)):
-            folders.append(root / f"max_num_seqs_{concurrency}")
-            settings = {
-                "trainer.run_dir": folders[-1],
-                "trainer.scheduler": "sync",
-                "trainer.max_staleness": 1,
-                "trainer.total_steps": _CALIBRATION_STEPS,
-                "trainer.resume": "never",
-                "trainer.save_every": 0,
-                "trainer.record_batches": "false",
-                "trainer.replay": "''",
-                "data.val_files": "[]",
-                "eval.metric": "none",
-                "rollout.max_num_seqs": concurrency,
-            }
-            overrides = [*args.overrides, *(f"{key}={value}" for key, value in settings.items())]
-            print(f"calibrating: {_CALIBRATION_STEPS} steps, {concurrency} sequences an engine ...", file=sys.stderr)
-            command = [sys.executable, "-m", "gkd.main_gkd", "--config", args.calibrate, *overrides]
-            code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
-            if code == 2:
-                raise ConfigError("--calibrate", args.calibrate, "the run was refused, see above.", "correct it.")
-            if code:
-                raise ClusterError(f"the calibration run of {args.calibrate} ended with exit code {code}, see above")
-        measured = read_run(folders, workers=args.teacher_workers)
-    measured.config.trainer.scheduler = config.trainer.scheduler
-    measured.config.trainer.max_staleness = config.trainer.max_staleness
-    return measured
+    check_config(config)
+    root = calibration_folder(config, args.calibration_dir)
+    folders = calibrate(args.calibrate, args.overrides, config, root)
+    print(f"calibrated: what was measured stays in {root} (--calibration-dir)", file=sys.stderr)
+    run = read_run(folders, workers=args.teacher_workers, last=args.last)
+    # The rates are of both; a step's time is of the one whose concurrency the settings have.
+    first = read_run(folders[:1], workers=args.teacher_workers, last=args.last)
+    return _Measured(replace(run, config=config), SCHEDULER, first.step_s, first.n_steps)
 
 
 def _lengths(text: str) -> tuple[float, float]:
@@ -255,6 +247,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="that the run had; default: as in gpus.json",
     )
+    parser.add_argument(
+        "--gpus-per-teacher-worker", type=_at_least(1), default=0, metavar="N", help="default: as in gpus.json"
+    )
     parser.add_argument("--schedulers", type=_schedulers, default=SCHEDULERS, metavar="A,B", help="default: all")
     parser.add_argument(
         "--lengths",
@@ -263,7 +258,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="response lengths, cut at the run's longest; default: its own",
     )
     parser.add_argument("--last", type=_at_least(1), default=0, metavar="N", help="steps of the run; default: all")
-    parser.add_argument("--calibration-dir", metavar="DIR", help="keep the runs of --calibrate here; a new folder")
+    parser.add_argument(
+        "--calibration-dir", metavar="DIR", help="of the runs of --calibrate; default: RUN_DIR_calibration"
+    )
     parser.add_argument("--top", type=_at_least(1), default=10, metavar="N", help="rows; default: %(default)s")
     parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the drawn lengths")
     parser.add_argument(
@@ -277,6 +274,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.gpus < least:
         pools = "actor and rollout" if args.teacher_elsewhere else "actor, rollout and teacher"
         parser.error(f"argument --gpus: {args.gpus} GPUs, but {pools} need at least one each: use {least} or more")
+    if args.teacher_elsewhere and args.gpus_per_teacher_worker:
+        parser.error("--teacher-elsewhere: its workers take none of --gpus, so no --gpus-per-teacher-worker")
     if args.run and (args.overrides or args.calibration_dir):
         parser.error("--run takes the run's own settings: no key=value, no --calibration-dir")
     return args

@@ -34,6 +34,9 @@ def test_a_calibration_is_two_runs_and_a_ranking(lab: Lab, teacher_port: int) ->
     for concurrency in (16, 4):
         steps = _steps(folder / f"max_num_seqs_{concurrency}")
         assert max(step["perf/pass_bb"] / step["perf/pass_b"] for step in steps) <= concurrency
+    assert not list(folder.glob("*/checkpoints")) + list(folder.glob("*/*export"))
+    # The step beside which the simulation is printed is of the first run alone.
+    assert told["run"]["measured_scheduler"] == "sync" and told["run"]["measured_steps"] == 8
 
 
 def _gpus(split: dict[str, object]) -> tuple[int, int, int]:

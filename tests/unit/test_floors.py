@@ -119,7 +119,7 @@ WITHOUT_TORCH = {
     "gkd/trainer.py",
     *(
         f"gkd/split/{name}.py"
-        for name in ("batches", "engine", "estimate", "fit", "layout", "outcome", "plot", "rates")
+        for name in ("batches", "calibration", "engine", "estimate", "fit", "layout", "outcome", "plot", "rates")
     ),
     *(f"gkd/split/{name}.py" for name in ("run", "search", "simulate", "stream", "table", "teacher")),
     "gkd/teacher/base.py",

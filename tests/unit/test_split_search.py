@@ -19,7 +19,7 @@ from gkd.split.estimate import estimate
 from gkd.split.layout import Hardware, PoolSize, Split
 from gkd.split.rates import Workload, lognormal
 from gkd.split.search import Ranking, search, simulated
-from gkd.split.table import paste, table
+from gkd.split.table import left_out, paste, table
 from tests.unit.split_run import settings
 from tests.unit.test_split_run import RATES
 
@@ -54,6 +54,28 @@ def test_parallel_sizes_are_kept(tmp_path: Path) -> None:
     assert max(a for a, _, _ in counts(groups, hardware(8))) == 2
 
 
+def test_experts_can_be_spread_over_every_actor_pool(tmp_path: Path) -> None:
+    """Fails if a run with a recommended split ends at its start, with actor.ep not dividing a stage's ranks."""
+    config = settings(tmp_path, "actor.tp=2", "actor.pp=2", "actor.ep=4", "trainer.n_gpus_per_node=8")
+    assert {a for a, _, _ in counts(config, hardware(24))} == {8, 16}
+    with pytest.raises(ConfigError, match=r"with actor.ep 4: 8\)"):
+        ranked(config, hardware(7))
+
+
+def test_a_teacher_elsewhere_leaves_every_split_that_none_exceeds(tmp_path: Path) -> None:
+    """Fails if splits are lost because a few GPUs stay idle in them, or one is listed that another one exceeds."""
+    wide = settings(tmp_path, "trainer.global_batch_size=4096")
+    for n_gpus, n_splits in ((8, 7), (12, 2), (70, 9), (100, 13)):
+        given = hardware(n_gpus, elsewhere=2)
+        got = counts(wide, given)
+        # All pairs that fit, from the same packing with a teacher that takes what is left, and none.
+        every = {(a, r, 0) for a, r, _ in counts(wide, hardware(n_gpus))} | got
+        assert {s for s in every if not any(o != s and o[0] >= s[0] and o[1] >= s[1] for o in every)} == got
+        assert len(got) == n_splits, n_gpus
+    sizes = ("actor.tp=4", "rollout.tp=4", "trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4")
+    assert counts(settings(tmp_path, *sizes), hardware(12, per_node=6, elsewhere=2)) == {(4, 4, 0)}
+
+
 @pytest.mark.parametrize("n_gpus", [12, 24, 128])
 def test_pools_fit_onto_the_nodes(tmp_path: Path, n_gpus: int) -> None:
     """Fails if Ray could not place what is recommended, or a tensor-parallel group would span two nodes."""
@@ -78,11 +100,11 @@ def test_every_recommended_split_passes_the_config_s_checks(tmp_path: Path) -> N
         for split in layout.splits(config, hardware(9)):
             changed = layout.with_split(config, split, scheduler)
             check_config(changed)
-            candidate = simulated(config, split, scheduler, WORK, RATES, None, 0) if split.actor.n_gpus == 5 else None
-            if candidate is None:
+            if split.actor.n_gpus != 5:
                 continue
+            candidate = simulated(config, split, scheduler, WORK, RATES, None, 0)
             file = tmp_path / "pasted.yaml"
-            file.write_text(paste(candidate, config, 1))
+            file.write_text(paste(candidate, config, hardware(9)))
             pasted = load_config(file, ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r"])
             check_config(replace(pasted, trainer=replace(pasted.trainer, global_batch_size=24)))
             assert pasted.trainer.n_gpus_per_node * pasted.trainer.nnodes == 5
@@ -124,11 +146,82 @@ def test_splits_that_cannot_cut_the_model_are_left_out(tmp_path: Path) -> None:
     def check_memory(changed: Config) -> list[str]:
         return check(footprint(changed, model), 80 << 30, changed)
 
-    def allowed(n_actor: int) -> bool:
-        split = next(s for s in layout.splits(config, hardware(8)) if s.actor.n_gpus == n_actor)
-        return simulated(config, split, "sync", WORK, RATES, check_memory, 0) is not None
+    ranking = search(config, hardware(8), ["sync"], WORK, RATES, check_memory=check_memory)
+    assert {c.split.actor.n_gpus for c in ranking.candidates} == {2, 4, 6}
 
-    assert [n for n in range(1, 7) if allowed(n)] == [2, 4, 6]
+
+def test_where_the_measured_run_was_does_not_limit_the_plan(tmp_path: Path) -> None:
+    """Fails if a run on one machine hides the splits of several nodes, or one on some GPUs those with more of them."""
+    config = settings(tmp_path, "cluster.gpus=[4,5,6,7]", "teacher.n_server_workers=3")
+    assert not config.cluster.ray_address
+    given = hardware(10, per_node=4)
+    ranking = search(config, given, ["sync"], WORK, RATES, check_memory=None)
+    assert not ranking.refused and ranking.n_looked_at == ranking.n_splits == 22
+    of_nodes = next(c for c in ranking.candidates if c.split.rollout.nnodes > 1)
+    pasted = paste(of_nodes, config, given)
+    assert yaml.safe_load(pasted)["teacher"] == {"n_server_workers": 0} and "it was 3" in pasted
+    assert "name it in cluster.ray_address" in pasted and "cluster.gpus is [4, 5, 6, 7]: name" in pasted
+    assert "planned:" not in pasted and config.cluster.gpus == [4, 5, 6, 7]
+    # One node is enough for two pools of a few GPUs, and a cluster that the run had is there.
+    for rollout, told in ((2, False), (3, True)):
+        few = replace(of_nodes, split=Split(PoolSize(1, 2), PoolSize(1, rollout), 5, 5))
+        assert ("ray_address" in paste(few, config, given)) is told
+    clustered = settings(tmp_path, "cluster.ray_address=head:6379")
+    text = paste(of_nodes, clustered, given)
+    assert "cluster" not in text and "n_server_workers" not in text
+    assert layout.with_split(clustered, of_nodes.split, "sync").cluster.ray_address == "head:6379"
+
+
+def test_what_the_checks_refuse_is_counted_and_said(tmp_path: Path) -> None:
+    """Fails if a scheduler is left out without a word, or the tool fails on an empty ranking."""
+    config = settings(tmp_path, "teacher.overlap_rollout=false")
+    ranking = ranked(config, hardware(5))
+    assert [(r.scheduler, r.n, r.first.key) for r in ranking.refused] == [("stream", 6, "teacher.overlap_rollout")]
+    assert ranking.n_simulated == 18
+    (line,) = left_out(ranking)
+    assert line.startswith("left out: 6 splits under stream, the first because of teacher.overlap_rollout = False: ")
+    assert "choose another scheduler" in line
+    with pytest.raises(ConfigError, match="none of the 6 splits of 5 GPUs is allowed: with trainer.scheduler: stream"):
+        search(config, hardware(5), ["stream"], WORK, RATES, check_memory=None)
+
+
+def test_splits_that_are_too_large_take_no_place_from_those_that_fit(tmp_path: Path) -> None:
+    """Fails if `no split fits` is said of hundreds because the fastest sixty do not."""
+    config, given = settings(tmp_path), hardware(20)
+    some = list(layout.splits(config, given))
+    n_splits = len(some)
+    units = np.array([[s.actor.n_gpus, s.rollout.n_gpus, s.workers] for s in some], float)
+    order = np.argsort(estimate("sync", units[:, 0], units[:, 1], units[:, 2], WORK, RATES, 0), kind="stable")
+    slow = [some[place] for place in order[70:]]
+    fitting = {str(layout.with_split(config, split, "sync")) for split in slow}
+
+    def needs_more(changed: Config) -> list[str]:
+        return [] if str(changed) in fitting else ["actor rank 0 needs 90 GiB"]
+
+    ranking = search(config, given, ["sync"], WORK, RATES, check_memory=needs_more)
+    n_fit = sum(c.fits for c in ranking.candidates)
+    assert n_fit == len(slow) == n_splits - 70 > 0
+    assert len(ranking.candidates) == n_fit + 4 and ranking.candidates[0].fits
+    assert ranking.n_looked_at == n_splits and ranking.n_too_large == 70
+    assert left_out(ranking) == [f"memory: of {n_splits} looked at 70 do not fit; 4 of these are in the ranking"]
+    none = search(config, given, ["sync"], WORK, RATES, check_memory=lambda changed: ["too large"])
+    assert len(none.candidates) == 4 and none.n_too_large == n_splits and "none fits" in left_out(none)[0]
+
+
+def test_a_search_ends_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a large cluster is searched for hours, or a slow one is given up before a split that fits is found."""
+    monkeypatch.setattr("gkd.split.search._BUDGET_S", -1.0)
+    given = hardware(8)
+    assert search(settings(tmp_path), given, ["sync"], WORK, RATES, check_memory=None).n_simulated == 4
+    monkeypatch.setattr("gkd.split.search._LOOKED_AT", 15)
+    calls: list[Config] = []
+
+    def last_fits(changed: Config) -> list[str]:
+        calls.append(changed)
+        return [] if len(calls) == 15 else ["too large"]
+
+    ranking = search(settings(tmp_path), given, ["sync"], WORK, RATES, check_memory=last_fits)
+    assert ranking.n_looked_at == 15 < ranking.n_splits and ranking.candidates[0].fits
 
 
 def test_gpus_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
@@ -147,9 +240,7 @@ def test_the_closed_form_puts_the_best_among_the_first(tmp_path: Path) -> None:
         first = np.argsort(guessed)
         by_simulation = []
         for split in some:
-            candidate = simulated(config, split, scheduler, WORK, RATES, None, 0)
-            assert candidate is not None
-            by_simulation.append(candidate.outcome.step_s)
+            by_simulation.append(simulated(config, split, scheduler, WORK, RATES, None, 0).outcome.step_s)
         best = int(np.argmin(by_simulation))
         assert best in first[:8], (scheduler, list(first).index(best))
         assert np.corrcoef(guessed, by_simulation)[0, 1] > 0.85, scheduler

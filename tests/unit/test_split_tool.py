@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from gkd.config import Config
+from gkd.config_check import check_config
+from gkd.config_load import config_yaml, load_config
+from gkd.split.run import read_run
 from gkd.tools.split import main
 from tests.unit.split_run import settings, write_run
 from tests.unit.test_footprint import QWEN25_15B
@@ -82,6 +86,8 @@ def test_splits_that_do_not_fit_into_memory_are_last(tmp_path: Path, capsys: pyt
         (["--gpus", "8", "--lengths", "-5"], "'-5': MEAN,SIGMA"),
         (["--gpus", "8", "--lengths", "80"], "MEAN,SIGMA"),
         (["--gpus", "8", "--top", "0"], "at least 1"),
+        (["--gpus", "8", "--gpus-per-teacher-worker", "0"], "at least 1"),
+        (["--gpus", "8", "--teacher-elsewhere", "--gpus-per-teacher-worker", "2"], "its workers take none of --gpus"),
         (["--gpus", "8", "actor.tp=2"], "--run takes the run's own settings"),
         ([], "--gpus"),
     ],
@@ -113,11 +119,112 @@ def test_runs_that_cannot_be_read_have_their_exit_codes(
     assert main(["--gpus", "8", "--run", str(folder)]) in (1, 2) and capsys.readouterr().err
 
 
+def test_the_gpus_of_a_teacher_s_worker_can_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a tensor-parallel teacher that gpus.json does not tell of is planned with one GPU a worker."""
+    args = ["--gpus", "8", "--run", str(folder), "--schedulers", "sync", "--gpus-per-teacher-worker", "3"]
+    assert main([*args, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {c["split"]["teacher_gpus"] / c["split"]["workers"] for c in [told["own"], *told["ranking"]]} == {3}
+    assert main(args) == 0
+    assert "--tensor-parallel-size 3" in capsys.readouterr().out
+
+
+def test_a_scheduler_that_the_settings_refuse_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if stream is missing in the ranking without a word, or asked for alone ends in a traceback."""
+    config = settings(tmp_path, "teacher.overlap_rollout=false")
+    args = ["--gpus", "4", "--run", str(write_run(tmp_path / "run", config, RATES))]
+    assert main(args) == 0
+    assert "left out: 3 splits under stream, the first because of teacher.overlap_rollout" in capsys.readouterr().out
+    assert main([*args, "--json"]) == 0
+    (refused,) = json.loads(capsys.readouterr().out)["refused"]
+    assert refused["n"] == 3 and refused["scheduler"] == "stream" and "overlap_rollout" in refused["first"]
+    assert main([*args, "--schedulers", "stream"]) == 2
+    assert "none of the 3 splits of 4 GPUs is allowed" in capsys.readouterr().err
+
+
+class Launched:
+    """Takes the place of the started processes of a calibration: each writes the folder of a run with RATES."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.configs: list[Config] = []
+        self._code = code
+
+    def __call__(self, command: list[str]) -> int:
+        file = command[command.index("--config") + 1]
+        config = load_config(file, command[command.index("--config") + 2 :])
+        check_config(config)
+        assert not any((Path(c.trainer.run_dir) / "checkpoints").exists() for c in self.configs)
+        self.configs.append(config)
+        folder = write_run(Path(config.trainer.run_dir), config, RATES)
+        for large in ("checkpoints/step_00000010", "export", ".new_export"):
+            (folder / large).mkdir(parents=True)
+            (folder / large / "model.safetensors").write_bytes(b"large")
+        return self._code
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path) -> list[str]:
+    """Arguments for a calibration of settings with a schedule that ten steps are too few for."""
+    changed = ["actor.optim.schedule=wsd", "actor.optim.warmup_steps=30", "actor.optim.decay_steps=50"]
+    changed += ["trainer.total_steps=1000", "trainer.scheduler=one_step_off", "rollout.max_num_seqs=12"]
+    (tmp_path / "c.yaml").write_text(config_yaml(settings(tmp_path / "mine", *changed)))
+    return ["--gpus", "4", "--calibrate", str(tmp_path / "c.yaml"), "--schedulers", "sync"]
+
+
+def test_a_calibration_compares_like_with_like(
+    calibrated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if the measured step is of other settings than the simulated one beside it, wsd is refused, or a large
+    student's checkpoints fill the disk.
+    """
+    launched = Launched()
+    monkeypatch.setattr("gkd.split.calibration.launched", launched)
+    assert main([*calibrated, "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    root = tmp_path / "mine_calibration"
+    assert [Path(c.trainer.run_dir) for c in launched.configs] == [root / "max_num_seqs_12", root / "max_num_seqs_4"]
+    assert f"stays in {root}" in err
+    for config in launched.configs:
+        assert {file.name for file in Path(config.trainer.run_dir).iterdir()} == {
+            "config.yaml",
+            "gpus.json",
+            "metrics.jsonl",
+        }
+    first = read_run([root / "max_num_seqs_12"]).step_s
+    assert told["run"]["measured_scheduler"] == "sync" and told["run"]["measured_step_s"] == first
+    # The written run waits 0.01 s for scores whatever they take; the simulation waits until they are there.
+    assert told["run"]["simulated_step_s"] == pytest.approx(first, rel=0.1)
+    assert read_run([root / "max_num_seqs_4"]).step_s > 1.2 * first
+    # The plan is for the settings as they are.
+    assert told["own"]["scheduler"] == "one_step_off" and told["own"]["outcome"]["step_s"] < 0.95 * first
+    # Once more: nothing is overwritten, and the error names the key.
+    assert main(calibrated) == 2 and len(launched.configs) == 2
+    assert f"--calibration-dir = {str(root)!r}: it is a file, or not empty" in capsys.readouterr().err
+
+
+def test_a_calibration_that_fails_leaves_no_checkpoints(
+    calibrated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fails if a script cannot tell a failed run (1) from a refused one (2), or the disk stays full."""
+    for code, told in ((1, 1), (2, 2)):
+        monkeypatch.setattr("gkd.split.calibration.launched", Launched(code))
+        root = tmp_path / f"runs_{code}"
+        assert main([*calibrated, "--calibration-dir", str(root)]) == told
+        assert "--calibration-dir" in capsys.readouterr().err
+        assert (root / "max_num_seqs_12").exists() and not list(root.glob("*/checkpoints")) + list(
+            root.glob("*/*export")
+        )
+
+
 def test_a_calibration_that_is_refused_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Fails if a run that never began is waited for, or its message is lost."""
     config = tmp_path / "c.yaml"
     config.write_text("model: {path: nowhere}\n")
-    assert main(["--gpus", "8", "--calibrate", str(config), f"--calibration-dir={tmp_path / 'runs'}"]) == 2
+    args = ["--gpus", "8", "--calibrate", str(config), f"--calibration-dir={tmp_path / 'runs'}"]
+    assert main(args) == 2
+    assert "data.train_files" in capfd.readouterr().err
+    assert main([*args, "data.train_files=[no.jsonl]", f"trainer.run_dir={tmp_path / 'mine'}"]) == 2
     err = capfd.readouterr().err
-    assert "data.train_files" in err and "the run was refused" in err
+    assert "nowhere" in err and "was refused, see above" in err and "--calibration-dir" in err
     assert main(["--gpus", "8", "--calibrate", str(tmp_path / "none.yaml")]) == 2
