@@ -6,11 +6,8 @@ elsewhere the engines and the teacher work beside the training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from gkd.roles import ScoredChunk
 from gkd.rollout.usage import RolloutUsage
 from gkd.schedule import AHEAD
 
@@ -28,7 +25,7 @@ PASS_SUMS = {
     "perf/pass_pp": (2, 2),
     "perf/pass_ps": (2, 3),
 }
-# Teachers of so many workers would have been busy with the questions that were open; see `teacher_busy`.
+# Teachers of so many workers would have been busy with the questions that were open; see `gkd.teacher_meter`.
 WORKERS = tuple(2**i for i in range(13))
 LENGTH_MEAN = "perf/response_length_mean"  # of what the engines finished in this step
 _BLOCKED = 0.05  # share of a step; who is waited for less long than this holds nobody up
@@ -57,27 +54,6 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
         numbers[LENGTH_MEAN] = float(lengths.mean())
         numbers |= {quantile_name(q): float(x) for q, x in zip(QUANTILES, points, strict=True)}
     return numbers
-
-
-def teacher_busy(batch: Sequence[ScoredChunk]) -> dict[str, float]:
-    """Seconds of work that this batch was for a teacher of 1, 2, 4 ... workers: the integral of
-    min(open questions, workers) over time. Which of them is right, whoever knows the number of workers can say.
-
-    Nothing where no chunk has its times.
-    """
-    times = [chunk.times for chunk in batch if chunk.times is not None]
-    if not times:
-        return {}
-    asked = [(t.asked_s, len(t.answered_s)) for t in times]
-    changes = sorted([*asked, *((s, -1) for t in times for s in t.answered_s)])
-    at, change = np.array(changes).T
-    n_open, lasted_s = np.cumsum(change)[:-1], np.diff(at)
-    most = int(n_open.max(initial=1))
-    return {
-        busy_name(n): float(np.minimum(n_open, n) @ lasted_s)
-        for i, n in enumerate(WORKERS)
-        if i == 0 or WORKERS[i - 1] < most
-    }
 
 
 def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gkd.metrics import StageTimers
 from gkd.roles import ScoredChunk, SyncReport, TrainStats
-from gkd.stage_report import shares, teacher_busy, waited_for
+from gkd.stage_report import shares, waited_for
 
 
 def staleness_numbers(batch: Sequence[ScoredChunk], step: int) -> dict[str, float]:
@@ -44,7 +44,6 @@ def step_numbers(
         "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
-        **teacher_busy(batch),
         **staleness,
         "weight_sync/bytes": float(report.n_bytes),
         "weight_sync/verified_tensors": float(report.verified_tensors),

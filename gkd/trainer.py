@@ -25,11 +25,12 @@ from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, WeightSy
 from gkd.run_folder import RunFolder
 from gkd.sampler import PromptSampler
 from gkd.saver import Saver
-from gkd.schedule import STREAM
+from gkd.schedule import STREAM, staleness_bound
 from gkd.sources import BatchSource
 from gkd.stage_report import rollout_numbers
 from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
 from gkd.streaming import Streaming
+from gkd.teacher_meter import TeacherMeter
 from gkd.types import Prompt
 
 log = get_logger("trainer")
@@ -72,6 +73,7 @@ class Trainer:
         self.answering = Answering(config, roles.rollout, roles.scoring)
         self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
         self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
+        self.teacher_meter = TeacherMeter(staleness_bound(config.trainer))
         self.recorder = BatchRecorder(folder, roles.scoring) if config.trainer.record_batches else None
 
     def fit(self) -> None:
@@ -91,6 +93,7 @@ class Trainer:
         metrics = MetricsWriter(self.folder.metrics_file, keep_through)
         try:
             self._begin(metrics)
+            self.teacher_meter.end_step()  # what it was asked before is no step's
             while self.step < self.total_steps:
                 timers = self.new_timers()
                 saved = self._checkpoint(metrics, timers)
@@ -119,6 +122,7 @@ class Trainer:
         with timers("data"):
             self.source.begin(self.step)
         batch = self.source.next(self.step, timers)
+        self.teacher_meter.add(batch)
         staleness = self._staleness(batch)
         if self.recorder is not None:
             self.recorder.begin(self.step + 1, batch)
@@ -130,11 +134,12 @@ class Trainer:
             with timers("record"):
                 self.recorder.finish()
         self.source.settle(timers)
+        teacher = self.teacher_meter.end_step()
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
         with timers("usage"):
             usage = self.roles.rollout.usage()
-        return step_numbers(batch, stats, report, staleness) | rollout_numbers(usage)
+        return step_numbers(batch, stats, report, staleness) | rollout_numbers(usage) | teacher
 
     def _staleness(self, batch: Sequence[ScoredChunk]) -> dict[str, float]:
         """Raises NumericsError: a rollout is older than the scheduler promises. It is not trained on."""
@@ -156,6 +161,7 @@ class Trainer:
             places = range(len(self.val_prompts))
             pending = self.answering.submitted(self.val_prompts, places, n=1, seed=EVAL_SEED, policy_version=self.step)
             scored = self.roles.scoring.collect(pending)
+            self.teacher_meter.add(scored)  # beside it the teacher may have been asked about the next batches
             stats = self.roles.actor.evaluate(scored, keep_tokens=self.config.eval.keep_token_losses)
             if stats.tokens:
                 self.folder.write_token_losses(self.step, stats.tokens)

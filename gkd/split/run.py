@@ -21,11 +21,13 @@ from gkd.schedule import STREAM, staleness_bound
 from gkd.split.fit import line, passes
 from gkd.split.rates import Lengths, Rates, Sizes, Workload
 from gkd.stage_report import LENGTH_MEAN, PASS_SUMS, QUANTILES, WORKERS, busy_name, quantile_name
+from gkd.teacher_meter import SEQUENCES, TOKENS
 
 WARM_UP = 2  # steps that are left out: what is loaded, compiled or cached for the first time
 _LEAST = 4  # steps after them
 _STAGES = ("rollout", "teacher", "train", "weight_sync")
 _NOT_EACH_STEP = ("eval", "checkpoint", "record")
+_OF_TEACHER = (SEQUENCES, TOKENS, *map(busy_name, WORKERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,18 @@ def _steps(folder: Path, last: int) -> list[dict[str, float]]:
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "time/step_s" in line and "loss/total" in line]
     # The engines have nothing to do beside the last steps of a run whose rollouts are ahead.
     n_last = staleness_bound(load_config(folder / "config.yaml").trainer)
-    lines = lines[WARM_UP : len(lines) - n_last]
+    lines = _with_own_teacher(lines, n_last)[WARM_UP:]
     if len(lines) < _LEAST:
         problem = f"it has {len(lines)} steps besides the first {WARM_UP} and the last {n_last}, which are left out."
         raise ConfigError("--run", str(folder), problem, f"let it make at least {WARM_UP + _LEAST + n_last} steps.")
     return lines[-last:] if last else lines
+
+
+def _with_own_teacher(lines: Sequence[dict[str, float]], delay: int) -> list[dict[str, float]]:
+    """All but the last `delay` steps, with what the teacher did in them, which a step so much later says."""
+    without = [{name: value for name, value in line.items() if name not in _OF_TEACHER} for line in lines]
+    of_teacher = [{name: line[name] for name in _OF_TEACHER if name in line} for line in lines]
+    return [line | teacher for line, teacher in zip(without, of_teacher[delay:], strict=False)]
 
 
 def _teacher(folder: Path, workers: int) -> tuple[int, int]:
@@ -198,18 +207,19 @@ def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
 def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
     """Seconds of a worker for a sequence, and for a token of it."""
     columns = [table.get(busy_name(n)) for n in WORKERS]
+    sequences, tokens = table.get(SEQUENCES), table.get(TOKENS)
     timed = columns[0] > 0  # not those whose scores came out of a checkpoint
     if not timed.any():
         raise table.lacks(busy_name(1))
+    if not tokens[timed].any():
+        raise table.lacks(TOKENS)
     for i in range(1, len(columns)):  # no more questions were open at a time than the last number that is there
         columns[i] = np.maximum(columns[i], columns[i - 1])
     below = max(i for i, n in enumerate(WORKERS) if n <= sizes.workers)
     above = min(below + 1, len(WORKERS) - 1)
     share = min(1.0, (sizes.workers - WORKERS[below]) / max(1, WORKERS[above] - WORKERS[below]))
     busy_s = (columns[below] * (1 - share) + columns[above] * share)[timed]
-    sequences = table["rollout/sequences"][timed]
-    tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"])[timed]
-    fitted = line(tokens / sequences, busy_s / sequences)
+    fitted = line(tokens[timed], busy_s, sequences[timed])
     if fitted.is_assumed:
         notes.append("scoring is taken as proportional to the tokens: the steps' mean lengths differ too little")
     return fitted.fixed, fitted.slope

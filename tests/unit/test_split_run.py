@@ -83,6 +83,20 @@ def test_a_stream_s_steps_may_have_finished_nothing(tmp_path: Path) -> None:
     np.testing.assert_array_equal(lengths.tokens, np.delete(expected.tokens, -2, axis=0))
 
 
+def test_the_teacher_s_numbers_belong_to_an_earlier_step(tmp_path: Path) -> None:
+    """Fails if a teacher that is still starting counts, since what it did is known some steps later."""
+    folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=two_step_off"), RATES)
+    rates = read_run([folder]).rates
+    assert rates.score_s == pytest.approx(RATES.score_s) and rates.score_token_s == pytest.approx(RATES.score_token_s)
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [name in lines[2] for name in ("perf/teacher_busy_1_s", "perf/teacher_sequences")] == [True, True]
+    assert "perf/teacher_busy_1_s" not in lines[1], "the run promises staleness 2"
+    for told in lines[2:4]:  # of steps 1 and 2
+        told |= {name: 9.0 for name in told if name.startswith("perf/teacher_busy_")}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
+    assert read_run([folder]).rates == rates
+
+
 def refused(folder: Path, error: type[GkdError], text: str, **more: int) -> None:
     with pytest.raises(error, match=text):
         read_run([folder], **more)
