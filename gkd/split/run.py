@@ -153,7 +153,7 @@ def _workload(config: Config, table: _Table) -> Workload:
         dataset_tokens=max(0.0, float(dataset_tokens)),
         overlap=config.teacher.overlap_rollout,
         balance=config.actor.balance,
-        lengths=Lengths(np.array(QUANTILES, float), quantiles, mean, of_steps=True),
+        lengths=Lengths(np.array(QUANTILES, float), quantiles, mean),
     )
 
 
