@@ -28,6 +28,7 @@ PASS_SUMS = {
 # Teachers of so many workers would have been busy with the questions that were open; see `gkd.teacher_meter`.
 WORKERS = tuple(2**i for i in range(13))
 LENGTH_MEAN = "perf/response_length_mean"  # of what the engines finished in this step
+NOT_EACH_STEP = ("eval", "checkpoint", "record")  # stages that say nothing of the split
 _BLOCKED = 0.05  # share of a step; who is waited for less long than this holds nobody up
 
 
@@ -56,13 +57,19 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     return numbers
 
 
+def each_step_s(numbers: dict[str, float]) -> float:
+    """The step's seconds without the stages that not every step has."""
+    return numbers["time/step_s"] - sum(numbers.get(f"time/{stage}_s", 0.0) for stage in NOT_EACH_STEP)
+
+
 def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
-    """How much of the step the loop waited for each pool, and how much of it the engines were busy.
+    """How much of the step the loop waited for each pool, and how much of it the engines were busy. The stages that
+    not every step has count for none of it.
 
     Args:
         numbers: the step's, with its times.
     """
-    step_s = numbers["time/step_s"]
+    step_s = each_step_s(numbers)
     waited = {
         f"perf/waited_{pool}_share": numbers.get(f"time/{stage}_s", 0.0) / step_s
         for pool, stage in (("rollout", "rollout"), ("teacher", "teacher"), ("actor", "train"))

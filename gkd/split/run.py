@@ -20,13 +20,12 @@ from gkd.run_folder import PLACES
 from gkd.schedule import STREAM, staleness_bound
 from gkd.split.fit import line, passes
 from gkd.split.rates import Lengths, Rates, Sizes, Workload
-from gkd.stage_report import LENGTH_MEAN, PASS_SUMS, QUANTILES, WORKERS, busy_name, quantile_name
+from gkd.stage_report import LENGTH_MEAN, NOT_EACH_STEP, PASS_SUMS, QUANTILES, WORKERS, busy_name, quantile_name
 from gkd.teacher_meter import SEQUENCES, TOKENS
 
 WARM_UP = 2  # steps that are left out: what is loaded, compiled or cached for the first time
 _LEAST = 4  # steps after them
 _STAGES = ("rollout", "teacher", "train", "weight_sync")
-_NOT_EACH_STEP = ("eval", "checkpoint", "record")
 _OF_TEACHER = (SEQUENCES, TOKENS, *map(busy_name, WORKERS))
 
 
@@ -64,7 +63,7 @@ def read_run(folders: Sequence[Path], *, workers: int = 0, last: int = 0) -> Run
     notes: list[str] = []
     workload = _workload(config, table)
     rates = _rates(config, sizes, table, notes)
-    step_s = float(np.mean(table["time/step_s"] - table.stages(_NOT_EACH_STEP)))
+    step_s = float(np.mean(table["time/step_s"] - table.stages(NOT_EACH_STEP)))
     return Run(config, sizes, per_worker, workload, rates, step_s, len(lines), tuple(notes))
 
 
@@ -176,7 +175,7 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
         one_pass_s = products[0, 3] / products[0, 0]
         sync_s = max(0.0, sync_s - one_pass_s * sizes.engines / (sizes.engines + 1))
     notes.append("a weight sync is taken to last as long with any number of engines")
-    other_s = max(0.0, float(np.median(table["time/step_s"] - table.stages((*_STAGES, *_NOT_EACH_STEP)))))
+    other_s = max(0.0, float(np.median(table["time/step_s"] - table.stages((*_STAGES, *NOT_EACH_STEP)))))
     return Rates(
         pass_s=float(pass_s),
         sequence_s=float(sequence_s),
