@@ -27,6 +27,7 @@ PASS_SUMS = {
 }
 # Teachers of so many workers would have been busy with the questions that were open; see `gkd.teacher_meter`.
 WORKERS = tuple(2**i for i in range(13))
+WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step are also those of an evaluation
 LENGTH_MEAN = "perf/response_length_mean"  # of what the engines finished in this step
 NOT_EACH_STEP = ("eval", "checkpoint", "record")  # stages that say nothing of the split
 _BLOCKED = 0.05  # share of a step; who is waited for less long than this holds nobody up
@@ -74,8 +75,9 @@ def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
         f"perf/waited_{pool}_share": numbers.get(f"time/{stage}_s", 0.0) / step_s
         for pool, stage in (("rollout", "rollout"), ("teacher", "teacher"), ("actor", "train"))
     }
-    if "perf/engines" in numbers and numbers["perf/engines"]:
-        waited["perf/rollout_busy_share"] = numbers["perf/pass_s"] / numbers["perf/engines"] / step_s
+    if numbers.get("perf/engines") and WITH_EVALUATION not in numbers:
+        measured_s = numbers["time/step_s"] - numbers.get("time/eval_s", 0.0)  # a stream goes on beside a checkpoint
+        waited["perf/rollout_busy_share"] = numbers["perf/pass_s"] / numbers["perf/engines"] / measured_s
     pool, _ = waited_for(waited, scheduler)
     return waited | {f"perf/bound_by_{name}": float(name == pool) for name in ("rollout", "teacher", "actor")}
 

@@ -27,7 +27,7 @@ from gkd.sampler import PromptSampler
 from gkd.saver import Saver
 from gkd.schedule import STREAM, staleness_bound
 from gkd.sources import BatchSource
-from gkd.stage_report import rollout_numbers
+from gkd.stage_report import WITH_EVALUATION, rollout_numbers
 from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
 from gkd.streaming import Streaming
 from gkd.teacher_meter import TeacherMeter
@@ -72,6 +72,7 @@ class Trainer:
         self.step = 0
         self.answering = Answering(config, roles.rollout, roles.scoring)
         self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
+        self._stream_is_open = self._evaluated_beside_it = False
         self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
         self.teacher_meter = TeacherMeter(staleness_bound(config.trainer))
         self.recorder = BatchRecorder(folder, roles.scoring) if config.trainer.record_batches else None
@@ -121,6 +122,7 @@ class Trainer:
         """One batch down the whole road; its numbers but the times."""
         with timers("data"):
             self.source.begin(self.step)
+        self._stream_is_open = self.config.trainer.scheduler == STREAM and not self.config.trainer.replay
         batch = self.source.next(self.step, timers)
         self.teacher_meter.add(batch)
         staleness = self._staleness(batch)
@@ -139,7 +141,9 @@ class Trainer:
             report = self.roles.weight_sync.push(self.step)
         with timers("usage"):
             usage = self.roles.rollout.usage()
-        return step_numbers(batch, stats, report, staleness) | rollout_numbers(usage) | teacher
+        evaluation = {WITH_EVALUATION: 1.0} if self._evaluated_beside_it else {}
+        self._evaluated_beside_it = False
+        return step_numbers(batch, stats, report, staleness) | rollout_numbers(usage) | evaluation | teacher
 
     def _staleness(self, batch: Sequence[ScoredChunk]) -> dict[str, float]:
         """Raises NumericsError: a rollout is older than the scheduler promises. It is not trained on."""
@@ -172,7 +176,10 @@ class Trainer:
                 report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
                 numbers["eval/accuracy"] = report.accuracy
                 self.folder.write_samples(self.step, report.samples)
-            self.roles.rollout.usage()  # what the evaluation was for the engines is no part of the next step's
+            if self._stream_is_open:  # its own work goes on, and cannot be told from the evaluation's
+                self._evaluated_beside_it = True
+            else:
+                self.roles.rollout.usage()  # what the evaluation was for the engines is no part of the next step's
         log.info("step %d: held out: %s", self.step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
         return numbers
 

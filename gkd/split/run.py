@@ -20,7 +20,16 @@ from gkd.run_folder import PLACES
 from gkd.schedule import STREAM, staleness_bound
 from gkd.split.fit import line, passes
 from gkd.split.rates import Lengths, Rates, Sizes, Workload
-from gkd.stage_report import LENGTH_MEAN, NOT_EACH_STEP, PASS_SUMS, QUANTILES, WORKERS, busy_name, quantile_name
+from gkd.stage_report import (
+    LENGTH_MEAN,
+    NOT_EACH_STEP,
+    PASS_SUMS,
+    QUANTILES,
+    WITH_EVALUATION,
+    WORKERS,
+    busy_name,
+    quantile_name,
+)
 from gkd.teacher_meter import SEQUENCES, TOKENS
 
 WARM_UP = 2  # steps that are left out: what is loaded, compiled or cached for the first time
@@ -100,7 +109,7 @@ def _steps(folder: Path, last: int) -> list[dict[str, float]]:
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "time/step_s" in line and "loss/total" in line]
     # The engines have nothing to do beside the last steps of a run whose rollouts are ahead.
     n_last = staleness_bound(load_config(folder / "config.yaml").trainer)
-    lines = _with_own_teacher(lines, n_last)[WARM_UP:]
+    lines = [line for line in _with_own_teacher(lines, n_last)[WARM_UP:] if WITH_EVALUATION not in line]
     if len(lines) < _LEAST:
         problem = f"it has {len(lines)} steps besides the first {WARM_UP} and the last {n_last}, which are left out."
         raise ConfigError("--run", str(folder), problem, f"let it make at least {WARM_UP + _LEAST + n_last} steps.")

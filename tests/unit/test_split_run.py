@@ -17,6 +17,7 @@ from gkd.split.fit import line, non_negative, passes
 from gkd.split.rates import Rates, Sizes
 from gkd.split.run import read_run
 from gkd.split.simulate import simulate
+from gkd.stage_report import WITH_EVALUATION
 from tests.unit.split_run import PROMPT, settings, write_run
 
 RATES = Rates(
@@ -81,6 +82,17 @@ def test_a_stream_s_steps_may_have_finished_nothing(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
     lengths = read_run([folder]).workload.lengths
     np.testing.assert_array_equal(lengths.tokens, np.delete(expected.tokens, -2, axis=0))
+
+
+def test_steps_after_an_evaluation_beside_a_stream_do_not_count(tmp_path: Path) -> None:
+    """Fails if an evaluation's passes are fitted as those of a step."""
+    folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[5] |= {WITH_EVALUATION: 1.0, "perf/pass_n": 9999.0, "perf/gap_s": 99.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
+    run = read_run([folder])
+    assert run.n_steps == 8 and run.rates.pass_s == pytest.approx(RATES.pass_s, rel=0.02)
+    assert run.rates.chunk_s == pytest.approx(RATES.chunk_s)
 
 
 def test_the_teacher_s_numbers_belong_to_an_earlier_step(tmp_path: Path) -> None:

@@ -53,10 +53,12 @@ def test_the_line_names_the_pool_that_holds_the_others_up(
 @pytest.mark.parametrize("stage", ["eval", "checkpoint", "record"])
 def test_an_evaluation_or_a_checkpoint_changes_nobody_s_part(stage: str) -> None:
     """Fails if a step with one of them names another pool than the steps around it."""
-    usual = numbers(0.6, 0.1, 1.2, 2.0) | {"perf/engines": 1.0, "perf/pass_s": 1.8}
+    usual = numbers(0.6, 0.1, 1.2, 2.0)
     with_more = usual | {f"time/{stage}_s": 20.0, "time/step_s": 22.0}
     assert shares(with_more, "one_step_off") == pytest.approx(shares(usual, "one_step_off"))
     assert shares(usual, "one_step_off")["perf/bound_by_rollout"] == 1.0
+    busy = shares(with_more | {"perf/engines": 2.0, "perf/pass_s": 1.0}, "stream")["perf/rollout_busy_share"]
+    assert busy == pytest.approx(0.25 if stage == "eval" else 0.5 / 22.0)
 
 
 def test_an_engine_counts_what_its_passes_move_and_read() -> None:
