@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gkd.config import Config
+from gkd.config_check import data_parallel_size
 from gkd.rollout.usage import RolloutUsage
 from gkd.schedule import AHEAD
 
@@ -27,6 +29,9 @@ PASS_SUMS = {
 }
 # Teachers of so many workers would have been busy with the questions that were open; see `gkd.teacher_meter`.
 WORKERS = tuple(2**i for i in range(13))
+# Whose numbers these are: a run may go on with other pools than it began with.
+SINCE_START = "perf/steps_since_start"  # 1, 2 ... and again from 1 where the run was resumed
+DP, ENGINES, MAX_NUM_SEQS = "perf/dp", "perf/engines", "perf/max_num_seqs"
 WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step are also those of an evaluation
 LENGTH_MEAN = "perf/response_length_mean"  # of what the engines finished in this step
 NOT_EACH_STEP = ("eval", "checkpoint", "record")  # stages that say nothing of the split
@@ -41,6 +46,16 @@ def busy_name(n_workers: int) -> str:
     return f"perf/teacher_busy_{n_workers}_s"
 
 
+def layout_numbers(config: Config, since_start: int) -> dict[str, float]:
+    """Of which run these are, so that nobody reads them as another one's.
+
+    Args:
+        since_start: steps since the run was started or resumed, with this one.
+    """
+    dp, limit = data_parallel_size(config), config.rollout.max_num_seqs
+    return {SINCE_START: float(since_start), DP: float(dp), MAX_NUM_SEQS: float(limit)}
+
+
 def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     """The engines' passes, how long the batch's answers took, and how long those answers are."""
     engines = usage.engines
@@ -48,7 +63,7 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     lengths = np.concatenate([np.zeros(0, np.int32), *(engine.response_lengths for engine in engines)])
     numbers = {name: float(products[place]) for name, place in PASS_SUMS.items()}
     numbers["perf/gap_s"] = sum(engine.gap_s for engine in engines)
-    numbers["perf/engines"] = float(len(engines))
+    numbers[ENGINES] = float(len(engines))
     numbers["perf/engine_busy_max_s"] = max((engine.busy_s for engine in engines), default=0.0)
     numbers["perf/answer_s"] = usage.answer_s
     if lengths.size:
@@ -75,9 +90,9 @@ def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
         f"perf/waited_{pool}_share": numbers.get(f"time/{stage}_s", 0.0) / step_s
         for pool, stage in (("rollout", "rollout"), ("teacher", "teacher"), ("actor", "train"))
     }
-    if numbers.get("perf/engines") and WITH_EVALUATION not in numbers:
+    if numbers.get(ENGINES) and WITH_EVALUATION not in numbers:
         measured_s = numbers["time/step_s"] - numbers.get("time/eval_s", 0.0)  # a stream goes on beside a checkpoint
-        waited["perf/rollout_busy_share"] = numbers["perf/pass_s"] / numbers["perf/engines"] / measured_s
+        waited["perf/rollout_busy_share"] = numbers["perf/pass_s"] / numbers[ENGINES] / measured_s
     pool, _ = waited_for(waited, scheduler)
     return waited | {f"perf/bound_by_{name}": float(name == pool) for name in ("rollout", "teacher", "actor")}
 

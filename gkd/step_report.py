@@ -8,6 +8,8 @@ from gkd.metrics import StageTimers
 from gkd.roles import ScoredChunk, SyncReport, TrainStats
 from gkd.stage_report import shares, waited_for
 
+DATASET_TOKENS = "rollout/dataset_response_tokens"
+
 
 def staleness_numbers(batch: Sequence[ScoredChunk], step: int) -> dict[str, float]:
     """How many steps before the sequences were written, the student's alone: each counts as old as the oldest part of
@@ -39,6 +41,7 @@ def step_numbers(
         "rollout/on_policy_sequences": float(sum(c.rollouts.n_sequences for c in batch if c.rollouts.on_policy)),
         "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
         "rollout/response_tokens": float(n_tokens),
+        DATASET_TOKENS: float(sum(c.rollouts.n_response_tokens for c in batch if not c.rollouts.on_policy)),
         "rollout/response_length_mean": n_tokens / n_sequences,
         "perf/group_tokens_max": float(_heaviest(batch)),
         "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,

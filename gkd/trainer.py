@@ -27,7 +27,7 @@ from gkd.sampler import PromptSampler
 from gkd.saver import Saver
 from gkd.schedule import STREAM, staleness_bound
 from gkd.sources import BatchSource
-from gkd.stage_report import WITH_EVALUATION, rollout_numbers
+from gkd.stage_report import WITH_EVALUATION, layout_numbers, rollout_numbers
 from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
 from gkd.streaming import Streaming
 from gkd.teacher_meter import TeacherMeter
@@ -69,7 +69,7 @@ class Trainer:
         self.val_prompts = list(val_prompts)[: config.eval.max_prompts or None]
         self.new_timers = new_timers
         self.total_steps = total_steps
-        self.step = 0
+        self.step = self._started_at = 0
         self.answering = Answering(config, roles.rollout, roles.scoring)
         self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
         self._stream_is_open = self._evaluated_beside_it = False
@@ -90,6 +90,7 @@ class Trainer:
                 LAST_WAIT_S for it and no longer, since the ranks may hang.
         """
         keep_through = self.step if self._resume() else -1
+        self._started_at = self.step
         self.folder.forget_after(keep_through)
         metrics = MetricsWriter(self.folder.metrics_file, keep_through)
         try:
@@ -143,7 +144,8 @@ class Trainer:
             usage = self.roles.rollout.usage()
         evaluation = {WITH_EVALUATION: 1.0} if self._evaluated_beside_it else {}
         self._evaluated_beside_it = False
-        return step_numbers(batch, stats, report, staleness) | rollout_numbers(usage) | evaluation | teacher
+        numbers = step_numbers(batch, stats, report, staleness) | rollout_numbers(usage) | evaluation | teacher
+        return numbers | layout_numbers(self.config, self.step - self._started_at)
 
     def _staleness(self, batch: Sequence[ScoredChunk]) -> dict[str, float]:
         """Raises NumericsError: a rollout is older than the scheduler promises. It is not trained on."""

@@ -17,7 +17,7 @@ from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
 from gkd.schedule import staleness_bound
 from gkd.split.batches import n_chunks as n_chunks_of
 from gkd.split.rates import Rates
-from gkd.stage_report import rollout_numbers, shares
+from gkd.stage_report import layout_numbers, rollout_numbers, shares
 from gkd.step_report import step_numbers
 from gkd.teacher_meter import TeacherMeter
 
@@ -58,7 +58,7 @@ def write_run(
         batch, numbers = _one_step(config, rates, draw(rng, config.trainer.global_batch_size), max(workers, 1), step)
         meter.add(batch)
         at_s[0] = 1000.0 * (step + 1)
-        metrics.write(step, numbers | meter.end_step())
+        metrics.write(step, numbers | meter.end_step() | layout_numbers(config, step))
     metrics.close()
     return folder
 

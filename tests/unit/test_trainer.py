@@ -19,7 +19,7 @@ from gkd.mixing import on_policy_places
 from gkd.roles import RolloutChunk
 from gkd.rollout.usage import RolloutUsage
 from gkd.sampler import PromptSampler
-from gkd.stage_report import WITH_EVALUATION
+from gkd.stage_report import SINCE_START, WITH_EVALUATION
 from gkd.types import Prompt
 from tests.unit.world import PROMPTS, World, answers, checkpoints, make
 
@@ -159,7 +159,8 @@ def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
     make(tmp_path, again, "trainer.total_steps=4", "trainer.resume=auto").fit()
     assert again.events[:2] == ["load", "push 2"]
     assert world.trained + again.trained == whole.trained
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], line[SINCE_START]) for line in lines] == [(1, 1), (2, 2), (3, 1), (4, 2)]
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
@@ -180,7 +181,7 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
         *["dataset v=1", "generate n=3 seed=11 v=1"],
     ]
     (line, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert line["rollout/sequences"] == 8
+    assert line["rollout/sequences"] == 8 and line["rollout/dataset_response_tokens"] == 2 * 3
     assert line["rollout/on_policy_sequences"] == 0.75 * line["rollout/sequences"]
     assert line["rollout/response_length_mean"] == (2 * 3 + 6 * 2) / 8
     assert line["rollout/cut_share"] == 0.25
