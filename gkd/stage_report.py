@@ -73,7 +73,7 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     return numbers
 
 
-def each_step_s(numbers: dict[str, float]) -> float:
+def _each_step_s(numbers: dict[str, float]) -> float:
     """The step's seconds without the stages that not every step has."""
     return numbers["time/step_s"] - sum(numbers.get(f"time/{stage}_s", 0.0) for stage in NOT_EACH_STEP)
 
@@ -85,7 +85,7 @@ def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
     Args:
         numbers: the step's, with its times.
     """
-    step_s = each_step_s(numbers)
+    step_s = _each_step_s(numbers)
     waited = {
         f"perf/waited_{pool}_share": numbers.get(f"time/{stage}_s", 0.0) / step_s
         for pool, stage in (("rollout", "rollout"), ("teacher", "teacher"), ("actor", "train"))
