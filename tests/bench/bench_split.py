@@ -80,10 +80,9 @@ class Slots:
         n_actor, n_rollout = max(s[0] for s in SPLITS), max(s[1] for s in SPLITS)
         self._cluster = Cluster("", n_slots=n_actor + n_rollout, on_cpu=True)
         self._env = worker_env(True)
-        groups = (rollout_worker.STREAM, rollout_worker.ADMITS)
         pools = self._cluster.make_pools([PoolSpec("actor", 1, n_actor, 1), PoolSpec("rollout", 1, n_rollout, 1)], 60.0)
         self._actors = pools["actor"].spawn(TimedActorWorker, self._env, beside=(SAVES,))
-        self._engines = pools["rollout"].spawn(TimedRolloutWorker, self._env, beside=groups)
+        self._engines = pools["rollout"].spawn(TimedRolloutWorker, self._env, beside=rollout_worker.BESIDE)
         self._endpoints: list[Any] = []
 
     def roles(self, config: Config, sizes: Sizes) -> Roles:
