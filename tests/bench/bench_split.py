@@ -103,7 +103,7 @@ class Slots:
             actor=actor,
             rollout=RolloutPool(engines, config, sizes.dp),
             scoring=ScoringPool(endpoints, 120.0),
-            weight_sync=WeightSync(actor.exporters(), engines, config, "cpu"),
+            weight_sync=WeightSync(actor.exporters(), engines, config, "cpu", timeout_s=60.0),
         )
 
     def close(self) -> None:
