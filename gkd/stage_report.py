@@ -6,11 +6,10 @@ elsewhere the engines and the teacher work beside the training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from gkd.roles import ScoredChunk
+from gkd.config import Config
+from gkd.config_check import data_parallel_size
 from gkd.rollout.usage import RolloutUsage
 from gkd.schedule import AHEAD
 
@@ -28,9 +27,14 @@ PASS_SUMS = {
     "perf/pass_pp": (2, 2),
     "perf/pass_ps": (2, 3),
 }
-# Teachers of so many workers would have been busy with the questions that were open; see `teacher_busy`.
+# Teachers of so many workers would have been busy with the questions that were open; see `gkd.teacher_meter`.
 WORKERS = tuple(2**i for i in range(13))
+# Whose numbers these are: a run may go on with other pools than it began with.
+SINCE_START = "perf/steps_since_start"  # 1, 2 ... and again from 1 where the run was resumed
+DP, ENGINES, MAX_NUM_SEQS = "perf/dp", "perf/engines", "perf/max_num_seqs"
+WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step are also those of an evaluation
 LENGTH_MEAN = "perf/response_length_mean"  # of what the engines finished in this step
+NOT_EACH_STEP = ("eval", "checkpoint", "record")  # stages that say nothing of the split
 _BLOCKED = 0.05  # share of a step; who is waited for less long than this holds nobody up
 
 
@@ -42,6 +46,16 @@ def busy_name(n_workers: int) -> str:
     return f"perf/teacher_busy_{n_workers}_s"
 
 
+def layout_numbers(config: Config, since_start: int) -> dict[str, float]:
+    """Of which run these are, so that nobody reads them as another one's.
+
+    Args:
+        since_start: steps since the run was started or resumed, with this one.
+    """
+    dp, limit = data_parallel_size(config), config.rollout.max_num_seqs
+    return {SINCE_START: float(since_start), DP: float(dp), MAX_NUM_SEQS: float(limit)}
+
+
 def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     """The engines' passes, how long the batch's answers took, and how long those answers are."""
     engines = usage.engines
@@ -49,7 +63,7 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     lengths = np.concatenate([np.zeros(0, np.int32), *(engine.response_lengths for engine in engines)])
     numbers = {name: float(products[place]) for name, place in PASS_SUMS.items()}
     numbers["perf/gap_s"] = sum(engine.gap_s for engine in engines)
-    numbers["perf/engines"] = float(len(engines))
+    numbers[ENGINES] = float(len(engines))
     numbers["perf/engine_busy_max_s"] = max((engine.busy_s for engine in engines), default=0.0)
     numbers["perf/answer_s"] = usage.answer_s
     if lengths.size:
@@ -59,40 +73,26 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     return numbers
 
 
-def teacher_busy(batch: Sequence[ScoredChunk]) -> dict[str, float]:
-    """Seconds of work that this batch was for a teacher of 1, 2, 4 ... workers: the integral of
-    min(open questions, workers) over time. Which of them is right, whoever knows the number of workers can say.
-
-    Nothing where no chunk has its times.
-    """
-    times = [chunk.times for chunk in batch if chunk.times is not None]
-    if not times:
-        return {}
-    asked = [(t.asked_s, len(t.answered_s)) for t in times]
-    changes = sorted([*asked, *((s, -1) for t in times for s in t.answered_s)])
-    at, change = np.array(changes).T
-    n_open, lasted_s = np.cumsum(change)[:-1], np.diff(at)
-    most = int(n_open.max(initial=1))
-    return {
-        busy_name(n): float(np.minimum(n_open, n) @ lasted_s)
-        for i, n in enumerate(WORKERS)
-        if i == 0 or WORKERS[i - 1] < most
-    }
+def _each_step_s(numbers: dict[str, float]) -> float:
+    """The step's seconds without the stages that not every step has."""
+    return numbers["time/step_s"] - sum(numbers.get(f"time/{stage}_s", 0.0) for stage in NOT_EACH_STEP)
 
 
 def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
-    """How much of the step the loop waited for each pool, and how much of it the engines were busy.
+    """How much of the step the loop waited for each pool, and how much of it the engines were busy. The stages that
+    not every step has count for none of it.
 
     Args:
         numbers: the step's, with its times.
     """
-    step_s = numbers["time/step_s"]
+    step_s = _each_step_s(numbers)
     waited = {
         f"perf/waited_{pool}_share": numbers.get(f"time/{stage}_s", 0.0) / step_s
         for pool, stage in (("rollout", "rollout"), ("teacher", "teacher"), ("actor", "train"))
     }
-    if "perf/engines" in numbers and numbers["perf/engines"]:
-        waited["perf/rollout_busy_share"] = numbers["perf/pass_s"] / numbers["perf/engines"] / step_s
+    if numbers.get(ENGINES) and WITH_EVALUATION not in numbers:
+        measured_s = numbers["time/step_s"] - numbers.get("time/eval_s", 0.0)  # a stream goes on beside a checkpoint
+        waited["perf/rollout_busy_share"] = numbers["perf/pass_s"] / numbers[ENGINES] / measured_s
     pool, _ = waited_for(waited, scheduler)
     return waited | {f"perf/bound_by_{name}": float(name == pool) for name in ("rollout", "teacher", "actor")}
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from gkd.metrics import StageTimers
 from gkd.roles import ScoredChunk, SyncReport, TrainStats
-from gkd.stage_report import shares, teacher_busy, waited_for
+from gkd.stage_report import shares, waited_for
+
+DATASET_TOKENS = "rollout/dataset_response_tokens"
 
 
 def staleness_numbers(batch: Sequence[ScoredChunk], step: int) -> dict[str, float]:
@@ -39,12 +41,12 @@ def step_numbers(
         "rollout/on_policy_sequences": float(sum(c.rollouts.n_sequences for c in batch if c.rollouts.on_policy)),
         "rollout/prompt_tokens": float(sum(c.rollouts.n_prompt_tokens for c in batch)),
         "rollout/response_tokens": float(n_tokens),
+        DATASET_TOKENS: float(sum(c.rollouts.n_response_tokens for c in batch if not c.rollouts.on_policy)),
         "rollout/response_length_mean": n_tokens / n_sequences,
         "perf/group_tokens_max": float(_heaviest(batch)),
         "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
-        **teacher_busy(batch),
         **staleness,
         "weight_sync/bytes": float(report.n_bytes),
         "weight_sync/verified_tensors": float(report.verified_tensors),

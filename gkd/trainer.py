@@ -25,11 +25,12 @@ from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, WeightSy
 from gkd.run_folder import RunFolder
 from gkd.sampler import PromptSampler
 from gkd.saver import Saver
-from gkd.schedule import STREAM
+from gkd.schedule import STREAM, staleness_bound
 from gkd.sources import BatchSource
-from gkd.stage_report import rollout_numbers
+from gkd.stage_report import WITH_EVALUATION, layout_numbers, rollout_numbers
 from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
 from gkd.streaming import Streaming
+from gkd.teacher_meter import TeacherMeter
 from gkd.types import Prompt
 
 log = get_logger("trainer")
@@ -68,10 +69,12 @@ class Trainer:
         self.val_prompts = list(val_prompts)[: config.eval.max_prompts or None]
         self.new_timers = new_timers
         self.total_steps = total_steps
-        self.step = 0
+        self.step = self._started_at = 0
         self.answering = Answering(config, roles.rollout, roles.scoring)
         self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
+        self._stream_is_open = self._evaluated_beside_it = False
         self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
+        self.teacher_meter = TeacherMeter(staleness_bound(config.trainer))
         self.recorder = BatchRecorder(folder, roles.scoring) if config.trainer.record_batches else None
 
     def fit(self) -> None:
@@ -87,10 +90,12 @@ class Trainer:
                 LAST_WAIT_S for it and no longer, since the ranks may hang.
         """
         keep_through = self.step if self._resume() else -1
+        self._started_at = self.step
         self.folder.forget_after(keep_through)
         metrics = MetricsWriter(self.folder.metrics_file, keep_through)
         try:
             self._begin(metrics)
+            self.teacher_meter.end_step()  # what it was asked before is no step's
             while self.step < self.total_steps:
                 timers = self.new_timers()
                 saved = self._checkpoint(metrics, timers)
@@ -118,7 +123,9 @@ class Trainer:
         """One batch down the whole road; its numbers but the times."""
         with timers("data"):
             self.source.begin(self.step)
+        self._stream_is_open = self.config.trainer.scheduler == STREAM and not self.config.trainer.replay
         batch = self.source.next(self.step, timers)
+        self.teacher_meter.add(batch)
         staleness = self._staleness(batch)
         if self.recorder is not None:
             self.recorder.begin(self.step + 1, batch)
@@ -130,11 +137,15 @@ class Trainer:
             with timers("record"):
                 self.recorder.finish()
         self.source.settle(timers)
+        teacher = self.teacher_meter.end_step()
         with timers("weight_sync"):
             report = self.roles.weight_sync.push(self.step)
         with timers("usage"):
             usage = self.roles.rollout.usage()
-        return step_numbers(batch, stats, report, staleness) | rollout_numbers(usage)
+        evaluation = {WITH_EVALUATION: 1.0} if self._evaluated_beside_it else {}
+        self._evaluated_beside_it = False
+        numbers = step_numbers(batch, stats, report, staleness) | rollout_numbers(usage) | evaluation | teacher
+        return numbers | layout_numbers(self.config, self.step - self._started_at)
 
     def _staleness(self, batch: Sequence[ScoredChunk]) -> dict[str, float]:
         """Raises NumericsError: a rollout is older than the scheduler promises. It is not trained on."""
@@ -156,6 +167,7 @@ class Trainer:
             places = range(len(self.val_prompts))
             pending = self.answering.submitted(self.val_prompts, places, n=1, seed=EVAL_SEED, policy_version=self.step)
             scored = self.roles.scoring.collect(pending)
+            self.teacher_meter.add(scored)  # beside it the teacher may have been asked about the next batches
             stats = self.roles.actor.evaluate(scored, keep_tokens=self.config.eval.keep_token_losses)
             if stats.tokens:
                 self.folder.write_token_losses(self.step, stats.tokens)
@@ -166,7 +178,10 @@ class Trainer:
                 report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
                 numbers["eval/accuracy"] = report.accuracy
                 self.folder.write_samples(self.step, report.samples)
-            self.roles.rollout.usage()  # what the evaluation was for the engines is no part of the next step's
+            if self._stream_is_open:  # its own work goes on, and cannot be told from the evaluation's
+                self._evaluated_beside_it = True
+            else:
+                self.roles.rollout.usage()  # what the evaluation was for the engines is no part of the next step's
         log.info("step %d: held out: %s", self.step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
         return numbers
 

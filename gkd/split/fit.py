@@ -8,28 +8,34 @@ from itertools import combinations
 import numpy as np
 
 _SURE = 0.2  # relative standard error up to which a slope is believed
+_ROUNDING = 1e-12  # of a sum of squares
 _SPREAD = 0.02  # of the sequences in a pass: with less than this share of the mean, there is no slope to be seen
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """y = fixed + slope x, both 0 or more."""
+    """y = fixed n + slope x, both 0 or more."""
 
     fixed: float
     slope: float
     is_assumed: bool  # x varied too little: y is taken as proportional to x
 
 
-def line(x: np.ndarray, y: np.ndarray) -> Line:
-    """Least squares; [n] float64 each, x above 0."""
-    proportional = Line(0.0, float(x @ y / (x @ x)), True)
-    centred = x - x.mean()
+def line(x: np.ndarray, y: np.ndarray, n: np.ndarray | None = None) -> Line:
+    """Least squares; [rows] float64 each, x not all 0.
+
+    Args:
+        n: of how many things each row is the sum; None: of one.
+    """
+    n = np.ones(len(x)) if n is None else n
+    proportional = Line(0.0, float(y.sum() / x.sum()), True)
+    centred = x - n * (n @ x / (n @ n))
     spread = float(centred @ centred)
-    if len(x) < 4 or spread <= 0.0:
+    if len(x) < 4 or spread <= _ROUNDING * float(x @ x):
         return proportional
     slope = float(centred @ y) / spread
-    fixed = float(y.mean() - slope * x.mean())
-    rest = y - fixed - slope * x
+    fixed = float(n @ (y - slope * x) / (n @ n))
+    rest = y - fixed * n - slope * x
     error = float(np.sqrt(rest @ rest / (len(x) - 2) / spread))
     if slope <= 0.0 or error > _SURE * slope:
         return proportional

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,21 +35,30 @@ class Lengths:
     percent: np.ndarray  # [Q] float64, ascending, from 0 to 100
     tokens: np.ndarray  # [steps, Q] float64: each step's length at each of them
     mean: float  # tokens; what is drawn is scaled to it, since points between quantiles are guessed
-    # A row is all of a step's responses, and a draw is them again in another order: drawn one by one they would have
-    # the longest one, which the engines wait for, too rarely. False: a row is a distribution.
-    of_steps: bool
 
     def draw(self, rng: np.random.Generator, n: int, step: int) -> np.ndarray:
-        """[n] int64, at least 1: the lengths of one step's responses. The rows take turns."""
-        row = self.tokens[step % len(self.tokens)]
-        if self.of_steps:
-            percent = 100.0 * rng.permutation(n) / max(1, n - 1)
-            usual = float(np.interp(percent, self.percent, self.tokens.mean(0)).mean())
-        else:
-            percent = 100.0 * rng.random(n)
-            usual = float(np.trapezoid(self.tokens.mean(0), self.percent)) / 100.0
-        drawn = np.interp(percent, self.percent, row) * (self.mean / usual)
+        """[n] int64, at least 1: the lengths of one step's responses. The rows take turns.
+
+        A row is all of a step's responses, and a draw is them again in another order: drawn one by one they would have
+        the longest one, which the engines wait for, too rarely.
+        """
+        percent = 100.0 * rng.permutation(n) / max(1, n - 1)
+        usual = float(np.interp(percent, self.percent, self.tokens.mean(0)).mean())
+        drawn = np.interp(percent, self.percent, self.tokens[step % len(self.tokens)]) * (self.mean / usual)
         return np.maximum(np.rint(drawn), 1).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal(Lengths):
+    """Each response drawn for itself; the row of quantiles is for who asks what is typical."""
+
+    uncut_mean: float  # tokens
+    sigma: float  # of the logarithm
+    longest: float  # tokens
+
+    def draw(self, rng: np.random.Generator, n: int, step: int) -> np.ndarray:
+        del step
+        return np.rint(_lognormal(rng, n, self.uncut_mean, self.sigma, self.longest)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +94,16 @@ class Sizes:
     workers: int  # of the teacher
 
 
-def fixed_lengths(tokens: Sequence[float] | np.ndarray) -> Lengths:
-    """These lengths, all equally frequent, as one step's distribution."""
-    percent = np.linspace(0.0, 100.0, 101)
-    return Lengths(
-        percent, np.percentile(np.asarray(tokens, float), percent)[None], float(np.mean(tokens)), of_steps=False
-    )
-
-
-def lognormal(mean: float, sigma: float, longest: float) -> Lengths:
+def lognormal(mean: float, sigma: float, longest: float) -> Lognormal:
     """Lognormal with this mean before it is cut at `longest`; `sigma` is of the logarithm."""
-    rng = np.random.default_rng(0)
-    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, 100_000)
-    return fixed_lengths(np.clip(drawn, 1, longest))
+    drawn = _lognormal(np.random.default_rng(0), 100_000, mean, sigma, longest)
+    percent = np.concatenate([np.arange(100.0), 100.0 - np.logspace(0, -3, 20), [100.0]])  # fine where few are long
+    return Lognormal(percent, np.percentile(drawn, percent)[None], float(drawn.mean()), mean, sigma, longest)
+
+
+def _lognormal(rng: np.random.Generator, n: int, mean: float, sigma: float, longest: float) -> np.ndarray:
+    """[n] float64."""
+    return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n), 1.0, longest)
 
 
 def max_staleness(config: Config, scheduler: str) -> int:

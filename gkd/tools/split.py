@@ -75,12 +75,11 @@ def _ranked(args: argparse.Namespace) -> int:
     card = card_bytes(args.gpu_gib)
     measured = _calibrated(args) if args.calibrate else _read(args)
     run = measured.run
-    gpus_per_worker = args.gpus_per_teacher_worker or run.gpus_per_worker
     check_memory = None if card is None else _memory_check(run.config, card)
     workload = _workload(run, args.lengths)
     elsewhere = run.sizes.workers if args.teacher_elsewhere else 0
-    hardware = Hardware(args.gpus, args.gpus_per_node, gpus_per_worker, elsewhere)
-    own_split = layout.own_split(run.config, run.sizes.workers, gpus_per_worker, elsewhere=args.teacher_elsewhere)
+    hardware = Hardware(args.gpus, args.gpus_per_node, run.gpus_per_worker, elsewhere)
+    own_split = layout.own_split(run.config, run.sizes.workers, run.gpus_per_worker, elsewhere=args.teacher_elsewhere)
     own_scheduler = run.config.trainer.scheduler
     own = simulated(run.config, own_split, own_scheduler, workload, run.rates, check_memory, args.seed)
     same = simulated(run.config, own_split, measured.scheduler, run.workload, run.rates, None, args.seed)
@@ -108,7 +107,7 @@ def _ranked(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> _Measured:
-    run = read_run([Path(args.run)], workers=args.teacher_workers, last=args.last)
+    run = read_run([Path(args.run)], **_of_teacher(args), last=args.last)
     return _Measured(run, run.config.trainer.scheduler, run.step_s, run.n_steps)
 
 
@@ -125,6 +124,11 @@ def _memory_check(config: Config, card: int) -> CheckMemory:
         return check(footprint(changed, folder.config_json, tensors=folder.tensors), card, changed)
 
     return problems
+
+
+def _of_teacher(args: argparse.Namespace) -> dict[str, int]:
+    """What was said of the teacher; 0: nothing."""
+    return {"workers": args.teacher_workers, "gpus_per_worker": args.gpus_per_teacher_worker}
 
 
 def _facts(measured: _Measured, same: Candidate) -> dict[str, Any]:
@@ -194,9 +198,9 @@ def _calibrated(args: argparse.Namespace) -> _Measured:
     root = calibration_folder(config, args.calibration_dir)
     folders = calibrate(args.calibrate, args.overrides, config, root)
     print(f"calibrated: what was measured stays in {root} (--calibration-dir)", file=sys.stderr)
-    run = read_run(folders, workers=args.teacher_workers, last=args.last)
+    run = read_run(folders, **_of_teacher(args), last=args.last)
     # The rates are of both; a step's time is of the one whose concurrency the settings have.
-    first = read_run(folders[:1], workers=args.teacher_workers, last=args.last)
+    first = read_run(folders[:1], **_of_teacher(args), last=args.last)
     return _Measured(replace(run, config=config), SCHEDULER, first.step_s, first.n_steps)
 
 

@@ -1,6 +1,6 @@
 """Is the split tuner right? One run's metrics predict the step times of all other splits; then those are measured.
 
-    python -m tests.bench.bench_split [--json docs/results/split_cpu.json] [--steps 14]
+    python -m tests.bench.bench_split [--json docs/results/split_cpu.json] [--steps 14] [--calibrate-from stream]
 
 The real loop with its real schedulers and Ray actors in pools of eight process slots; the stages hold for the time that
 so many tokens would take (`tests.bench.timed_roles`). The tuner sees one run's folder, as a user's would, and never the
@@ -51,7 +51,8 @@ from tests.bench.timed_roles import (
 log = get_logger("bench_split")
 # (actor, rollout, teacher) of eight slots.
 SPLITS = ((3, 3, 2), (1, 6, 1), (2, 4, 2), (4, 3, 1), (1, 4, 3), (5, 2, 1), (2, 2, 4))
-CALIBRATED = ((3, 3, 2), "sync")
+# Whose metrics the tuner sees. Under stream it is a run that waits for its teacher, whose questions then queue.
+CALIBRATED = {"sync": (3, 3, 2), "stream": (4, 3, 1)}
 SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
 STAGES = Stages(
     Rates(
@@ -79,11 +80,9 @@ class Slots:
         n_actor, n_rollout = max(s[0] for s in SPLITS), max(s[1] for s in SPLITS)
         self._cluster = Cluster("", n_slots=n_actor + n_rollout, on_cpu=True)
         self._env = worker_env(True)
-        groups = (rollout_worker.STREAM, rollout_worker.ADMITS)
-        actor = self._cluster.make_pool(PoolSpec("actor", 1, n_actor, 1), 60.0)
-        rollout = self._cluster.make_pool(PoolSpec("rollout", 1, n_rollout, 1), 60.0)
-        self._actors = actor.spawn(TimedActorWorker, self._env, beside=(SAVES,))
-        self._engines = rollout.spawn(TimedRolloutWorker, self._env, beside=groups)
+        pools = self._cluster.make_pools([PoolSpec("actor", 1, n_actor, 1), PoolSpec("rollout", 1, n_rollout, 1)], 60.0)
+        self._actors = pools["actor"].spawn(TimedActorWorker, self._env, beside=(SAVES,))
+        self._engines = pools["rollout"].spawn(TimedRolloutWorker, self._env, beside=rollout_worker.BESIDE)
         self._endpoints: list[Any] = []
 
     def roles(self, config: Config, sizes: Sizes) -> Roles:
@@ -104,7 +103,7 @@ class Slots:
             actor=actor,
             rollout=RolloutPool(engines, config, sizes.dp),
             scoring=ScoringPool(endpoints, 120.0),
-            weight_sync=WeightSync(actor.exporters(), engines, config, "cpu"),
+            weight_sync=WeightSync(actor.exporters(), engines, config, "cpu", timeout_s=60.0),
         )
 
     def close(self) -> None:
@@ -146,9 +145,9 @@ def measured_step_s(folder: Path) -> tuple[float, float]:
     return float(times.mean()), float(times.std(ddof=1) / np.sqrt(len(times)))
 
 
-def measure(n_steps: int, root: Path) -> list[dict[str, Any]]:
+def measure(n_steps: int, root: Path, calibrated: tuple[tuple[int, int, int], str]) -> list[dict[str, Any]]:
     rows, seen = [], None
-    order = sorted(((s, k) for k in SCHEDULERS for s in SPLITS), key=lambda case: case != CALIBRATED)
+    order = sorted(((s, k) for k in SCHEDULERS for s in SPLITS), key=lambda case: case != calibrated)
     slots = Slots()
     try:
         for split, scheduler in order:
@@ -204,11 +203,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here, too")
     parser.add_argument("--steps", type=int, default=14, help="of each run; default: %(default)s")
+    parser.add_argument(
+        "--calibrate-from", choices=sorted(CALIBRATED), default="sync", help="scheduler of the run that is read"
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, and take those that are there")
     args = parser.parse_args()
+    calibrated = CALIBRATED[args.calibrate_from], args.calibrate_from
     with tempfile.TemporaryDirectory(prefix="bench_split.") as root:
-        rows = measure(args.steps, args.keep or Path(root))
-    result = {"slots": 8, "steps": args.steps, "calibrated_on": CALIBRATED, "runs": rows, **summary(rows)}
+        rows = measure(args.steps, args.keep or Path(root), calibrated)
+    result = {"slots": 8, "steps": args.steps, "calibrated_on": calibrated, "runs": rows, **summary(rows)}
     print("\n".join(line(row) for row in rows))
     print(json.dumps(summary(rows), indent=1))
     if args.json is not None:

@@ -59,8 +59,11 @@ def test_what_each_pool_did_is_counted(base_run: Path) -> None:
         longest, mean = m["perf/response_length_q100"], m["perf/response_length_mean"]
         assert longest <= m["perf/pass_n"] <= longest + 2 and mean == m["rollout/response_length_mean"]
         assert 0 < m["perf/pass_s"] == m["perf/engine_busy_max_s"] < m["perf/answer_s"] <= m["time/rollout_s"] + 0.1
+        assert m["perf/teacher_sequences"] == m["rollout/sequences"]
+        assert m["perf/teacher_tokens"] == m["rollout/prompt_tokens"] + m["rollout/response_tokens"]
         assert 0 < m["perf/teacher_busy_1_s"] < m["time/rollout_s"] + m["time/teacher_s"]
-        assert m["perf/waited_rollout_share"] == pytest.approx(m["time/rollout_s"] / m["time/step_s"])
+        of_each_step_s = m["time/step_s"] - m.get("time/eval_s", 0.0) - m["time/checkpoint_s"]
+        assert m["perf/waited_rollout_share"] == pytest.approx(m["time/rollout_s"] / of_each_step_s)
 
 
 def test_who_sat_where_is_kept(base_run: Path) -> None:

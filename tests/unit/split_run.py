@@ -14,10 +14,12 @@ from gkd.config_load import config_yaml, load_config
 from gkd.metrics import MetricsWriter
 from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
+from gkd.schedule import staleness_bound
 from gkd.split.batches import n_chunks as n_chunks_of
 from gkd.split.rates import Rates
-from gkd.stage_report import rollout_numbers, shares
+from gkd.stage_report import layout_numbers, rollout_numbers, shares
 from gkd.step_report import step_numbers
+from gkd.teacher_meter import TeacherMeter
 
 PROMPT = 12  # tokens
 
@@ -49,17 +51,25 @@ def write_run(
     metrics = MetricsWriter(folder / "metrics.jsonl", -1)
     rng = np.random.default_rng(0)
     draw = lengths or (lambda rng, n: np.clip(rng.lognormal(3.5, 0.6, n), 1, 300).astype(int))
+    at_s = [0.0]
+    meter = TeacherMeter(staleness_bound(config.trainer), clock=lambda: at_s[0])
+    meter.end_step()
     for step in range(1, n_steps + 1):
-        metrics.write(step, _one_step(config, rates, draw(rng, config.trainer.global_batch_size), max(workers, 1)))
+        batch, numbers = _one_step(config, rates, draw(rng, config.trainer.global_batch_size), max(workers, 1), step)
+        meter.add(batch)
+        at_s[0] = 1000.0 * (step + 1)
+        metrics.write(step, numbers | meter.end_step() | layout_numbers(config, step))
     metrics.close()
     return folder
 
 
-def _one_step(config: Config, rates: Rates, lengths: np.ndarray, workers: int) -> dict[str, float]:
+def _one_step(
+    config: Config, rates: Rates, lengths: np.ndarray, workers: int, step: int
+) -> tuple[list[ScoredChunk], dict[str, float]]:
     dp, engines = data_parallel_size(config), n_engines(config)
     place = np.arange(len(lengths))
     usages = [_answered(lengths[place % engines == e].tolist(), config, rates) for e in range(engines)]
-    batch, now_s = [], 1000.0
+    batch, now_s = [], 1000.0 * step
     for i, n_tokens in enumerate(lengths.tolist()):
         tokens = n_tokens + PROMPT
         free_s = now_s + i // workers  # each worker asked a second after its last question: busy for its own time
@@ -82,7 +92,7 @@ def _one_step(config: Config, rates: Rates, lengths: np.ndarray, workers: int) -
     numbers = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), {}) | rollout_numbers(
         RolloutUsage(usages, answer_s)
     )
-    return numbers | times | shares(numbers | times, config.trainer.scheduler)
+    return batch, numbers | times | shares(numbers | times, config.trainer.scheduler)
 
 
 def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:

@@ -73,6 +73,7 @@ WITHOUT_TORCH = {
     "gkd/stage_report.py",
     "gkd/step_report.py",
     "gkd/streaming.py",
+    "gkd/teacher_meter.py",
     "gkd/sampler.py",
     "gkd/mixing.py",
     "gkd/model_splits.py",
@@ -297,7 +298,7 @@ def test_the_loop_knows_the_others_only_as_protocols() -> None:
     """If it fails, the loop reaches into a role instead of asking it, and can no longer be read or tested alone."""
     pure = {"config", "errors", "log", "metrics", "mixing", "roles", "sampler", "types"}
     pure |= {"checkpoints", "disk", "run_folder", "saver", "schedule", "stage_report", "step_report", "background"}
-    pure |= {"manifest"}
+    pure |= {"manifest", "teacher_meter"}
     loop = ("trainer", "answering", "batches_ahead", "replay", "sources", "streaming")
     for name in loop:
         used = {m.split(".")[1] for m in _imports(ROOT / "gkd" / f"{name}.py") if m.startswith("gkd.")}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gkd.split.fit import line, non_negative, passes
 from gkd.split.rates import Rates, Sizes
 from gkd.split.run import read_run
 from gkd.split.simulate import simulate
+from gkd.stage_report import WITH_EVALUATION
 from tests.unit.split_run import PROMPT, settings, write_run
 
 RATES = Rates(
@@ -31,6 +33,14 @@ RATES = Rates(
     sync_s=0.05,
     other_s=0.02,
 )
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def keep(folder: Path, lines: list[dict[str, Any]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
 
 
 @pytest.mark.parametrize("more", [[], ["actor.balance=false", "rollout.max_num_seqs=5"]])
@@ -72,15 +82,92 @@ def test_what_equal_steps_cannot_show_is_assumed_and_said(tmp_path: Path) -> Non
 def test_a_stream_s_steps_may_have_finished_nothing(tmp_path: Path) -> None:
     """Fails if a step in which no response was finished has a length of zero."""
     folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder)
     run = read_run([folder])
     expected = run.workload.lengths
     assert run.rates.chunk_s == pytest.approx(RATES.chunk_s)
     for name in [name for name in lines[-3] if "response_length_" in name and name.startswith("perf/")]:
         del lines[-3][name]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
+    keep(folder, lines)
     lengths = read_run([folder]).workload.lengths
     np.testing.assert_array_equal(lengths.tokens, np.delete(expected.tokens, -2, axis=0))
+
+
+def test_steps_after_an_evaluation_beside_a_stream_do_not_count(tmp_path: Path) -> None:
+    """Fails if an evaluation's passes are fitted as those of a step."""
+    folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=stream"), RATES)
+    lines = lines_of(folder)
+    lines[5] |= {WITH_EVALUATION: 1.0, "perf/pass_n": 9999.0, "perf/gap_s": 99.0}
+    keep(folder, lines)
+    run = read_run([folder])
+    assert run.n_steps == 8 and run.rates.pass_s == pytest.approx(RATES.pass_s, rel=0.02)
+    assert run.rates.chunk_s == pytest.approx(RATES.chunk_s)
+
+
+def test_the_teacher_s_numbers_belong_to_an_earlier_step(tmp_path: Path) -> None:
+    """Fails if a teacher that is still starting counts, since what it did is known some steps later."""
+    folder = write_run(tmp_path, settings(tmp_path, "trainer.scheduler=two_step_off"), RATES)
+    rates = read_run([folder]).rates
+    assert rates.score_s == pytest.approx(RATES.score_s) and rates.score_token_s == pytest.approx(RATES.score_token_s)
+    lines = lines_of(folder)
+    assert [name in lines[2] for name in ("perf/teacher_busy_1_s", "perf/teacher_sequences")] == [True, True]
+    assert "perf/teacher_busy_1_s" not in lines[1], "the run promises staleness 2"
+    for told in lines[2:4]:  # of steps 1 and 2
+        told |= {name: 9.0 for name in told if name.startswith("perf/teacher_busy_")}
+    keep(folder, lines)
+    assert read_run([folder]).rates == rates
+
+
+def test_only_what_a_run_did_since_its_last_start_counts(tmp_path: Path) -> None:
+    """Fails if steps of one layout are read with another one's sizes, or a resumed run's first steps count."""
+    before = write_run(tmp_path / "before", settings(tmp_path), replace(RATES, pass_s=9.0), n_steps=7)
+    wide = settings(tmp_path, "trainer.n_gpus_per_node=6", "rollout.n_gpus_per_node=4", "rollout.max_num_seqs=5")
+    after = write_run(tmp_path / "after", wide, RATES)
+    alone = read_run([after])
+    lines = lines_of(after)
+    keep(after, [*lines_of(before), *lines])
+    assert read_run([after]).rates == alone.rates and read_run([after]).n_steps == 10
+    keep(after, [*lines_of(before), *lines[:5]])
+    refused(after, ConfigError, "since it was last started it has 3 steps")
+    keep(after, lines_of(before))  # it was resumed, and stopped before its first step
+    refused(after, ConfigError, "config.yaml says perf/dp 6, its last step was made with 2")
+    keep(after, [])
+    refused(after, ConfigError, "it has 0 steps")
+    old = [{name: value for name, value in line.items() if name != "perf/steps_since_start"} for line in lines]
+    keep(after, old)
+    refused(after, ConfigError, "no number perf/steps_since_start")
+
+
+def test_dataset_responses_have_their_own_length(tmp_path: Path) -> None:
+    """Fails if their length is what is left after a mean of means was taken for the student's."""
+    folder = write_run(tmp_path, settings(tmp_path, "distill.on_policy_share=0.75"), RATES)
+    lines = lines_of(folder)
+    for step in lines:
+        step |= {"rollout/on_policy_sequences": 18.0, "rollout/dataset_response_tokens": 6 * 25.0}
+    keep(folder, lines)
+    workload = read_run([folder]).workload
+    assert workload.dataset_tokens == 25.0 and workload.n_answered == 18.0
+
+
+def test_a_teacher_without_cards_is_assumed_to_have_one_each(tmp_path: Path) -> None:
+    """Fails if a plan counts a GPU for a worker that may have more, and does not say so."""
+    folder = write_run(tmp_path, settings(tmp_path), RATES, workers=0)
+    run = read_run([folder], workers=2)
+    assert run.gpus_per_worker == 1 and any("worker of the teacher is taken to have one GPU" in n for n in run.notes)
+    assert not any("worker" in n for n in read_run([write_run(tmp_path / "two", settings(tmp_path), RATES)]).notes)
+
+
+def test_a_run_that_had_nothing_to_do_is_refused(tmp_path: Path) -> None:
+    """Fails if a replay's reader is told to update, or a number that is 0 ends in a traceback."""
+    folder = write_run(tmp_path / "replay", settings(tmp_path, "trainer.replay=other/batches"), RATES)
+    refused(folder, ConfigError, "the run trains on another one's batches")
+    for name in ("perf/pass_n", "perf/teacher_busy_1_s", "perf/response_length_mean"):
+        folder = write_run(tmp_path / name, settings(tmp_path), RATES)
+        lines = lines_of(folder)
+        for step in lines:
+            step |= {key: 0.0 for key in step if key == name or key.startswith("perf/teacher_busy")}
+        keep(folder, lines)
+        refused(folder, ConfigError, f"10 steps of its metrics, the first is 3, have {name} 0")
 
 
 def refused(folder: Path, error: type[GkdError], text: str, **more: int) -> None:
@@ -92,7 +179,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     """Fails if a ranking is made of nothing, or a traceback meets the user."""
     refused(tmp_path / "none", ConfigError, "has no config.yaml with a metrics.jsonl")
     config = settings(tmp_path)
-    refused(write_run(tmp_path / "short", config, RATES, n_steps=5), ConfigError, "has 3 steps besides the first 2")
+    refused(write_run(tmp_path / "short", config, RATES, n_steps=5), ConfigError, "it has 3 steps besides the first 2")
     unknown = write_run(tmp_path / "unknown", config, RATES, workers=0)
     refused(unknown, ConfigError, "names none")
     assert read_run([unknown], workers=3).sizes.workers == 3
@@ -112,10 +199,10 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 def test_metrics_without_a_number_are_refused_by_its_name(tmp_path: Path, name: str) -> None:
     """Fails if the metrics of an older version, or a null in them, become a rate of zero."""
     folder = write_run(tmp_path, settings(tmp_path), RATES)
-    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder)
     for step in lines:
         step[name] = None
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
+    keep(folder, lines)
     refused(folder, ConfigError, name)
 
 

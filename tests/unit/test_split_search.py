@@ -231,7 +231,7 @@ def test_gpus_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_closed_form_puts_the_best_among_the_first(tmp_path: Path) -> None:
-    """Fails if, where there are too many splits to simulate them all, the best one is left out."""
+    """Fails if, where there are too many splits to simulate them all, the best ones are left out."""
     config = settings(tmp_path)
     some = list(layout.splits(config, hardware(9)))
     units = np.array([[s.actor.n_gpus, s.rollout.n_gpus, s.workers] for s in some], float)
@@ -241,8 +241,8 @@ def test_the_closed_form_puts_the_best_among_the_first(tmp_path: Path) -> None:
         by_simulation = []
         for split in some:
             by_simulation.append(simulated(config, split, scheduler, WORK, RATES, None, 0).outcome.step_s)
-        best = int(np.argmin(by_simulation))
-        assert best in first[:8], (scheduler, list(first).index(best))
+        # Some differ by less than their drawn lengths do.
+        assert min(by_simulation[i] for i in first[:8]) <= 1.01 * min(by_simulation), scheduler
         assert np.corrcoef(guessed, by_simulation)[0, 1] > 0.85, scheduler
 
 

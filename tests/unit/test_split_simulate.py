@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gkd.split import stream
 from gkd.split.batches import chunk_times
 from gkd.split.engine import Engine, finish_times
-from gkd.split.rates import Lengths, Rates, Sizes, Workload, fixed_lengths, lognormal
+from gkd.split.rates import Lengths, Rates, Sizes, Workload, lognormal
 from gkd.split.simulate import simulate
 from gkd.split.teacher import Teacher
 
@@ -35,6 +35,10 @@ RATES = Rates(
 def work(lengths: Lengths, n_prompts: int, **more: object) -> Workload:
     usual = Workload(n_prompts, n_prompts, 1, 64, 10.0, 0.0, True, True, lengths)
     return replace(usual, **more)  # type: ignore[arg-type]
+
+
+def equal(tokens: float) -> Lengths:
+    return Lengths(np.array([0.0, 100.0]), np.array([[tokens, tokens]]), tokens)
 
 
 def test_equal_lengths_on_one_engine_are_a_product() -> None:
@@ -96,7 +100,7 @@ def test_chunks_leave_with_their_last_sequence(made: list[tuple[float, int]], si
 
 def test_sync_is_the_sum_and_the_others_are_the_longest() -> None:
     """Fails if a scheduler overlaps other stages than the loop does."""
-    workload, sizes = work(fixed_lengths([100.0]), 8), Sizes(dp=1, engines=1, workers=4)
+    workload, sizes = work(equal(100.0), 8), Sizes(dp=1, engines=1, workers=4)
     answers_s = 100 * (0.01 + 8 * 0.001) + 80 * 1e-4 + 2 * 0.01  # one chunk
     scores_s = 2 * (0.01 + 110 * 1e-4)  # all eight come at once, to four workers
     train_s = 0.1 + 880 * 2e-4
@@ -134,7 +138,7 @@ def test_without_overlap_the_teacher_waits_for_the_last_answer() -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_token_is_made_once(scheduler: str) -> None:
     """Fails if a simulated run trains on more or fewer tokens than its engines write."""
-    workload = work(fixed_lengths([30.0]), 12, n=2, n_answered=9.0, dataset_tokens=50.0)
+    workload = work(equal(30.0), 12, n=2, n_answered=9.0, dataset_tokens=50.0)
     outcome = simulate(scheduler, Sizes(2, 3, 2), workload, RATES, n_steps=20)
     assert outcome.response_tokens_per_s * outcome.step_s == pytest.approx(9 * 2 * 30 + 3 * 50)
 
@@ -163,7 +167,7 @@ def test_no_sequence_is_older_than_the_bound(
 @pytest.mark.parametrize(("scheduler", "age"), [("sync", 0), ("one_step_off", 1), ("two_step_off", 2)])
 def test_batches_have_one_age(scheduler: str, age: int) -> None:
     """Fails if a batch is begun before or after its turn."""
-    outcome = simulate(scheduler, Sizes(1, 2, 1), work(fixed_lengths([10.0]), 4), RATES, n_steps=10)
+    outcome = simulate(scheduler, Sizes(1, 2, 1), work(equal(10.0), 4), RATES, n_steps=10)
     assert outcome.staleness == {age: 1.0}
 
 
@@ -188,6 +192,20 @@ def test_faster_stages_make_no_slower_step(scheduler: str) -> None:
             assert outcome.step_s <= 1.01 * steps[0]
 
 
+@pytest.mark.parametrize(("mean", "sigma", "longest"), [(800.0, 1.0, 32768.0), (800.0, 1.0, 2048.0), (80.0, 0.0, 99.0)])
+def test_lognormal_lengths_have_a_lognormal_s_tail(mean: float, sigma: float, longest: float) -> None:
+    """Fails if --lengths plans for another longest response, which all wait for, than such lengths have."""
+    lengths, rng = lognormal(mean, sigma, longest), np.random.default_rng(1)
+    drawn = np.array([lengths.draw(rng, 256, step) for step in range(400)])
+    true = np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, (400, 256)), 1, longest)
+    assert drawn.mean() == pytest.approx(true.mean(), rel=0.02) == lengths.mean
+    assert drawn.max(1).mean() == pytest.approx(true.max(1).mean(), rel=0.08)
+    assert np.median(drawn) == pytest.approx(np.median(true), rel=0.02) and drawn.max() <= longest
+    np.testing.assert_allclose(
+        np.interp([50, 99.9], lengths.percent, lengths.tokens[0]), np.percentile(true, [50, 99.9]), rtol=0.1
+    )
+
+
 def test_the_teacher_is_a_queue() -> None:
     """Fails if workers score two sequences at a time, or idle while some wait."""
     teacher = Teacher(replace(FREE, score_s=1.0, score_token_s=0.1), 2)
@@ -197,7 +215,7 @@ def test_the_teacher_is_a_queue() -> None:
 
 def test_prompts_go_to_the_engines_in_turn_as_in_the_pool() -> None:
     """Fails if the simulation shares prompts out otherwise than `RolloutPool.generate`."""
-    workload = work(fixed_lengths([50.0]), 8)
+    workload = work(equal(50.0), 8)
     times = [simulate("sync", Sizes(8, engines, 8), workload, RATES).step_s for engines in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True) and len(set(times)) == 4
     # The ninth engine has nothing to do.

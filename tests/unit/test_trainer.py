@@ -5,15 +5,23 @@ The fake actor's files are real ones, and what becomes of them is the real store
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.metrics import read_metrics
 from gkd.mixing import on_policy_places
+from gkd.roles import RolloutChunk
+from gkd.rollout.usage import RolloutUsage
 from gkd.sampler import PromptSampler
-from tests.unit.world import PROMPTS, World, checkpoints, make
+from gkd.stage_report import SINCE_START, WITH_EVALUATION
+from gkd.types import Prompt
+from tests.unit.world import PROMPTS, World, answers, checkpoints, make
 
 
 def test_the_road_of_one_batch(tmp_path: Path) -> None:
@@ -59,6 +67,50 @@ def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
     make(tmp_path, world, "trainer.total_steps=1", "eval.metric=none", val=PROMPTS[:1]).fit()
     assert "greedy" not in world.events
     assert world.events.count("evaluate") == 2
+
+
+class Streams(World):
+    """Its stream has every prompt answered at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answered: list[RolloutChunk] = []
+
+    def open_stream(self, *, n: int, temperature: float, seed: int) -> Streams:
+        return self
+
+    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
+        for prompt, place in zip(prompts, places, strict=True):
+            self._answered.append(
+                replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([place]))
+            )
+
+    def finished(self, timeout_s: float) -> list[RolloutChunk]:
+        time.sleep(0 if self._answered else 0.01)
+        taken, self._answered = self._answered, []
+        return taken
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    def usage(self) -> RolloutUsage:
+        self.events.append("usage")
+        return super().usage()
+
+
+@pytest.mark.parametrize(("scheduler", "n_more"), [("sync", 3), ("stream", 1)])
+def test_a_stream_s_own_work_beside_an_evaluation_is_not_thrown_away(
+    tmp_path: Path, scheduler: str, n_more: int
+) -> None:
+    """Fails if the engines' numbers lose what a stream did, or an evaluation's passes look like a step's."""
+    world = Streams()
+    settings = ("trainer.total_steps=4", "eval.every=2", "eval.metric=none", f"trainer.scheduler={scheduler}")
+    make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]
+    assert world.events.count("usage") == 4 + n_more, "an evaluation before the first step has the engines alone"
+    marked = [line["step"] for line in lines if WITH_EVALUATION in line]
+    assert marked == ([3] if scheduler == "stream" else [])
+    assert [line["step"] for line in lines if "perf/rollout_busy_share" not in line] == marked
 
 
 def test_a_stale_rollout_is_never_trained_on(tmp_path: Path) -> None:
@@ -107,7 +159,8 @@ def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
     make(tmp_path, again, "trainer.total_steps=4", "trainer.resume=auto").fit()
     assert again.events[:2] == ["load", "push 2"]
     assert world.trained + again.trained == whole.trained
-    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], line[SINCE_START]) for line in lines] == [(1, 1), (2, 2), (3, 1), (4, 2)]
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
@@ -128,7 +181,7 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
         *["dataset v=1", "generate n=3 seed=11 v=1"],
     ]
     (line, _) = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert line["rollout/sequences"] == 8
+    assert line["rollout/sequences"] == 8 and line["rollout/dataset_response_tokens"] == 2 * 3
     assert line["rollout/on_policy_sequences"] == 0.75 * line["rollout/sequences"]
     assert line["rollout/response_length_mean"] == (2 * 3 + 6 * 2) / 8
     assert line["rollout/cut_share"] == 0.25
