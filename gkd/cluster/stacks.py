@@ -29,6 +29,7 @@ _STATES = {
     "t": "stopped by a debugger",
     "D": "inside a disk or driver call",
 }
+_PACKAGES, _STDLIB = "/site-packages/", "/lib/python3"
 _FRAME = re.compile(r'  File "(.+)", line (\d+|\?+) in (.+)')
 
 _file: BufferedRandom | None = None  # open for as long as the process lives
@@ -45,7 +46,9 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        return "/gkd/" in self.file
+        """Of this package, whatever the folders above it are called: a checkout's may be gkd, too, and hold the rest."""
+        _, installed, inside = self.file.rpartition(_PACKAGES)
+        return inside.startswith("gkd/") if installed else "/gkd/" in self.file and _STDLIB not in self.file
 
     @property
     def is_importlib(self) -> bool:
@@ -225,14 +228,14 @@ def _where(frames: list[Frame]) -> str:
     if caller is not None:
         return f"waits for other ranks in a collective, called at {caller}"
     # Not in Python's own library, whose innermost calls look alike whoever makes them.
-    inner = next((frame for frame in frames if frame.is_ours or "/site-packages/" in frame.file), frames[0])
+    inner = next((frame for frame in frames if frame.is_ours or _PACKAGES in frame.file), frames[0])
     ours = next((frame for frame in frames if frame.is_ours), None)
     return f"at {inner}" if ours is None or ours is inner else f"at {inner}, called at {ours}"
 
 
 def _short(file: str) -> str:
     """From the package on: `gkd/actor/worker.py`, `torch/cuda/__init__.py`."""
-    for border in ("/site-packages/", "/lib/python3"):
+    for border in (_PACKAGES, _STDLIB):
         if border in file:
             return file.rpartition(border)[2].lstrip(".0123456789/")
     return "gkd/" + file.rpartition("/gkd/")[2] if "/gkd/" in file else file

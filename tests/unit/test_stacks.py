@@ -14,7 +14,7 @@ import pytest
 
 from gkd.cluster.hang import describe
 from gkd.cluster.progress import Phases, Progress
-from gkd.cluster.stacks import RankStack, rank_env, stacks_here
+from gkd.cluster.stacks import Frame, RankStack, rank_env, stacks_here
 from gkd.cluster.startup import summary
 
 IN_A_COLLECTIVE = """Thread 0x1 (most recent call first):
@@ -59,6 +59,21 @@ def test_what_a_stack_means(text: str, waits: bool, idle: bool, where: str) -> N
     one = stack("actor rank 0", text)
     assert (one.waits_for_others, one.is_idle) == (waits, idle)
     assert one.where().startswith(where)
+
+
+@pytest.mark.parametrize(
+    ("file", "ours", "short"),
+    [
+        ("/home/me/gkd/gkd/actor/step.py", True, "gkd/actor/step.py"),
+        ("/venv/lib/python3.11/site-packages/gkd/actor/step.py", True, "gkd/actor/step.py"),
+        ("/home/me/gkd/.venv/lib/python3.11/site-packages/torch/nn/f.py", False, "torch/nn/f.py"),
+        ("/home/me/gkd/.python/lib/python3.11/threading.py", False, "threading.py"),
+    ],
+)
+def test_a_checkout_called_like_the_package_is_not_the_package(file: str, ours: bool, short: str) -> None:
+    """Fails if, in a folder that is called gkd, every library's code passes for this project's, and no rank waits."""
+    frame = Frame(file, "7", "f")
+    assert (frame.is_ours, str(frame)) == (ours, f"{short} line 7 (f)")
 
 
 def test_a_rank_is_not_waiting_if_one_of_its_threads_is_not() -> None:
