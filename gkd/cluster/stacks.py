@@ -46,7 +46,7 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Of this package, whatever the folders above it are called: a checkout's may be gkd, too, and hold the rest."""
+        """Of this package; the folder of a checkout may be called gkd, too, and hold the libraries as well."""
         _, installed, inside = self.file.rpartition(_PACKAGES)
         return inside.startswith("gkd/") if installed else "/gkd/" in self.file and _STDLIB not in self.file
 
