@@ -51,6 +51,11 @@ class Frame:
         return inside.startswith("gkd/") if installed else "/gkd/" in self.file and _STDLIB not in self.file
 
     @property
+    def is_pythons(self) -> bool:
+        """Of Python's own library."""
+        return self.is_importlib or (_STDLIB in self.file and _PACKAGES not in self.file)
+
+    @property
     def is_importlib(self) -> bool:
         return self.file.startswith("<frozen importlib")
 
@@ -228,7 +233,7 @@ def _where(frames: list[Frame]) -> str:
     if caller is not None:
         return f"waits for other ranks in a collective, called at {caller}"
     # Not in Python's own library, whose innermost calls look alike whoever makes them.
-    inner = next((frame for frame in frames if frame.is_ours or _PACKAGES in frame.file), frames[0])
+    inner = next((frame for frame in frames if not frame.is_pythons), frames[0])
     ours = next((frame for frame in frames if frame.is_ours), None)
     return f"at {inner}" if ours is None or ours is inner else f"at {inner}, called at {ours}"
 
