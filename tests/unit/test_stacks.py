@@ -194,7 +194,7 @@ def run() -> str:
     [
         ("stacks.listen(); stacks.listen()", "import time; time.sleep(60)", "(hold)"),
         # A regular expression that takes for ever, in C, with the interpreter's lock held.
-        (LISTEN, "import re; re.match('(a+)+$', 'a' * 60 + 'b')", "re/__init__.py"),
+        (LISTEN, "import re; re.match('(a+)+$', 'a' * 60 + 'b')", "(hold)"),
         (RETITLE, "import time; time.sleep(60)", "(hold)"),  # which overwrites the environment that others see
         ("pass", "import time; time.sleep(60)", "takes no questions"),
         (LISTEN, "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", "stopped by a signal"),
