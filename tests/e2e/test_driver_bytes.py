@@ -18,6 +18,7 @@ CONTROL = 50_000
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a figure; CI has the sizes of what goes through the driver in tests/unit/test_inline_bytes.py
 def test_a_sequence_costs_the_driver_a_hundred_bytes_at_most(lab: Lab, teacher_port: int) -> None:
     """Fails if tokens or scores go through the driver, fetched or not: at some size it then decides a step's time."""
     command = lab.command(

@@ -10,7 +10,7 @@ from gkd.metrics import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # CI has the adapters in tests/dist/test_fsdp_student.py
 
 
 def test_adapters_are_trained_and_their_sum_is_synced(lab: Lab, teacher_port: int) -> None:
