@@ -31,6 +31,7 @@ from gkd.cluster.places import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.collate import MicroBatches
 from gkd.config import Config, OptimConfig
+from gkd.imports import quick_imports
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.roles import FileDigest, TrainStats
@@ -133,7 +134,8 @@ class ActorWorker:
             "on_phase": self._phases.enter,
         }
         if actor.strategy == "fsdp2":
-            from gkd.actor.fsdp.student import FsdpStudent
+            with quick_imports():
+                from gkd.actor.fsdp.student import FsdpStudent
 
             return FsdpStudent(
                 config.model.path,
@@ -144,7 +146,8 @@ class ActorWorker:
                 trust_remote_code=config.model.trust_remote_code,
                 **common,
             )
-        from gkd.actor.megatron.student import MegatronStudent
+        with quick_imports():
+            from gkd.actor.megatron.student import MegatronStudent
 
         return MegatronStudent(
             config.model.path,

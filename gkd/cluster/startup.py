@@ -25,6 +25,7 @@ TELL_S = 5.0
 _AGAIN = 6  # times that long, and a line that has not changed is said again
 _ASK_S = 2.0
 _SLOWEST = 4  # ranks named in a line
+_EARLY_S = 0.1  # Ray's waits are of whole milliseconds, so that they may end before the deadline
 
 
 class Startup(AbstractContextManager["Startup"]):
@@ -80,7 +81,7 @@ class Startup(AbstractContextManager["Startup"]):
     ) -> None:
         self._ended.set()
         self._thread.join(_ASK_S + 1.0)
-        if isinstance(error, LateError) and self.left_s() <= 0:
+        if isinstance(error, LateError) and self.left_s() < _EARLY_S:
             text = f"not all ranks were up within trainer.init_timeout_s = {self.timeout_s:g} s: {error}"
             raise LateError(text) from error  # of whomever it was waiting for first: any rank may be the one that hangs
 

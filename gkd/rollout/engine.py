@@ -16,6 +16,7 @@ import numpy as np
 
 from gkd.config import RolloutConfig
 from gkd.errors import ClusterError, DataError
+from gkd.imports import quick_imports
 from gkd.rollout.usage import EngineUsage, PassMeter
 from gkd.types import Prompt, Rollout, VersionSpan
 from gkd.weight_sync.buckets import Bucket
@@ -99,7 +100,8 @@ class RolloutEngine:
         trust_remote_code: bool = False,
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from vllm import LLM
+        with quick_imports():
+            from vllm import LLM
 
         on_cpu = device == "cpu"
         self.policy_version = 0

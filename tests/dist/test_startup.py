@@ -83,6 +83,15 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
     return raised.value, report, told, stopped
 
 
+@pytest.mark.parametrize(("left_s", "named"), [(0.01, True), (30.0, False)])
+def test_a_wait_may_end_just_before_the_deadline(left_s: float, named: bool) -> None:
+    """Fails if the setting is named only where the clocks of Ray and Python agree, or where it was not to blame."""
+    startup = Startup(timeout_s=left_s)
+    with pytest.raises(LateError) as raised, startup:
+        raise LateError("no answer", ["actor rank 0"])
+    assert ("trainer.init_timeout_s" in str(raised.value)) == named and raised.value.late == ("actor rank 0",)
+
+
 def test_the_error_names_the_setting_and_who_is_late(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
     """Fails if a start that hangs goes on for ever, or ends without saying after how long and for whom it waited."""
     text = str(hung[0])

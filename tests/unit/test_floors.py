@@ -62,6 +62,7 @@ WITHOUT_TORCH = {
     "gkd/config_check.py",
     "gkd/errors.py",
     "gkd/hf_index.py",
+    "gkd/imports.py",
     "gkd/log.py",
     "gkd/disk.py",
     "gkd/recorded.py",
