@@ -89,7 +89,7 @@ def test_a_wait_may_end_just_before_the_deadline(left_s: float, named: bool) -> 
     startup = Startup(timeout_s=left_s)
     with pytest.raises(LateError) as raised, startup:
         raise LateError("no answer", ["actor rank 0"])
-    assert ("trainer.init_timeout_s" in str(raised.value)) == named and raised.value.late == ("actor rank 0",)
+    assert ("trainer.init_timeout_s" in str(raised.value)) == named
 
 
 def test_the_error_names_the_setting_and_who_is_late(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
