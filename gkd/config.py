@@ -87,7 +87,8 @@ class TrainerConfig:
     keep_every: int = 0
     # Write checkpoints while training goes on; only the next optimizer step waits for the copy to host memory.
     async_save: bool = True
-    # Let the two pools take turns on the same GPUs. Not built yet: true is refused.
+    # Let actor and engines take turns on the same GPUs, each side's states in host memory while the other works. Both
+    # pools have the same size; scheduler sync only; cluster.order has no meaning.
     colocate: bool = False
     # Seconds to wait for the pools' GPUs where others hold them; and again the seconds that all ranks together may take
     # to start, from the first process to the last group joined. Then the run gives up, names who is late, where, and
@@ -153,8 +154,13 @@ class ActorConfig:
     # Recompute in the backward pass instead of keeping activations: none | selective (attention; megatron only) | full
     # (whole layers).
     recompute: str = "none"
-    # fsdp2: keep sharded parameters, gradients and optimizer state in host memory.
+    # fsdp2: keep sharded parameters, gradients and optimizer state in host memory, and bring a layer at a time to the
+    # GPU for its own forward and backward pass. It makes offload_train needless, which is then ignored.
     fsdp_cpu_offload: bool = False
+    # Move weights, gradients and optimizer state to host memory after each call on the actor, and what the next one
+    # needs back before it: what else is on the actor's GPUs has them to itself in between. The same numbers, to the
+    # bit; a training step takes as much longer as the copies do.
+    offload_train: bool = False
     # Put the sequences of a micro-batch one after the other instead of padding each to the longest.
     packing: bool = True
     # Sequences of one forward pass; used where max_tokens_per_micro_batch is 0.

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import cast, get_args
 
 from gkd.config import Config, TrainerConfig
+from gkd.config_sharing import check_sharing
 from gkd.errors import ConfigError
 from gkd.loss.spec import LOSS_NAMES, loss_spec, teacher_signals
 from gkd.schedule import AHEAD, STREAM
@@ -254,10 +255,7 @@ def _check_pools(config: Config) -> None:
 def _check_cluster(config: Config) -> None:
     """Can there be such nodes and GPUs at all?"""
     t, r, c = config.trainer, config.rollout, config.cluster
-    if t.colocate:
-        problem = "pools that share GPUs are not built yet."
-        fix = "use false, and GPUs for both: trainer.n_gpus_per_node and rollout.n_gpus_per_node."
-        raise ConfigError("trainer.colocate", True, problem, fix)
+    check_sharing(config)
     if sorted(c.order) != ["actor", "rollout"]:
         raise ConfigError(
             "cluster.order", c.order, "it has to name each pool once.", "use [actor, rollout] or [rollout, actor]."
@@ -280,7 +278,7 @@ def _check_cluster(config: Config) -> None:
         )
     # On several nodes a node may hold one pool only.
     both, most = t.n_gpus_per_node + r.n_gpus_per_node, max(t.n_gpus_per_node, r.n_gpus_per_node)
-    n_wanted = most if c.ray_address else both
+    n_wanted = most if c.ray_address or t.colocate else both
     if len(c.gpus) < n_wanted:
         raise ConfigError(
             "cluster.gpus",

@@ -14,6 +14,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.places import visible_ids
 from gkd.config import Config
 from gkd.config_check import check_config, n_engines
+from gkd.config_sharing import gpus_wanted
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError
 from gkd.log import get_logger
@@ -143,8 +144,7 @@ def resolve_device(config: Config) -> str:
             "this environment has the CUDA builds of torch and vLLM, and they see GPUs.",
             "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu.",
         )
-    pools = {"trainer": config.trainer, "rollout": config.rollout}
-    n_wanted = sum(pool.n_gpus_per_node * pool.nnodes for pool in pools.values())  # type: ignore[attr-defined]
+    n_wanted = gpus_wanted(config)
     if device == "cuda" and n_gpus < n_wanted:
         raise ConfigError(
             "rollout.n_gpus_per_node",

@@ -6,7 +6,7 @@ the hosts that made them. A handle's `ref` is opaque here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -182,6 +182,18 @@ class RolloutRole(Protocol):
         """Answer greedily, compare with the reference answers, keep the first `n_samples` answers."""
         ...
 
+    def offload_states(self, include: Sequence[str] | None = None, level: int = 1) -> object:
+        """Have the engines free their GPUs; harmless when they have. A call that needs what they hold reloads it.
+
+        Args:
+            level: 1 = host memory keeps the weights | 2 = the next weight sync brings them.
+        """
+        ...
+
+    def reload_states(self, include: Sequence[str] | None = None) -> object:
+        """The reverse."""
+        ...
+
     def usage(self) -> RolloutUsage:
         """What the engines did since the last call; waits for a batch that is being answered."""
         ...
@@ -237,11 +249,21 @@ class ScoringRole(Protocol):
 
 
 class ActorRole(Protocol):
-    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
-        """One optimizer step on the whole batch."""
+    def offload_states(self, include: Sequence[str] | None = None) -> object:
+        """Weights, gradients and optimizer state to host memory; harmless when they are there."""
         ...
 
-    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
+    def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
+        """One optimizer step on the whole batch.
+
+        Args:
+            meta: {"is_offload_states": ...}: do the states go to host memory after it? None: as the settings say.
+        """
+        ...
+
+    def evaluate(
+        self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0, meta: Mapping[str, Any] | None = None
+    ) -> TrainStats:
         """The same loss, nothing learned; with the numbers of each token of the first `keep_tokens` sequences."""
         ...
 

@@ -18,6 +18,7 @@ from gkd.batches_ahead import BatchesAhead
 from gkd.checkpoints import IN_FLIGHT
 from gkd.config import Config
 from gkd.errors import CheckpointError, ClusterError, LateError, NumericsError, TeacherUnavailable
+from gkd.lease import Lease
 from gkd.log import get_logger
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
 from gkd.replay import BatchRecorder, Replay
@@ -70,6 +71,7 @@ class Trainer:
         self.new_timers = new_timers
         self.total_steps = total_steps
         self.step = self._started_at = 0
+        self.lease = Lease(roles.actor, roles.rollout, shared=config.trainer.colocate)
         self.answering = Answering(config, roles.rollout, roles.scoring)
         self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
         self._stream_is_open = self._evaluated_beside_it = False
@@ -124,22 +126,24 @@ class Trainer:
         with timers("data"):
             self.source.begin(self.step)
         self._stream_is_open = self.config.trainer.scheduler == STREAM and not self.config.trainer.replay
-        batch = self.source.next(self.step, timers)
+        with self.lease.generating(timers):
+            batch = self.source.next(self.step, timers)
         self.teacher_meter.add(batch)
         staleness = self._staleness(batch)
         if self.recorder is not None:
             self.recorder.begin(self.step + 1, batch)
-        with timers("train"):
-            stats = self.roles.actor.train_step(batch)
-        self.source.trained()
-        self.step += 1
-        if self.recorder is not None:
-            with timers("record"):
-                self.recorder.finish()
-        self.source.settle(timers)
-        teacher = self.teacher_meter.end_step()
-        with timers("weight_sync"):
-            report = self.roles.weight_sync.push(self.step)
+        with self.lease.training(timers, sync_follows=True):
+            with timers("train"):
+                stats = self.roles.actor.train_step(batch)
+            self.source.trained()
+            self.step += 1
+            if self.recorder is not None:
+                with timers("record"):
+                    self.recorder.finish()
+            self.source.settle(timers)
+            teacher = self.teacher_meter.end_step()
+            with timers("weight_sync"):
+                report = self.roles.weight_sync.push(self.step)
         with timers("usage"):
             usage = self.roles.rollout.usage()
         evaluation = {WITH_EVALUATION: 1.0} if self._evaluated_beside_it else {}
@@ -165,17 +169,22 @@ class Trainer:
         with timers("eval"):
             # The same seed every time, so that two evaluations differ by the student alone.
             places = range(len(self.val_prompts))
-            pending = self.answering.submitted(self.val_prompts, places, n=1, seed=EVAL_SEED, policy_version=self.step)
-            scored = self.roles.scoring.collect(pending)
+            with self.lease.generating():
+                asked = self.answering.submitted(
+                    self.val_prompts, places, n=1, seed=EVAL_SEED, policy_version=self.step
+                )
+                scored = self.roles.scoring.collect(asked)
             self.teacher_meter.add(scored)  # beside it the teacher may have been asked about the next batches
-            stats = self.roles.actor.evaluate(scored, keep_tokens=self.config.eval.keep_token_losses)
+            with self.lease.training():
+                stats = self.roles.actor.evaluate(scored, keep_tokens=self.config.eval.keep_token_losses)
             if stats.tokens:
                 self.folder.write_token_losses(self.step, stats.tokens)
             kl = stats.extra.get("loss/token_kl")
             numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if self.config.eval.metric == "exact_match":
-                report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
+                with self.lease.generating():
+                    report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
                 numbers["eval/accuracy"] = report.accuracy
                 self.folder.write_samples(self.step, report.samples)
             if self._stream_is_open:  # its own work goes on, and cannot be told from the evaluation's
@@ -215,7 +224,8 @@ class Trainer:
     def _save(self, metrics: MetricsWriter, *, scored: bool = True) -> dict[str, float]:
         """Begin to save the last finished step. Its line is on the disk first: whoever resumes from this has it."""
         metrics.sync()
-        return self.saver.save(self.step, self.source.in_flight(self.step), scored=scored)
+        with self.lease.training():
+            return self.saver.save(self.step, self.source.in_flight(self.step), scored=scored)
 
     def _save_now(self, metrics: MetricsWriter, *, scored: bool = True) -> None:
         self._save(metrics, scored=scored)
@@ -234,7 +244,8 @@ class Trainer:
         self._tried("stopping the rollouts", lambda: self.source.close(wait=True))
 
     def _export(self) -> None:
-        self.roles.actor.export_hf(self.folder.new_export)
+        with self.lease.training():
+            self.roles.actor.export_hf(self.folder.new_export)
         log.info("exported the student to %s", self.folder.publish_export())
 
     def _keep_what_can_be_kept(self, error: Exception, metrics: MetricsWriter) -> None:

@@ -21,6 +21,7 @@ from gkd.cluster.hang import hang_report
 from gkd.cluster.place_table import place_table
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
+from gkd.cluster.shared_pools import guest_pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config import Config
@@ -42,6 +43,8 @@ from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("wiring")
 
+ACTOR, ROLLOUT = "actor", "rollout"
+
 # Ray sends the result of a call to whoever made the call, here the driver, if it is smaller than this, and puts it into
 # the object store of the worker's host if not. By default it is 100 kB, which lets many a chunk of rollouts or scores
 # through the driver, twice: it also sends such a thing on as an argument. Any rollout or score is larger than this, and
@@ -59,16 +62,13 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
             who hangs and where, and the run folder has all stacks.
     """
     t = config.trainer
-    actor_spec, rollout_spec = pool_specs(config)
-    on_cpu = plan.device == "cpu"
-    n_slots = actor_spec.n_gpus + rollout_spec.n_gpus
-    cluster = Cluster(config.cluster.ray_address, n_slots=n_slots, on_cpu=on_cpu, gpus=config.cluster.gpus)
+    cluster = make_cluster(config, on_cpu=plan.device == "cpu")
     try:
-        slots = cluster.make_pools(pools_in_order(config), t.init_timeout_s)
+        slots = make_pools(cluster, config, t.init_timeout_s)
         startup = Startup(t.init_timeout_s)
         try:
             with startup:
-                roles = _start(config, plan, startup, slots[actor_spec.name], slots[rollout_spec.name])
+                roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
             log.info("all ranks are up")
             yield replace(roles, explained=lambda error: _explained(error, startup, cluster.run, plan))
         except LateError as error:
@@ -95,10 +95,14 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     # Each rank says where it sits before it builds anything; the table is made while they build.
     asked = [
         survey.Asked(actor_slots.spec, config.actor.tp, [w.place.remote(not on_cpu) for w in actor_workers]),
-        survey.Asked(rollout_slots.spec, 1, [w.place.remote(not on_cpu) for w in rollout_workers]),
+        survey.Asked(rollout_slots.spec, 1, [w.place.remote(not on_cpu) for w in rollout_workers], shares_with(config)),
     ]
     # Both pools build at the same time; neither needs the other before the weight-sync group.
     building = rollout.init_model(plan.device, plan.eos_ids)
+    if config.trainer.colocate:  # an engine takes its share of what is free, then makes room for the actor
+        gather(building, "init_model", startup.left_s())
+        rollout.offload_states()
+        building = {}
     actor.check_run_dir(plan.folder.root, startup.left_s())
     building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
     _record_places(config, plan, asked, startup.left_s())
@@ -132,14 +136,42 @@ def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
     """(actor, rollout): one process a GPU, and one an engine."""
     t, r = config.trainer, config.rollout
     return (
-        PoolSpec("actor", t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
-        PoolSpec("rollout", r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp, unit="engine"),
+        PoolSpec(ACTOR, t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
+        PoolSpec(ROLLOUT, r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp, unit="engine"),
     )
 
 
 def pools_in_order(config: Config) -> list[PoolSpec]:
-    """The same, the one that gets the low GPU ids first."""
-    return sorted(pool_specs(config), key=lambda spec: config.cluster.order.index(spec.name))
+    """Those that have GPUs of their own, the one that gets the low ids first."""
+    actor, rollout = pool_specs(config)
+    if config.trainer.colocate:
+        return [replace(actor, helper_cpus=actor.helper_cpus + 1.0)]  # room for an engine beside each rank
+    return sorted((actor, rollout), key=lambda spec: config.cluster.order.index(spec.name))
+
+
+def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:
+    """Ray, with GPUs or slots for all pools. Raises ClusterError: it can't be started or joined."""
+    own = pools_in_order(config)
+    return Cluster(
+        config.cluster.ray_address,
+        n_slots=sum(spec.n_gpus for spec in own),
+        on_cpu=on_cpu,
+        gpus=config.cluster.gpus,
+        cpus_a_slot=1.0 + max(HELPER_CPUS, *(spec.helper_cpus for spec in own)),
+    )
+
+
+def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, Pool]:
+    """Actor and rollout, by name. Raises as `Cluster.make_pools` and `guest_pool`."""
+    pools = cluster.make_pools(pools_in_order(config), timeout_s)
+    if config.trainer.colocate:
+        pools[ROLLOUT] = guest_pool(pools[ACTOR], pool_specs(config)[1], timeout_s)
+    return pools
+
+
+def shares_with(config: Config) -> str:
+    """The pool whose GPUs the engines use; empty: they have their own."""
+    return ACTOR if config.trainer.colocate else ""
 
 
 def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], timeout_s: float) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gkd.actor.host_copies import Snapshot
 from gkd.loss.distill_loss import DistillLoss
+from gkd.memory.states import States
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 
@@ -26,6 +27,7 @@ class Student(Protocol):
 
     step: int  # optimizer steps made so far
     loss: DistillLoss
+    states: States  # whoever has moved some away brings them back before a method that needs them
 
     @property
     def n_vocab(self) -> int:

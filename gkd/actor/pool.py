@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from gkd import shared_folder
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.balance import parts
-from gkd.cluster.calls import gather
+from gkd.cluster.calls import Pending, gather
 from gkd.config import Config
 from gkd.roles import FileDigest, ScoredChunk, TrainStats
 
@@ -57,11 +57,29 @@ class ActorPool:
         finally:
             shared_folder.clear(root)
 
-    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
-        return self._on_batch("train_step", batch)[0]
+    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+        """Have all ranks move states to host memory; what is asked of them after this is done after it.
 
-    def evaluate(self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0) -> TrainStats:
-        answers = self._on_batch("evaluate", batch, keep_tokens)
+        Args:
+            include: of `gkd.memory.states.KINDS`; None: all.
+            blocking: wait for all. Else the caller does, with the handle, which also brings a rank's error.
+
+        Raises:
+            ClusterError: a rank failed, died or did not answer in time.
+        """
+        return self._moving("offload_states", include, blocking)
+
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+        """The reverse."""
+        return self._moving("reload_states", include, blocking)
+
+    def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
+        return self._on_batch("train_step", batch, meta=meta)[0]
+
+    def evaluate(
+        self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0, meta: Mapping[str, Any] | None = None
+    ) -> TrainStats:
+        answers = self._on_batch("evaluate", batch, keep_tokens, meta=meta)
         tokens = [record for answer in answers for record in answer.tokens]  # each data-parallel group has its own
         return replace(answers[0], tokens=sorted(tokens, key=lambda record: record.sample_index))
 
@@ -116,11 +134,19 @@ class ActorPool:
         }
         gather(refs, "set_teacher_head", timeout_s)
 
-    def _on_batch(self, method: str, batch: Sequence[ScoredChunk], *args: Any) -> list[TrainStats]:
+    def _moving(self, method: str, include: Sequence[str] | None, blocking: bool) -> Pending:
+        pending = Pending(self._call(method, include), method, self._timeout_s)
+        if blocking:
+            pending.wait()
+        return pending
+
+    def _on_batch(
+        self, method: str, batch: Sequence[ScoredChunk], *args: Any, meta: Mapping[str, Any] | None
+    ) -> list[TrainStats]:
         """By rank; all have the same numbers."""
         given = batch_args(batch, self._layouts, balance=self._config.actor.balance)
         refs = {
-            f"actor rank {rank}": getattr(worker, method).remote(*args, *given[rank])
+            f"actor rank {rank}": getattr(worker, method).remote(*args, *given[rank], meta=meta)
             for rank, worker in enumerate(self._workers)
         }
         return list(gather(refs, method, self._timeout_s).values())

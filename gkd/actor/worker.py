@@ -7,7 +7,7 @@ pipeline stage fetches the teacher's scores, because only it computes the loss.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from gkd import shared_folder
 from gkd.actor.agree import same_error
 from gkd.actor.group_probe import probe_group
+from gkd.actor.held_states import HeldStates
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shard_writer import BackgroundWriter
@@ -34,6 +35,7 @@ from gkd.config import Config, OptimConfig
 from gkd.imports import quick_imports
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
+from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.roles import FileDigest, TrainStats
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, TensorSpec
@@ -115,6 +117,7 @@ class ActorWorker:
             tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
         self._student = self._build_student(total_steps)
+        self._held = HeldStates(self._student, self._device, automatic=moves_states(config))
         self._phases.enter(UP)
         self._log.info("student built and loaded")
 
@@ -162,18 +165,43 @@ class ActorWorker:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
         self._student.set_teacher_head(head)
 
-    def train_step(self, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
+        """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called."""
+        with self._phases.during("offloading states"):
+            self._held.offload_states(include)
+
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
+        """Back to the device. All ranks are called."""
+        with self._phases.during("reloading states"):
+            self._held.reload_states(include)
+
+    def train_step(
+        self, takes: Sequence[bytes | None], *lists: list[Any], meta: Mapping[str, Any] | None = None
+    ) -> TrainStats:
         """One optimizer step on this data-parallel group's share.
 
         Args:
             takes: which sequences of each chunk are the group's, see `gkd.balance.Part`.
             lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores. The
                 driver passes handles; Ray fetches what they stand for from the object store.
+            meta: what becomes of the states after the call, see `HeldStates.needed`.
+
+        Returns:
+            With what it cost to move states since the last training step.
         """
         with self._phases.during("training step"):
-            return self._student.train_step(self._micro_batches(takes, lists)[0])
+            batches = self._micro_batches(takes, lists)[0]
+            with self._held.needed("train", meta=meta):
+                stats = self._student.train_step(batches)
+        return replace(stats, extra=stats.extra | self._held.take_metrics())
 
-    def evaluate(self, keep_tokens: int, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
+    def evaluate(
+        self,
+        keep_tokens: int,
+        takes: Sequence[bytes | None],
+        *lists: list[Any],
+        meta: Mapping[str, Any] | None = None,
+    ) -> TrainStats:
         """The same loss; nothing learned. Arguments as of `train_step`.
 
         Args:
@@ -182,17 +210,21 @@ class ActorWorker:
         """
         with self._phases.during("evaluation"):
             batches, rollouts = self._micro_batches(takes, lists)
-            if not (keep_tokens and self._layout.is_last_stage and self._layout.tp_rank == 0):
-                return self._student.evaluate(batches)
+            keeps = keep_tokens > 0 and self._layout.is_last_stage and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
-            stats = self._student.evaluate(batches, on_rows=lambda table: tables.append(table.cpu()))
+            with self._held.needed("evaluate", [PARAMS], meta):
+                on_rows = (lambda table: tables.append(table.cpu())) if keeps else None
+                stats = self._student.evaluate(batches, on_rows)
+        if not keeps:
+            return stats
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
         return replace(stats, tokens=token_records(batches, tables, self._student.loss.report_names, kept))
 
     def save(self, folder: Path) -> None:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
-        self._writer.start(folder, self._rank, self._student.snapshot())
+        with self._held.needed("save", [PARAMS, OPTIMIZER]):
+            self._writer.start(folder, self._rank, self._student.snapshot())
 
     @ray.method(concurrency_group=SAVES)
     def save_finished(self, wait: bool) -> dict[str, FileDigest] | None:
@@ -204,12 +236,12 @@ class ActorWorker:
         return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:
-        with self._phases.during("loading a checkpoint"):
+        with self._phases.during("loading a checkpoint"), self._held.needed("load"):
             self._student.load_checkpoint(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""
-        with self._phases.during("export"):
+        with self._phases.during("export"), self._held.needed("export", [PARAMS]):
             self._student.save_hf(folder, self._config.model.path)
 
     def export_plan(self) -> list[TensorSpec]:
@@ -221,9 +253,11 @@ class ActorWorker:
         with self._phases.during("joining the weight-sync group"):
             self._group = TransferGroup(spec, self._device)
 
-    def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
+    def send_weights(
+        self, buckets: Sequence[Bucket], with_digests: bool, *, meta: Mapping[str, Any] | None = None
+    ) -> dict[str, str]:
         """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""
-        with self._phases.during("sending weights"):
+        with self._phases.during("sending weights"), self._held.needed("sync", [PARAMS], meta, alone=True):
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def _micro_batches(
@@ -252,6 +286,11 @@ class ActorWorker:
                 packed=self._config.actor.packing,
             )
         return batches, rollouts
+
+
+def moves_states(config: Config) -> bool:
+    """Do a rank's states go to the host after each call? What lives there anyway does not."""
+    return (config.actor.offload_train or config.trainer.colocate) and not config.actor.fsdp_cpu_offload
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:

@@ -80,6 +80,7 @@ class PoolNeed:
     n_ranks: int
     gpus_per_rank: int
     tp: int = 1
+    shares_with: str = ""  # the pool whose GPUs these are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

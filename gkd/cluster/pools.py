@@ -41,6 +41,7 @@ _JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.stacks.listen"}
 _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
 _SAY_S = 15.0  # between lines that say what is waited for
+_NO_RAY_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _NODE_ID = "ray.io/node-id"  # a label that every node of Ray has
 _HTTP2_SETTINGS = 4  # the type of the first frame that a gRPC server sends, at once and unasked
 
@@ -53,13 +54,22 @@ class Cluster:
     Args:
         address: empty: start one.
         n_slots: processes' GPUs in all, of which on CPU a cluster started here has so many.
+        cpus_a_slot: logical ones that it has for each, on CPU.
         gpus: ids of the only GPUs that a cluster started here may give out; empty: all that the driver sees.
 
     Raises:
         ClusterError: it can't be started or joined.
     """
 
-    def __init__(self, address: str, *, n_slots: int, on_cpu: bool, gpus: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        n_slots: int,
+        on_cpu: bool,
+        gpus: Sequence[int] = (),
+        cpus_a_slot: float = 1.0 + HELPER_CPUS,
+    ) -> None:
         self.run = uuid.uuid4().hex
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
@@ -72,7 +82,7 @@ class Cluster:
             elif on_cpu:
                 # Logical: on a machine with fewer cores than slots the processes share cores.
                 # "local", because without an address Ray would join whatever cluster runs on this machine.
-                cpus, slots = math.ceil(n_slots * (1 + HELPER_CPUS)) + 2, len(gpus) or n_slots
+                cpus, slots = math.ceil(n_slots * cpus_a_slot) + 2, len(gpus) or n_slots
                 with _visible(gpus):
                     ray.init("local", num_cpus=cpus, num_gpus=slots, object_store_memory=512 << 20, **local)
             else:
@@ -131,6 +141,7 @@ class Pool:
     spec: PoolSpec
     groups: list[PlacementGroup]  # by rank
     run: str  # a word that no other run has
+    visible: tuple[str, ...] = ()  # by rank, CUDA_VISIBLE_DEVICES of a pool on another one's GPUs; empty: Ray's choice
 
     def named(self, workers: Sequence[Any]) -> dict[str, Any]:
         """What `spawn` gave, by the ranks' names."""
@@ -152,13 +163,15 @@ class Pool:
         groups = {"concurrency_groups": dict.fromkeys(beside, 1)}
         remote_class = ray.remote(**groups)(worker_class) if beside else ray.remote(worker_class)
         for rank in range(self.spec.world_size):
+            # Ray would hide all GPUs from a process that it gave none.
+            shown = {"CUDA_VISIBLE_DEVICES": self.visible[rank], _NO_RAY_GPUS: "1"} if self.visible else {}
             handles.append(
                 remote_class.options(
                     name=f"{self.spec.name}_{rank}_{os.getpid()}",
-                    num_gpus=self.spec.gpus_per_worker,
+                    num_gpus=0 if self.visible else self.spec.gpus_per_worker,
                     num_cpus=1,
                     scheduling_strategy=self.beside(rank),
-                    runtime_env={"env_vars": env | rank_env(self.run, self.spec.rank_name(rank))},
+                    runtime_env={"env_vars": env | shown | rank_env(self.run, self.spec.rank_name(rank))},
                     max_restarts=0,
                 ).remote(rank)
             )

@@ -33,11 +33,18 @@ class Asked:
     spec: PoolSpec
     tp: int  # ranks of one tensor-parallel group
     refs: Sequence[Any]  # of RankPlace, by rank
+    shares_with: str = ""  # the pool whose GPUs these are
 
     @property
     def need(self) -> PoolNeed:
         spec = self.spec
-        return PoolNeed(name=spec.name, n_ranks=spec.world_size, gpus_per_rank=spec.gpus_per_worker, tp=self.tp)
+        return PoolNeed(
+            name=spec.name,
+            n_ranks=spec.world_size,
+            gpus_per_rank=spec.gpus_per_worker,
+            tp=self.tp,
+            shares_with=self.shares_with,
+        )
 
 
 def places(asked: Sequence[Asked], timeout_s: float) -> list[RankPlace]:

@@ -62,7 +62,7 @@ def _shared(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed]) -> list[V
     # By Ray's node and not by host: nodes that are simulated on one host have logical GPUs of the same ids.
     found = []
     for device, users in _by_device(ranks, needs, lambda row: row.node or row.host).items():
-        if len(users) > 1:
+        if len(users) > 1 and not _meant_to(users, needs):
             pools = {row.pool for row in users}
             seen = [row.cuda_visible_devices for row in ranks if row.pool in pools]
             found.append(
@@ -76,6 +76,12 @@ def _shared(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed]) -> list[V
                 )
             )
     return found
+
+
+def _meant_to(users: Sequence[RankPlace], needs: Mapping[str, PoolNeed]) -> bool:
+    """One rank of a pool and one of a pool that shares its GPUs."""
+    pools = [row.pool for row in users]
+    return len(pools) == 2 and any(needs[pool].shares_with in pools for pool in pools)
 
 
 def _overlaps(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed], teacher: Sequence[RankPlace]) -> list[Verdict]:

@@ -67,9 +67,8 @@ def check(config: Config) -> Survey:
 
     check_ray_installed()
     from gkd.cluster import survey
-    from gkd.cluster.pools import Cluster
     from gkd.teacher.places import teacher_rows
-    from gkd.wiring import pools_in_order, worker_env
+    from gkd.wiring import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with, worker_env
 
     specs = pools_in_order(config)
     tp_sizes = {"actor": config.actor.tp, "rollout": 1}  # ranks of one TP group; an engine is one rank
@@ -83,12 +82,11 @@ def check(config: Config) -> Survey:
         return Survey(device="cuda", pools=(), rows=tuple(teacher), verdicts=(_too_few(error), *found))
     teacher, found = teacher_rows(config.teacher, device)
     on_cpu = device == "cpu"
-    n_slots = sum(spec.n_gpus for spec in specs)
-    cluster = Cluster(config.cluster.ray_address, n_slots=n_slots, on_cpu=on_cpu, gpus=config.cluster.gpus)
+    cluster = make_cluster(config, on_cpu=on_cpu)
     asked, too_few = [], []
     try:
         try:
-            pools = cluster.make_pools(specs, min(_POOL_S, config.trainer.init_timeout_s))
+            pools = make_pools(cluster, config, min(_POOL_S, config.trainer.init_timeout_s))
         except ClusterError as error:
             too_few.append(_too_few(error))
             pools = _those_that_can_be_had(cluster, specs)
@@ -96,7 +94,7 @@ def check(config: Config) -> Survey:
             workers = pool.spawn(survey.PlaceWorker, worker_env(on_cpu))
             name = pool.spec.name
             refs = [worker.place.remote(name, not on_cpu) for worker in workers]
-            asked.append(survey.Asked(pool.spec, tp_sizes[name], refs))
+            asked.append(survey.Asked(pool.spec, tp_sizes[name], refs, shares_with(config) if name == ROLLOUT else ""))
         limit_s = config.trainer.init_timeout_s
         found = [*too_few, *found]
         return survey.survey(device, asked, teacher, timeout_s=limit_s, found=found, cluster=config.cluster)

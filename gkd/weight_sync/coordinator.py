@@ -96,7 +96,8 @@ class WeightSync:
         settings, tp = self._config.weight_sync, self._config.rollout.tp
         backend = settings.transport
         if backend == "auto":
-            backend = "nccl" if self._device == "cuda" else "gloo"
+            # NCCL does not put two members of a group on one GPU.
+            backend = "nccl" if self._device == "cuda" and not self._config.trainer.colocate else "gloo"
         senders = {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
         addresses = gather(
             {name: worker.rendezvous.remote() for name, worker in senders.items()}, "rendezvous", timeout_s

@@ -26,6 +26,7 @@ from gkd.actor.fsdp.optim import (
     clip_factor,
     global_grad_norm,
     host_threads,
+    local_grads,
     scale_grads,
     threads_per_rank,
 )
@@ -54,6 +55,7 @@ from gkd.loss.reduce import sum_over_group, token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.spec import LossSpec
 from gkd.loss.vocab_parallel import VocabShard
+from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 from teacher_server.protocol import Signal
@@ -140,6 +142,8 @@ class FsdpStudent:
             chunk_bytes=logits_chunk_mib << 20,
         )
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
+        self._on_host = cpu_offload
+        self.states = States(device, self._live_states, before=self._host_copies.settle)
         n_trained = sum(param.numel() for param in self._trained)
         log.info(
             "%s: %d layers, %d trained parameters over %d ranks",
@@ -344,6 +348,18 @@ class FsdpStudent:
             world_size=dist.get_world_size(),
             device=self.device,
         )
+
+    def _live_states(self) -> dict[str, list[Tensor]]:
+        """All that lasts from one step to the next; with cpu_offload it is in host memory and stays there."""
+        head = [] if self.loss.teacher_head is None else [self.loss.teacher_head]
+        if self._on_host:
+            return {PARAMS: head}
+        params = [param.data for param in self.model.parameters()]
+        return {
+            PARAMS: [*params, *head],
+            GRADS: local_grads(self._trained),
+            OPTIMIZER: optimizer_tensors(self._optimizer),
+        }
 
     def _export_dtype(self, tensor: Tensor) -> torch.dtype:
         """Weights leave in the model's dtype, buffers as they are."""

@@ -32,6 +32,7 @@ from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.spec import LossSpec
 from gkd.loss.vocab_parallel import VocabShard
+from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 from gkd.weight_sync.export import export_plan, iter_hf_tensors
@@ -112,6 +113,7 @@ class MegatronStudent:
         config.finalize_model_grads_func = finalize_model_grads
         self._optimizer = build_optimizer(self._ddps, optim, dtype=dtype)
         self._host_copies = HostCopies(device)
+        self.states = States(device, self._live_states, before=self._host_copies.settle)
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
         """One optimizer step on one global batch; `self.step` grows by one.
@@ -223,6 +225,23 @@ class MegatronStudent:
             forward_only=False,
             force_all_reduce=force_all_reduce,
         )
+
+    def _live_states(self) -> dict[str, list[Tensor]]:
+        """All that lasts from one step to the next; a float32 model's weights are the optimizer's as well."""
+        buffers = [b for ddp in self._ddps for b in [*ddp.buffers, *ddp.expert_parallel_buffers]]
+        moved = {PARAMS: [param.data for chunk in self.model.chunks for param in chunk.parameters()]}
+        moved[GRADS] = [buffer.grad_data for buffer in buffers]
+        moved[OPTIMIZER] = []
+        if self.loss.teacher_head is not None:
+            moved[PARAMS].append(self.loss.teacher_head)
+        for part in self._optimizer.chained_optimizers:
+            inner = part.optimizer
+            if inner is None:  # this rank's range is padding alone
+                continue
+            mains = [param for group in inner.param_groups for param in group["params"]]
+            moved[GRADS] += [param.grad for param in mains if param.grad is not None]
+            moved[OPTIMIZER] += [*(param.data for param in mains), *optimizer_tensors(inner)]
+        return moved
 
     def _zero_grads(self) -> None:
         for ddp in self._ddps:

@@ -1,0 +1,99 @@
+"""One rank's states between the calls on it: on its device, or, where roles share it in time, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gkd.actor.base import Student
+from gkd.memory.offload_manager import state_offload_manager
+
+IS_OFFLOAD_STATES = "is_offload_states"
+META_KEYS = (IS_OFFLOAD_STATES,)
+
+
+class HeldStates:
+    """A strategy of `state_offload_manager`. Its moves are collectives: the ranks meet before and after each, so that
+    none computes while another one still moves.
+
+    Args:
+        automatic: after a call the states go to the host, if the call does not say otherwise.
+    """
+
+    def __init__(self, student: Student, device: torch.device, *, automatic: bool) -> None:
+        self._student, self._device, self._automatic = student, device, automatic
+        # On the CPU, whatever the ranks compute on: this must work where the device is full.
+        self._ranks: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self._metrics: dict[str, float] = {}
+        self._alone = False
+
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        """See `States.offload`. On CUDA the memory goes back to the device, so that other processes can have it."""
+        with self._met():
+            self._student.states.offload(include, non_blocking=non_blocking)
+            if self._device.type == "cuda" and not non_blocking:
+                torch.cuda.empty_cache()
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        """See `States.reload`."""
+        with self._met():
+            self._student.states.reload(include, non_blocking=non_blocking)
+
+    def allocated_bytes(self) -> int:
+        """Of this process on its GPU; on the CPU of the states alone."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return sum(self._student.states.device_bytes().values())
+
+    @contextmanager
+    def needed(
+        self,
+        infix: str,
+        include: Sequence[str] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        alone: bool = False,
+    ) -> Iterator[None]:
+        """These states are on the device for the time of a call; where they are afterwards is `meta`'s say, and else
+        the setting's. Costs nothing where the states never move.
+
+        Args:
+            infix: of the metrics' names.
+            include: None: all.
+            meta: `is_offload_states`: False: they stay on the device after this call; True: they go to the host.
+            alone: not all ranks are in this call, so that they cannot meet.
+
+        Raises:
+            ValueError: another key in `meta`.
+        """
+        given = meta or {}
+        if wrong := sorted(set(given) - set(META_KEYS)):
+            raise ValueError(f"a call's meta knows {', '.join(META_KEYS)}, not {', '.join(wrong)}")
+        offload = bool(given.get(IS_OFFLOAD_STATES, self._automatic))
+        if not offload and not self._student.states.away():
+            yield
+            return
+        self._alone = alone
+        try:
+            with state_offload_manager(self, self._metrics, infix, offload, include=include):
+                yield
+        finally:
+            self._alone = False
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the calls since the last one measured."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    @contextmanager
+    def _met(self) -> Iterator[None]:
+        meets = self._ranks is not None and not self._alone
+        if meets:
+            dist.barrier(self._ranks)
+        yield
+        if meets:
+            dist.barrier(self._ranks)

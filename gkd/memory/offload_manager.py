@@ -1,0 +1,71 @@
+"""States on the device for the time of a block, and what that cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+GIB = 1 << 30
+
+
+class Strategy(Protocol):
+    """Who has states that move: one rank's student, say, or a model that scores."""
+
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> object:
+        """To host memory; see `gkd.memory.states.States.offload`."""
+        ...
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> object:
+        """Back to the device."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """What this process has allocated on the device."""
+        ...
+
+
+@contextmanager
+def state_offload_manager(
+    strategy: Strategy,
+    metrics: MutableMapping[str, float],
+    metric_infix: str,
+    is_offload_states: bool = True,
+    *,
+    include: Sequence[str] | None = None,
+) -> Iterator[None]:
+    """Reload the states, run the block, offload them again: also after an error in the block.
+
+    Writes into `metrics`, where numbers of an earlier block under the same infix are added to (seconds) or replaced
+    (memory): `time/<infix>/onload`, `time/<infix>/execute`, `time/<infix>/offload`, seconds; and
+    `memory/<infix>/before_onload`, `after_onload`, `before_offload`, `after_offload`, GiB allocated on the device.
+
+    Args:
+        is_offload_states: False: the states stay on the device after the block.
+        include: what the block needs, of `gkd.memory.states.KINDS`; None: all. Everything is offloaded after it.
+    """
+
+    def add_time(what: str, began: float) -> None:
+        name = f"time/{metric_infix}/{what}"
+        metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - began
+
+    def note(what: str) -> None:
+        metrics[f"memory/{metric_infix}/{what}"] = strategy.allocated_bytes() / GIB
+
+    note("before_onload")
+    began = time.perf_counter()
+    strategy.reload_states(include)
+    add_time("onload", began)
+    note("after_onload")
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        add_time("execute", began)
+        note("before_offload")
+        if is_offload_states:
+            began = time.perf_counter()
+            strategy.offload_states()
+            add_time("offload", began)
+        note("after_offload")

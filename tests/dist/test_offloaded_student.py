@@ -1,0 +1,128 @@
+"""Training with the states moved away around every call, both backends, against training without. Real gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gkd.actor.shard_writer import write
+from gkd.memory.states import KINDS
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
+from tests.dist.student_cases import build_student, same_weights, share, weights
+
+pytestmark = pytest.mark.dist
+
+BACKENDS = ("megatron", "fsdp2")
+DTYPES = (torch.float32, torch.bfloat16)
+N_STEPS, N_CYCLES, N_RANKS = 3, 200, 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    root = tmp_path_factory.mktemp("offloaded")
+    make_hf_folder(root / "model", "qwen3")
+    return run_gloo(_measure_all, N_RANKS, root, timeout_s=250.0)
+
+
+def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, Any]:
+    """Runs in a rank."""
+    from megatron.core import parallel_state
+
+    measured = {}
+    for backend in BACKENDS:
+        for dtype in DTYPES:
+            measured[backend, dtype] = _measure(backend, dtype, rank, world_size, root)
+            parallel_state.destroy_model_parallel()
+    return measured
+
+
+def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    def batches(step: int) -> Any:
+        return share(make_micro_batches(step), rank, world_size)
+
+    def run(away: bool) -> tuple[Any, list[Any], dict[str, torch.Tensor], Path]:
+        student = build_student(backend, root / "model", rank, world_size, dtype=dtype)
+        numbers: list[Any] = []
+
+        def call(work: Any, *args: Any) -> Any:
+            if away:
+                student.states.reload()
+            answer = work(*args)
+            if away:
+                student.states.offload()
+            return answer
+
+        for step in range(N_STEPS):
+            stats = call(student.train_step, batches(step))
+            numbers += [stats.loss, stats.grad_norm, call(student.evaluate, batches(step)).loss]
+        folder = root / f"{backend}_{dtype}_{away}"
+        call(lambda: write(folder, rank, student.snapshot()))
+        exported = call(weights, student)
+        if away:
+            student.states.reload()
+        return student, numbers, exported, folder
+
+    plain, numbers, exported, saved = run(False)
+    moved, moved_numbers, moved_exported, moved_saved = run(True)
+    result: dict[str, Any] = {"numbers": (numbers, moved_numbers), "exported": same_weights(exported, moved_exported)}
+    files = [
+        sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+        for folder in (saved, moved_saved)
+    ]
+    own = [name for name in files[0] if name.suffix == ".safetensors"]
+    result["saved"] = bool(own) and all(
+        (saved / name).read_bytes() == (moved_saved / name).read_bytes() for name in own
+    )
+    states = moved.states
+    sizes = states.device_bytes()
+    n_tensors = sum(tensor.numel() for tensor in exported.values())
+    result["sizes"], result["n_tensors"] = sizes, n_tensors
+    states.offload()
+    result["gone"], result["away"] = states.device_bytes(), states.away()
+    states.reload()
+    host = states.host_bytes()
+    for _ in range(N_CYCLES):
+        states.offload()
+        states.reload()
+    result["cycles"] = (
+        states.device_bytes() == sizes,
+        states.host_bytes() == host,
+        same_weights(exported, weights(moved)),
+    )
+    # One more step, of a student that has been away so often.
+    result["after"] = (moved.train_step(batches(N_STEPS)).loss, plain.train_step(batches(N_STEPS)).loss)
+    return result
+
+
+CASES = [(backend, dtype) for backend in BACKENDS for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_training_is_the_same_to_the_bit(ranks: list[dict[Any, Any]], backend: str, dtype: torch.dtype) -> None:
+    """Fails if moving the states changes a loss, a gradient, a weight, or what a checkpoint holds."""
+    for rank in ranks:
+        result = rank[backend, dtype]
+        assert result["numbers"][0] == result["numbers"][1]
+        assert result["exported"] and result["saved"]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_nothing_stays_and_nothing_leaks(ranks: list[dict[Any, Any]], backend: str, dtype: torch.dtype) -> None:
+    """Fails if a part of the student is not found, stays on the device, or a cycle leaves something behind."""
+    for rank in ranks:
+        result = rank[backend, dtype]
+        assert not any(result["gone"].values()) and result["cycles"] == (True, True, True)
+        assert result["after"][0] == result["after"][1]
+        assert set(result["away"]) <= set(KINDS)
+    sizes = [rank[backend, dtype]["sizes"] for rank in ranks]
+    n = ranks[0][backend, dtype]["n_tensors"]
+    weight_bytes = 4 if backend == "fsdp2" else torch.empty((), dtype=dtype).itemsize
+    copies = 1 if backend == "fsdp2" else N_RANKS  # Megatron's weights are whole on each data-parallel rank
+    assert sum(s["params"] for s in sizes) == pytest.approx(copies * weight_bytes * n, rel=0.03)
+    moments = 12 if weight_bytes == 2 else 8  # bfloat16 weights have float32 ones in the optimizer
+    assert sum(s["optimizer"] for s in sizes) == pytest.approx(moments * n, rel=0.03)
+    assert sum(s["grads"] for s in sizes) == pytest.approx((0 if backend == "fsdp2" else 4 * N_RANKS) * n, rel=0.03)
