@@ -64,7 +64,7 @@ class Residency:
         missing = [part for part in parts if part in self._asleep]
         if missing:
             raise ClusterError(
-                f"the rollout engine cannot {what}: asleep: {', '.join(missing)}. Fix: wake_up({missing})"
+                f"the rollout engine cannot {what}: {' and '.join(missing)} asleep. Fix: call wake_up({missing}) first"
             )
 
     def require_content(self, what: str) -> None:
