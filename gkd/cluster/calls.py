@@ -43,6 +43,25 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
     return {name: results[name] for name in refs}
 
 
+class Pending:
+    """Calls that are under way on many actors. Whoever has one waits for it: what a call failed with comes out there.
+
+    Args:
+        refs, what, timeout_s: as of `gather`.
+    """
+
+    def __init__(self, refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
+        self._refs, self._what, self._timeout_s = dict(refs), what, timeout_s
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Results by name; returns and raises as `gather`. Harmless when repeated, also after a LateError.
+
+        Args:
+            timeout_s: from now; None = what it was made with.
+        """
+        return gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s)
+
+
 def all_there(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
     """Waits for the ends of all calls; their results stay where they are. Raises as `gather`, but not their errors:
     whoever uses the results does.

@@ -17,6 +17,7 @@ import numpy as np
 from gkd.config import RolloutConfig
 from gkd.errors import ClusterError, DataError
 from gkd.imports import quick_imports
+from gkd.rollout.residency import PARTS, WEIGHTS, Residency, check_level
 from gkd.rollout.usage import EngineUsage, PassMeter
 from gkd.types import Prompt, Rollout, VersionSpan
 from gkd.weight_sync.buckets import Bucket
@@ -86,6 +87,7 @@ class RolloutEngine:
         max_model_len: longest prompt plus response, tokens.
         device: "cpu" | "cuda".
         eos_ids: a response ends with (and includes) the first of these.
+        can_sleep: it can give its memory away. On CUDA that takes vLLM's own allocator for weights and KV cache.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RolloutEngine:
         device: str,
         eos_ids: Sequence[int],
         trust_remote_code: bool = False,
+        can_sleep: bool = False,
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         with quick_imports():
@@ -129,9 +132,18 @@ class RolloutEngine:
                 {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
                 if on_cpu
                 # This kernel computes experts from the weights as they are loaded; others reorder them once, at start.
-                else {"gpu_memory_utilization": config.gpu_memory_utilization, "moe_backend": "triton"}
+                #
+                # gpu_memory_utilization is a share of the whole GPU, also where others hold some of it: vLLM refuses to
+                # start if less than that is free, and if others give memory back while it measures how much its own
+                # passes take. What others take only later, it does not know of.
+                else {
+                    "gpu_memory_utilization": config.gpu_memory_utilization,
+                    "moe_backend": "triton",
+                    "enable_sleep_mode": can_sleep,
+                }
             ),
         )
+        self._residency = Residency(self._call_workers, can_sleep=can_sleep)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int] | None = None
@@ -143,6 +155,7 @@ class RolloutEngine:
 
         Raises:
             DataError: a prompt leaves no room for a response.
+            ClusterError: a part of the engine is asleep, or its weights are none.
         """
         owner = object()
         n_left = len(prompts) * sampling.n
@@ -167,11 +180,14 @@ class RolloutEngine:
 
         Raises:
             DataError: a prompt leaves no room for a response. Those before it have begun.
+            ClusterError: a part of the engine is asleep, or its weights are none.
         """
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
+        self._residency.require(PARTS, "write")
+        self._residency.require_content("write")
         if not self._running:
             # What an earlier call left there would change the batches of this one, and with them its rounding: a
             # resumed run would not write what the uninterrupted one wrote. Samples of one prompt still share it.
@@ -258,10 +274,14 @@ class RolloutEngine:
         """Take one weight version (blocks until every sender sent it) and forget what the old one computed.
 
         Sequences that are being written go on with the new weights: what they have so far stays, and its cache is
-        computed anew.
+        computed anew. The KV cache may be asleep.
+
+        Raises ClusterError: the weights are asleep.
         """
+        self._residency.require([WEIGHTS], "receive weights")
         self._land()
         n_bytes = self.llm.collective_rpc("gkd_receive", args=(plans,))[0]
+        self._residency.written()
         states = self.llm.llm_engine.output_processor.request_states
         n_forgotten = 0
         for request in self._running.values():
@@ -303,8 +323,58 @@ class RolloutEngine:
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
             raise ClusterError("the rollout engine cannot forget its cached prefixes: requests are still running")
 
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Give memory of the device back; blocks. Harmless when repeated: what is asleep stays as it is, so level 2
+        after level 1 drops nothing more.
+
+        Args:
+            level: 1 = the host keeps the weights | 2 = nobody does (but the model's buffers are kept): after `wake_up`
+                the engine writes only when it has received weights. Nobody ever keeps the KV cache.
+            tags: "weights", "kv_cache"; None = both. The weights of an engine may sleep alone, though it is of no more
+                use then.
+
+        Raises:
+            ClusterError: sequences are being written, or the engine was built without can_sleep.
+        """
+        check_level(level)
+        parts = self._residency.to_sleep(PARTS if tags is None else tags)
+        if not parts:
+            return
+        if self._running:
+            raise ClusterError(
+                f"the rollout engine cannot sleep: {len(self._running)} sequences are being written. "
+                "Fix: let them finish, or drop them"
+            )
+        self._land()
+        self._forget_prefixes()
+        self._residency.sleep(parts, level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory of the device again; blocks. Harmless when repeated.
+
+        Around a sync: wake_up(["weights"]), `receive`, wake_up(["kv_cache"]). So the actor's weights and the engine's
+        fit side by side as long as both need them.
+
+        Args:
+            tags: as of `sleep`.
+        """
+        self._residency.wake_up(PARTS if tags is None else tags)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of "weights" (buffers included) and "kv_cache" on the devices of all its workers together."""
+        return self._residency.memory_bytes()
+
+    def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = self.llm.collective_rpc(method, args=args)
+        return answers
+
     def digests(self) -> dict[str, str]:
-        """Digest by Hugging Face name of every tensor the engine holds."""
+        """Digest by Hugging Face name of every tensor the engine holds.
+
+        Raises ClusterError: the weights are asleep, or none.
+        """
+        self._residency.require([WEIGHTS], "show its weights")
+        self._residency.require_content("show its weights")
         return self.llm.collective_rpc("gkd_digests")[0]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from gkd.cluster.calls import gather
+from gkd.cluster.calls import Pending, gather
 from gkd.config import Config
 from gkd.errors import ClusterError, LateError
 from gkd.roles import GreedyReport, RolloutChunk
@@ -125,3 +125,28 @@ class RolloutPool:
         engines = gather(refs, "usage", self._config.trainer.stage_timeout_s)
         answer_s, self._answer_s = self._answer_s, 0.0
         return RolloutUsage(list(engines.values()), answer_s)
+
+    def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
+        """Have all engines free their GPUs, side by side; see `RolloutWorker.offload_states`. Whatever is asked of an
+        engine after this is done after it.
+
+        Args:
+            blocking: wait for all. Else the caller does, with the handle, which also brings an engine's error.
+
+        Raises:
+            ClusterError: an engine refused, died or did not answer in time.
+        """
+        refs = [worker.offload_states.remote(include, level) for worker in self.workers]
+        return self._moving(refs, "offload_states", blocking)
+
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+        """The reverse."""
+        refs = [worker.reload_states.remote(include) for worker in self.workers]
+        return self._moving(refs, "reload_states", blocking)
+
+    def _moving(self, refs: Sequence[Any], what: str, blocking: bool) -> Pending:
+        named = {f"rollout engine {i}": ref for i, ref in enumerate(refs)}
+        pending = Pending(named, what, self._config.trainer.stage_timeout_s)
+        if blocking:
+            pending.wait()
+        return pending

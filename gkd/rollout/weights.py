@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from gkd.cluster import stacks
 from gkd.errors import WeightSyncError
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
+from gkd.rollout.sleeper import Sleeper
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, receive
 
@@ -48,7 +49,7 @@ keep_cpu_weights_live()
 stacks.listen()
 
 
-class WeightReceiver:
+class WeightReceiver(Sleeper):
     """Mixed into vLLM's worker class: `self.model_runner`, `self.device` and `self.rank` are the worker's."""
 
     model_runner: Any

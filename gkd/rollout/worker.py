@@ -21,6 +21,7 @@ from gkd.rollout.asked import decode_prompts
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.engine import ENGINE_PHASES, RolloutEngine, Sampling
 from gkd.rollout.engine_loop import EngineLoop
+from gkd.rollout.residency import KV_CACHE, WEIGHTS
 from gkd.rollout.usage import EngineUsage
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
@@ -32,12 +33,16 @@ T = TypeVar("T")
 # stream is open, and prompts may come while the other methods' thread waits for the end of a `generate`.
 STREAM, ADMITS = "stream", "admits"
 BESIDE = (STREAM, ADMITS, WATCH)
+# What the actor's workers call these parts, and so `offload_states`.
+STATES = {"params": WEIGHTS, "kv_cache": KV_CACHE}
 
 
 class RolloutWorker:
     """One engine. Ray calls all methods but those of `BESIDE` in one thread, one after the other.
 
     While a stream is open, `stream` alone uses the engine and does what the others ask for. Else they do it themselves.
+
+    Whatever needs states that are offloaded reloads them first, and leaves them there.
 
     Args:
         rank: which engine of the pool.
@@ -71,6 +76,7 @@ class RolloutWorker:
             device=device,
             eos_ids=eos_ids,
             trust_remote_code=config.model.trust_remote_code,
+            can_sleep=config.trainer.colocate,
         )
         self._tokenizer: Any = load_tokenizer(
             config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code
@@ -130,6 +136,7 @@ class RolloutWorker:
         """From now on the engine waits for `stream` to use it. Raises ClusterError: a stream is open."""
         if self._loop is not None:
             raise ClusterError(f"rollout engine {self._rank} has an open stream; it takes one at a time. Fix: close it")
+        self._engine.wake_up()
         self._engine.settle()
         self._loop = EngineLoop(self._engine, sampling, self._config.rollout.max_num_seqs)
 
@@ -163,25 +170,71 @@ class RolloutWorker:
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
         # An engine that has a part of the new weights must not write on.
         with self._phases.during("receiving weights"):
+            self._wake([WEIGHTS])
             return self._do(lambda: self._engine.receive(plans, policy_version), vital=True)
 
     def digests(self) -> dict[str, str]:
+        self._wake([WEIGHTS])
         return self._do(self._engine.digests)
+
+    def offload_states(self, include: Sequence[str] | None = None, level: int = 1) -> dict[str, int]:
+        """Free the GPU's memory of these states; blocks. Harmless when repeated.
+
+        Args:
+            include: "params", "kv_cache"; None = both.
+            level: 1 = host memory keeps the parameters | 2 = nobody does, and the next `receive` brings them.
+
+        Returns:
+            What is left on the engine's GPUs, bytes by state.
+
+        Raises:
+            ClusterError: a stream is open, or the engine cannot sleep (see `RolloutEngine.sleep`).
+        """
+        if self._loop is not None:
+            raise ClusterError(
+                f"rollout engine {self._rank} has an open stream, which may use its memory at any time. "
+                "Fix: close the stream before offload_states"
+            )
+        self._engine.sleep(level, _parts(include))
+        return self._state_bytes()
+
+    def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
+        """Take the memory again; blocks. Harmless when repeated. Arguments and result as of `offload_states`."""
+        self._wake(_parts(include))
+        return self._state_bytes()
 
     def usage(self) -> EngineUsage:
         """What the engine did since it was last asked."""
         return self._engine.usage()
 
+    def _wake(self, parts: Sequence[str] | None = None) -> None:
+        if self._loop is None:  # a stream's engine is awake
+            self._engine.wake_up(parts)
+
+    def _state_bytes(self) -> dict[str, int]:
+        held = self._do(self._engine.memory_bytes)
+        return {state: held[part] for state, part in STATES.items()}
+
     def _do(self, what: Callable[[], T], *, vital: bool = False) -> T:
         return what() if self._loop is None else self._loop.call(what, vital=vital)
 
     def _answers(self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> Iterator[Rollout]:
+        self._wake()
         return (self._loop or self._engine).generate(prompts, sampling, places)
 
     def _open_loop(self) -> EngineLoop:
         if self._loop is None:
             raise ClusterError(f"rollout engine {self._rank} has no open stream")
         return self._loop
+
+
+def _parts(include: Sequence[str] | None) -> list[str]:
+    """Raises ClusterError: a rollout engine has no such state."""
+    wanted = list(STATES if include is None else include)
+    unknown = [state for state in wanted if state not in STATES]
+    if unknown:
+        raise ClusterError(f"a rollout engine has no state {unknown[0]!r}. Fix: include some of {', '.join(STATES)}")
+    return [STATES[state] for state in wanted]
 
 
 def _oldest_version(rollouts: Sequence[Rollout]) -> int:

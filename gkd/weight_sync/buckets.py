@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 
@@ -75,7 +76,8 @@ def digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().to("cpu").contiguous()
     header = f"{data.dtype}{tuple(data.shape)}".encode()
     hasher = xxhash.xxh3_128(header)
-    hasher.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    # Not Tensor.numpy(): a storage that it has shown can never be resized again, so on CPU it could not be offloaded.
+    hasher.update(np.from_dlpack(data.reshape(-1).view(torch.uint8)).data)
     return hasher.hexdigest()
 
 

@@ -115,6 +115,9 @@ class TimedEngine(RolloutEngine):
     def settle(self) -> None:
         """Nothing is under way between two passes."""
 
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """It never sleeps."""
+
     def join_groups(self, specs: list[GroupSpec]) -> None:
         del specs
 
