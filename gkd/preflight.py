@@ -94,6 +94,8 @@ def preflight(config: Config) -> Plan:
     check_replay(config, total_steps, identity)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
     check_memory(config, device, teacher.hidden_size)
+    if config.actor.offload_train and config.actor.fsdp_cpu_offload:
+        log.warning("actor.offload_train is ignored: with actor.fsdp_cpu_offload the states are on the host already")
     warn_of_the_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
     return Plan(
         device=device,

@@ -118,6 +118,8 @@ class ActorWorker:
         )
         self._student = self._build_student(total_steps)
         self._held = HeldStates(self._student, self._device, automatic=moves_states(config))
+        if moves_states(config):
+            self._held.offload_states()
         self._phases.enter(UP)
         self._log.info("student built and loaded")
 

@@ -49,6 +49,19 @@ def test_a_right_assignment(tmp_path: Path) -> None:
     assert len({row["pid"] for row in rows.values()}) == 4
 
 
+def test_engines_on_the_actors_gpus(tmp_path: Path) -> None:
+    """Fails if with trainer.colocate an engine is not on the GPUs of its own neighbouring actor ranks."""
+    options = ("--engine", "trivial", "--gpus", "7")
+    more = ("trainer.n_gpus_per_node=4", "rollout.n_gpus_per_node=4", "rollout.tp=2", "cluster.gpus=[6,4,2,1]")
+    with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, options=options) as server:
+        done = check(tmp_path, "--json", "trainer.colocate=true", *more, f"teacher.server_port={server.port}")
+    assert done.returncode == 0, done.stderr
+    table = json.loads(done.stdout)
+    assert table["verdicts"] == []
+    seen = [row["cuda_visible_devices"] for row in table["rows"] if row["pool"] != "teacher"]
+    assert seen == ["1", "2", "4", "6", "1,2", "4,6"]
+
+
 def test_the_classic_clash_and_a_silent_teacher(tmp_path: Path) -> None:
     """Fails if ranks that really got ['0', '0', '1', '1'] pass, or a teacher that is away hides it."""
     silent = ("teacher.server_port=1", "teacher.outage_budget_s=0.5")

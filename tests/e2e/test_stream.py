@@ -22,6 +22,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.slow
 def test_a_killed_stream_loses_nothing_and_can_be_trained_again(lab: Lab, teacher_port: int) -> None:
     """If it fails, a resumed stream loses prompts or repeats them, or a run cannot be made again from its batches."""
     runs = Runs(lab, teacher_port, lab.root / "stream_logs", SETTINGS)

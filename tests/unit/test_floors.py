@@ -60,9 +60,11 @@ WITHOUT_TORCH = {
     "gkd/config.py",
     "gkd/config_load.py",
     "gkd/config_check.py",
+    "gkd/config_sharing.py",
     "gkd/errors.py",
     "gkd/hf_index.py",
     "gkd/imports.py",
+    "gkd/lease.py",
     "gkd/log.py",
     "gkd/disk.py",
     "gkd/recorded.py",
@@ -288,7 +290,7 @@ def test_the_gpu_table_is_pure() -> None:
 
 def test_footprints_are_pure() -> None:
     """If it fails, nobody can ask how much memory a run needs without loading what runs it."""
-    pure = {"gkd.config", "gkd.config_check", "gkd.errors", "gkd.loss.spec"}
+    pure = {"gkd.config", "gkd.config_check", "gkd.config_sharing", "gkd.errors", "gkd.loss.spec"}
     pure |= {"gkd.hf_index", "gkd.model_splits", "gkd.schedule"}
     for path in (ROOT / "gkd" / "footprint").glob("*.py"):
         modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.footprint")}
@@ -300,7 +302,7 @@ def test_the_loop_knows_the_others_only_as_protocols() -> None:
     pure = {"config", "errors", "log", "metrics", "mixing", "roles", "sampler", "types"}
     pure |= {"checkpoints", "disk", "run_folder", "saver", "schedule", "stage_report", "step_report", "background"}
     pure |= {"manifest", "teacher_meter"}
-    loop = ("trainer", "answering", "batches_ahead", "replay", "sources", "streaming")
+    loop = ("trainer", "answering", "batches_ahead", "lease", "replay", "sources", "streaming")
     for name in loop:
         used = {m.split(".")[1] for m in _imports(ROOT / "gkd" / f"{name}.py") if m.startswith("gkd.")}
         assert used <= pure | set(loop), (name, used - pure)

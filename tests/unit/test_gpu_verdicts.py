@@ -204,6 +204,17 @@ def test_the_four_ranks_of_the_classic_clash() -> None:
     assert all("['0', '0', '1', '1']" in verdict.problem for verdict in verdicts)
 
 
+def test_pools_that_share_their_gpus_on_purpose() -> None:
+    """Fails if colocated pools are called a mistake, or under their cover two ranks of one pool on a GPU pass."""
+    engines = PoolNeed(name="rollout", n_ranks=2, gpus_per_rank=1, shares_with="actor")
+    rows = [row(pool, rank, rank) for pool in ("actor", "rollout") for rank in range(2)]
+    needs = [replace(ACTOR, n_ranks=2, tp=1), engines]
+    assert judge(rows, needs) == []
+    assert {verdict.kind for verdict in judge(rows, [needs[0], replace(engines, shares_with="")])} == {"shared_gpu"}
+    three = [*rows, row("actor", 2, 0)]
+    assert [verdict.kind for verdict in judge(three, [replace(needs[0], n_ranks=3), engines])] == ["shared_gpu"]
+
+
 def test_cards_are_told_apart_by_uuid_first() -> None:
     """Fails if one card under two numbers is missed, or two cards of one number on two machines are called one."""
     hidden = [RIGHT[0], row("actor", 1, 1, cards=(card(1, uuid="GPU-0"),)), *RIGHT[2:]]

@@ -1,0 +1,58 @@
+"""Actor and engines on the same slots, taking turns; the states of both really go and come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster.places import survey_of
+from gkd.metrics import read_metrics
+from tests.e2e.conftest import Lab
+from tests.e2e.test_loop import steps_of
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def run(lab: Lab, teacher_port: int) -> Path:
+    """What `base_run` does, with one slot in the place of two."""
+    run_dir = lab.root / "colocated"
+    done = lab.train_run(
+        run_dir,
+        teacher_port,
+        "trainer.colocate=true",
+        "trainer.save_every=2",
+        "trainer.keep_last=9",
+        "weight_sync.verify=always",
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run_dir
+
+
+def test_it_trains_as_with_slots_for_both(run: Path, base_run: Path) -> None:
+    """Fails if taking turns changes what is written, learned or synced."""
+    shared, own = steps_of(run), steps_of(base_run)
+    assert sorted(shared) == sorted(own) == [0, 1, 2, 3, 4]
+    same = ("loss/", "optim/", "rollout/response", "eval/", "weight_sync/")
+    for step, numbers in own.items():
+        for name, value in numbers.items():
+            if name.startswith(same):
+                assert shared[step][name] == value, (step, name)
+
+
+def test_both_are_on_one_slot(run: Path) -> None:
+    """Fails if the engine has a slot of its own, or the table takes the two for a mistake."""
+    table = survey_of((run / "gpus.json").read_bytes(), "gpus.json")
+    assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "0"), ("rollout 0", "0")]
+    assert table.verdicts == ()
+
+
+def test_the_states_move_around_every_call(run: Path) -> None:
+    """Fails if the actor keeps its states while the engine works, or nobody can see what the turns cost."""
+    for line in read_metrics(run / "metrics.jsonl")[1:]:
+        assert line["time/switch_s"] > 0 and line["time/train/onload"] > 0 and line["time/train/offload"] > 0
+        assert line["memory/train/before_onload"] == 0 == line["memory/train/after_offload"]
+        # float32 weights and gradients, from the second step on two moments as well; the sync needs the weights alone.
+        held, n_times = line["memory/train/after_onload"], 2 if line["step"] == 1 else 4
+        assert held > 0 and line["memory/sync/after_onload"] == pytest.approx(held / n_times, rel=0.02)

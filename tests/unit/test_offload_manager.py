@@ -1,0 +1,69 @@
+"""States on the device for the time of a block, and the numbers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from gkd.memory.offload_manager import GIB, state_offload_manager
+
+
+class Held:
+    """A strategy that counts."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.bytes = 0
+
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        self.calls.append("offload")
+        self.bytes = 0
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        self.calls.append(include)
+        self.bytes = 3 * GIB
+
+    def allocated_bytes(self) -> int:
+        return self.bytes
+
+
+def test_it_reloads_runs_and_offloads_with_numbers() -> None:
+    """Fails if a block runs without its states, they stay where nobody wants them, or its cost is not seen."""
+    held, metrics = Held(), {"loss/total": 1.0}
+    with state_offload_manager(held, metrics, "train", include=["params"]):
+        assert held.calls == [["params"]]
+        held.bytes += GIB
+    assert held.calls == [["params"], "offload"]
+    memory = {name: value for name, value in metrics.items() if name.startswith("memory/")}
+    assert memory == {
+        "memory/train/before_onload": 0.0,
+        "memory/train/after_onload": 3.0,
+        "memory/train/before_offload": 4.0,
+        "memory/train/after_offload": 0.0,
+    }
+    assert {"time/train/onload", "time/train/execute", "time/train/offload"} <= metrics.keys()
+
+
+def test_seconds_of_blocks_under_one_name_add_up() -> None:
+    """Fails if of two calls in a step only the last one's time is seen."""
+    held, metrics = Held(), {"time/sync/onload": 100.0}
+    with state_offload_manager(held, metrics, "sync"):
+        pass
+    assert metrics["time/sync/onload"] >= 100.0
+
+
+@pytest.mark.parametrize(("is_offload_states", "after"), [(True, ["offload"]), (False, [])])
+def test_states_stay_where_the_call_wants_them(is_offload_states: bool, after: list[object]) -> None:
+    """Fails if `is_offload_states` has no effect, or an error in the block leaves the states elsewhere."""
+    for fails in (False, True):
+        held, metrics = Held(), dict[str, float]()
+        try:
+            with state_offload_manager(held, metrics, "train", is_offload_states):
+                if fails:
+                    raise ArithmeticError
+        except ArithmeticError:
+            assert fails
+        assert held.calls == [None, *after]
+        assert ("time/train/offload" in metrics) == is_offload_states
+        assert metrics["memory/train/after_offload"] == (0.0 if is_offload_states else 3.0)
