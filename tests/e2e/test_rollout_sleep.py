@@ -275,3 +275,39 @@ def test_what_an_engine_without_its_memory_cannot_do(probe: dict[str, Any]) -> N
     assert refused.pop("part of a sync").startswith("WeightSyncError")
     assert "memory" in probe["no memory"] and "asleep" in refused["generate after no memory"]
     assert all(message.startswith("ClusterError: ") for message in refused.values())
+
+
+def _probe_two_workers(student: Path) -> dict[str, Any]:
+    from gkd.config import RolloutConfig
+    from gkd.rollout.engine import RolloutEngine, Sampling
+
+    config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
+    engine = RolloutEngine(
+        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], can_sleep=True
+    )
+    rng = np.random.default_rng(3)
+    prompts = [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(4)]
+
+    def answers() -> list[tuple[bytes, bytes]]:
+        rollouts = sorted(engine.generate(prompts, Sampling(2, 0.7, 1.0, 10, seed=11)), key=lambda r: r.sample_index)
+        return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts]
+
+    result: dict[str, Any] = {"before": answers(), "awake": engine.memory_bytes()}
+    engine.sleep(1)
+    result["asleep"] = engine.memory_bytes()
+    engine.wake_up()
+    return result | {"after": answers(), "awake again": engine.memory_bytes()}
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_workers(lab: Lab) -> None:
+    """Fails if one of an engine's workers keeps its memory or its share is not counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
+            patch.setenv(key, value)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            result = pool.submit(_probe_two_workers, lab.student).result(timeout=200)
+    assert result["before"] == result["after"]
+    assert result["asleep"] == {"weights": 0, "kv_cache": 0}
+    assert result["awake"] == result["awake again"]
+    assert result["awake"]["kv_cache"] > 2 * (KV_CACHE_MIB - 1) * MIB
