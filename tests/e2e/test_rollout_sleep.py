@@ -188,6 +188,12 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
         result["awake"].append(engine.memory_bytes())
     result["old"].append(answers())
 
+    # The host's copy goes, too.
+    engine.sleep(2)
+    result["rss without copy"] = psutil.Process().memory_info().rss
+    engine.wake_up()
+    push(old, 7)
+
     # There is no memory to come back to; then there is. (Last: glibc's
     # allocator then goes on in another arena, of which it gives less back.)
     engine.sleep(1)
@@ -244,12 +250,14 @@ def test_the_memory_goes_and_comes_back_to_the_byte(probe: dict[str, Any]) -> No
 
 
 def test_the_system_gets_the_memory(probe: dict[str, Any]) -> None:
-    """Fails if the allocator keeps what the engine gave away, or 30 cycles leave anything behind."""
+    """Fails if the allocator keeps what the engine gave away, 30 cycles leave anything behind, or level 2 keeps the
+    host's copy of the weights."""
     held = sum(probe["awake"][0].values())
     for left, asleep, awake in probe["rss"]:
         assert left == 0
         assert awake - asleep == pytest.approx(held, rel=0.05)
     assert abs(probe["rss"][-1][1] - probe["rss"][1][1]) < MIB
+    assert probe["rss"][-1][1] - probe["rss without copy"] > probe["weights"] - MIB
 
 
 def test_a_dropped_weight_is_no_number_and_a_new_cache_is_empty(probe: dict[str, Any]) -> None:
