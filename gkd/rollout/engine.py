@@ -352,8 +352,8 @@ class RolloutEngine:
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory of the device again; blocks. Harmless when repeated.
 
-        Around a sync: wake_up(["weights"]), `receive`, wake_up(["kv_cache"]). So the actor's weights and the engine's
-        fit side by side as long as both need them.
+        Around a sync: wake_up(["weights"]), `receive`, wake_up(["kv_cache"]). Beside the actor's weights there has to
+        be room for the engine's, and not for its KV cache.
 
         Args:
             tags: as of `sleep`.

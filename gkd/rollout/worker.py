@@ -195,13 +195,15 @@ class RolloutWorker:
                 f"rollout engine {self._rank} has an open stream, which may use its memory at any time. "
                 "Fix: close the stream before offload_states"
             )
-        self._engine.sleep(level, _parts(include))
-        return self._state_bytes()
+        with self._phases.during("offloading states"):
+            self._engine.sleep(level, _parts(include))
+            return self._state_bytes()
 
     def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
         """Take the memory again; blocks. Harmless when repeated. Arguments and result as of `offload_states`."""
-        self._wake(_parts(include))
-        return self._state_bytes()
+        with self._phases.during("reloading states"):
+            self._wake(_parts(include))
+            return self._state_bytes()
 
     def usage(self) -> EngineUsage:
         """What the engine did since it was last asked."""

@@ -188,6 +188,12 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
         result["awake"].append(engine.memory_bytes())
     result["old"].append(answers())
 
+    # The host's copy goes, too.
+    engine.sleep(2)
+    result["rss without copy"] = psutil.Process().memory_info().rss
+    engine.wake_up()
+    push(old, 7)
+
     # There is no memory to come back to; then there is. (Last: glibc's
     # allocator then goes on in another arena, of which it gives less back.)
     engine.sleep(1)
@@ -244,12 +250,14 @@ def test_the_memory_goes_and_comes_back_to_the_byte(probe: dict[str, Any]) -> No
 
 
 def test_the_system_gets_the_memory(probe: dict[str, Any]) -> None:
-    """Fails if the allocator keeps what the engine gave away, or 30 cycles leave anything behind."""
+    """Fails if the allocator keeps what the engine gave away, 30 cycles leave anything behind, or level 2 keeps the
+    host's copy of the weights."""
     held = sum(probe["awake"][0].values())
     for left, asleep, awake in probe["rss"]:
         assert left == 0
         assert awake - asleep == pytest.approx(held, rel=0.05)
     assert abs(probe["rss"][-1][1] - probe["rss"][1][1]) < MIB
+    assert probe["rss"][-1][1] - probe["rss without copy"] > probe["weights"] - MIB
 
 
 def test_a_dropped_weight_is_no_number_and_a_new_cache_is_empty(probe: dict[str, Any]) -> None:
@@ -275,3 +283,39 @@ def test_what_an_engine_without_its_memory_cannot_do(probe: dict[str, Any]) -> N
     assert refused.pop("part of a sync").startswith("WeightSyncError")
     assert "memory" in probe["no memory"] and "asleep" in refused["generate after no memory"]
     assert all(message.startswith("ClusterError: ") for message in refused.values())
+
+
+def _probe_two_workers(student: Path) -> dict[str, Any]:
+    from gkd.config import RolloutConfig
+    from gkd.rollout.engine import RolloutEngine, Sampling
+
+    config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
+    engine = RolloutEngine(
+        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], can_sleep=True
+    )
+    rng = np.random.default_rng(3)
+    prompts = [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(4)]
+
+    def answers() -> list[tuple[bytes, bytes]]:
+        rollouts = sorted(engine.generate(prompts, Sampling(2, 0.7, 1.0, 10, seed=11)), key=lambda r: r.sample_index)
+        return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts]
+
+    result: dict[str, Any] = {"before": answers(), "awake": engine.memory_bytes()}
+    engine.sleep(1)
+    result["asleep"] = engine.memory_bytes()
+    engine.wake_up()
+    return result | {"after": answers(), "awake again": engine.memory_bytes()}
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_workers(lab: Lab) -> None:
+    """Fails if one of an engine's workers keeps its memory or its share is not counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
+            patch.setenv(key, value)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            result = pool.submit(_probe_two_workers, lab.student).result(timeout=200)
+    assert result["before"] == result["after"]
+    assert result["asleep"] == {"weights": 0, "kv_cache": 0}
+    assert result["awake"] == result["awake again"]
+    assert result["awake"]["kv_cache"] > 2 * (KV_CACHE_MIB - 1) * MIB

@@ -39,6 +39,14 @@ def test_a_digest_sees_one_bit_the_dtype_and_the_shape() -> None:
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
 
 
+def test_a_digest_leaves_its_tensor_free_to_go() -> None:
+    """Fails if a weight whose digest was taken can never again be offloaded on CPU."""
+    for tensor in (torch.randn(4, 6), torch.randn(5).bfloat16(), torch.tensor(1.0), torch.nn.Parameter(torch.ones(2))):
+        digest(tensor)
+        tensor.untyped_storage().resize_(0)
+    assert digest(torch.empty(0)) != digest(torch.empty(0, 3))
+
+
 def test_differing_names_tensors_of_either_side() -> None:
     """If it fails, a tensor that one side lacks counts as equal."""
     assert differing({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "d": "4"}) == ["b", "c", "d"]

@@ -76,6 +76,9 @@ class Engine:
                 self.running.append([owner, made, prompt.prompt_id + j])
                 self.begun.append((self.steps, prompt.prompt_id))
 
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Is never asleep."""
+
     def step(self) -> None:
         assert self.gate.wait(PATIENCE_S)
         if self.fails:

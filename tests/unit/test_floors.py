@@ -87,6 +87,7 @@ WITHOUT_TORCH = {
     "gkd/manifest.py",
     "gkd/rollout/asked.py",
     "gkd/rollout/chunks.py",
+    "gkd/rollout/residency.py",
     "gkd/rollout/usage.py",
     "gkd/export_folder.py",
     "gkd/footprint/__init__.py",

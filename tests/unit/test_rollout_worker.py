@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gkd.config_load import load_config
-from gkd.errors import DataError
+from gkd.errors import ClusterError, DataError
 from gkd.roles import RolloutChunk
 from gkd.rollout.asked import decode_prompts, encode_prompts
 from gkd.rollout.chunks import dataset_chunks, decode_sizes, encode_sizes
@@ -22,14 +22,44 @@ WORDS = {1: "work", 2: ";", 3: "42", 4: "43"}
 
 
 class Engine:
-    """Answers prompt i with `answers[i]` (token ids, finish reason), last prompt first."""
+    """Answers prompt i with `answers[i]` (token ids, finish reason), last prompt first; notes what it is asked for."""
+
+    n_running = 0
 
     def __init__(self, answers: Sequence[tuple[list[int], str]]) -> None:
         self.answers = answers
+        self.calls: list[Any] = []
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        self.calls.append(("wake_up", tags))
+
+    def sleep(self, level: int, tags: Sequence[str]) -> None:
+        self.calls.append(("sleep", level, tags))
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": 5, "kv_cache": 7}
+
+    def receive(self, plans: Any, policy_version: int) -> int:
+        self.calls.append("receive")
+        return 8
+
+    def digests(self) -> dict[str, str]:
+        self.calls.append("digests")
+        return {}
+
+    def join_groups(self, specs: Any) -> None:
+        self.calls.append("join_groups")
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+    def drop(self, owner: Any) -> None:
+        self.calls.append("drop")
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int] | None = None
     ) -> Iterator[Rollout]:
+        self.calls.append("generate")
         for prompt, place in reversed(list(zip(prompts, places or range(len(prompts)), strict=True))):
             ids, reason = self.answers[prompt.prompt_id]
             for index in range(place * sampling.n, (place + 1) * sampling.n):
@@ -177,6 +207,55 @@ def test_prompts_reach_an_engine_whole_and_without_what_it_does_not_need() -> No
     for prompt_id, place in ((2**31, 0), (-1, 0), (0, 2**31), (0, -1)):
         with pytest.raises(DataError, match=r"from 0 to 2147483647"):
             encode_prompts([Prompt(prompt_id, ids)], [place])
+
+
+def test_whatever_needs_offloaded_states_reloads_them_first() -> None:
+    """Fails if a call finds the engine asleep, or takes memory for what it does not need."""
+    made = worker([([1], "stop")])
+    uses = [
+        lambda: list(made.generate(encode_prompts(prompts(1), [0]), 1, Sampling(1, 1.0, 1.0, 9, 0), 1)),
+        lambda: made.greedy(prompts(1), ";", 1),
+        lambda: made.receive([], 1),
+        lambda: made.digests(),
+        lambda: made.join_groups([]),
+        lambda: made.open_stream(Sampling(1, 1.0, 1.0, 9, 0)),
+    ]
+    seen: list[Any] = []
+    for use in uses:
+        made._engine.calls = []  # type: ignore[attr-defined]
+        use()
+        seen.append(made._engine.calls)  # type: ignore[attr-defined]
+    everything, weights = ("wake_up", None), ("wake_up", ["weights"])
+    assert seen == [
+        [everything, "generate"],
+        [everything, "generate"],
+        [weights, "receive"],
+        [weights, "digests"],
+        ["join_groups"],
+        [everything, "settle"],
+    ]
+
+
+def test_states_are_offloaded_by_the_names_that_the_actor_uses() -> None:
+    """Fails if another part of the engine goes than was named, or the engine goes while a stream may use it."""
+    made = worker([])
+    assert made.offload_states() == {"params": 5, "kv_cache": 7} == made.reload_states(["kv_cache"])
+    made.offload_states(["params"], 2)
+    made.reload_states()
+    assert made._engine.calls == [  # type: ignore[attr-defined]
+        ("sleep", 1, ["weights", "kv_cache"]),
+        ("wake_up", ["kv_cache"]),
+        ("sleep", 2, ["weights"]),
+        ("wake_up", ["weights", "kv_cache"]),
+    ]
+    for move in (made.offload_states, made.reload_states):
+        with pytest.raises(ClusterError, match=r"no state 'optimizer'. Fix: include some of params, kv_cache"):
+            move(["params", "optimizer"])
+    made.open_stream(Sampling(1, 1.0, 1.0, 9, 0))
+    with pytest.raises(ClusterError, match="close the stream"):
+        made.offload_states()
+    made.close_stream()
+    made.offload_states()
 
 
 def test_no_two_sequences_share_a_seed() -> None:

@@ -1,0 +1,114 @@
+"""Engines that sleep, through the real pool: two of them, one trainer rank, and weights that find them asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from gkd.actor import worker as actor_worker
+from gkd.actor.pool import ActorPool
+from gkd.actor.worker import ActorWorker
+from gkd.cluster.calls import gather
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster
+from gkd.config_load import load_config
+from gkd.errors import ClusterError, LateError
+from gkd.rollout import worker as rollout_worker
+from gkd.rollout.pool import RolloutPool
+from gkd.rollout.worker import RolloutWorker
+from gkd.types import Prompt
+from gkd.weight_sync.coordinator import WeightSync
+from gkd.wiring import worker_env
+from tests.e2e.conftest import EOS, VOCAB, Lab
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+N_ENGINES = 2
+Held = dict[str, dict[str, int]]
+
+
+@dataclass
+class Pools:
+    rollout: RolloutPool
+    sync: WeightSync
+
+    def answers(self) -> list[tuple[int, bytes, bytes]]:
+        """Tokens and logprobs, to the bit."""
+        rng = np.random.default_rng(5)
+        prompts = [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(8)]
+        chunks = self.rollout.generate(prompts, places=range(8), n=2, temperature=0.7, seed=3)
+        rollouts = [rollout for chunk in chunks for rollout in ray.get(chunk.ref)]
+        return sorted((r.sample_index, r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts)
+
+
+@pytest.fixture(scope="module")
+def pools(lab: Lab) -> Iterator[Pools]:
+    settings = lab.command(lab.root / "offload_run", 1)[5:]
+    sizes = [f"rollout.n_gpus_per_node={N_ENGINES}", "rollout.max_num_seqs=8", "rollout.cpu_kv_cache_mib=64"]
+    config = load_config(None, [*settings, *sizes, "weight_sync.verify=always"])
+    config.trainer.colocate = True
+    cluster = Cluster("", n_slots=N_ENGINES + 1, on_cpu=True)
+    try:
+        specs = [PoolSpec("actor", 1, 1, gpus_per_worker=1), PoolSpec("rollout", 1, N_ENGINES, gpus_per_worker=1)]
+        slots = cluster.make_pools(specs, 60)
+        env = worker_env(on_cpu=True)
+        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
+        engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+        rollout = RolloutPool(engines, config, 1)
+        gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4, 200), "init_model", 200)
+        yield Pools(rollout, WeightSync(actor.exporters(), rollout.workers, config, "cpu", 200))
+    finally:
+        cluster.close()
+
+
+def _sums(held: Held) -> dict[str, int]:
+    assert sorted(held) == [f"rollout engine {i}" for i in range(N_ENGINES)]
+    return {state: sum(engine[state] for engine in held.values()) for state in ("params", "kv_cache")}
+
+
+def test_calls_find_their_states_and_leave_them_there(pools: Pools) -> None:
+    """Fails if a call on engines asleep fails or answers otherwise, reloads what it does not need, or if a sync does
+    not bring back weights that nobody kept (it is verified by digests)."""
+    rollout, sync = pools.rollout, pools.sync
+    sync.push(1)
+    before = pools.answers()
+    awake = _sums(rollout.reload_states().wait())
+    assert awake["kv_cache"] >= N_ENGINES * (63 << 20) and awake["params"] > N_ENGINES * (8 << 20)
+
+    assert _sums(rollout.offload_states().wait()) == {"params": 0, "kv_cache": 0}
+    assert pools.answers() == before
+    assert _sums(rollout.offload_states(["kv_cache"]).wait()) == {**awake, "kv_cache": 0}
+
+    nothing: Any = rollout.offload_states(level=2, blocking=False)
+    sync.push(2)  # finds it done
+    assert _sums(nothing.wait()) == _sums(nothing.wait()) == {"params": 0, "kv_cache": 0}
+    assert _sums(rollout.reload_states(["params"]).wait()) == {**awake, "kv_cache": 0}
+    assert pools.answers() == before
+    assert _sums(rollout.reload_states(blocking=False).wait(60)) == awake
+
+
+def test_errors_come_out_of_the_handle(pools: Pools) -> None:
+    """Fails if an engine's refusal is lost, an engine that is late is not named, or a stream loses its engine."""
+    rollout = pools.rollout
+    rollout.reload_states()
+    pools.sync.push(3)
+    with pytest.raises(ClusterError, match="no state 'gradients'"):
+        rollout.offload_states(["gradients"])
+    later = rollout.offload_states(level=3, blocking=False)
+    with pytest.raises(ClusterError, match="sleep level 3"):
+        later.wait()
+    stream = rollout.open_stream(n=1, temperature=1.0, seed=5)
+    try:
+        with pytest.raises(ClusterError, match="close the stream"):
+            rollout.offload_states()
+    finally:
+        stream.close()
+    later = rollout.offload_states(blocking=False)
+    with pytest.raises(LateError, match="offload_states: no answer within 0 s from: rollout engine"):
+        later.wait(0.0)
+    assert _sums(later.wait()) == {"params": 0, "kv_cache": 0}
+    assert rollout.greedy([Prompt(0, np.array([5, 6], np.int32), "w2")], n_samples=1).samples
