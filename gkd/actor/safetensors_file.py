@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,5 +48,6 @@ def write_safetensors(
                 raise RuntimeError(
                     f"export order: expected {expected}, got {(name, tuple(tensor.shape), tensor.dtype)}"
                 )
-            file.write(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().data)
+            # Not Tensor.numpy(), see `gkd.weight_sync.buckets.digest`: these may be live states.
+            file.write(np.from_dlpack(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)).data)
             del tensor  # before the next one is made

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,7 +128,8 @@ class ShardReader:
                 f"{self._folder} has {_say(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
                 f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
             )
-        raw, size = values.view(torch.uint8).numpy().data, values.itemsize
+        # Not Tensor.numpy(), see `gkd.weight_sync.buckets.digest`: these may be live states.
+        raw, size = np.from_dlpack(values.view(torch.uint8)).data, values.itemsize
         at = start
         for piece in ranges:
             if piece.stop > at >= piece.start and at < stop:

@@ -16,8 +16,12 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
+from gkd.log import get_logger
 from gkd.memory.host_buffer import SLAB_BYTES, HostBuffer
 
+log = get_logger("memory")
+
+MIB = 1 << 20
 PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
 KINDS = (PARAMS, GRADS, OPTIMIZER)
 
@@ -77,6 +81,8 @@ class States:
         self._kinds = {kind: _Kind(HostBuffer(pinned=on_cuda, slab_bytes=slab_bytes)) for kind in KINDS}
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._moves: Moves | None = None
+        self._stays: dict[int, int] = {}  # storage -> bytes that nobody here may release
+        self._said = 0
 
     def offload(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
         """Move these kinds (None: all) to the host; what is there already stays there.
@@ -93,6 +99,7 @@ class States:
         self.settle()
         if self._before is not None:
             self._before()
+        self._say_what_stays()
         # All memory on the host before anything moves.
         moving: list[tuple[str, _Away]] = []
         marks = {kind: self._kinds[kind].buffer.mark for kind in kinds}
@@ -179,11 +186,21 @@ class States:
                 storage = _local(tensor).untyped_storage()
                 known = storage._cdata in seen
                 seen.add(storage._cdata)
-                if known or tensor.device.type != self._device.type or storage.nbytes() == 0:
-                    continue
-                # What lies in somebody else's memory, such as Ray's object store, is not ours to release.
-                if kind in kinds and storage.resizable():
-                    yield kind, storage
+                if kind in kinds and not known and tensor.device.type == self._device.type and storage.nbytes():
+                    if storage.resizable():
+                        yield kind, storage
+                    else:
+                        self._stays[storage._cdata] = storage.nbytes()
+
+    def _say_what_stays(self) -> None:
+        """What lies in somebody else's memory, such as Ray's object store, is not ours to release."""
+        self._stays.clear()
+        n_moving = sum(storage.nbytes() for _, storage in self._on_device(KINDS))
+        n_bytes = sum(self._stays.values())
+        if n_bytes != self._said:
+            text = "%.1f MiB of states lie in memory of others and stay where they are; %.1f MiB move"
+            log.warning(text, n_bytes / MIB, n_moving / MIB)
+            self._said = n_bytes
 
     def _copy(self, moving: Sequence[_Away], *, to_host: bool) -> None:
         """Every storage to or from its pieces; on CUDA only begun, in the order of the streams."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gkd.actor.shard_writer import write
 from gkd.memory.states import KINDS
@@ -61,6 +62,9 @@ def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root:
             numbers += [stats.loss, stats.grad_norm, call(student.evaluate, batches(step)).loss]
         folder = root / f"{backend}_{dtype}_{away}"
         call(lambda: write(folder, rank, student.snapshot()))
+        dist.barrier()
+        call(student.load_checkpoint, folder)
+        call(student.save_hf, root / f"hf_{backend}_{dtype}_{away}", root / "model")
         exported = call(weights, student)
         if away:
             student.states.reload()

@@ -164,11 +164,16 @@ def test_no_memory_on_the_device_leaves_all_on_the_host(monkeypatch: pytest.Monk
     assert same(role.values(), before)
 
 
-def test_somebody_elses_memory_is_left_alone() -> None:
-    """Fails if what lies in an object store, which nobody here may release, ends the run or is lost."""
+def test_somebody_elses_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if what lies in an object store, which nobody here may release, is lost, or stays without a word."""
     foreign, own = torch.from_numpy(np.arange(5.0)), torch.arange(3.0)
     states = States(CPU, lambda: {PARAMS: [foreign, own]})
+    told: list[str] = []
+    monkeypatch.setattr("gkd.memory.states.log.warning", lambda text, *args: told.append(text % args))
     states.offload()
+    states.reload()
+    states.offload()
+    assert len(told) == 1 and "lie in memory of others" in told[0], "said, and not at every step"
     assert foreign.tolist() == [0, 1, 2, 3, 4] and own.untyped_storage().nbytes() == 0
     assert states.device_bytes()[PARAMS] == 0
     states.reload()
