@@ -6,8 +6,10 @@ pipeline stage fetches the teacher's scores, because only it computes the loss.
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +36,11 @@ from gkd.config import Config, OptimConfig
 from gkd.imports import quick_imports
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
+from gkd.memory.advice import advice
+from gkd.memory.fragmentation import FragmentationWatch
+from gkd.memory.oom import diagnosed
+from gkd.memory.timeline import Timeline
+from gkd.memory.usage import log_gpu_memory_usage
 from gkd.roles import FileDigest, TrainStats
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, TensorSpec
@@ -86,10 +93,16 @@ class ActorWorker:
         shared_folder.answer(root, word, f"actor rank {self._rank}", node)
         return node
 
-    def init_model(self, config: Config, device: str, address: tuple[str, int], total_steps: int) -> None:
-        """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
+    def init_model(
+        self, config: Config, device: str, address: tuple[str, int], total_steps: int, run_dir: Path
+    ) -> None:
+        """Join the actor's process group, then build the student and load its weights; blocks for all ranks.
+
+        Args:
+            run_dir: trainer.run_dir as the driver means it.
+        """
         self._log.info(self.place(ask_driver=False).line())
-        self._config = config
+        self._config, self._run_dir = config, run_dir
         trainer = config.trainer
         self._patience_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _LONGER_S
         actor = config.actor
@@ -98,6 +111,8 @@ class ActorWorker:
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self._device)
+        self._timeline = Timeline(self._device) if config.memory.timeline else None
+        self._fragmentation = FragmentationWatch(self._device, config.memory.fragmentation_warn, self._log)
         world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -114,9 +129,10 @@ class ActorWorker:
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
-        self._student = self._build_student(total_steps)
+        with self._diagnosed("building the student"):
+            self._student = self._build_student(total_steps)
         self._phases.enter(UP)
-        self._log.info("student built and loaded")
+        log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
 
     def _build_student(self, total_steps: int) -> Student:
         # Imported here and not above: the driver imports this module for the class alone and should load neither.
@@ -170,8 +186,10 @@ class ActorWorker:
             lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores. The
                 driver passes handles; Ray fetches what they stand for from the object store.
         """
-        with self._phases.during("training step"):
-            return self._student.train_step(self._micro_batches(takes, lists)[0])
+        with self._during("training step"):
+            stats = self._student.train_step(self._micro_batches(takes, lists)[0])
+        self._fragmentation.after_step()
+        return stats
 
     def evaluate(self, keep_tokens: int, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
         """The same loss; nothing learned. Arguments as of `train_step`.
@@ -180,7 +198,7 @@ class ActorWorker:
             keep_tokens: sequences of the batch, the first ones, whose tokens' numbers come with the result; from the
                 first rank of those that compute the loss.
         """
-        with self._phases.during("evaluation"):
+        with self._during("evaluation"):
             batches, rollouts = self._micro_batches(takes, lists)
             if not (keep_tokens and self._layout.is_last_stage and self._layout.tp_rank == 0):
                 return self._student.evaluate(batches)
@@ -204,13 +222,14 @@ class ActorWorker:
         return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:
-        with self._phases.during("loading a checkpoint"):
+        with self._during("loading a checkpoint"):
             self._student.load_checkpoint(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""
-        with self._phases.during("export"):
+        with self._during("export"):
             self._student.save_hf(folder, self._config.model.path)
+        log_gpu_memory_usage("exported", self._log, self._rank, self._device)
 
     def export_plan(self) -> list[TensorSpec]:
         """This pipeline stage's tensors in the order `send_weights` streams them."""
@@ -223,8 +242,30 @@ class ActorWorker:
 
     def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
         """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""
-        with self._phases.during("sending weights"):
+        with self._during("sending weights"):
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
+
+    def memory_numbers(self) -> dict[str, float]:
+        """What this rank's phases took since the last call, see `Timeline.take`, and how the memory is cut."""
+        phases = {} if self._timeline is None else self._timeline.take()
+        return phases | self._fragmentation.take()
+
+    @contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        """In this phase, for whoever asks, and on the memory's time-line. Raises OutOfMemory."""
+        noted = nullcontext() if self._timeline is None else self._timeline.phase(phase.replace(" ", "_"))
+        with self._phases.during(phase), self._diagnosed(phase), noted:
+            yield
+
+    def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
+        """Memory that runs out here is explained."""
+        return diagnosed(
+            self._run_dir / "memory",
+            device=self._device,
+            who=f"actor rank {self._rank}",
+            phase=phase,
+            advice=lambda shortage: advice(self._config, shortage, os.environ),
+        )
 
     def _micro_batches(
         self, takes: Sequence[bytes | None], lists: Sequence[list[Any]]

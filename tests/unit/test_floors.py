@@ -79,6 +79,7 @@ WITHOUT_TORCH = {
     "gkd/mixing.py",
     "gkd/model_splits.py",
     "gkd/loss/spec.py",
+    "gkd/memory/advice.py",
     "gkd/metrics.py",
     "gkd/evaluation.py",
     "gkd/checkpoints.py",
