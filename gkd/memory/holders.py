@@ -122,12 +122,14 @@ def _names(targets: Sequence[object], objects: Sequence[object]) -> dict[int, st
     partial: dict[int, str] = {}  # of those in containers that nobody is known to have
     # id of an object -> the targets below it, and how each is reached from it
     below: dict[int, dict[int, str]] = {id(target): {id(target): ""} for target in targets}
-    objects = list(objects)
+    objects, n_targets = list(objects), len(below)
     for _ in range(_LEVELS):
         above: dict[int, dict[int, str]] = defaultdict(dict)
         here: dict[int, str] = {}
         opened: list[object] = []
         for item in objects:
+            if below.keys().isdisjoint(map(id, gc.get_referents(item))):  # nearly all of them
+                continue
             for step, child in _references(item, below, opened):
                 for target, path in below[child].items():
                     if target == id(item):
@@ -141,6 +143,8 @@ def _names(targets: Sequence[object], objects: Sequence[object]) -> dict[int, st
                         _keep_best(here, target, _root_name(item, step, path))
         objects += opened
         names |= here
+        if len(names) == n_targets:
+            break
         below = {owner: {t: path for t, path in paths.items() if t not in names} for owner, paths in above.items()}
         below = {owner: paths for owner, paths in below.items() if paths}
     return partial | names
@@ -168,9 +172,7 @@ def _references(item: object, wanted: Mapping[int, Any], opened: list[object]) -
             if id(key) in wanted:
                 yield _KEY, id(key)
         return
-    children = {id(child) for child in gc.get_referents(item) if id(child) in wanted}
-    if not children:
-        return
+    children = {id(child) for child in gc.get_referents(item)} & wanted.keys()  # first: the next line may change it
     attributes = _attributes(item, opened)
     for child in children:
         yield attributes.get(child, ".grad" if issubclass(type(item), torch.Tensor) else "[...]"), child

@@ -143,7 +143,7 @@ def _report(
     judged = verdict(request, found)
     place = "the host" if at.type == "cpu" else str(at)
     parts = [
-        f"{who} ran out of memory of {place} in its {phase}: {_judgement(request, judged, found)}",
+        f"{who} ran out of memory of {place} ({phase}): {_judgement(request, judged, found)}",
         *_holder_lines(held or [], usage if at.type == "cuda" else None),
         "what to change:",
         *(f"  {line}" for line in advice(Shortage(phase, at.type == "cuda", judged == FRAGMENTATION))),
@@ -170,7 +170,7 @@ def _report(
 
 def _judgement(request: Request, judged: Verdict, found: Fragmentation | None) -> str:
     asked = "nobody says how much was asked for" if request.asked is None else f"{_gib(request.asked)} were asked for"
-    cached = "" if request.cached is None else f" and {_gib(request.cached)} in torch's cache"
+    cached = "" if not request.cached else f" and {_gib(request.cached)} in torch's cache"
     free = "" if request.free is None else f"; {_gib(request.free)} were free there{cached}"
     limit = "" if request.allowed is None else f" (this process may have {_gib(request.allowed)})"
     largest = "" if found is None else f"; the largest free block is {_gib(found.largest_free)}"
