@@ -3,7 +3,8 @@
 For a look after an offload that left something behind, and for the report when memory has run out. It walks all
 objects of the process a few times, which takes seconds where large libraries are loaded.
 
-Not seen: what only C++ refers to, as the tensors that autograd keeps for the backward pass, and sparse tensors.
+Not seen: what only C++ refers to, as the tensors that autograd keeps for the backward pass; sparse tensors; and whatever
+`gc.freeze` has set aside, which in a rank is all that was there when its libraries were imported (`gkd.imports`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gkd.memory.usage import gib
 _LEVELS = 6
 # What a name goes through on its way up; anything else ends it.
 _CONTAINERS = (dict, list, tuple, set, frozenset, CellType, MethodType, torch.Tensor)
-_NOBODY = "no Python object"
+_NOBODY = "nobody the garbage collector knows"
 _KEY = " (a key)"
 
 
@@ -34,7 +35,7 @@ _KEY = " (a key)"
 class Holder:
     """Tensors that are held in the same way."""
 
-    name: str  # "Linear.weight", "AdamW.state[...]['exp_avg']", "logits in forward()"
+    name: str  # "Linear.weight", "AdamW.state[...]['exp_avg']", "logits in forward()"; "a list[...]" that nobody has
     dtype: str
     shape: tuple[int, ...]
     count: int  # storages
@@ -100,8 +101,17 @@ def _storages(objects: Sequence[object], device: torch.device) -> dict[int, list
             continue
         add(_Tensor(item, item))
         if isinstance(item, torch.Tensor) and item.is_leaf and item.grad is not None:  # only C++ may refer to it
-            add(_Tensor(item.grad, item, ".grad"))
+            for part in _parts(item.grad):
+                add(_Tensor(part, item, ".grad"))
     return found
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Itself, or the tensors within a DTensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's mesh is among them
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _storage(item: Any) -> torch.UntypedStorage | None:
@@ -136,7 +146,7 @@ def _names(targets: Sequence[object], objects: Sequence[object]) -> dict[int, st
                         continue
                     if issubclass(type(item), _CONTAINERS):
                         _keep_best(above[id(item)], target, step + path)
-                        partial[target] = f"{type(item).__name__}{step}{path}"
+                        partial[target] = f"a {type(item).__name__}{step}{path}"
                     elif _KEY in path:  # whoever has it as a value tells more
                         partial[target] = _root_name(item, step, path)
                     else:
@@ -155,8 +165,8 @@ def _keep_best(paths: dict[int, str], target: int, path: str) -> None:
 
 
 def _preference(name: str) -> tuple[bool, bool, int, int, str]:
-    """Least first: somebody, no local variable or closure, few unnamed places, short."""
-    return (name.startswith(_NOBODY), " in " in name, name.count("[...]"), len(name), name)
+    """Least first: somebody, who has a name, no local variable or closure, few unnamed places, short."""
+    return (name.startswith(_NOBODY), name.startswith("a ") or " in " in name, name.count("[...]"), len(name), name)
 
 
 def _references(item: object, wanted: Mapping[int, Any], opened: list[object]) -> Iterator[tuple[str, int]]:

@@ -9,6 +9,7 @@ error left it, when some of the failed work may be gone.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import time
@@ -139,6 +140,7 @@ def _report(
     troubles: list[str] = []  # of the look itself: the host may be out of memory, too
     found = _tried("the allocator's blocks", lambda: fragmentation(at), troubles) if at.type == "cuda" else None
     usage = _tried("memory in use", lambda: read_usage(at), troubles)
+    gc.unfreeze()  # the run ends: what was set aside when the libraries were imported may be walked, too
     held = _tried("holders", lambda: holders(at), troubles)
     judged = verdict(request, found)
     place = "the host" if at.type == "cpu" else str(at)

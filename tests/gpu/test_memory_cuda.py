@@ -135,7 +135,7 @@ def test_fragmentation_made_on_purpose(device: torch.device, caplog: pytest.LogC
         kept = pieces(device)
         found = check_fragmentation(device, warn=0.2, logger=logger)
         assert found.allocated - before.allocated == sum(tensor.nbytes for tensor in kept) == GIB
-        assert found.free - before.free == GIB and found.largest_free == PIECE
+        assert found.free - before.free == GIB and found.largest_free == max(PIECE, before.largest_free)
         assert found.external_ratio == pytest.approx(1 - PIECE / GIB, abs=0.01)
         assert found.unused_ratio == pytest.approx(0.5, abs=0.02)
         assert found.releasable == before.releasable, "every segment is in use somewhere"

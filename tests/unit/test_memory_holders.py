@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from gkd.memory.holders import Holder, held_by, holders
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def only_what_the_test_makes() -> Iterator[None]:
+    """Hide all older objects from the garbage collector, and so from the search, which then takes no time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Keeper:
@@ -97,6 +110,31 @@ def test_whoever_refers_to_it_is_named() -> None:
     assert {name: n_bytes for name, n_bytes in held().items() if name in WAYS} == {
         name: n_bytes for name, n_bytes in before.items() if name in WAYS
     }
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_parts_of_a_sharded_student_are_told_apart(mesh: DeviceMesh) -> None:
+    """Fails if the tensors within FSDP2's parameters, their gradients or Adam's moments count twice or go unnamed."""
+    model = fully_shard(torch.nn.Linear(1039, 3, bias=False), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1039)).sum().backward()
+    optimizer.step()
+    moments = {f"AdamW.state[...]['{name}']._local_tensor" for name in ("exp_avg", "exp_avg_sq")}
+    found = by_shape((3, 1039), (3117,))
+    assert {holder.name for holder in found} == moments | {
+        "FSDPParam.sharded_param.grad",
+        "FSDPParam._sharded_param_data",
+    }
+    assert [holder.n_bytes for holder in found] == [4 * 3117] * 4
 
 
 def test_what_a_failed_call_left_is_found_in_its_frame() -> None:
