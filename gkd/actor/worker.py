@@ -210,7 +210,9 @@ class ActorWorker:
     def save(self, folder: Path) -> None:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
-        self._writer.start(folder, self._rank, self._student.snapshot())
+        with self._diagnosed("copying the state to host memory"):
+            snapshot = self._student.snapshot()
+        self._writer.start(folder, self._rank, snapshot)
 
     @ray.method(concurrency_group=SAVES)
     def save_finished(self, wait: bool) -> dict[str, FileDigest] | None:

@@ -3,7 +3,7 @@
 For a look after an offload that left something behind, and for the report when memory has run out. It walks all
 objects of the process a few times, which takes seconds where large libraries are loaded.
 
-Not seen: what only C++ refers to, as the tensors that autograd keeps for the backward pass; sparse tensors; and whatever
+Not seen: what only C++ refers to, as the tensors that autograd keeps for the backward pass; sparse tensors; and what
 `gc.freeze` has set aside, which in a rank is all that was there when its libraries were imported (`gkd.imports`).
 """
 
