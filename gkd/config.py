@@ -304,6 +304,16 @@ class EvalConfig:
 
 
 @dataclass
+class MemoryConfig:
+    # On GPUs, every tenth training step looks at how the allocator's memory is cut, and warns where both shares are
+    # above this: 1 - largest free block / all free bytes, and (reserved - allocated) / reserved. 1 = do not look.
+    fragmentation_warn: float = 0.2
+    # Write the memory of each of the actor's phases (training step, evaluation, sending weights) into the metrics: the
+    # largest of all ranks, and the rank of each peak. It takes one more call of the ranks a step.
+    timeline: bool = True
+
+
+@dataclass
 class ClusterConfig:
     # Address of a running Ray cluster; empty = start one on this machine for this run. Pools of several nodes need it.
     ray_address: str = ""
@@ -326,4 +336,5 @@ class Config:
     distill: DistillConfig = field(default_factory=DistillConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -95,8 +95,9 @@ _SHARES = (
     "rollout.gpu_memory_utilization",
     "actor.optim.min_lr_ratio",
     "distill.on_policy_share",
+    "memory.fragmentation_warn",
 )
-_MAY_BE_ZERO = ("actor.optim.min_lr_ratio", "distill.on_policy_share")  # of the shares
+_MAY_BE_ZERO = ("actor.optim.min_lr_ratio", "distill.on_policy_share", "memory.fragmentation_warn")  # of the shares
 
 
 def check_config(config: Config) -> None:

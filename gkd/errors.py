@@ -53,6 +53,13 @@ class ClusterError(GkdError):
     """The wanted processes or GPUs cannot be had, or one of them died or stayed silent."""
 
 
+class OutOfMemory(ClusterError):
+    """A rank ran out of memory, of its device or its host; says who held it and what to change.
+
+    The other ranks may wait for it for ever, as when one died.
+    """
+
+
 class LateError(ClusterError):
     """Some ranks have not answered in time; they may hang.
 

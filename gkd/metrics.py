@@ -1,6 +1,6 @@
 """Numbers of a run: stage timers that add up, and one JSON line a step.
 
-Names carry a prefix (loss/ teacher/ rollout/ staleness/ weight_sync/ time/ optim/ eval/ perf/) and a unit.
+Names carry a prefix (loss/ teacher/ rollout/ staleness/ weight_sync/ time/ memory/ optim/ eval/ perf/) and a unit.
 """
 
 from __future__ import annotations

@@ -295,6 +295,10 @@ class ActorRole(Protocol):
 
     def export_hf(self, folder: Path) -> None: ...
 
+    def memory_numbers(self) -> dict[str, float]:
+        """Memory of all ranks in each phase since the last call, see `gkd.memory.timeline`; metric name -> value."""
+        ...
+
 
 class WeightSyncRole(Protocol):
     def push(self, policy_version: int) -> SyncReport:

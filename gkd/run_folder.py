@@ -8,6 +8,7 @@ run_dir/config.yaml            resolved settings
         checkpoints/           see `gkd.checkpoints`
         branched_from          the checkpoint of another run that this one began with, if it did
         going_back             the earlier checkpoint of its own that it was told to go back to, until that is loaded
+        memory/                reports of ranks that ran out of memory; see `gkd.memory.oom`
         samples/step_N.jsonl   greedy answers to held-out prompts
         token_losses/step_N.jsonl  the numbers of each token of an evaluation, with eval.keep_token_losses
         batches/step_N/        what each step was trained on, with trainer.record_batches; see `gkd.replay`

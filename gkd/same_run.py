@@ -56,7 +56,7 @@ FREE_ON_RESUME = {
     "teacher.request_timeout_s",
     "teacher.outage_budget_s",
 }
-_FREE_SECTIONS = ("cluster.", "eval.", "weight_sync.")
+_FREE_SECTIONS = ("cluster.", "eval.", "memory.", "weight_sync.")
 # The end of the run shapes every step of a schedule that ends there, and none of a constant one.
 FREE_IF_CONSTANT = {"trainer.total_steps", "trainer.total_epochs"}
 

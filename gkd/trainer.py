@@ -105,6 +105,7 @@ class Trainer:
                 try:
                     if self._evaluation_is_due():
                         numbers |= self._evaluate(timers)
+                    numbers |= self._memory(timers)
                 finally:  # the step has been made, also if the teacher is lost in its evaluation
                     numbers |= with_rate(numbers, timers, self.config.trainer.scheduler)
                     metrics.write(self.step, numbers)
@@ -204,8 +205,15 @@ class Trainer:
         evaluated = {line["step"] for line in lines if "eval/response_tokens" in line}
         # Before the first step; or after the last, where a run was resumed that was stopped in that evaluation.
         if self.val_prompts and self.step in {0, self.total_steps} - evaluated:
-            numbers = self._evaluate(timers)
+            numbers = self._evaluate(timers) | self._memory(timers)
             metrics.write(self.step, numbers | timers.report())
+
+    def _memory(self, timers: StageTimers) -> dict[str, float]:
+        """What the actor's phases since the last line took; nothing with memory.timeline off."""
+        if not self.config.memory.timeline:
+            return {}
+        with timers("usage"):
+            return self.roles.actor.memory_numbers()
 
     def _evaluation_is_due(self) -> bool:
         return bool(self.val_prompts) and (self._due(self.config.eval.every) or self.step == self.total_steps)

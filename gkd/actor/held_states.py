@@ -47,7 +47,7 @@ class HeldStates:
         """Of this process on its GPU; on the CPU of the states alone."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        return sum(self._student.states.device_bytes().values())
+        return self._student.states.allocated()
 
     @contextmanager
     def needed(

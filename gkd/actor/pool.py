@@ -12,6 +12,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.balance import parts
 from gkd.cluster.calls import Pending, gather
 from gkd.config import Config
+from gkd.memory.timeline import merge
 from gkd.roles import FileDigest, ScoredChunk, TrainStats
 
 
@@ -42,7 +43,8 @@ class ActorPool:
         """
         root = {"actor rank 0": self._workers[0].rendezvous.remote()}
         address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]
-        return self._call("init_model", self._config, device, address, total_steps)
+        run_dir = Path(self._config.trainer.run_dir).absolute()
+        return self._call("init_model", self._config, device, address, total_steps, run_dir)
 
     def check_run_dir(self, root: Path, timeout_s: float) -> None:
         """Do all ranks, which may still be starting, see the folder that the driver sees, and can they write there?
@@ -98,6 +100,9 @@ class ActorPool:
 
     def export_hf(self, folder: Path) -> None:
         self._gathered("export_hf", folder.absolute())
+
+    def memory_numbers(self) -> dict[str, float]:
+        return merge(list(gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s).values()))
 
     def exporters(self) -> list[list[Any]]:
         """By pipeline stage, the ranks that produce its tensors together; the first sends.

@@ -6,8 +6,10 @@ pipeline stage fetches the teacher's scores, because only it computes the loss.
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +37,12 @@ from gkd.config import Config, OptimConfig
 from gkd.imports import quick_imports
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
+from gkd.memory.advice import advice
+from gkd.memory.fragmentation import FragmentationWatch
+from gkd.memory.oom import diagnosed
 from gkd.memory.states import OPTIMIZER, PARAMS
+from gkd.memory.timeline import Timeline
+from gkd.memory.usage import ARENA, log_gpu_memory_usage
 from gkd.roles import FileDigest, TrainStats
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, TensorSpec
@@ -88,10 +95,16 @@ class ActorWorker:
         shared_folder.answer(root, word, f"actor rank {self._rank}", node)
         return node
 
-    def init_model(self, config: Config, device: str, address: tuple[str, int], total_steps: int) -> None:
-        """Join the actor's process group, then build the student and load its weights; blocks for all ranks."""
+    def init_model(
+        self, config: Config, device: str, address: tuple[str, int], total_steps: int, run_dir: Path
+    ) -> None:
+        """Join the actor's process group, then build the student and load its weights; blocks for all ranks.
+
+        Args:
+            run_dir: trainer.run_dir as the driver means it.
+        """
         self._log.info(self.place(ask_driver=False).line())
-        self._config = config
+        self._config, self._run_dir = config, run_dir
         trainer = config.trainer
         self._patience_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _LONGER_S
         actor = config.actor
@@ -100,6 +113,8 @@ class ActorWorker:
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self._device)
+        self._timeline = Timeline(self._device) if config.memory.timeline else None
+        self._fragmentation = FragmentationWatch(self._device, config.memory.fragmentation_warn, self._log)
         world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -116,12 +131,14 @@ class ActorWorker:
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
-        self._student = self._build_student(total_steps)
+        with self._diagnosed("building the student"):
+            self._student = self._build_student(total_steps)
+        ARENA.add("actor states", self._student.states.allocated)
         self._held = HeldStates(self._student, self._device, automatic=moves_states(config))
         if moves_states(config):
             self._held.offload_states()
         self._phases.enter(UP)
-        self._log.info("student built and loaded")
+        log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
 
     def _build_student(self, total_steps: int) -> Student:
         # Imported here and not above: the driver imports this module for the class alone and should load neither.
@@ -191,10 +208,11 @@ class ActorWorker:
         Returns:
             With what it cost to move states since the last training step.
         """
-        with self._phases.during("training step"):
+        with self._during("training step"):
             batches = self._micro_batches(takes, lists)[0]
             with self._held.needed("train", meta=meta):
                 stats = self._student.train_step(batches)
+        self._fragmentation.after_step()
         return replace(stats, extra=stats.extra | self._held.take_metrics())
 
     def evaluate(
@@ -210,7 +228,7 @@ class ActorWorker:
             keep_tokens: sequences of the batch, the first ones, whose tokens' numbers come with the result; from the
                 first rank of those that compute the loss.
         """
-        with self._phases.during("evaluation"):
+        with self._during("evaluation"):
             batches, rollouts = self._micro_batches(takes, lists)
             keeps = keep_tokens > 0 and self._layout.is_last_stage and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
@@ -225,7 +243,7 @@ class ActorWorker:
     def save(self, folder: Path) -> None:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
-        with self._held.needed("save", [PARAMS, OPTIMIZER]):
+        with self._diagnosed("copying the state to host memory"), self._held.needed("save", [PARAMS, OPTIMIZER]):
             self._writer.start(folder, self._rank, self._student.snapshot())
 
     @ray.method(concurrency_group=SAVES)
@@ -238,13 +256,14 @@ class ActorWorker:
         return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:
-        with self._phases.during("loading a checkpoint"), self._held.needed("load"):
+        with self._during("loading a checkpoint"), self._held.needed("load"):
             self._student.load_checkpoint(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""
-        with self._phases.during("export"), self._held.needed("export", [PARAMS]):
+        with self._during("export"), self._held.needed("export", [PARAMS]):
             self._student.save_hf(folder, self._config.model.path)
+        log_gpu_memory_usage("exported", self._log, self._rank, self._device)
 
     def export_plan(self) -> list[TensorSpec]:
         """This pipeline stage's tensors in the order `send_weights` streams them."""
@@ -259,8 +278,30 @@ class ActorWorker:
         self, buckets: Sequence[Bucket], with_digests: bool, *, meta: Mapping[str, Any] | None = None
     ) -> dict[str, str]:
         """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""
-        with self._phases.during("sending weights"), self._held.needed("sync", [PARAMS], meta, alone=True):
+        with self._during("sending weights"), self._held.needed("sync", [PARAMS], meta, alone=True):
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
+
+    def memory_numbers(self) -> dict[str, float]:
+        """What this rank's phases took since the last call, see `Timeline.take`, and how the memory is cut."""
+        phases = {} if self._timeline is None else self._timeline.take()
+        return phases | self._fragmentation.take()
+
+    @contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        """In this phase, for whoever asks, and on the memory's time-line. Raises OutOfMemory."""
+        noted = nullcontext() if self._timeline is None else self._timeline.phase(phase.replace(" ", "_"))
+        with self._phases.during(phase), self._diagnosed(phase), noted:
+            yield
+
+    def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
+        """Memory that runs out here is explained."""
+        return diagnosed(
+            self._run_dir / "memory",
+            device=self._device,
+            who=f"actor rank {self._rank}",
+            phase=phase,
+            advice=lambda shortage: advice(self._config, shortage, os.environ),
+        )
 
     def _micro_batches(
         self, takes: Sequence[bytes | None], lists: Sequence[list[Any]]

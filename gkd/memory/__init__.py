@@ -1,1 +1,1 @@
-"""Memory of a device that several roles share in time: moving states away and back, and seeing who holds what."""
+"""Memory of a rank: where its states are, how much is in use, who holds it, and what to do when there is too little."""

@@ -174,6 +174,10 @@ class States:
             sizes[kind] += storage.nbytes()
         return sizes
 
+    def allocated(self) -> int:
+        """Bytes on the device, of all kinds."""
+        return sum(self.device_bytes().values())
+
     def host_bytes(self) -> int:
         """Of the buffers on the host, whether they hold something now or not."""
         return sum(kind.buffer.n_bytes for kind in self._kinds.values())

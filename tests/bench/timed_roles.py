@@ -207,6 +207,9 @@ class TimedActorWorker:
     def export_hf(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
 
+    def memory_numbers(self) -> dict[str, float]:
+        return {}
+
     def export_plan(self) -> list[TensorSpec]:
         return [TensorSpec("nothing", (2,), "float32")]
 

@@ -44,6 +44,7 @@ def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
         assert m["teacher/topk_mass"] == pytest.approx(m["loss/teacher_topk_mass"], rel=1e-3)
         assert m["loss/total"] > 0 and m["optim/grad_norm"] > 0
         assert m["staleness/max"] == 0
+        assert m["memory/training_step/host_rss_gib"] > 0.1 and m["memory/sending_weights/arena_gib"] >= 0
         assert m["weight_sync/verified_tensors"] == N_TENSORS
         assert m["time/accounted_share"] >= 0.8, "a stage that nobody times takes more; what is left is the machine's"
     assert (base_run / "config.yaml").is_file()

@@ -81,6 +81,7 @@ WITHOUT_TORCH = {
     "gkd/mixing.py",
     "gkd/model_splits.py",
     "gkd/loss/spec.py",
+    "gkd/memory/advice.py",
     "gkd/metrics.py",
     "gkd/evaluation.py",
     "gkd/checkpoints.py",
@@ -296,6 +297,14 @@ def test_footprints_are_pure() -> None:
     for path in (ROOT / "gkd" / "footprint").glob("*.py"):
         modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.footprint")}
         assert not any(m not in pure and m.rpartition(".")[0] not in pure for m in modules), (path.name, modules)
+
+
+def test_memory_is_pure() -> None:
+    """Fails if what looks at memory, or moves states, needs a backend, a pool or an engine."""
+    for path in (ROOT / "gkd" / "memory").glob("*.py"):
+        modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.memory")}
+        known = {"gkd.config", "gkd.errors", "gkd.log"}
+        assert not any(m not in known and m.rpartition(".")[0] not in known for m in modules), (path.name, modules)
 
 
 def test_the_loop_knows_the_others_only_as_protocols() -> None:

@@ -69,6 +69,20 @@ def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
     assert world.events.count("evaluate") == 2
 
 
+def test_the_memory_of_every_line_is_in_it(tmp_path: Path) -> None:
+    """Fails if a step's memory is in another step's line, an evaluation's is missing, or it is asked for when off."""
+    world = World()
+    settings = ("trainer.total_steps=2", "eval.every=1")
+    make(tmp_path / "on", world, *settings, val=PROMPTS[:1]).fit()
+    lines = read_metrics(tmp_path / "on" / "run" / "metrics.jsonl")
+    assert [line["memory/training_step/peak_gib"] for line in lines] == [1.5] * 3
+    assert world.memory_asked == 3
+    world = World()
+    make(tmp_path / "off", world, *settings, "memory.timeline=false", val=PROMPTS[:1]).fit()
+    lines = read_metrics(tmp_path / "off" / "run" / "metrics.jsonl")
+    assert world.memory_asked == 0 and not [name for line in lines for name in line if name.startswith("memory/")]
+
+
 class Streams(World):
     """Its stream has every prompt answered at once."""
 

@@ -65,6 +65,7 @@ class World:
         self.save_hangs = False  # no rank answers before the time is over
         self.scores_fail: Exception | None = None  # what a recording with scores ends with
         self.recordings_take = 0  # polls
+        self.memory_asked = 0
         self.waits_s: list[float | None] = []  # for how long the loop would wait for each save
         self._saving: tuple[Path, int] | None = None
         self._polls_left = 0
@@ -176,6 +177,10 @@ class World:
         folder.mkdir()
         (folder / "of_version").write_text(f"{self.engine_version}")
         self.events.append("export")
+
+    def memory_numbers(self) -> dict[str, float]:
+        self.memory_asked += 1
+        return {"memory/training_step/peak_gib": 1.5}
 
     def push(self, policy_version: int) -> SyncReport:
         self.events.append(f"push {policy_version}")

@@ -1,0 +1,79 @@
+"""What to change in a run whose memory did not suffice: its own keys, with the values that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gkd.config import Config
+
+# Where torch reads how its allocator shall work; the second is the name before torch 2.9, and is still read.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_SMALL_CHUNK_MIB = 32  # below this the LM head's products get slow, and little is won
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What an out-of-memory error was like, as far as the advice depends on it."""
+
+    phase: str  # as in `gkd.actor.worker`
+    on_cuda: bool
+    fragmented: bool
+
+
+def advice(config: Config, shortage: Shortage, environ: Mapping[str, str]) -> list[str]:
+    """`key=value: what to do`, what helps most for least first; only keys that can still be changed."""
+    lines = _against_fragmentation(environ) if shortage.fragmented else []
+    if shortage.phase == "sending weights":
+        lines.append(f"weight_sync.bucket_mib={config.weight_sync.bucket_mib}: lower it")
+    elif shortage.phase in ("training step", "evaluation"):
+        lines += _activations(config, shortage)
+    lines += _states(config, shortage)
+    if config.trainer.colocate:
+        share = config.rollout.gpu_memory_utilization
+        lines.append(f"rollout.gpu_memory_utilization={share:g}: lower it, the engine is on the same GPUs")
+    return lines
+
+
+def _against_fragmentation(environ: Mapping[str, str]) -> list[str]:
+    if any("expandable_segments:True" in environ.get(name, "") for name in ALLOCATOR_VARIABLES):
+        return []
+    return [
+        f"{ALLOCATOR_VARIABLES[1]}=expandable_segments:True in the environment that the trainer is started in (with "
+        "cluster.ray_address: in that of `ray start` on each node), so that free pieces can be put together"
+    ]
+
+
+def _activations(config: Config, shortage: Shortage) -> list[str]:
+    """They grow with the tokens of a micro-batch."""
+    actor, data = config.actor, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    lines: list[str] = []
+    budget = actor.max_tokens_per_micro_batch
+    if budget > longest:
+        lines.append(f"actor.max_tokens_per_micro_batch={budget}: lower it, to {longest} at the least")
+    elif not budget and actor.micro_batch_size > 1:
+        lines.append(f"actor.micro_batch_size={actor.micro_batch_size}: lower it")
+    if not budget and shortage.fragmented:
+        lines.append("actor.max_tokens_per_micro_batch=0: set it, so that the micro-batches get more alike")
+    if not actor.fused_lm_head:
+        lines.append("actor.fused_lm_head=False: set it to true, so that the logits never exist as a whole")
+    elif actor.logits_chunk_mib > _SMALL_CHUNK_MIB:
+        lines.append(f"actor.logits_chunk_mib={actor.logits_chunk_mib}: lower it")
+    if actor.recompute != "full" and shortage.phase == "training step":
+        lines.append(f"actor.recompute={actor.recompute}: set it to full")
+    lines.append(f"data.max_response_length={data.max_response_length}: lower it")
+    return lines
+
+
+def _states(config: Config, shortage: Shortage) -> list[str]:
+    """Parameters, gradients and the optimizer's states of a rank."""
+    actor, trainer = config.actor, config.trainer
+    n_gpus = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+    if not shortage.on_cuda:
+        return [f"{n_gpus}: fewer ranks on this host, or a host with more memory"]
+    if actor.strategy == "fsdp2":
+        lines = [] if actor.fsdp_cpu_offload else ["actor.fsdp_cpu_offload=False: set it to true"]
+        lines += [] if actor.lora.rank else ["actor.lora.rank=0: train adapters instead of all weights"]
+        return [*lines, f"{n_gpus}: more GPUs, each with a smaller share of the states"]
+    return [f"actor.tp={actor.tp}, actor.pp={actor.pp}: split the student over more GPUs, of {n_gpus}"]

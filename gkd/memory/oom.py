@@ -1,0 +1,239 @@
+"""An out-of-memory error becomes a diagnosis: too little memory or memory in pieces, who held it, what to change.
+
+    with diagnosed(folder, device=device, who="actor rank 0", phase="training step", advice=keys_to_change):
+        student.train_step(batches)
+
+The numbers of the moment are those of torch's message; what is looked up here, the blocks and their holders, is as the
+error left it, when some of the failed work may be gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from gkd.errors import OutOfMemory
+from gkd.memory.advice import Shortage
+from gkd.memory.fragmentation import Fragmentation, fragmentation
+from gkd.memory.holders import Holder, held_by, holders
+from gkd.memory.usage import MemoryUsage, gib, read_usage
+
+Verdict = Literal["shortage", "fragmentation", "unclear"]
+SHORTAGE: Verdict = "shortage"
+FRAGMENTATION: Verdict = "fragmentation"
+UNCLEAR: Verdict = "unclear"
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)"
+_CPU = "can't allocate memory: you tried to allocate "
+_SMALL = 1 << 20  # bytes; larger tensors are never put into the allocator's small pools
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an error says of the memory that could not be had, in bytes; None: it does not say that."""
+
+    asked: int | None = None
+    total: int | None = None  # of the device
+    device_free: int | None = None
+    allowed: int | None = None  # to this process, where that is limited
+    allocated: int | None = None  # in tensors of this process
+    cached: int | None = None  # in free blocks of torch's allocator
+
+    @property
+    def free(self) -> int | None:
+        """What this process could still have taken from the device."""
+        if self.allowed is None or self.allocated is None or self.cached is None:
+            return self.device_free
+        left = max(0, self.allowed - self.allocated - self.cached)
+        return left if self.device_free is None else min(left, self.device_free)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's error on any device, Python's and numpy's, and what libraries on CUDA say."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    on_cuda = re.search(r"cuda.{0,40}out of memory|(cublas|cudnn)_status_alloc_failed", text, re.IGNORECASE)
+    return isinstance(error, RuntimeError) and (_CPU in text or on_cuda is not None)
+
+
+def parse(text: str) -> Request:
+    """Of the message of any such error; what it does not say is None."""
+    return Request(
+        asked=_found(rf"[Tt]ried to allocate {_SIZE}|Unable to allocate {_SIZE}", text),
+        total=_found(rf"total capaci?ty of {_SIZE}", text),
+        device_free=_found(rf"of which {_SIZE} is free", text),
+        allowed=_found(rf"{_SIZE} allowed", text),
+        allocated=_found(rf"Of the allocated memory {_SIZE}", text),
+        cached=_found(rf"{_SIZE} is reserved by PyTorch but unallocated", text),
+    )
+
+
+def verdict(request: Request, found: Fragmentation | None) -> Verdict:
+    """Would what was free have sufficed, had it been in one piece?
+
+    Args:
+        found: of the allocator afterwards; says how much of its free memory this request could not use in any case.
+    """
+    if request.asked is None or request.free is None or request.cached is None:
+        return UNCLEAR
+    if request.free >= request.asked:  # then something else was in the way, or somebody has let go meanwhile
+        return UNCLEAR
+    unusable = 0 if found is None or request.asked <= _SMALL else found.elsewhere
+    usable = max(0, request.cached - unusable)
+    return FRAGMENTATION if request.free + usable >= request.asked else SHORTAGE
+
+
+@contextmanager
+def diagnosed(
+    folder: Path,
+    *,
+    device: torch.device,
+    who: str,
+    phase: str,
+    advice: Callable[[Shortage], Sequence[str]],
+) -> Iterator[None]:
+    """Within it an out-of-memory error of any kind ends as an OutOfMemory that explains it; others pass.
+
+    Args:
+        folder: where the report is written, and on CUDA the allocator's snapshot; made when it is needed.
+        device: the rank's.
+        who: the rank, "actor rank 0".
+        phase: what it does, "training step".
+        advice: what to change, a line each.
+
+    Raises:
+        OutOfMemory
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(_report(error, folder, device, who, phase, advice)) from error
+
+
+def _report(
+    error: BaseException,
+    folder: Path,
+    device: torch.device,
+    who: str,
+    phase: str,
+    advice: Callable[[Shortage], Sequence[str]],
+) -> str:
+    """For people; writes the files."""
+    # A failed malloc of the host's says nothing of the device, also where there is one.
+    at = device if device.type == "cuda" and not _is_of_host(error) else torch.device("cpu")
+    request = _completed(parse(str(error)), at)
+    troubles: list[str] = []  # of the look itself: the host may be out of memory, too
+    found = _tried("the allocator's blocks", lambda: fragmentation(at), troubles) if at.type == "cuda" else None
+    usage = _tried("memory in use", lambda: read_usage(at), troubles)
+    gc.unfreeze()  # the run ends: what was set aside when the libraries were imported may be walked, too
+    held = _tried("holders", lambda: holders(at), troubles)
+    judged = verdict(request, found)
+    place = "the host" if at.type == "cpu" else str(at)
+    parts = [
+        f"{who} ran out of memory of {place} ({phase}): {_judgement(request, judged, found)}",
+        *_holder_lines(held or [], usage if at.type == "cuda" else None),
+        "what to change:",
+        *(f"  {line}" for line in advice(Shortage(phase, at.type == "cuda", judged == FRAGMENTATION))),
+    ]
+    details = {
+        "who": who,
+        "phase": phase,
+        "verdict": judged,
+        "request": asdict(request),
+        "usage": None if usage is None else asdict(usage),
+        "fragmentation": None if found is None else asdict(found),
+        "holders": [asdict(holder) for holder in held or []],
+        "error": str(error),
+        "traceback": traceback.format_exception(error),
+    }
+    name = f"oom_{time.strftime('%Y%m%d_%H%M%S')}_{who}_{phase}".replace(" ", "_")
+    saved = [
+        _tried("the report", lambda: _write_report(folder / f"{name}.json", details), troubles),
+        _tried("the snapshot", lambda: _write_snapshot(folder / f"{name}.pickle"), troubles) if found else None,
+    ]
+    parts += [f"saved: {file}" for file in saved if file is not None]
+    return "\n".join([*parts, *(f"not known: {trouble}" for trouble in troubles)])
+
+
+def _judgement(request: Request, judged: Verdict, found: Fragmentation | None) -> str:
+    asked = "nobody says how much was asked for" if request.asked is None else f"{_gib(request.asked)} were asked for"
+    cached = "" if not request.cached else f" and {_gib(request.cached)} in torch's cache"
+    free = "" if request.free is None else f"; {_gib(request.free)} were free there{cached}"
+    limit = "" if request.allowed is None else f" (this process may have {_gib(request.allowed)})"
+    largest = "" if found is None else f"; the largest free block is {_gib(found.largest_free)}"
+    meaning = {
+        SHORTAGE: "a true shortage: there was not that much",
+        FRAGMENTATION: f"fragmentation: there was that much, but not in one piece{largest}",
+        UNCLEAR: "it cannot be told whether that was a shortage or fragmentation",
+    }[judged]
+    return f"{asked}{free}{limit}. This is {meaning}." if judged != UNCLEAR else f"{asked}{free}{limit}; {meaning}."
+
+
+def _holder_lines(held: Sequence[Holder], usage: MemoryUsage | None) -> list[str]:
+    """Who holds it, and of how much on the device nobody is known to."""
+    if not held:
+        return []
+    seen = sum(holder.n_bytes for holder in held)
+    of_all = "" if usage is None else f", of {_gib(usage.allocated)} in tensors now; the others autograd or C++ holds"
+    return [f"{_gib(seen)} are held by Python objects{of_all}:", *(f"  {line}" for line in held_by(held))]
+
+
+def _completed(request: Request, device: torch.device) -> Request:
+    """On the host the error does not say what was free, and nothing is kept in a cache."""
+    if device.type == "cuda":
+        return request
+    memory = psutil.virtual_memory()
+    return Request(asked=request.asked, total=memory.total, device_free=memory.available, cached=0)
+
+
+def _is_of_host(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or _CPU in str(error)
+
+
+def _tried(what: str, look: Callable[[], Any], troubles: list[str]) -> Any:
+    """None where it fails, which is told: what the user has to see is the error that is being explained."""
+    try:
+        return look()
+    except Exception as error:
+        troubles.append(f"{what} ({type(error).__name__}: {error})")
+        return None
+
+
+def _write_report(file: Path, details: dict[str, Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(details, indent=1) + "\n")
+    return file
+
+
+def _write_snapshot(file: Path) -> str:
+    """All segments and blocks, for https://docs.pytorch.org/memory_viz."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(file))
+    return f"{file} (drop it on https://docs.pytorch.org/memory_viz)"
+
+
+def _found(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    if match is None:
+        return None
+    number, unit = (part for part in match.groups() if part is not None)
+    return int(float(number) * _UNITS[unit])
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{gib(n_bytes)} GiB"

@@ -1,0 +1,87 @@
+"""Memory of real Ray actors of the real class, without their models: the time-line, and one that runs out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gkd.actor.pool import ActorPool
+from gkd.actor.worker import BESIDE, ActorWorker
+from gkd.cluster.calls import gather
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster
+from gkd.config_load import load_config
+from gkd.errors import OutOfMemory
+from gkd.memory.usage import ARENA, GIB
+from gkd.wiring import worker_env
+
+pytestmark = pytest.mark.dist
+
+N_RANKS = 2
+
+
+class Weights:
+    """In the place of a student. The arena counts a GiB for the first rank and two for the second while it exports."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.kept, self.gib = rank, torch.ones(5 << 20), 0
+        ARENA.add("weights", self.on_device)
+
+    def on_device(self) -> int:
+        return self.gib * GIB
+
+    def save_hf(self, folder: Path, model: str) -> None:
+        self.gib = 1 + self.rank
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self.gib = 0
+        if self.rank == 1:
+            torch.empty(2**50)
+
+
+class Rank(ActorWorker):
+    def _build_student(self, total_steps: int) -> Weights:  # type: ignore[override]
+        return Weights(self._rank)
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
+    folder = tmp_path_factory.mktemp("run")
+    base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={folder}", f"trainer.n_gpus_per_node={N_RANKS}"]
+    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
+    try:
+        slots = cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
+        pool = ActorPool(slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE), load_config(None, base))
+        gather(pool.init_model("cpu", 4, 60), "init_model", 60)
+        yield pool
+    finally:
+        cluster.close()
+
+
+def test_the_largest_of_all_ranks_and_who_it_was(actor: ActorPool, tmp_path: Path) -> None:
+    """Fails if a phase of the worker is on no time-line, the ranks' numbers are not put together, or are told twice."""
+    actor.export_hf(tmp_path)
+    numbers = actor.memory_numbers()
+    assert numbers.pop("memory/export/host_rss_gib") > 0.05
+    assert numbers == {
+        "memory/export/arena_gib": 2.0,
+        "memory/export/arena_peak_gib": 2.0,
+        "memory/export/arena_peak_rank": 1.0,
+    }
+    assert actor.memory_numbers() == {}
+
+
+def test_a_rank_that_runs_out_says_why_on_the_driver(actor: ActorPool, tmp_path: Path) -> None:
+    """Fails if the user gets a bare traceback of a rank that ran out of memory, or its report is in no run folder."""
+    with pytest.raises(OutOfMemory) as raised:
+        actor.load(tmp_path)
+    text = str(raised.value)
+    assert text.startswith("actor rank 1 ran out of memory of the host (loading a checkpoint): 4194304.00 GiB")
+    assert "GiB: Weights.kept, 1 x float32 [5242880]" in text
+    assert f"trainer.n_gpus_per_node={N_RANKS}: fewer ranks on this host" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("saved: "))
+    assert json.loads(Path(line.removeprefix("saved: ")).read_text())["who"] == "actor rank 1"

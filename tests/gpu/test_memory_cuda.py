@@ -1,0 +1,201 @@
+"""Memory as a real CUDA allocator has it. Run by hand where there is one: pytest -m gpu tests/gpu
+
+Needs 6 GiB of free GPU memory and an allocator without expandable segments, which would not fragment as is wanted here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.errors import OutOfMemory
+from gkd.memory.advice import ALLOCATOR_VARIABLES
+from gkd.memory.fragmentation import FragmentationWatch, check_fragmentation, fragmentation
+from gkd.memory.holders import holders
+from gkd.memory.oom import diagnosed
+from gkd.memory.timeline import Timeline
+from gkd.memory.usage import GIB, clear_memory, read_usage, used_device
+
+EXPANDABLE = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(EXPANDABLE, reason="needs an allocator without expandable segments"),
+]
+
+MIB = 1 << 20
+PIECE, N_PIECES = 16 * MIB, 128
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """With an empty cache."""
+    torch.cuda.init()
+    clear_memory(torch.device("cuda", torch.cuda.current_device()))
+    yield torch.device("cuda", torch.cuda.current_device())
+    clear_memory(torch.device("cuda", torch.cuda.current_device()))
+
+
+def block(n_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+
+def pieces(device: torch.device) -> list[Tensor]:
+    """Every other piece of one segment of 2 GiB, so that 1 GiB is free and no block of it larger than a piece."""
+    whole = block(PIECE * N_PIECES, device)
+    del whole  # its segment stays in the cache, and the pieces are cut from it
+    cut = [block(PIECE, device) for _ in range(N_PIECES)]
+    return cut[::2]
+
+
+@contextmanager
+def limited(n_bytes: int, device: torch.device) -> Iterator[None]:
+    """This process may take so many bytes more from the device."""
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + n_bytes) / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_what_is_in_use(device: torch.device) -> None:
+    """Fails if the line that users read shows other bytes than the allocator and the driver have."""
+    before = read_usage(device)
+    assert used_device() == device and before.where == str(device)
+    kept, gone = block(64 * MIB, device), block(192 * MIB, device)
+    del gone
+    usage = read_usage(device)
+    assert usage.allocated - before.allocated == kept.nbytes
+    assert usage.peak - before.allocated >= 256 * MIB
+    assert usage.reserved - usage.allocated >= 192 * MIB
+    assert usage.free is not None and usage.total is not None and 0 < usage.free < usage.total
+    assert clear_memory(device) >= 192 * MIB
+    assert read_usage(device).allocated == usage.allocated, "what is in use stays"
+
+
+def test_each_phase_has_its_own_peak(device: torch.device) -> None:
+    """Fails if a phase's peak is another's, or what it leaves is not what is in its tensors."""
+    timeline, before = Timeline(device), torch.cuda.memory_allocated(device)
+    with timeline.phase("training_step"):
+        gone = block(512 * MIB, device)
+        del gone
+        kept = block(128 * MIB, device)
+    with timeline.phase("export"):
+        pass
+    taken = timeline.take()
+    step, export = (
+        {name: taken[f"memory/{phase}/{name}_gib"] * GIB - before for name in ("allocated", "peak", "reserved")}
+        for phase in ("training_step", "export")
+    )
+    assert (step["allocated"], step["peak"]) == (kept.nbytes, 512 * MIB)
+    assert (export["allocated"], export["peak"]) == (kept.nbytes, kept.nbytes)
+    assert step["reserved"] >= 512 * MIB
+
+
+def test_the_snapshot_adds_up_to_the_allocators_own_numbers(device: torch.device) -> None:
+    """Fails if a state or a kind of block of this torch counts as something else here."""
+    kept = [block(size, device) for size in (100, 3 * MIB, 40 * MIB)]
+    gone = [block(size, device) for size in (200, 5 * MIB, 80 * MIB)]
+    gone.clear()
+    found = fragmentation(device)
+    assert found.allocated == torch.cuda.memory_allocated(device) >= sum(tensor.nbytes for tensor in kept)
+    assert found.reserved == torch.cuda.memory_reserved(device)
+    assert found.allocated + found.pending + found.free == found.reserved
+    assert found.pending == 0 and found.largest_free >= 80 * MIB
+    assert clear_memory(device) == found.releasable
+
+
+def test_a_block_that_another_stream_still_reads_is_not_free(device: torch.device) -> None:
+    """Fails if memory that a copy under way still needs is reported as free."""
+    torch.cuda.synchronize(device)
+    side, lent = torch.cuda.Stream(device), block(256 * MIB, device)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(2_000_000_000)  # a second or more
+    lent.record_stream(side)
+    del lent
+    found = fragmentation(device)
+    assert found.pending == 256 * MIB
+    torch.cuda.synchronize(device)
+
+
+def test_fragmentation_made_on_purpose(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a segment with a hole after each piece passes for healthy, or one without for fragmented."""
+    logger = logging.getLogger("test_memory_cuda")
+    with caplog.at_level(logging.WARNING, logger.name):
+        before = fragmentation(device)
+        kept = pieces(device)
+        found = check_fragmentation(device, warn=0.2, logger=logger)
+        assert found.allocated - before.allocated == sum(tensor.nbytes for tensor in kept) == GIB
+        assert found.free - before.free == GIB and found.largest_free == max(PIECE, before.largest_free)
+        assert found.external_ratio == pytest.approx(1 - PIECE / GIB, abs=0.01)
+        assert found.unused_ratio == pytest.approx(0.5, abs=0.02)
+        assert found.releasable == before.releasable, "every segment is in use somewhere"
+        assert len(caplog.messages) == 1 and "expandable_segments:True" in caplog.messages[0]
+        watch = FragmentationWatch(device, 0.2, logger)
+        watch.after_step()
+        assert watch.take()["memory/external_ratio"] == found.external_ratio
+        kept.clear()
+        clear_memory(device)
+        caplog.clear()
+        assert check_fragmentation(device, warn=0.2, logger=logger).free == before.free
+        assert not caplog.messages
+
+
+def test_memory_in_pieces_is_told_from_too_little(device: torch.device, tmp_path: Path) -> None:
+    """Fails if an allocation that would fit in one piece is called a shortage, one that never would fragmentation, or
+    the report lacks the holders or a snapshot that torch's viewer can read.
+    """
+    told: list[tuple[bool, bool]] = []
+    kept = pieces(device)
+
+    def failed(n_bytes: int) -> str:
+        with (
+            pytest.raises(OutOfMemory) as raised,
+            limited(256 * MIB, device),
+            diagnosed(
+                tmp_path,
+                device=device,
+                who="actor rank 0",
+                phase=f"asking for {n_bytes >> 20}",
+                advice=lambda shortage: told.append((shortage.on_cuda, shortage.fragmented)) or ["a.key=1: lower it"],
+            ),
+        ):
+            block(n_bytes, device)
+        return str(raised.value)
+
+    # 256 MiB may still be taken, and 1 GiB is free in pieces of 16 MiB.
+    in_pieces, too_little = failed(900 * MIB), failed(1800 * MIB)
+    assert "This is fragmentation" in in_pieces and "the largest free block is 0.016 GiB" in in_pieces
+    assert "This is a true shortage" in too_little
+    assert told == [(True, True), (True, False)]
+    for text in (in_pieces, too_little):
+        assert text.startswith(f"actor rank 0 ran out of memory of {device} (")
+        assert "x uint8 [16777216]" in text and "a.key=1: lower it" in text
+    snapshots = sorted(tmp_path.glob("*.pickle"))
+    assert len(snapshots) == len(list(tmp_path.glob("*.json"))) == 2
+    segments = pickle.loads(snapshots[0].read_bytes())["segments"]
+    assert sum(s["total_size"] for s in segments if s["device"] == device.index) >= PIECE * N_PIECES
+    assert len(kept) == N_PIECES // 2
+
+
+def test_who_holds_memory_of_a_device(device: torch.device) -> None:
+    """Fails if, after an offload, a tensor that stayed on the GPU is not named, or one that left it is."""
+    before = {holder.name for holder in holders(device)}
+    model = torch.nn.Linear(1 << 10, 1 << 10, bias=False).to(device)
+    model(torch.ones(1, 1 << 10, device=device)).sum().backward()
+    found = {holder.name: holder for holder in holders(device)}
+    assert found["Linear.weight"].n_bytes == found["Linear.weight.grad"].n_bytes == 4 << 20
+    grad = model.weight.grad
+    assert grad is not None
+    model.weight.untyped_storage().resize_(0)
+    names = {holder.name for holder in holders(device)} - before
+    assert "Linear.weight" not in names and names, "the gradient is still there"

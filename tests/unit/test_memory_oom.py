@@ -1,0 +1,227 @@
+"""Out of memory: torch's own texts, real failures of the host's allocators, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.config import Config
+from gkd.config_check import all_keys
+from gkd.config_load import load_config
+from gkd.errors import ClusterError, GkdError, OutOfMemory
+from gkd.memory.advice import Shortage, advice
+from gkd.memory.fragmentation import Fragmentation
+from gkd.memory.oom import FRAGMENTATION, SHORTAGE, UNCLEAR, Request, diagnosed, is_out_of_memory, parse, verdict
+
+GIB, MIB = 1 << 30, 1 << 20
+CPU = torch.device("cpu")
+TAIL = (
+    " If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid"
+    " fragmentation.  See documentation for Memory Management "
+    " (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+)
+# As torch 2.11 and 2.13 write them; the last as torch 2.0 did.
+PLAIN = (
+    "CUDA out of memory. Tried to allocate 22.78 GiB. GPU 0 has a total capacity of 31.50 GiB of which 12.75 GiB is "
+    "free. Including non-PyTorch memory, this process has 18.73 GiB memory in use. Of the allocated memory 9.00 GiB is "
+    "allocated by PyTorch, and 9.50 GiB is reserved by PyTorch but unallocated." + TAIL
+)
+LIMITED = (
+    "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 3 has a total capacity of 255.98 GiB of which 244.50 GiB is "
+    "free. Process 17 has 1.00 GiB memory in use. 1.25 GiB allowed; Of the allocated memory 1017.00 MiB is allocated "
+    "by PyTorch, with 17.00 MiB allocated in private pools (e.g., CUDA Graphs), and 55.00 MiB is reserved by PyTorch "
+    "but unallocated." + TAIL
+)
+FULL = (
+    "CUDA out of memory. Tried to allocate 512 bytes. GPU 0 has a total capacty of 8.00 GiB of which 0 bytes is free. "
+    "Of the allocated memory 7.50 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
+)
+
+
+def test_what_torch_says_is_read() -> None:
+    """Fails if a number of torch's message is read wrongly, or one kind of message not at all."""
+    assert parse(PLAIN) == Request(
+        asked=int(22.78 * GIB), total=63 * GIB // 2, device_free=51 * GIB // 4, allocated=9 * GIB, cached=19 * GIB // 2
+    )
+    assert parse(LIMITED) == Request(
+        asked=2 * MIB,
+        total=int(255.98 * GIB),
+        device_free=489 * GIB // 2,
+        allowed=5 * GIB // 4,
+        allocated=1017 * MIB,
+        cached=55 * MIB,
+    )
+    assert parse(LIMITED).free == (1280 - 1017 - 55) * MIB
+    assert parse(FULL) == Request(asked=512, total=8 * GIB, device_free=0, allocated=15 * GIB // 2, cached=0)
+    assert parse("NCCL WARN Cuda failure 2 'out of memory'") == Request()
+
+
+def cut(elsewhere: int) -> Fragmentation:
+    return Fragmentation("cuda:0", 0, 0, 10 * GIB, 5 * GIB, GIB, 0, elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "cached", "elsewhere", "expected"),
+    [
+        (4 * GIB, 2 * GIB, 1 * GIB, 0, SHORTAGE),
+        (4 * GIB, 2 * GIB, 2 * GIB, 0, FRAGMENTATION),
+        (4 * GIB, 0, 5 * GIB, 0, FRAGMENTATION),
+        (4 * GIB, 2 * GIB, 2 * GIB, 1, SHORTAGE),  # what is in other pools does not help
+        (MIB // 2, 0, MIB, MIB, FRAGMENTATION),  # a small tensor may use the small pools
+        (4 * GIB, 5 * GIB, 0, 0, UNCLEAR),  # it was there: somebody has let go meanwhile
+        (None, 0, 0, 0, UNCLEAR),
+    ],
+)
+def test_shortage_or_fragmentation(asked: int | None, free: int, cached: int, elsewhere: int, expected: str) -> None:
+    """Fails if a user is told to defragment what is simply too little, or to buy memory that lies in pieces."""
+    request = Request(asked=asked, device_free=free, cached=cached)
+    assert verdict(request, cut(elsewhere)) == expected
+    if not elsewhere:
+        assert verdict(request, None) == expected
+    assert verdict(Request(asked=asked, device_free=free), None) == UNCLEAR
+
+
+def test_a_limit_counts_as_the_device() -> None:
+    """Fails if memory that this process may not take hides a shortage within its limit."""
+    request = Request(asked=300 * MIB, device_free=50 * GIB, allowed=GIB, allocated=700 * MIB, cached=100 * MIB)
+    assert request.free == 224 * MIB
+    assert verdict(request, None) == FRAGMENTATION
+    assert verdict(Request(400 * MIB, None, 50 * GIB, GIB, 700 * MIB, 100 * MIB), None) == SHORTAGE
+
+
+def test_which_errors_are_of_memory() -> None:
+    """Fails if an error of memory is passed on unexplained, or another one is called that."""
+    texts = [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error: unhandled cuda error; Last error:\nCuda failure 2 'out of memory'",
+        "Triton Error [CUDA]: out of memory",
+    ]
+    assert all(is_out_of_memory(RuntimeError(text)) for text in texts)
+    assert is_out_of_memory(torch.OutOfMemoryError(PLAIN)) and is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(RuntimeError("the queue is out of memory slots"))
+    assert not is_out_of_memory(ClusterError(texts[0])), "it is explained already"
+
+
+def keys(shortage: Shortage) -> list[str]:
+    return [f"a.key=1: lower it in the {shortage.phase}, {shortage.on_cuda}, {shortage.fragmented}"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> None:
+    """Fails if the report lacks what was asked, who holds memory, the keys to change or the file; or if the file does
+    not say where it happened.
+    """
+    kept = [torch.ones(1 << 20)]  # no view of it, no owner but this frame, and the list
+
+    def too_much() -> object:
+        held_here = torch.ones(3 << 20)
+        return torch.empty(2**50) if kind == "torch" else np.ones(2**50), held_here
+
+    with (
+        pytest.raises(OutOfMemory) as raised,
+        diagnosed(tmp_path / "memory", device=CPU, who="actor rank 1", phase="training step", advice=keys),
+    ):
+        too_much()
+    text = str(raised.value)
+    assert text.startswith("actor rank 1 ran out of memory of the host (training step): ")
+    assert "true shortage" in text and "  a.key=1: lower it in the training step, False, False" in text
+    assert ("4194304.00 GiB were asked for" if kind == "torch" else "GiB were asked for") in text
+    assert "held_here in test_a_real_failure_of_the_host_is_explained.<locals>.too_much(), " in text
+    (file,) = (tmp_path / "memory").iterdir()
+    assert f"saved: {file}" in text and file.name.endswith("_actor_rank_1_training_step.json")
+    report = json.loads(file.read_text())
+    assert report["verdict"] == SHORTAGE and report["request"]["asked"] >= 2**52
+    assert any("too_much" in line for line in report["traceback"])
+    assert report["usage"]["where"] == "cpu arena" and report["fragmentation"] is None
+    assert kept[0].shape == (1 << 20,)
+
+
+def test_other_errors_pass_untouched(tmp_path: Path) -> None:
+    """Fails if a bug is reported as a lack of memory, or a diagnosis is diagnosed again by the block around it."""
+    for error in (RuntimeError("shapes"), ValueError("x"), OutOfMemory("told"), KeyboardInterrupt()):
+        with (
+            pytest.raises(type(error)) as raised,
+            diagnosed(tmp_path, device=CPU, who="actor rank 0", phase="export", advice=keys),
+        ):
+            raise error
+        assert raised.value is error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_cannot_be_written_is_no_other_error(tmp_path: Path) -> None:
+    """Fails if a full or read-only disk hides that memory ran out."""
+    (tmp_path / "memory").write_text("a file, where the folder should be")
+    with (
+        pytest.raises(OutOfMemory) as raised,
+        diagnosed(tmp_path / "memory", device=CPU, who="actor rank 0", phase="export", advice=keys),
+    ):
+        torch.empty(2**50)
+    assert "not known: the report (FileExistsError" in str(raised.value) and "saved: " not in str(raised.value)
+
+
+def test_the_error_crosses_processes() -> None:
+    """Fails if the driver gets another error than the rank raised, or one that it takes for the teacher's or data's."""
+    copy = pickle.loads(pickle.dumps(OutOfMemory("actor rank 1 ran out of memory")))
+    assert type(copy) is OutOfMemory and str(copy) == "actor rank 1 ran out of memory"
+    assert isinstance(copy, ClusterError) and isinstance(copy, GkdError)
+
+
+BASE = ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r"]
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, [*BASE, *overrides])
+
+
+def advised(
+    found: Config, *, phase: str = "training step", on_cuda: bool = True, fragmented: bool = False, conf: str = ""
+) -> str:
+    environ = {"PYTORCH_ALLOC_CONF": conf} if conf else {}
+    return "\n".join(advice(found, Shortage(phase, on_cuda, fragmented), environ))
+
+
+def test_the_advice_names_real_keys_and_their_values() -> None:
+    """Fails if a user is sent to a key that is not there, or is shown another value than the run had."""
+    for overrides in ([], ["actor.strategy=fsdp2"], ["actor.max_tokens_per_micro_batch=9999", "trainer.colocate=true"]):
+        run = config(*overrides)
+        for phase in ("training step", "evaluation", "sending weights", "export"):
+            for on_cuda in (True, False):
+                lines = advised(run, phase=phase, on_cuda=on_cuda).splitlines()
+                assert lines
+                for line in lines:
+                    key, _, value = line.partition(":")[0].partition(",")[0].partition("=")
+                    assert key in all_keys(), line
+                    found: object = run
+                    for part in key.split("."):
+                        found = getattr(found, part)
+                    assert str(found) == value, line
+
+
+def test_the_advice_fits_the_run() -> None:
+    """Fails if a user is told to do what the run does already, what cannot help, or not told what would."""
+    small = ["actor.micro_batch_size=1", "actor.recompute=full", "actor.logits_chunk_mib=32"]
+    assert "actor.micro_batch_size=8: lower it" in advised(config())
+    assert "micro_batch_size" not in advised(config("actor.max_tokens_per_micro_batch=4096"))
+    assert "to 2048 at the least" in advised(config("actor.max_tokens_per_micro_batch=4096"))
+    assert "max_tokens" not in advised(config("actor.max_tokens_per_micro_batch=2048"))
+    assert not any(word in advised(config(*small)) for word in ("micro_batch", "recompute", "logits_chunk"))
+    assert "actor.fused_lm_head=False" in advised(config("actor.fused_lm_head=false"))
+    assert "recompute" not in advised(config(), phase="evaluation")
+    sharded = ["actor.strategy=fsdp2"]
+    assert "actor.fsdp_cpu_offload=False: set it to true" in advised(config(*sharded))
+    assert "fsdp_cpu_offload" not in advised(config(*sharded, "actor.fsdp_cpu_offload=true"))
+    assert "fsdp_cpu_offload" not in advised(config()) and "actor.tp=1" in advised(config())
+    assert "fsdp_cpu_offload" not in advised(config(*sharded), on_cuda=False)
+    assert "gpu_memory_utilization" not in advised(config())
+    assert "rollout.gpu_memory_utilization=0.85" in advised(config("trainer.colocate=true"))
+    assert "weight_sync.bucket_mib=256" in advised(config(), phase="sending weights")
+    assert "expandable_segments" not in advised(config())
+    assert advised(config(), fragmented=True).startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert "expandable" not in advised(config(), fragmented=True, conf="expandable_segments:True")
