@@ -1,0 +1,232 @@
+"""One measurement of `bench_memory`: a model that goes away and comes back, in a process of its own.
+
+    python -m tests.bench.memory_case '{"how": "states", "device": "cpu", "sizes": {...}, "rounds": 10}'
+
+prints a JSON line. Between two switches somebody else uses the device: blocks of many sizes come and go, as activations
+and an engine's buffers do.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from gkd.memory.fragmentation import fragmentation
+from torch import Tensor, nn
+
+from gkd.actor.fsdp.model import build_on_meta, reshard, shard
+from gkd.actor.fsdp.weights import load_weights, match_files
+from gkd.actor.hf_files import open_tensors
+from gkd.memory.states import OPTIMIZER, PARAMS, States
+from tests.bench.student_case import save_model
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`how`: manual (`module.cpu()`, `module.cuda()`, empty_cache) | states (ours) | fsdp (CPUOffloadPolicy, a layer at
+    a time). `moments`: with two float32 tensors for each parameter, as of Adam; not for fsdp.
+    """
+
+    how: str
+    device: str
+    sizes: dict[str, Any]
+    dtype: str
+    rounds: int
+    moments: bool = False
+    seq_len: int = 512
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of each switch pair: seconds to come, to compute, to go. Bytes of the device where nothing else is said."""
+
+    n_bytes: int
+    on_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    off_s: list[float] = field(default_factory=list)
+    copy_to_host: float = 0.0  # bytes a second, one pinned copy of the same size
+    copy_to_device: float = 0.0
+    left: list[int] = field(default_factory=list)  # allocated after each round
+    peak: int = 0
+    external: list[float] = field(default_factory=list)
+    unused: list[float] = field(default_factory=list)
+    empty_cache_calls: int = 0
+    host_rss: list[int] = field(default_factory=list)
+    outputs_equal: bool = True
+
+
+def run(case: Case) -> Measured:
+    device = torch.device(case.device)
+    with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
+        save_model(Path(folder) / "model", **case.sizes)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+        )
+        try:
+            return _measure(case, device, Path(folder) / "model")
+        finally:
+            dist.destroy_process_group()
+
+
+def _measure(case: Case, device: torch.device, folder: Path) -> Measured:
+    model, state = _built(case, device, folder)
+    come, go = _switch(case, device, model, state)
+    measured = Measured(sum(t.numel() * t.itemsize for t in state))
+    if device.type == "cuda":
+        measured.copy_to_host, measured.copy_to_device = _copy_rates(min(measured.n_bytes, 4 << 30), device)
+    calls, real = [0], torch.cuda.empty_cache
+
+    def counted() -> None:
+        calls[0] += 1
+        real()
+
+    torch.cuda.empty_cache = counted
+    tokens = torch.arange(1, case.seq_len + 1, device=device)[None] % case.sizes["vocab_size"]
+    first: Tensor | None = None
+    _reset_peak(device)
+    for _ in range(case.rounds):
+        times = [time.perf_counter()]
+        for step in (come, lambda: _forward(case, model, tokens), go):
+            answer = step()
+            if isinstance(answer, Tensor):
+                first = answer if first is None else first
+                measured.outputs_equal &= torch.equal(answer, first)
+            _synchronize(device)
+            times.append(time.perf_counter())
+        for name, began, ended in zip(("on_s", "forward_s", "off_s"), times[:-1], times[1:], strict=True):
+            getattr(measured, name).append(ended - began)
+        measured.left.append(_allocated(device, state))
+        _somebody_else(device)
+        found = fragmentation(device)
+        measured.external.append(found.external_ratio)
+        measured.unused.append(found.unused_ratio)
+        measured.host_rss.append(psutil.Process().memory_info().rss)
+    measured.peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    measured.empty_cache_calls = calls[0]
+    return measured
+
+
+def _built(case: Case, device: torch.device, folder: Path) -> tuple[nn.Module, list[Tensor]]:
+    """The model, on the device if it moves as a whole, and all tensors that move."""
+    dtype = getattr(torch, case.dtype)
+    hf = build_on_meta(folder, dtype=dtype, packing=False)
+    with open_tensors(folder) as tensors:
+        places = match_files(hf, folder, tensors)
+    hf.requires_grad_(False)
+    model = shard(hf, device=device, dtype=dtype, recompute=False, offload=case.how == "fsdp")
+    load_weights(folder, places)
+    params = [param.to_local() for param in model.parameters()]  # type: ignore[attr-defined]
+    if not case.moments:
+        return model, params
+    return model, [*params, *(torch.zeros(p.shape, device=device) for p in params for _ in range(2))]
+
+
+def _switch(
+    case: Case, device: torch.device, model: nn.Module, state: list[Tensor]
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(come, go), and the state is away."""
+    if case.how == "fsdp":
+        return _nothing, lambda: reshard(model)
+    if case.how == "states":
+        states = States(device, lambda: {PARAMS: state[: len(list(model.parameters()))], OPTIMIZER: state})
+
+        def go() -> None:
+            states.offload()
+
+        go()
+        return states.reload, go
+
+    def away() -> None:
+        for tensor in state:
+            tensor.data = tensor.data.to("cpu", copy=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def back() -> None:
+        for tensor in state:
+            tensor.data = tensor.data.to(device, copy=True)
+
+    away()
+    return back, away
+
+
+@torch.no_grad()
+def _forward(case: Case, model: nn.Module, tokens: Tensor) -> Tensor:
+    """[16] logits of the last position. Optimizer states take part by being there."""
+    rows = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+    logits: Tensor = model(tokens, rows)
+    if case.how != "fsdp":
+        reshard(model)  # what is gathered of one rank's shards is a copy
+    return logits[0, :16].float().clone()
+
+
+def _somebody_else(device: torch.device) -> None:
+    """Uses the device for a while: many blocks, some of which outlive others."""
+    generator = torch.Generator().manual_seed(int(time.time_ns()) % 2**31)
+    top = 64 * MIB if device.type == "cuda" else MIB
+    blocks = [
+        torch.empty(int(torch.randint(1, top, (), generator=generator)), dtype=torch.uint8, device=device)
+        for _ in range(64)
+    ]
+    del blocks[::2]
+    more = [torch.empty(top // 3, dtype=torch.uint8, device=device) for _ in range(16)]
+    del blocks, more
+
+
+def _copy_rates(n_bytes: int, device: torch.device) -> tuple[float, float]:
+    """Bytes a second to the host and to the device: one large pinned copy, the best of five."""
+    host = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    rates = []
+    for target, source in ((host, there), (there, host)):
+        best = float("inf")
+        for _ in range(5):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - began)
+        rates.append(n_bytes / best)
+    return rates[0], rates[1]
+
+
+def _allocated(device: torch.device, state: list[Tensor]) -> int:
+    """On CUDA of the process; else what the state itself has on "the device"."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state}.values())
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _nothing() -> None:
+    """Layers come by themselves."""
+
+
+def share_of_copy(measured: Measured) -> tuple[float, float]:
+    """What a switch reaches of the bandwidth of one pinned copy, (to the device, to the host); medians."""
+    come, go = (measured.n_bytes / median(seconds) for seconds in (measured.on_s, measured.off_s))
+    return come / measured.copy_to_device, go / measured.copy_to_host
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(run(Case(**json.loads(sys.argv[1]))))))
