@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
-from gkd.memory.usage import ARENA, ARENA_LABEL, gib
+from gkd.log import get_logger
+from gkd.memory.usage import ARENA, ARENA_LABEL, gib, used_device
+
+log = get_logger("memory")
 
 # Less than this is not what a training step lacks, however it is cut.
 WORTH_A_WARNING = 512 << 20
@@ -54,8 +57,8 @@ class Fragmentation:
 
     @property
     def worth_a_warning(self) -> bool:
-        """False: so little is free that the ratios mean nothing."""
-        return self.free >= WORTH_A_WARNING
+        """False: so little is stuck in segments that are in use that the ratios mean nothing."""
+        return self.free - self.releasable >= WORTH_A_WARNING
 
     def over(self, limit: float) -> bool:
         """Is much unused, and not in one piece? Both ratios have to be over the limit, see the module."""
@@ -112,11 +115,20 @@ def fragmentation(device: torch.device) -> Fragmentation:
     return measure(segments, f"cuda:{index}")
 
 
-def check_fragmentation(device: torch.device, *, warn: float = 0.2, logger: logging.Logger) -> Fragmentation:
-    """The same, with a warning that says what to do where both ratios are over `warn`."""
-    found = fragmentation(device)
+def check_fragmentation(
+    device: torch.device | None = None, *, warn: float = 0.2, logger: logging.Logger | None = None
+) -> Fragmentation:
+    """The same, with a warning that says what to do where both ratios are over `warn`.
+
+    Args:
+        device: None: `used_device`.
+        logger: None: the project's, "memory".
+    """
+    found = fragmentation(used_device() if device is None else device)
     if found.over(warn):
-        logger.warning("memory is fragmented (memory.fragmentation_warn %g): %s. %s", warn, found.line(), REMEDY)
+        (logger or log).warning(
+            "memory is fragmented (memory.fragmentation_warn %g): %s. %s", warn, found.line(), REMEDY
+        )
     return found
 
 

@@ -146,6 +146,7 @@ def _report(
     place = "the host" if at.type == "cpu" else str(at)
     parts = [
         f"{who} ran out of memory of {place} ({phase}): {_judgement(request, judged, found)}",
+        *_users(str(error)),
         *_holder_lines(held or [], usage if at.type == "cuda" else None),
         "what to change:",
         *(f"  {line}" for line in advice(Shortage(phase, at.type == "cuda", judged == FRAGMENTATION))),
@@ -167,7 +168,7 @@ def _report(
         _tried("the snapshot", lambda: _write_snapshot(folder / f"{name}.pickle"), troubles) if found else None,
     ]
     parts += [f"saved: {file}" for file in saved if file is not None]
-    return "\n".join([*parts, *(f"not known: {trouble}" for trouble in troubles)])
+    return "\n".join([*parts, *(f"did not work: {trouble}" for trouble in troubles)])
 
 
 def _judgement(request: Request, judged: Verdict, found: Fragmentation | None) -> str:
@@ -182,6 +183,15 @@ def _judgement(request: Request, judged: Verdict, found: Fragmentation | None) -
         UNCLEAR: "it cannot be told whether that was a shortage or fragmentation",
     }[judged]
     return f"{asked}{free}{limit}. This is {meaning}." if judged != UNCLEAR else f"{asked}{free}{limit}; {meaning}."
+
+
+def _users(text: str) -> list[str]:
+    """The processes that hold memory of the device, as torch's message counts them; in a container the numbers are the
+    host's.
+    """
+    found = re.findall(rf"(Process \d+|this process) has {_SIZE} memory in use", text)
+    users = ", ".join(f"{who.lower()} {_gib(_bytes(number, unit))}" for who, number, unit in found)
+    return [f"in use on it: {users}"] if users else []
 
 
 def _holder_lines(held: Sequence[Holder], usage: MemoryUsage | None) -> list[str]:
@@ -232,6 +242,10 @@ def _found(pattern: str, text: str) -> int | None:
     if match is None:
         return None
     number, unit = (part for part in match.groups() if part is not None)
+    return _bytes(number, unit)
+
+
+def _bytes(number: str, unit: str) -> int:
     return int(float(number) * _UNITS[unit])
 
 

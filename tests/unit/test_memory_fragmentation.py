@@ -99,6 +99,8 @@ def test_a_warning_takes_much_unused_in_pieces(used: int, free: list[int], over:
     """Fails if a healthy cache is warned of, or memory that lies in pieces is not."""
     found = measure([segment((USED, used)), *(segment((FREE, mib), (USED, 0)) for mib in free)], "cuda:0")
     assert found.over(0.2) == over
+    whole = measure([segment((USED, used)), *(segment((FREE, mib)) for mib in free)], "cuda:0")
+    assert not whole.over(0.2), "all of it can go back to the device, and come again in one piece"
     assert found.worth_a_warning == (sum(free) * MIB >= WORTH_A_WARNING)
 
 
@@ -145,6 +147,7 @@ def test_without_a_caching_allocator_there_is_none(caplog: pytest.LogCaptureFixt
     found = check_fragmentation(cpu, warn=0.0, logger=logger)
     assert (found.external_ratio, found.unused_ratio, found.free) == (0.0, 0.0, 0)
     assert "no caching allocator" in found.line()
+    assert torch.cuda.is_initialized() or check_fragmentation() == found
     watch = FragmentationWatch(cpu, 0.2, logger)
     watch.after_step()
     assert watch.take() == {} and not caplog.messages

@@ -16,7 +16,17 @@ from gkd.config_load import load_config
 from gkd.errors import ClusterError, GkdError, OutOfMemory
 from gkd.memory.advice import Shortage, advice
 from gkd.memory.fragmentation import Fragmentation
-from gkd.memory.oom import FRAGMENTATION, SHORTAGE, UNCLEAR, Request, diagnosed, is_out_of_memory, parse, verdict
+from gkd.memory.oom import (
+    FRAGMENTATION,
+    SHORTAGE,
+    UNCLEAR,
+    Request,
+    _report,
+    diagnosed,
+    is_out_of_memory,
+    parse,
+    verdict,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 CPU = torch.device("cpu")
@@ -59,6 +69,20 @@ def test_what_torch_says_is_read() -> None:
     assert parse(LIMITED).free == (1280 - 1017 - 55) * MIB
     assert parse(FULL) == Request(asked=512, total=8 * GIB, device_free=0, allocated=15 * GIB // 2, cached=0)
     assert parse("NCCL WARN Cuda failure 2 'out of memory'") == Request()
+
+
+def test_a_cuda_error_as_the_user_reads_it(tmp_path: Path) -> None:
+    """Fails if the user is not told who else is on the GPU, which under a shared one is what matters most."""
+    shared = PLAIN.replace("Including non-PyTorch", "Process 4711 has 2.50 GiB memory in use. Including non-PyTorch")
+    text = _report(torch.OutOfMemoryError(shared), tmp_path, torch.device("cuda", 0), "actor rank 0", "export", keys)
+    first, second = text.splitlines()[:2]
+    assert first == (
+        "actor rank 0 ran out of memory of cuda:0 (export): 22.78 GiB were asked for; 12.75 GiB were free there and "
+        "9.50 GiB in torch's cache. This is a true shortage: there was not that much."
+    )
+    assert second == "in use on it: process 4711 2.50 GiB, this process 18.73 GiB"
+    # No card here: what could not be looked up is told, and hides nothing.
+    assert torch.cuda.is_available() or "did not work: the allocator's blocks (" in text
 
 
 def cut(elsewhere: int) -> Fragmentation:
@@ -163,7 +187,7 @@ def test_a_report_that_cannot_be_written_is_no_other_error(tmp_path: Path) -> No
         diagnosed(tmp_path / "memory", device=CPU, who="actor rank 0", phase="export", advice=keys),
     ):
         torch.empty(2**50)
-    assert "not known: the report (FileExistsError" in str(raised.value) and "saved: " not in str(raised.value)
+    assert "did not work: the report (FileExistsError" in str(raised.value) and "saved: " not in str(raised.value)
 
 
 def test_the_error_crosses_processes() -> None:
