@@ -42,6 +42,7 @@ from teacher_server.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.base import Student
+    from gkd.frozen.teacher import LocalTeacher
 
 
 # Methods of these groups are answered while another one runs, or hangs; the pool is spawned with them.
@@ -64,6 +65,7 @@ class ActorWorker:
         self._phases = Phases()
         self._group: TransferGroup | None = None
         self._writer = BackgroundWriter()
+        self._teacher: LocalTeacher | None = None
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("actor", self._rank, ask_driver=ask_driver)
@@ -158,6 +160,31 @@ class ActorWorker:
             **common,
         )
 
+    def init_teacher(self, n_vocab: int) -> None:
+        """Builds the local teacher beside the student; blocks for all ranks. Raises as `LocalTeacher`."""
+        with self._phases.during("loading the teacher"):
+            from gkd.frozen.teacher import LocalTeacher  # here, as the students
+
+            self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
+        self._log.info("teacher built and loaded")
+
+    def score(self, takes: Sequence[bytes], *chunks: list[Rollout]) -> Any:
+        """The local teacher's scores of this rank's share; every rank is called, also one without a share.
+
+        Args:
+            takes: of each chunk, the places of the sequences that are scored here, int32.
+
+        Returns:
+            None, and then for each chunk a list of `TeacherScores`; without chunks None alone. One object each.
+
+        Raises:
+            TeacherError: on all ranks; see `FrozenModel.score`.
+        """
+        assert self._teacher is not None
+        with self._phases.during("teacher scoring"):
+            scores = self._teacher.score(takes, chunks)
+        return (None, *scores) if scores else None
+
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
         self._student.set_teacher_head(head)
@@ -171,7 +198,11 @@ class ActorWorker:
                 driver passes handles; Ray fetches what they stand for from the object store.
         """
         with self._phases.during("training step"):
-            return self._student.train_step(self._micro_batches(takes, lists)[0])
+            stats = self._student.train_step(self._micro_batches(takes, lists)[0])
+        if self._teacher is not None:
+            with self._phases.during("refreshing the teacher"):
+                self._teacher.after_step()
+        return stats
 
     def evaluate(self, keep_tokens: int, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
         """The same loss; nothing learned. Arguments as of `train_step`.
@@ -206,6 +237,8 @@ class ActorWorker:
     def load(self, folder: Path) -> None:
         with self._phases.during("loading a checkpoint"):
             self._student.load_checkpoint(folder)
+            if self._teacher is not None:
+                self._teacher.after_load()
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,18 @@ log = get_logger("frozen")
 
 # Of `topk`: TopKScores. Of `sampled`: [R] float32. Of `logits`: [R, n_vocab], of `hidden`: [R, H], float32 or float16.
 Table = TopKScores | np.ndarray
+
+
+@contextmanager
+def head_refusal(key: str, folder: Path) -> Iterator[None]:
+    """What a probe says of the student's fused loss, said of a model whose LM head runs on a few rows at a time."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key != "actor.fused_lm_head":
+            raise
+        problem = "the LM head runs on a few rows at a time, and this model's logits are more than its product."
+        raise ConfigError(key, str(folder), problem, "use teacher.backend=zmq with --engine vllm.") from error
 
 
 class FrozenModel:
@@ -90,21 +103,13 @@ class FrozenModel:
         self.vocab_size, self.hidden_size = map(int, hf.get_output_embeddings().weight.shape)
         # As the teacher server has it: as long as the model was made for.
         self.max_tokens: int = getattr(hf.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        self.has_plain_head = True  # `_probe` refuses all others
+        self.has_plain_head = True  # the probe refuses all others
         self.model = shard(hf, device=device, dtype=dtype, recompute=False, offload=cpu_offload)
         with same_error(device):
             load_weights(folder, self.places)
-        self._probe(n_layers, key, folder)
+        with head_refusal(key, folder):
+            probe(self.model, n_layers=n_layers, packing=packing, fused=True, device=device)
         log.info("%s: %d layers, frozen, over all ranks", hf.config.model_type, n_layers)
-
-    def _probe(self, n_layers: int, key: str, folder: Path) -> None:
-        try:
-            probe(self.model, n_layers=n_layers, packing=self._packing, fused=True, device=self.device)
-        except ConfigError as error:
-            if error.key != "actor.fused_lm_head":
-                raise
-            problem = "the LM head runs on a few rows at a time, and this model's logits are more than its product."
-            raise ConfigError(key, str(folder), problem, "use teacher.backend=zmq with --engine vllm.") from error
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], asked: Sequence[ScoreParams]) -> list[list[Table]]:

@@ -93,6 +93,13 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     if world_size == 1:
         out |= _once(root, batch)
     out["beside"] = _beside(BESIDE[world_size], root, rank, world_size, batch)
+    if world_size == 2:
+        from megatron.core import parallel_state
+
+        from tests.dist.local_teacher_cases import teach
+
+        parallel_state.destroy_model_parallel()
+        out["teacher"] = teach(rank, root)
     return out
 
 

@@ -19,6 +19,7 @@ from teacher_server.payload import TopKScores
 from tests.dist.frozen_cases import ASKED, CUT, EMA, KINDS, PLAIN, deals, measure, sequences
 from tests.dist.helpers import free_port, run_gloo
 from tests.dist.hf_models import make_model_folder
+from tests.dist.local_teacher_cases import TAKES
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 
 pytestmark = pytest.mark.dist
@@ -33,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("frozen")
     for kind in ("qwen3", "qwen2_tied"):
         make_hf_folder(root / kind, kind)
-    for kind in ("gpt2", "gemma2", "mixtral"):
+    for kind in ("gpt2", "gemma2", "mixtral", "olmo2"):
         make_model_folder(root / kind, kind)
     make_hf_folder(root / "qwen3_other", "qwen3")
     tensors = load_file(root / "qwen3" / "model.safetensors")
@@ -252,3 +253,59 @@ def test_beside_a_student(root: Path, ranks: Any, world_size: int) -> None:
         for scored in beside["scores"]:
             for a, b in zip(scored, expected, strict=True):
                 np.testing.assert_allclose(a[0], b, atol=TOLERANCE, rtol=0)
+
+
+class TestLocalTeacher:
+    """What a worker asks of it, beside a Megatron student of two pipeline stages."""
+
+    def test_scores_are_dealt_and_cut_as_the_run_asks(self, root: Path, ranks: Any) -> None:
+        """Fails if a sequence gets another one's scores, or a question lacks a setting of the run."""
+        asked = (
+            ScoreParams("topk", k=8, n_vocab=CUT),
+            ScoreParams("sampled", n_vocab=CUT),
+            ScoreParams("logits", temperature=0.7, n_vocab=CUT, wire="fp16"),
+            ScoreParams("hidden"),
+        )
+        topk, sampled, logits, hidden = engine_scores(root / "qwen3_other", asked)
+        for rank, takes in enumerate(TAKES):
+            scores = ranks[2][rank]["teacher"]["scores"]
+            for signal in scores.values():
+                assert [len(part) for part in signal] == [len(take) for take in takes]
+            for number, take in enumerate(takes):
+                for j, place in enumerate(take):
+                    at = place if number == 0 else place + len(topk) - 3
+                    both = scores["both"][number][j]
+                    table = TopKScores(both.topk.topk_ids, both.topk.topk_logprobs, both.topk.tail_mass)
+                    assert difference(table, topk[at]) <= TOLERANCE
+                    assert difference(both.sampled_logprobs, sampled[at]) <= TOLERANCE
+                    assert difference(scores["logits"][number][j].logits, logits[at]) <= TOLERANCE
+                    assert difference(scores["hidden"][number][j].hidden, hidden[at]) <= TOLERANCE
+
+    def test_the_last_stage_gets_the_head(self, root: Path, ranks: Any) -> None:
+        """Fails if hidden states are multiplied by the head of before a refresh, or the first stage holds one."""
+        first, last = (rank["teacher"] for rank in ranks[2])
+        assert first["head"] is None and first["head_taken"] is None
+        for name, folder in (("head", "qwen3_other"), ("head_taken", "qwen3")):
+            expected = load_file(root / folder / "model.safetensors")["lm_head.weight"]
+            np.testing.assert_array_equal(last[name], expected.numpy())
+
+    def test_it_follows_the_student(self, root: Path, ranks: Any) -> None:
+        """Fails if a pipeline stage's weights do not reach all ranks, or a refresh comes at another step."""
+        student, old = (load_file(root / kind / "model.safetensors") for kind in ("qwen3", "qwen3_other"))
+        for rank in ranks[2]:
+            teacher = rank["teacher"]
+            assert teacher["not_yet"] and teacher["taken"].keys() == student.keys()
+            for name, tensor in student.items():
+                np.testing.assert_array_equal(teacher["taken"][name], tensor.numpy())
+                np.testing.assert_allclose(teacher["average"][name], (tensor + old[name]) / 2, atol=1e-6)
+
+    def test_it_goes_on_only_as_itself(self, ranks: Any) -> None:
+        """Fails if a run is resumed with a teacher that it did not have."""
+        for rank in ranks[2]:
+            assert rank["teacher"]["resumed"]
+            load = rank["teacher"]["load"]
+            assert load["start"][0] == load["early"][0] == "no error"
+            for name in ("average", "odd"):
+                assert load[name][0] == "CheckpointError" and "does not hold the teacher" in load[name][1]
+            kind, text = rank["teacher"]["stranger"]
+            assert kind == "ConfigError" and text.startswith("teacher.update_interval")

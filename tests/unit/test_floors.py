@@ -38,6 +38,7 @@ SHARED = {"teacher_server.protocol", "teacher_server.payload", "teacher_server.k
 # The local teacher computes what the server's engines compute: with their code, which knows neither sockets nor gkd.
 SAME_NUMBERS = {
     "gkd/frozen/model.py": {"teacher_server.engines.base", "teacher_server.engines.signals"},
+    "gkd/frozen/teacher.py": {"teacher_server.engines.base"},
 }
 # Whatever turns bytes from a socket into code or objects of any type. No network code may so much as name it.
 NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")
@@ -134,10 +135,12 @@ WITHOUT_TORCH = {
     "gkd/teacher/exchange.py",
     "gkd/teacher/inbox.py",
     "gkd/teacher/link.py",
+    "gkd/teacher/local.py",
     "gkd/teacher/outage.py",
     "gkd/teacher/pending.py",
     "gkd/teacher/places.py",
     "gkd/teacher/queries.py",
+    "gkd/teacher/records.py",
     "gkd/teacher/streams.py",
     "teacher_server/backplane.py",
     "teacher_server/broker.py",
