@@ -210,8 +210,23 @@ class RolloutConfig:
 
 @dataclass
 class TeacherConfig:
-    # zmq: the server of `python -m teacher_server`, started on its own.
+    # zmq: the server of `python -m teacher_server`, started on its own | local: a Hugging Face model of teacher.path on
+    # the actor's own ranks and GPUs, in model.dtype, under torch's fully_shard; it scores a batch when that is whole,
+    # so it wants trainer.scheduler sync. With local, the settings of the server (server_ip, server_port, name, keys,
+    # n_server_workers, overlap_rollout) have to be left as they are, and request_timeout_s and outage_budget_s have no
+    # meaning.
     backend: str = "zmq"
+    # local: the teacher's folder; required there, and there only.
+    path: str = ""
+    # local: keep the ranks' shards of the teacher in host memory; a GPU then holds one layer at a time.
+    fsdp_cpu_offload: bool = True
+    # local: steps between refreshes of the teacher's weights from the student's (self-distillation); 0 = never. Wants a
+    # teacher.path of the student's architecture. A resumed run has the same teacher again only at steps where it was
+    # the student: with update_ema 0, multiples of this.
+    update_interval: int = 0
+    # local: at a refresh the weights become update_ema x the teacher's + (1 - update_ema) x the student's; 0 = the
+    # student's. Above 0 the teacher is kept in float32, and the run cannot be resumed.
+    update_ema: float = 0.0
     # Host that the teacher server listens on.
     server_ip: str = "127.0.0.1"
     # The port it listens on.
@@ -236,7 +251,7 @@ class TeacherConfig:
     mass: float = 0.0
     # Temperature of the teacher's distribution (the student's logits are divided by the same one).
     temperature: float = 1.0
-    # Bytes on the wire: fp16 (5 a top-k entry) | fp32 (8, lossless).
+    # Bytes on the wire: fp16 (5 a top-k entry) | fp32 (8, lossless). local: of signal logits alone, as they are kept.
     wire: str = "fp16"
     # A sequence is asked for again after this long without an answer.
     request_timeout_s: float = 60.0

@@ -9,7 +9,7 @@ import dataclasses
 from fractions import Fraction
 from typing import cast, get_args
 
-from gkd.config import Config, TrainerConfig
+from gkd.config import Config, TeacherConfig, TrainerConfig
 from gkd.config_sharing import check_sharing
 from gkd.errors import ConfigError
 from gkd.loss.spec import LOSS_NAMES, loss_spec, teacher_signals
@@ -26,7 +26,7 @@ _CHOICES = {
     "actor.recompute": ("none", "selective", "full"),
     "actor.loss_kernel": ("auto", "torch", "triton"),
     "actor.optim.schedule": ("constant", "linear", "cosine", "wsd"),
-    "teacher.backend": ("zmq",),
+    "teacher.backend": ("zmq", "local"),
     "teacher.signal": get_args(Signal),
     "teacher.wire": ("fp16", "fp32"),
     "distill.loss": LOSS_NAMES,
@@ -79,6 +79,7 @@ _NOT_NEGATIVE = (
     "eval.every",
     "eval.max_prompts",
     "eval.keep_token_losses",
+    "teacher.update_interval",
 )
 # What the teacher's client and its protocol demand.
 _BETWEEN: dict[str, tuple[float, float]] = {
@@ -110,6 +111,7 @@ def check_config(config: Config) -> None:
     _check_sizes(config)
     _check_scheduler(config)
     _check_signal(config)
+    _check_backend(config)
     _check_mixture(config)
 
 
@@ -359,6 +361,51 @@ def _check_signal(config: Config) -> None:
             f"with teacher.signal {t.signal}" if t.signal != "topk" else f"for {', '.join(x.name for x in spec.terms)}"
         )
         raise ConfigError("teacher.mass", t.mass, f"{reason} there is no list to cut.", "use 0.")
+
+
+# Of the teacher server; teacher.wire, request_timeout_s and outage_budget_s are not among them, because shared files
+# of settings have them and they change nothing.
+_OF_SERVER = ("server_ip", "server_port", "name", "keys", "n_server_workers", "overlap_rollout")
+_OF_LOCAL = ("path", "fsdp_cpu_offload", "update_interval", "update_ema")
+
+
+def _check_backend(config: Config) -> None:
+    """Is what is said of the teacher about the kind of teacher that there is?"""
+    teacher, default = config.teacher, TeacherConfig()
+    is_local = teacher.backend == "local"
+    for name in _OF_SERVER if is_local else _OF_LOCAL:
+        value = getattr(teacher, name)
+        if value != getattr(default, name):
+            other = "zmq" if is_local else "local"
+            problem = f"teacher.backend is {teacher.backend}, and this is a setting of {other}."
+            raise ConfigError(f"teacher.{name}", value, problem, f"leave it out, or set teacher.backend={other}.")
+    if not is_local:
+        return
+    if not teacher.path:
+        raise ConfigError(
+            "teacher.path", "", "teacher.backend is local, and there is no teacher.", "give a folder, or use zmq."
+        )
+    if config.trainer.scheduler != "sync" and not config.trainer.replay:
+        raise ConfigError(
+            "trainer.scheduler",
+            config.trainer.scheduler,
+            "teacher.backend is local: training and scoring share the actor's ranks, so nothing can be scored beside a "
+            "training step, and two threads' calls could reach the ranks in different orders.",
+            "use sync, or teacher.backend=zmq.",
+        )
+    if not 0.0 <= teacher.update_ema < 1.0:
+        problem = "it is out of range."
+        raise ConfigError("teacher.update_ema", teacher.update_ema, problem, "use a number from 0 to below 1.")
+    if teacher.update_ema > 0.0 and not teacher.update_interval:
+        problem = "teacher.update_interval is 0, so there is no refresh to average at."
+        raise ConfigError("teacher.update_ema", teacher.update_ema, problem, "use 0, or set teacher.update_interval.")
+    if teacher.update_ema > 0.0 and config.trainer.resume != "never":
+        problem = "a checkpoint does not hold a teacher that is an average of students."
+        raise ConfigError("trainer.resume", config.trainer.resume, problem, "use never, or teacher.update_ema=0.")
+    every = config.trainer.save_every
+    if teacher.update_interval and every % teacher.update_interval:
+        problem = f"teacher.update_interval is {teacher.update_interval}: between its steps a checkpoint cannot go on."
+        raise ConfigError("trainer.save_every", every, problem, "use a multiple of it, or 0.")
 
 
 def _check_mixture(config: Config) -> None:

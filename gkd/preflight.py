@@ -89,7 +89,7 @@ def preflight(config: Config) -> Plan:
     val = _held_out(config, tokenizer)
     total_steps = planned_steps(config, len(train))
     check_stream_fits(config, total_steps)
-    teacher = ask_teacher(config)
+    teacher = find_teacher(config, device)
     identity = {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
     check_replay(config, total_steps, identity)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
@@ -107,6 +107,15 @@ def preflight(config: Config) -> Plan:
         total_steps=total_steps,
         folder=open_run_folder(config, identity),
     )
+
+
+def find_teacher(config: Config, device: str) -> TeacherInfo:
+    """Who will score. Raises as `ask_teacher`, or as `local_teacher`."""
+    if config.teacher.backend == "zmq":
+        return ask_teacher(config)
+    from gkd.frozen.preflight import local_teacher  # here, as `check_fsdp_student`
+
+    return local_teacher(config, device)
 
 
 def check_stream_fits(config: Config, total_steps: int) -> None:

@@ -33,8 +33,13 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
         folder = read_model_folder(config.model.path, "model.path")
+        teacher = read_model_folder(config.teacher.path, "teacher.path") if config.teacher.path else None
         refit = partial(
-            footprint, config_json=folder.config_json, tensors=folder.tensors, teacher_hidden=teacher_hidden
+            footprint,
+            config_json=folder.config_json,
+            tensors=folder.tensors,
+            teacher_hidden=teacher_hidden,
+            local_teacher=None if teacher is None else (teacher.config_json, teacher.tensors),
         )
         found: Sequence[RankFootprint] = refit(config)
     except ModelError as error:  # fsdp2 takes models that name their sizes otherwise

@@ -94,7 +94,7 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
             config.model.path,
             f"its tokenizer maps tokens to other ids than that of the teacher {teacher.model_path} "
             f"({own[:12]} against {teacher.tokenizer_fingerprint[:12]}).",
-            "use a student and a teacher of one model family, or start the server with another --model.",
+            "use a student and a teacher of one model family.",
         )
     if student_vocab > teacher.vocab_size:
         raise ConfigError(

@@ -47,6 +47,8 @@ FREE_ON_RESUME = {
     "rollout.gpu_memory_utilization",
     "rollout.cpu_kv_cache_mib",
     "rollout.enforce_eager",
+    "teacher.path",
+    "teacher.fsdp_cpu_offload",
     "teacher.server_ip",
     "teacher.server_port",
     "teacher.name",
@@ -84,12 +86,15 @@ def check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> N
         problem = f"its teacher.json is damaged ({error!r})."
         raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
     if before["fingerprint"] != teacher["fingerprint"]:
+        key, fix = "teacher.server_port", "start the server with the old model to resume"
+        if now.teacher.backend == "local":
+            key, fix = "teacher.path", "name the old model to resume"
         raise ConfigError(
-            "teacher.server_port",
-            now.teacher.server_port,
-            f"the server there has the model {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
+            key,
+            now.teacher.path or now.teacher.server_port,
+            f"the teacher there is {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
             f"{before['name']} ({before['fingerprint'][:12]}).",
-            "start the server with the old model to resume, or start a new run in another trainer.run_dir.",
+            f"{fix}, or start a new run in another trainer.run_dir.",
         )
 
 

@@ -36,7 +36,9 @@ from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.schedule import STREAM
 from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.local import LocalScoring
 from gkd.teacher.places import teacher_rows
+from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.trainer import Roles
 from gkd.weight_sync.coordinator import WeightSync
@@ -107,14 +109,18 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
     _record_places(config, plan, asked, startup.left_s())
     gather(building, "init_model", startup.left_s())
+    is_local = config.teacher.backend == "local"
+    if is_local:
+        actor.init_teacher(plan.n_vocab, startup.left_s())
     endpoints = _endpoints(config, plan, actor, actor_slots)
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
-    if config.teacher.signal == "hidden":
+    if config.teacher.signal == "hidden" and not is_local:
         heads = _teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
-    scoring = ScoringPool(endpoints, config.trainer.stage_timeout_s)
+    timeout_s = config.trainer.stage_timeout_s
+    scoring = LocalScoring(actor.workers, endpoints, timeout_s) if is_local else ScoringPool(endpoints, timeout_s)
     return Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
 
 
@@ -222,15 +228,19 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
     n_threads = -(-each // per_chunk) + 1
     env = worker_env(plan.device == "cpu")
+    kind: type = ScoringEndpoint
+    args: tuple[Any, ...] = (config, plan.n_vocab, plan.teacher.fingerprint, each)
+    if config.teacher.backend == "local":
+        kind, args, n_threads = RecordingEndpoint, (config,), 1
     return [
-        ray.remote(concurrency_groups={RECORDS: 1})(ScoringEndpoint)
+        ray.remote(concurrency_groups={RECORDS: 1})(kind)
         .options(
             num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,
             runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i))},
             scheduling_strategy=slots.beside(rank),
         )
-        .remote(config, plan.n_vocab, plan.teacher.fingerprint, each)
+        .remote(*args)
         for i, rank in enumerate(actor.last_stage_ranks())
     ]
 

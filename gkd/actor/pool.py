@@ -46,6 +46,15 @@ class ActorPool:
         run_dir = Path(self._config.trainer.run_dir).absolute()
         return self._call("init_model", self._config, device, address, total_steps, run_dir)
 
+    def init_teacher(self, n_vocab: int, timeout_s: float) -> None:
+        """Builds the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
+        gather(self._call("init_teacher", n_vocab), "init_teacher", timeout_s)
+
+    @property
+    def workers(self) -> list[Any]:
+        """The pool's Ray actors in rank order."""
+        return list(self._workers)
+
     def check_run_dir(self, root: Path, timeout_s: float) -> None:
         """Do all ranks, which may still be starting, see the folder that the driver sees, and can they write there?
 

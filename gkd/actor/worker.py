@@ -51,6 +51,7 @@ from teacher_server.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.base import Student
+    from gkd.frozen.teacher import LocalTeacher
 
 
 # Methods of these groups are answered while another one runs, or hangs; the pool is spawned with them.
@@ -73,6 +74,7 @@ class ActorWorker:
         self._phases = Phases()
         self._group: TransferGroup | None = None
         self._writer = BackgroundWriter()
+        self._teacher: LocalTeacher | None = None
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("actor", self._rank, ask_driver=ask_driver)
@@ -180,6 +182,31 @@ class ActorWorker:
             **common,
         )
 
+    def init_teacher(self, n_vocab: int) -> None:
+        """Builds the local teacher beside the student; blocks for all ranks. Raises as `LocalTeacher`."""
+        with self._during("loading the teacher"), self._held.needed("teacher", [PARAMS]):
+            from gkd.frozen.teacher import LocalTeacher  # here, as the students
+
+            self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
+        self._log.info("teacher built and loaded")
+
+    def score(self, takes: Sequence[bytes], *chunks: list[Rollout]) -> Any:
+        """The local teacher's scores of this rank's share; every rank is called, also one without a share.
+
+        Args:
+            takes: of each chunk, the places of the sequences that are scored here, int32.
+
+        Returns:
+            None, and then for each chunk a list of `TeacherScores`; without chunks None alone. One object each.
+
+        Raises:
+            TeacherError: on all ranks; see `FrozenModel.score`.
+        """
+        assert self._teacher is not None
+        with self._during("teacher scoring"):
+            scores = self._teacher.score(takes, chunks)
+        return (None, *scores) if scores else None
+
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
         self._student.set_teacher_head(head)
@@ -212,6 +239,9 @@ class ActorWorker:
             batches = self._micro_batches(takes, lists)[0]
             with self._held.needed("train", meta=meta):
                 stats = self._student.train_step(batches)
+                if self._teacher is not None:
+                    self._phases.enter("refreshing the teacher")
+                    self._teacher.after_step()
         self._fragmentation.after_step()
         return replace(stats, extra=stats.extra | self._held.take_metrics())
 
@@ -258,6 +288,8 @@ class ActorWorker:
     def load(self, folder: Path) -> None:
         with self._during("loading a checkpoint"), self._held.needed("load"):
             self._student.load_checkpoint(folder)
+            if self._teacher is not None:
+                self._teacher.after_load()
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""

@@ -36,12 +36,15 @@ class Groups:
 
 def groups(config: Config, shape: ModelShape, tensors: Tensors | None) -> Groups:
     """Exact for known architectures; of others from the files' tensors."""
-    if shape.is_exact():
-        layers = [shape.dense_params(i) + shape.expert_params(i) for i in range(shape.n_layers)]
-        total, layer, embedding = shape.n_params, max(layers), shape.embedding_params()
-    else:
-        total, layer, embedding = count(tensors or {})
-    return Groups(total, layer, embedding, _adapters(config, shape))
+    return Groups(*gathered(shape, tensors), _adapters(config, shape))
+
+
+def gathered(shape: ModelShape, tensors: Tensors | None) -> tuple[int, int, int]:
+    """Parameters of the model, of its largest layer, of its embedding."""
+    if not shape.is_exact():
+        return count(tensors or {})
+    layers = [shape.dense_params(i) + shape.expert_params(i) for i in range(shape.n_layers)]
+    return shape.n_params, max(layers), shape.embedding_params()
 
 
 def _adapters(config: Config, shape: ModelShape) -> int:

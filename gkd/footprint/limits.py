@@ -159,6 +159,8 @@ def _actor_changes(config: Config) -> Iterator[Changes]:
         yield {"actor.logits_chunk_mib": actor.logits_chunk_mib // 2}
     if not actor.fsdp_cpu_offload:
         yield {"actor.fsdp_cpu_offload": True}
+    if config.teacher.backend == "local" and not config.teacher.fsdp_cpu_offload:
+        yield {"teacher.fsdp_cpu_offload": True}
     if not actor.sequence_parallel:
         yield {"actor.sequence_parallel": True}
     yield {"trainer.n_gpus_per_node": 2 * n_gpus}

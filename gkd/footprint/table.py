@@ -13,10 +13,13 @@ from gkd.footprint.types import HOST_PARTS, MOMENTS, WANTED_PARTS, RankFootprint
 
 _GIB = 1 << 30
 _ORDER = (
-    *("weights", "gradients", "optimizer", "teacher_head", "kv_cache", "context"),
+    *("weights", "gradients", "optimizer", "teacher_head", "teacher_weights", "kv_cache", "context"),
     *(name for names in MOMENTS for name in names),
 )
-_NOTE = "GiB; total: what stays + the largest of (activations + logits + passing), optimizer_step, weight_sync"
+_NOTE = (
+    "GiB; total: what stays + the largest of (activations + logits + passing), optimizer_step, weight_sync, "
+    "teacher_pass"
+)
 
 
 def footprint_table(footprints: Sequence[RankFootprint], card_bytes: int | None = None) -> str:

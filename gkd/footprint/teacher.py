@@ -1,19 +1,24 @@
-"""The memory of one teacher worker, from the config.json of its model.
+"""The memory of a teacher, from the config.json of its model: of a server's worker, or of a local one on actor ranks.
 
 A teacher server says nothing of its memory. This is what its model takes in bfloat16 on each of `tp` cards: weights,
-and the largest forward pass of one sequence at a time, whose logits exist in chunks.
+and the largest forward pass of one sequence at a time, whose logits exist in chunks. A local teacher is spread over all
+actor ranks, in host memory or on their cards, and gathered there a layer at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from gkd.config import Config
+from gkd.footprint.fsdp import gathered
 from gkd.footprint.shapes import ModelShape, Tensors, count, read_shape
 from gkd.footprint.types import RankFootprint
 
 _B, _FLOAT32 = 2, 4
 _LOGIT_ROWS = 1024  # that the engines compute at once
+LOGITS_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # `teacher_server.engines.signals.CHUNK_BYTES`, without torch
 
 
 def teacher_footprint(
@@ -39,6 +44,30 @@ def teacher_footprint(
             "logits": 2 * _LOGIT_ROWS * shape.vocab_size * _FLOAT32 // tp,
         },
     )
+
+
+def with_local_teacher(
+    part: RankFootprint, config: Config, config_json: Mapping[str, Any], tensors: Tensors | None, *, on_cpu: bool
+) -> RankFootprint:
+    """An actor rank with its share of a local teacher. Raises ModelError as `read_shape`.
+
+    `teacher_pass` is a layer and the next one, the embedding, which may be the LM head, the activations of a layer, and
+    a chunk of logits as the LM head makes them and in float32.
+
+    Args:
+        config_json, tensors: of teacher.path.
+    """
+    shape, teacher, actor = read_shape(config_json), config.teacher, config.actor
+    total, layer, embedding = gathered(shape, tensors)
+    b = _FLOAT32 if config.model.dtype == "float32" else _B
+    n_ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    n_tokens = actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest
+    shards = -(-total * (_FLOAT32 if teacher.update_ema > 0.0 else b) // n_ranks)
+    home = "teacher_shards" if teacher.fsdp_cpu_offload and not on_cpu else "teacher_weights"
+    chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]
+    working = (2 * layer + embedding) * b + n_tokens * b * (2 * shape.hidden + 3 * max(shape.ffn, shape.q_columns))
+    return replace(part, parts={**part.parts, home: shards, "teacher_pass": working + chunk + chunk * b // _FLOAT32})
 
 
 def _kv(shape: ModelShape) -> int:

@@ -72,8 +72,11 @@ def _states(config: Config, shortage: Shortage) -> list[str]:
     n_gpus = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
     if not shortage.on_cuda:
         return [f"{n_gpus}: fewer ranks on this host, or a host with more memory"]
+    moving = []
+    if not trainer.colocate and config.teacher.backend == "local" and not actor.offload_train:
+        moving = ["actor.offload_train=False: set it to true, and the local teacher has the GPU to itself"]
     if actor.strategy == "fsdp2":
         lines = [] if actor.fsdp_cpu_offload else ["actor.fsdp_cpu_offload=False: set it to true"]
         lines += [] if actor.lora.rank else ["actor.lora.rank=0: train adapters instead of all weights"]
-        return [*lines, f"{n_gpus}: more GPUs, each with a smaller share of the states"]
-    return [f"actor.tp={actor.tp}, actor.pp={actor.pp}: split the student over more GPUs, of {n_gpus}"]
+        return [*lines, *moving, f"{n_gpus}: more GPUs, each with a smaller share of the states"]
+    return [*moving, f"actor.tp={actor.tp}, actor.pp={actor.pp}: split the student over more GPUs, of {n_gpus}"]

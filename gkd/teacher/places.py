@@ -79,7 +79,8 @@ def worker_places(status: ServerStatus) -> list[RankPlace]:
 
 
 def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlace], list[Verdict]]:
-    """The rows of its workers, or why there are none; blocks for some seconds at most.
+    """The rows of its workers, or why there are none; blocks for some seconds at most. A local teacher has none: it is
+    where the actor's ranks are.
 
     Args:
         device: of the ranks; with "cuda", what this machine's driver knows of the workers' GPUs is added.
@@ -87,6 +88,8 @@ def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlace], 
     Raises:
         ConfigError: the address or teacher.keys cannot be used.
     """
+    if teacher.backend == "local":
+        return [], []
     try:
         rows = worker_places(ask_status(teacher))
     except TeacherError as error:

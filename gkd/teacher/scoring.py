@@ -4,6 +4,7 @@ the endpoints write what is in flight into a checkpoint, and read it again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +14,21 @@ from gkd.cluster.calls import all_done, drain, fetch, gather
 from gkd.errors import ClusterError
 from gkd.roles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.rollout.chunks import CHUNK_SIZE, decode_sizes
-from gkd.teacher.endpoint import ScoreSummary
+from gkd.teacher.records import ScoreSummary
 
 # Concurrency group of the endpoints: what is written and read does not wait for questions to the teacher.
 RECORDS = "records"
 _PER_CHUNK = 4  # objects of `ScoringEndpoint.restore`
 
 
-class ScoringPool:
-    """Implements `gkd.roles.ScoringRole` over one endpoint for each data-parallel group."""
+class RecordedScoring(ABC):
+    """What `gkd.roles.ScoringRole` is whoever the teacher is, over one endpoint for each data-parallel group."""
 
     def __init__(self, endpoints: Sequence[Any], timeout_s: float) -> None:
         self._endpoints, self._timeout_s = list(endpoints), timeout_s
 
-    def submit(self, chunk: RolloutChunk) -> PendingScores:
-        scores, summary = self._endpoints[chunk.dp_rank].score.options(num_returns=2).remote(chunk.ref)
-        return PendingScores(chunk, scores, summary)
+    @abstractmethod
+    def submit(self, chunk: RolloutChunk) -> PendingScores: ...
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
         refs = {f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})": p.summary for i, p in enumerate(pending)}
@@ -91,3 +91,11 @@ class ScoringPool:
                 scored = bool(fetch(summary, what))
                 restored.append(PendingScores(chunk, scores, summary) if scored else self.submit(chunk))
         return restored
+
+
+class ScoringPool(RecordedScoring):
+    """Over endpoints that ask the teacher server."""
+
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
+        scores, summary = self._endpoints[chunk.dp_rank].score.options(num_returns=2).remote(chunk.ref)
+        return PendingScores(chunk, scores, summary)

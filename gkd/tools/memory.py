@@ -41,6 +41,11 @@ def main(argv: list[str] | None = None) -> int:
         check_config(config)
         student = read_model_folder(config.model.path, "model.path")
         teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
+        if config.teacher.backend == "local":
+            if teacher is not None:
+                problem = "teacher.backend is local: teacher.path is the teacher, and on the actor's ranks."
+                raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
+            teacher = read_model_folder(config.teacher.path, "teacher.path")
         found = on_card(_footprints(config, student, teacher), card, config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
@@ -69,9 +74,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _footprints(config: Config, student: ModelFolder, teacher: ModelFolder | None) -> list[RankFootprint]:
-    teacher_hidden = None if teacher is None else teacher.shape.hidden
-    found = [*footprint(config, student.config_json, tensors=student.tensors, teacher_hidden=teacher_hidden)]
-    if teacher is not None:
+    is_local = config.teacher.backend == "local"
+    found = [
+        *footprint(
+            config,
+            student.config_json,
+            tensors=student.tensors,
+            teacher_hidden=None if teacher is None else teacher.shape.hidden,
+            local_teacher=(teacher.config_json, teacher.tensors) if is_local and teacher is not None else None,
+        )
+    ]
+    if teacher is not None and not is_local:
         longest = config.data.max_prompt_length + config.data.max_response_length
         found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
     return found

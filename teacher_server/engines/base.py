@@ -98,7 +98,18 @@ def stream_rows(stream: RowStream, step: int) -> Iterator[tuple[int, int, np.nda
         stream.close()
 
 
-def request_problem(engine: Engine, sequence: TokenSequence, params: ScoreParams) -> str | None:
+class Limits(Protocol):
+    """What `request_problem` has to know of a model; see `Engine`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def has_plain_head(self) -> bool: ...
+
+
+def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams) -> str | None:
     """Why this engine cannot answer this request, or None; checked before the batch is built."""
     if len(sequence.token_ids) > engine.max_tokens:
         return f"{len(sequence.token_ids)} tokens are more than this model's {engine.max_tokens}"

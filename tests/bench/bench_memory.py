@@ -76,9 +76,19 @@ def _compared(
         results[how] = Measured(**found)
     ours = results["states"]
     figures = [
-        Figure("outputs are the same each time, to the bit (1: all)", float(all(r.outputs_equal for r in results.values())), at_least=1.0),
-        Figure("bytes that differ after the last offload from after the first", float(ours.left[-1] - ours.left[0]), at_most=0.0),
-        Figure("growth of the host's memory over the rounds after the second", _growth(ours), "of the states", at_most=0.01),
+        Figure(
+            "outputs are the same each time, to the bit (1: all)",
+            float(all(r.outputs_equal for r in results.values())),
+            at_least=1.0,
+        ),
+        Figure(
+            "bytes that differ after the last offload from after the first",
+            float(ours.left[-1] - ours.left[0]),
+            at_most=0.0,
+        ),
+        Figure(
+            "growth of the host's memory over the rounds after the second", _growth(ours), "of the states", at_most=0.01
+        ),
     ]
     if device == "cuda":
         come, go = share_of_copy(ours)
@@ -91,7 +101,9 @@ def _compared(
     rows = [[_NAMES[how], *_numbers(result), *(_times(result) if timed else [])] for how, result in results.items()]
     where = "host memory on both sides, which says nothing of a GPU's transfers" if device == "cpu" else "one GPU"
     what = f"{rounds} rounds of coming, a forward pass of 512 tokens, going, and somebody else's blocks; {where}."
-    return Part(name, what, figures, [Table("", [*columns, *timed], rows)], {"device": device, "rounds": rounds, **sizes})
+    return Part(
+        name, what, figures, [Table("", [*columns, *timed], rows)], {"device": device, "rounds": rounds, **sizes}
+    )
 
 
 def _growth(measured: Measured) -> float:

@@ -16,7 +16,8 @@ from gkd.config_load import load_config
 from gkd.errors import ConfigError, TeacherError
 from gkd.teacher.base import validate_scores
 from gkd.teacher.client import ZmqTeacher
-from gkd.teacher.endpoint import ScoreSummary, ScoringEndpoint
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.records import ScoreSummary
 from gkd.types import Rollout, TeacherScores
 from teacher_server.protocol import ScoreRequest
 from tests.service.harness import ServerProcess, random_rollouts, wait_until

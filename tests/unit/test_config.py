@@ -17,6 +17,7 @@ from gkd.tools.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r"]
+LOCAL = ["teacher.backend=local", "teacher.path=t"]
 
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
@@ -160,6 +161,22 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["actor.strategy=fsdp2", "actor.sequence_parallel=true"], "actor.sequence_parallel"),
         (["actor.fsdp_cpu_offload=true"], "actor.fsdp_cpu_offload"),
         (["actor.lora.rank=8"], "actor.lora.rank"),
+        (["teacher.backend=local"], "teacher.path"),
+        (["teacher.path=t"], "teacher.path"),
+        (["teacher.fsdp_cpu_offload=false"], "teacher.fsdp_cpu_offload"),
+        (["teacher.update_interval=2"], "teacher.update_interval"),
+        (["teacher.update_ema=0.5"], "teacher.update_ema"),
+        ([*LOCAL, "teacher.server_port=1"], "teacher.server_port"),
+        ([*LOCAL, "teacher.name=x"], "teacher.name"),
+        ([*LOCAL, "teacher.overlap_rollout=false"], "teacher.overlap_rollout"),
+        ([*LOCAL, "trainer.scheduler=one_step_off"], "trainer.scheduler"),
+        ([*LOCAL, "trainer.scheduler=stream"], "trainer.scheduler"),
+        ([*LOCAL, "teacher.update_interval=-1"], "teacher.update_interval"),
+        ([*LOCAL, "teacher.update_interval=1", "teacher.update_ema=1"], "teacher.update_ema"),
+        ([*LOCAL, "teacher.update_interval=1", "teacher.update_ema=nan"], "teacher.update_ema"),
+        ([*LOCAL, "teacher.update_ema=0.5"], "teacher.update_ema"),
+        ([*LOCAL, "teacher.update_interval=1", "teacher.update_ema=0.5", "trainer.resume=auto"], "trainer.resume"),
+        ([*LOCAL, "teacher.update_interval=2", "trainer.save_every=3"], "trainer.save_every"),
     ],
 )
 def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:
@@ -181,6 +198,21 @@ def test_contradictions_between_keys_are_found_before_anything_starts(overrides:
 def test_signals_that_say_what_the_loss_needs_pass(overrides: list[str]) -> None:
     """If it fails, a loss cannot be trained on a signal that holds all it looks at."""
     check_config(load_config(None, [*MINIMAL, *overrides]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["trainer.replay=batches", "trainer.scheduler=stream"],
+        ["teacher.request_timeout_s=20", "teacher.outage_budget_s=60", "teacher.wire=fp32"],
+        ["teacher.update_interval=2", "trainer.save_every=4", "trainer.resume=auto"],
+        ["teacher.update_interval=2", "teacher.update_ema=0.9", "teacher.fsdp_cpu_offload=false"],
+    ],
+)
+def test_local_teachers_that_pass(overrides: list[str]) -> None:
+    """If it fails, a local teacher is refused where it could score."""
+    check_config(load_config(None, [*MINIMAL, *LOCAL, *overrides]))
 
 
 def test_the_memory_of_a_steps_scores_is_known_beforehand() -> None:

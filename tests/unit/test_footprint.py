@@ -180,6 +180,38 @@ def test_a_teacher_worker() -> None:
     assert one.parts["weights"] == 2 * two.parts["weights"] == 2 * read_shape(QWEN25_15B).n_params
 
 
+def test_a_local_teacher_is_on_the_actors_ranks() -> None:
+    """Fails if a local teacher's shards are in no sum, or its pass is added to a training step's, which it never is."""
+    local, total = ["teacher.backend=local", "teacher.path=t"], read_shape(QWEN25_15B).n_params
+    plain = _actor()
+
+    def ranks(*overrides: str) -> RankFootprint:
+        config = _config(*local, *overrides)
+        return footprint(config, QWEN25_15B, local_teacher=(QWEN25_15B, None))[0]
+
+    hosted, resident, averaged = ranks(), ranks("teacher.fsdp_cpu_offload=false"), ranks("teacher.update_ema=0.5")
+    n_ranks = _config().trainer.n_gpus_per_node
+    assert hosted.host_bytes - plain.host_bytes == resident.parts["teacher_weights"] == -(-2 * total // n_ranks)
+    assert averaged.parts["teacher_shards"] == -(-4 * total // n_ranks)
+    assert hosted.total_bytes == plain.total_bytes  # a pass takes less than a training step
+    assert resident.total_bytes == plain.total_bytes + resident.parts["teacher_weights"]
+    assert hosted.parts["teacher_pass"] > 2 * 151936 * 1536  # the embedding and more
+    alone = RankFootprint("actor", 0, {"weights": 1, "teacher_pass": 5, "activations": 3})
+    assert alone.total_bytes == 6
+    assert (
+        footprint(_config(*local), QWEN25_15B, local_teacher=(QWEN25_15B, None))[-1]
+        == footprint(_config(), QWEN25_15B)[-1]
+    )
+
+
+def test_a_local_teachers_chunk_is_the_engines() -> None:
+    """Fails if the engines compute more logits at a time than is counted."""
+    from gkd.footprint.teacher import LOGITS_BYTES
+    from teacher_server.engines.signals import CHUNK_BYTES
+
+    assert LOGITS_BYTES == CHUNK_BYTES
+
+
 def test_what_does_not_fit_names_the_keys() -> None:
     """Fails if a shortage goes unseen, one is made up, or no key is named that would help."""
     config = _config()

@@ -10,7 +10,7 @@ from ray._private.worker import global_worker
 from gkd.roles import ScoreTimes
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.pool import CHUNK_SIZE
-from gkd.teacher.endpoint import ScoreSummary
+from gkd.teacher.records import ScoreSummary
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from gkd.wiring import INLINE_BYTES, worker_env
 

@@ -15,7 +15,8 @@ from gkd.config_load import load_config
 from gkd.errors import CheckpointError
 from gkd.recorded import read_sequences, write_sequences
 from gkd.rollout.chunks import decode_sizes
-from gkd.teacher.endpoint import ScoreSummary, ScoringEndpoint
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.records import ScoreSummary
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 RNG = np.random.default_rng(7)

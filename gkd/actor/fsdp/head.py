@@ -8,12 +8,16 @@ Letters: B sequences, S columns, N loss rows, H hidden size, V rows of the head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gkd.errors import ModelError
-from gkd.loss.distill_loss import DistillLoss
-from gkd.types import TokenTargets
+
+# What to do with the [N, H] hidden states and the [V, H] weight, which is whole only for the time of the call.
+HeadUse = Callable[[Tensor, Tensor], Any]
 
 
 class RowsHead(nn.Module):
@@ -28,14 +32,8 @@ class RowsHead(nn.Module):
             raise ModelError(f"the LM head is a {type(head).__name__}; actor.strategy=fsdp2 takes a linear layer.")
         self.weight, self.bias = head.weight, head.bias  # [V, H], [V] or None
 
-    def forward(
-        self, hidden: Tensor, targets: TokenTargets | None = None, loss: DistillLoss | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """[B, S, H] hidden states -> [1, N, V] logits; with `loss`, what `DistillLoss.from_hidden` returns."""
+    def forward(self, hidden: Tensor, use: HeadUse | None = None) -> Any:
+        """[B, S, H] hidden states -> [1, N, V] logits; with `use`, what that returns."""
         if self.rows is not None:
             hidden = hidden.flatten(0, 1).index_select(0, self.rows)[None]
-        if loss is None:
-            return F.linear(hidden, self.weight, self.bias)
-        if targets is None:
-            raise ModelError("the LM head was given a loss and nothing to learn from")
-        return loss.from_hidden(hidden[0], self.weight, targets)
+        return F.linear(hidden, self.weight, self.bias) if use is None else use(hidden[0], self.weight)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, refuse_packing, register_packed_attention
-from gkd.actor.fsdp.head import RowsHead
+from gkd.actor.fsdp.head import HeadUse, RowsHead
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
@@ -49,7 +50,8 @@ class LossModel(nn.Module):
         targets: TokenTargets | None = None,
         loss: DistillLoss | None = None,
         fused: bool = True,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        use: HeadUse | None = None,
+    ) -> Any:
         """One micro-batch.
 
         Args:
@@ -59,18 +61,21 @@ class LossModel(nn.Module):
             pack: borders of the sequences of a packed row (B = 1).
             loss: what to compute from `targets`; None: nothing, for a look at the logits.
             fused: LM head and loss together; else all logits first.
+            use: instead of a loss, what to do with the hidden states of `rows` and the LM head's weight.
 
         Returns:
-            What `DistillLoss.from_hidden` returns; [N, V] logits without a loss.
+            What `DistillLoss.from_hidden` or `use` returns; [N, V] logits without either.
         """
         arguments = {"position_ids": position_ids, "pack": pack}
         arguments = {name: value for name, value in arguments.items() if value is not None}
         self.head.rows = rows
         try:
             if loss is not None and fused:
-                hidden = self.hf.base_model(input_ids=tokens, use_cache=False, **arguments)[0]
-                result: tuple[Tensor, Tensor] = self.head(hidden, targets, loss)
-                return result
+                if targets is None:
+                    raise ModelError("the LM head was given a loss and nothing to learn from")
+                use = partial(loss.from_hidden, targets=targets)
+            if use is not None:
+                return self.head(self.hf.base_model(input_ids=tokens, use_cache=False, **arguments)[0], use)
             logits: Tensor = self.hf(input_ids=tokens, use_cache=False, **arguments).logits[0]
             if loss is None or targets is None:
                 return logits
@@ -83,7 +88,7 @@ def read_config(model_path: str | Path, *, trust_remote_code: bool = False) -> P
     """config.json of a local HF folder. Raises ModelError if there is none or it cannot be read."""
     folder = Path(model_path)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is not a HF model folder: it has no config.json. Set model.path to a local folder.")
+        raise ModelError(f"{folder} is not a HF model folder: it has no config.json. Name a local folder.")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

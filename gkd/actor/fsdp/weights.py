@@ -107,10 +107,34 @@ def load_weights(folder: Path, places: Mapping[str, Place]) -> None:
     """Fills every place from the folder, cast to its dtype; of a sharded parameter, this rank's rows."""
     with open_tensors(folder) as tensors:
         for place in places.values():
-            tensor = place.tensor
-            local, start = (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
+            local, start = local_rows(place.tensor)
             for part in place.parts:
                 _copy_rows(part, tensors[part.name], local, start)
+
+
+@torch.no_grad()
+def blend_part(place: Place, part: FilePart, whole: Tensor, keep: float) -> None:
+    """keep * what is there + (1 - keep) * `whole`, in float32, where `part` stands in this rank's rows of `place`.
+
+    In place, so that the shard stays in the memory, and the kind of memory, that it is in. No collective.
+
+    Args:
+        whole: the file's tensor, on any device; not changed.
+    """
+    local, start = local_rows(place.tensor)
+    if not local.ndim:
+        index: tuple[slice, ...] = ()
+        new = whole
+    elif (share := _share(part, local, start)) is not None:
+        index, rows = share
+        new = whole[None] if part.stacked else whole[rows]
+    else:
+        return
+    if not keep or not local.is_floating_point():
+        local[index] = new.to(local.device, local.dtype)
+        return
+    blended = torch.lerp(new.to(local.device, torch.float32), local[index].float(), keep)
+    local[index] = blended.to(local.dtype)
 
 
 def _copy_rows(part: FilePart, file: Any, local: Tensor, start: int) -> None:
@@ -118,14 +142,27 @@ def _copy_rows(part: FilePart, file: Any, local: Tensor, start: int) -> None:
     if not local.ndim:
         local.copy_(file.get_tensor(part.name))
         return
+    if (share := _share(part, local, start)) is None:
+        return
+    index, wanted = share
+    rows = file.get_slice(part.name)
+    rows = rows[:][None] if part.stacked else rows[wanted]
+    local[index] = rows.to(local.device, local.dtype)
+
+
+def _share(part: FilePart, local: Tensor, start: int) -> tuple[tuple[slice, ...], slice] | None:
+    """Where in `local` a part's rows go, and which of its rows those are; None: it has none there."""
     first = max(start, part.start[0])
     last = min(start + len(local), part.start[0] + part.sizes[0])
     if first >= last:
-        return
-    rows = file.get_slice(part.name)
-    rows = rows[:][None] if part.stacked else rows[first - part.start[0] : last - part.start[0]]
+        return None
     rest = (slice(a, a + n) for a, n in zip(part.start[1:], part.sizes[1:], strict=True))
-    local[(slice(first - start, last - start), *rest)] = rows.to(local.device, local.dtype)
+    return (slice(first - start, last - start), *rest), slice(first - part.start[0], last - part.start[0])
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's rows of a tensor, and the number of the first of them."""
+    return (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
 
 
 def first_row(tensor: DTensor) -> int:

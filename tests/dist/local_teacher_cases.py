@@ -1,0 +1,92 @@
+"""What runs in the ranks for `test_frozen_model`: the local teacher beside a student in two pipeline stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gkd.config_load import load_config
+from gkd.loss.spec import LossSpec
+from tests.dist.frozen_cases import CUT, frozen_weights, sequences
+from tests.dist.helpers import caught
+from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, VOCAB, WEIGHT_DECAY
+from tests.dist.student_cases import CPU
+
+SETTINGS = {
+    "both": ("teacher.topk=8", "distill.losses=[{name: k1}, {name: jsd}]"),
+    "logits": ("teacher.signal=logits", "teacher.temperature=0.7"),
+    "hidden": ("teacher.signal=hidden", "teacher.temperature=0.7"),
+}
+# By rank, the places that it takes of a chunk with all sequences, and of one with the last three.
+TAKES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
+
+
+def teach(rank: int, root: Path) -> dict[str, Any]:
+    """Runs in a rank of two."""
+    from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.student import MegatronStudent
+    from gkd.actor.optim_spec import OptimSpec
+    from gkd.frozen.teacher import LocalTeacher
+
+    layout = ParallelLayout(tp=1, pp=2, world_size=2, rank=rank)
+    student = MegatronStudent(
+        root / "qwen3",
+        layout,
+        optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
+        loss=LossSpec(),
+        signals=("hidden",),
+        dtype=torch.float32,
+        device=CPU,
+        seed=1,
+    )
+
+    def teacher(*overrides: str, folder: str = "qwen3_other") -> LocalTeacher:
+        local = ("teacher.backend=local", f"teacher.path={root / folder}", "model.dtype=float32")
+        # The head is for the student's whole vocabulary.
+        n_vocab = VOCAB if "teacher.signal=hidden" in overrides else CUT
+        return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, CPU, n_vocab)
+
+    chunks = [sequences(), sequences()[-3:]]
+    takes = [np.array(places, "<i4").tobytes() for places in TAKES[rank]]
+    out: dict[str, Any] = {"scores": {k: teacher(*s).score(takes, chunks) for k, s in SETTINGS.items()}}
+    out["head"] = _head(student)
+    follower = teacher("teacher.update_interval=2", "teacher.signal=hidden")
+    before = frozen_weights(follower._model)
+    student.step = 1
+    follower.after_step()
+    out["not_yet"] = _equal(frozen_weights(follower._model), before)
+    student.step = 2
+    follower.after_step()
+    out["taken"] = frozen_weights(follower._model)
+    out["head_taken"] = _head(student)
+    out["load"] = {}
+    average = teacher("teacher.update_interval=2", "teacher.update_ema=0.5", "teacher.signal=hidden")
+    for name, step, each in (
+        ("start", 0, average),
+        ("early", 1, average),
+        ("average", 2, average),
+        ("odd", 3, follower),
+    ):
+        student.step = step
+        out["load"][name] = caught(each.after_load)
+    resumed = teacher("teacher.update_interval=2", "teacher.signal=hidden")
+    student.step = 4
+    resumed.after_load()
+    out["resumed"] = _equal(frozen_weights(resumed._model), out["taken"])
+    average.after_step()
+    out["average"] = frozen_weights(average._model)
+    out["stranger"] = caught(lambda: teacher("teacher.update_interval=2", folder="olmo2"))
+    return out
+
+
+def _head(student: Any) -> np.ndarray | None:
+    """A copy: torch would hand over a file that ends with the process."""
+    head = student.loss.teacher_head
+    return None if head is None else head.numpy().copy()
+
+
+def _equal(one: dict[str, np.ndarray], two: dict[str, np.ndarray]) -> bool:
+    return one.keys() == two.keys() and all(np.array_equal(array, two[name]) for name, array in one.items())

@@ -1,0 +1,90 @@
+"""The whole loop with the teacher on the actor's ranks: Ray, vLLM, Megatron-core or fully_shard, no teacher server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gkd.metrics import read_metrics
+from tests.e2e.conftest import Lab
+
+pytestmark = pytest.mark.e2e
+
+TOLERANCE = 1e-5
+UNUSED_PORT = 15555  # the default; a local teacher has none
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {int(line["step"]): line["loss/total"] for line in read_metrics(run_dir / "metrics.jsonl") if line["step"]}
+
+
+def train(lab: Lab, name: str, *overrides: str) -> Path:
+    run_dir = lab.root / name
+    local = ("teacher.backend=local", f"teacher.path={lab.teacher}", *overrides)
+    done = lab.train_run(run_dir, UNUSED_PORT, *local)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run_dir
+
+
+def test_losses_are_those_of_the_server(lab: Lab, base_run: Path) -> None:
+    """If it fails, the two teachers say different things of the same answers, or a score reaches another sequence."""
+    run_dir = train(lab, "local_run", "actor.strategy=megatron")
+    found, expected = losses(run_dir), losses(base_run)
+    assert found.keys() == expected.keys() == {1, 2, 3, 4}
+    for step, loss in expected.items():
+        assert abs(found[step] - loss) <= TOLERANCE, (step, found, expected)
+    lines, served = (read_metrics(folder / "metrics.jsonl") for folder in (run_dir, base_run))
+    names = [{name for line in each for name in line if name.startswith("teacher/")} for each in (lines, served)]
+    assert names[0] == names[1] >= {"teacher/topk_mass", "teacher/score_bytes"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("actor.pp=2", "teacher.signal=hidden"),
+        ("actor.strategy=fsdp2", "teacher.signal=logits", "teacher.fsdp_cpu_offload=false"),
+        ("actor.tp=2", "distill.losses=[{name: jsd}, {name: k1}]", "distill.on_policy_share=0.5"),
+    ],
+    ids=["stages", "fsdp2", "mixture"],
+)
+def test_losses_on_two_ranks_are_those_of_the_server(
+    lab: Lab, teacher_port: int, request: pytest.FixtureRequest, overrides: tuple[str, ...]
+) -> None:
+    """If it fails, a signal, a mixture or a layout is scored otherwise by the ranks than by the server."""
+    name = request.node.callspec.id
+    served = lab.root / f"served_{name}"
+    settings = ("trainer.n_gpus_per_node=2", "trainer.total_steps=3")
+    of_server = [each for each in overrides if not each.startswith("teacher.fsdp")]
+    done = lab.train_run(served, teacher_port, *settings, *of_server)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found, expected = losses(train(lab, f"local_{name}", *settings, *overrides)), losses(served)
+    assert found.keys() == expected.keys() == {1, 2, 3}
+    assert max(abs(found[step] - loss) for step, loss in expected.items()) <= TOLERANCE, (found, expected)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_follows_its_student_is_there_again_after_a_resume(lab: Lab) -> None:
+    """If it fails, a refresh is lost, late or partial; or a resumed run is taught by another teacher."""
+    settings = ("teacher.update_interval=2", "trainer.n_gpus_per_node=2", "actor.pp=2", "trainer.save_every=2")
+    whole = train(lab, "following", *settings, "trainer.keep_last=9")
+    first = losses(whole)
+    # The teacher has just become the student: there is nothing to learn at step 3, and something again at step 4.
+    assert abs(first[3]) < 1e-6 < first[4] < first[2]
+    start = whole / "checkpoints" / "step_00000002"
+    again = losses(train(lab, "following_again", *settings, f"trainer.resume={start}"))
+    assert again == {step: first[step] for step in (3, 4)}
+
+
+@pytest.mark.slow
+def test_a_local_run_resumes_and_replays_to_the_bit(lab: Lab) -> None:
+    """If it fails, recorded scores are asked for again, or a resumed run is scored otherwise."""
+    settings = ("trainer.save_every=2", "trainer.record_batches=true")
+    whole = train(lab, "recorded", *settings, "trainer.keep_last=9", "actor.strategy=fsdp2")
+    first = losses(whole)
+    start = whole / "checkpoints" / "step_00000002"
+    again = losses(train(lab, "resumed", *settings, "actor.strategy=fsdp2", f"trainer.resume={start}"))
+    assert again == {step: first[step] for step in (3, 4)}
+    replayed = train(lab, "replayed", "actor.strategy=fsdp2", f"trainer.replay={whole / 'batches'}")
+    assert losses(replayed) == first

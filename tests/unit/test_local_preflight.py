@@ -1,0 +1,89 @@
+"""What is said of a local teacher's folder before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config_load import load_config
+from gkd.errors import ConfigError
+from gkd.frozen.preflight import local_teacher
+from gkd.teacher.base import TeacherInfo
+from teacher_server.protocol import tokenizer_fingerprint
+from tests.dist.hf_models import make_model_folder
+from tests.dist.megatron_reference import VOCAB, make_hf_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = make_hf_folder(tmp_path_factory.mktemp("teacher") / "qwen3", "qwen3")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def look(path: Path | str, *overrides: str) -> TeacherInfo:
+    settings = ["teacher.backend=local", f"teacher.path={path}", "trainer.n_gpus_per_node=2", *overrides]
+    return local_teacher(load_config(None, settings), "cpu")
+
+
+def test_it_says_what_a_server_would(folder: Path) -> None:
+    """Fails if the checks between teacher and student look at other numbers than those of the folder."""
+    info = look(folder)
+    assert (info.vocab_size, info.hidden_size, info.max_tokens, info.n_workers) == (VOCAB, 32, 64, 2)
+    assert (info.model_name, info.model_path) == ("qwen3", str(folder.resolve()))
+    assert info.tokenizer_fingerprint == tokenizer_fingerprint({f"w{i}": i for i in range(VOCAB)})
+
+
+def test_another_model_has_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+    """Fails if a run could be resumed with another teacher's weights under the old name."""
+    other = make_hf_folder(tmp_path / "qwen3", "qwen3", n_layers=1)
+    shutil.copy(folder / "tokenizer.json", other)
+    shutil.copy(folder / "tokenizer_config.json", other)
+    assert look(other).fingerprint != look(folder).fingerprint == look(folder).fingerprint
+
+
+def _without(name: str) -> Any:
+    return lambda folder: (folder / name).unlink()
+
+
+def _of_five_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5, "layer_types": None}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (_without("config.json"), "no config.json"),
+        (_without("model.safetensors"), "safetensors"),
+        (_without("tokenizer.json"), "tokenizer"),
+        (_of_five_layers, "missing"),
+    ],
+    ids=["config", "weights", "tokenizer", "layers"],
+)
+def test_a_broken_folder_is_named(folder: Path, tmp_path: Path, damage: Any, text: str) -> None:
+    """Fails if a broken folder is found out when the ranks are up, or said to be the student's."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    damage(broken)
+    with pytest.raises(ConfigError, match=text) as caught:
+        look(broken)
+    assert caught.value.key == "teacher.path" and "model.path" not in str(caught.value)
+
+
+def test_what_cannot_be_packed_or_is_not_there(tmp_path: Path) -> None:
+    """Fails if a teacher that does not bear packs is only refused by the ranks."""
+    gemma2 = make_model_folder(tmp_path / "gemma2", "gemma2")
+    with pytest.raises(ConfigError) as caught:
+        look(gemma2)
+    assert caught.value.key == "actor.packing"
+    with pytest.raises(ConfigError, match="no such folder"):
+        look(tmp_path / "nothing")
