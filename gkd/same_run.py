@@ -49,6 +49,7 @@ FREE_ON_RESUME = {
     "rollout.enforce_eager",
     "teacher.path",
     "teacher.fsdp_cpu_offload",
+    "reference.fsdp_cpu_offload",
     "teacher.server_ip",
     "teacher.server_port",
     "teacher.name",

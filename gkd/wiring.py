@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from gkd.actor import worker as actor_worker
 from gkd.actor.pool import ActorPool
+from gkd.actor.reference import ReferencePool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster import survey
 from gkd.cluster.calls import all_there, gather
@@ -25,7 +26,7 @@ from gkd.cluster.shared_pools import guest_pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config import Config
-from gkd.config_check import n_engines
+from gkd.config_check import n_engines, reference_folder
 from gkd.errors import GkdError, LateError
 from gkd.log import get_logger
 from gkd.preflight import Plan
@@ -112,6 +113,8 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     is_local = config.teacher.backend == "local"
     if is_local:
         actor.init_teacher(plan.n_vocab, startup.left_s())
+    if reference_folder(config):
+        actor.init_reference(startup.left_s())
     endpoints = _endpoints(config, plan, actor, actor_slots)
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
@@ -121,7 +124,8 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
     scoring = LocalScoring(actor.workers, endpoints, timeout_s) if is_local else ScoringPool(endpoints, timeout_s)
-    return Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
+    reference = ReferencePool(actor.workers, endpoints, config) if config.distill.reference_kl_weight else None
+    return Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync, reference=reference)
 
 
 def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:

@@ -13,7 +13,8 @@ from gkd.actor.base import Student
 from gkd.memory.offload_manager import state_offload_manager
 
 IS_OFFLOAD_STATES = "is_offload_states"
-META_KEYS = (IS_OFFLOAD_STATES,)
+DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: the actor's without what it has learned
+META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
 
 
 class HeldStates:
