@@ -55,3 +55,38 @@ def test_a_reference_holds_the_student(lab: Lab, teacher_port: int, base_run: Pa
     assert lines[0]["eval/kl"] == pytest.approx(free[0]["eval/kl"], abs=1e-6)
     held, loose = (distance(lab.root / name / "export", lab.student) for name in ("held", "base_run"))
     assert 0 < held < 0.8 * loose, (held, loose)
+
+
+@pytest.mark.slow
+def test_adapters_are_held_to_what_they_began_at(lab: Lab, teacher_port: int) -> None:
+    """If it fails, the actor without its adapters is not the initial student, dataset responses count as its own, or
+    the reference is called beside a training step where the next batch is answered meanwhile."""
+    layout = ("trainer.n_gpus_per_node=2", "trainer.scheduler=one_step_off", "actor.offload_train=true")
+    mixture = ("distill.on_policy_share=0.5", "distill.losses=[{name: jsd}, {name: k3}, {name: sft, weight: 0.1}]")
+    adapters = ("actor.strategy=fsdp2", "actor.lora.rank=8")
+    lines = train(lab, "adapters", teacher_port, *adapters, *layout, *mixture)
+    kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
+    assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
+    moved = [set(name for name in line if name.startswith("time/reference/")) for line in lines.values()]
+    # Brought to the device, and left there for the training step.
+    assert all(names == {"time/reference/onload"} for names in moved[1:]), moved
+
+
+@pytest.mark.slow
+def test_a_reference_beside_a_local_teacher_resumes_and_replays_to_the_bit(lab: Lab) -> None:
+    """If it fails, something of the reference was in the run and not in its settings; or it cannot take turns with
+    engines and a teacher on the same ranks."""
+    local = ("teacher.backend=local", f"teacher.path={lab.teacher}", "trainer.n_gpus_per_node=2", "actor.pp=2")
+    local = (*local, "trainer.colocate=true", "rollout.n_gpus_per_node=2", f"reference.path={lab.teacher}")
+    lines = train(
+        lab, "recorded", 15555, *local, "trainer.save_every=2", "trainer.keep_last=9", "trainer.record_batches=true"
+    )
+    first = {step: (m["loss/total"], m["loss/reference_kl"]) for step, m in lines.items() if step}
+    assert first[1][1] > 0.1  # the teacher is another model
+    start = lab.root / "recorded" / "checkpoints" / "step_00000002"
+    again = train(lab, "resumed", 15555, *local, f"trainer.resume={start}")
+    replayed = train(lab, "replayed", 15555, *local, f"trainer.replay={lab.root / 'recorded' / 'batches'}")
+    for other, steps in ((again, (3, 4)), (replayed, (1, 2, 3, 4))):
+        assert {s: (other[s]["loss/total"], other[s]["loss/reference_kl"]) for s in steps} == {
+            s: first[s] for s in steps
+        }

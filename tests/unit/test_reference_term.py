@@ -75,8 +75,8 @@ def test_value_and_gradient_are_those_written_out(signal: Signal, temperature: f
 
 
 def test_the_expected_gradient_is_the_kls() -> None:
-    """Fails if the mean over the tokens that another distribution draws is not the gradient of KL(student || reference),
-    enumerated; also where no loss beside it is estimated from samples."""
+    """Fails if the mean over the tokens that another distribution draws is not the gradient of KL(student ||
+    reference), enumerated; also where no loss beside it is estimated from samples."""
     z, shard = normal(SMALL, seed=1), VocabShard(0, SMALL, None)
     log_mu, log_r = normal(SMALL, seed=3).log_softmax(-1), normal(SMALL, seed=4).log_softmax(-1)
     on_policy = torch.ones(SMALL, dtype=torch.bool)
@@ -125,8 +125,10 @@ def test_an_evaluation_has_no_reference() -> None:
     without = batch.targets("topk", 1.0)
     before = loss.report_names
     with pytest.raises(DataError, match="no number"), loss.evaluating(None):
-        assert loss.report_names == loss.evaluation_names == tuple(n for n in before if "reference" not in n)[:-3] + (
-            "student_entropy",
+        assert (
+            loss.report_names
+            == loss.evaluation_names
+            == tuple(n for n in before if "reference" not in n)[:-3] + ("student_entropy",)
         )
         total, _ = loss.from_hidden(batch.hidden, batch.head, without)
         plain, _ = batch.loss(LossSpec(), "topk").from_hidden(batch.hidden, batch.head, without)
