@@ -17,6 +17,14 @@ DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: the act
 META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
 
 
+def check_meta(meta: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
+    """What a call is told beside its work. Raises ValueError: a key that this call has no use for."""
+    given = dict(meta or {})
+    if wrong := sorted(set(given) - set(known)):
+        raise ValueError(f"a call's meta knows {', '.join(known)}, not {', '.join(wrong)}")
+    return given
+
+
 class HeldStates:
     """A strategy of `state_offload_manager`. Its moves are collectives: the ranks meet before and after each, so that
     none computes while another one still moves.
@@ -58,6 +66,7 @@ class HeldStates:
         meta: Mapping[str, Any] | None = None,
         *,
         alone: bool = False,
+        known: Sequence[str] = (IS_OFFLOAD_STATES,),
     ) -> Iterator[None]:
         """These states are on the device for the time of a call; where they are afterwards is `meta`'s say, and else
         the setting's. Costs nothing where the states never move.
@@ -67,13 +76,12 @@ class HeldStates:
             include: None: all.
             meta: `is_offload_states`: False: they stay on the device after this call; True: they go to the host.
             alone: not all ranks are in this call, so that they cannot meet.
+            known: what else the call itself may be told in `meta`, of `META_KEYS`.
 
         Raises:
             ValueError: another key in `meta`.
         """
-        given = meta or {}
-        if wrong := sorted(set(given) - set(META_KEYS)):
-            raise ValueError(f"a call's meta knows {', '.join(META_KEYS)}, not {', '.join(wrong)}")
+        given = check_meta(meta, known)
         offload = bool(given.get(IS_OFFLOAD_STATES, self._automatic))
         if not offload and not self._student.states.away():
             yield

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gkd import shared_folder
 from gkd.actor.agree import same_error
 from gkd.actor.group_probe import probe_group
-from gkd.actor.held_states import DISABLE_ADAPTER, HeldStates
+from gkd.actor.held_states import DISABLE_ADAPTER, META_KEYS, HeldStates, check_meta
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shard_writer import BackgroundWriter
@@ -240,7 +240,9 @@ class ActorWorker:
 
         student, config = self._student, self._config
         with self._during("reference logprobs"):
-            if (meta or {}).get(DISABLE_ADAPTER):
+            if check_meta(meta, META_KEYS).get(DISABLE_ADAPTER):
+                if not config.actor.lora.rank:
+                    raise ValueError(f"{DISABLE_ADAPTER}: actor.lora.rank is 0, there are no adapters")
                 work = partial(
                     bare_logprobs,
                     cast("FsdpStudent", student),
@@ -248,7 +250,7 @@ class ActorWorker:
                     device=self._device,
                     where=f"actor rank {self._rank}",
                 )
-                with self._held.needed("reference", [PARAMS], meta):
+                with self._held.needed("reference", [PARAMS], meta, known=META_KEYS):
                     found = by_chunk(takes, chunks, work)
             else:
                 assert self._reference is not None
