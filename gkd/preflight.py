@@ -95,7 +95,7 @@ def preflight(config: Config) -> Plan:
     if reference_folder(config):
         from gkd.frozen.preflight import check_reference  # here, as `check_fsdp_student`
 
-        check_reference(config, tokenizer, dims.vocab_size)
+        identity["reference"] = check_reference(config, tokenizer, dims.vocab_size)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
     check_memory(config, device, teacher.hidden_size)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:

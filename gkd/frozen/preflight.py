@@ -55,11 +55,14 @@ def local_teacher(config: Config, device: str) -> TeacherInfo:
     )
 
 
-def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> None:
+def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
     """Can the model of `reference_folder` say something of the student's tokens?
 
     Args:
         tokenizer: of the student.
+
+    Returns:
+        Its fingerprint, so that a resumed run has no other one.
 
     Raises:
         ConfigError: naming reference.path or, where that is empty, model.path: the folder is broken, not a model that
@@ -82,6 +85,7 @@ def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> None:
     if longest > _max_tokens(hf):
         problem = f"prompt and response may have {longest} tokens together, and it was made for {_max_tokens(hf)}."
         raise ConfigError(key, folder, problem, "lower data.max_response_length, or use another reference.")
+    return weights_digest(Path(folder))
 
 
 def _checked(config: Config, path: str, key: str) -> PreTrainedModel:

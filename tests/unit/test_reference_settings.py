@@ -26,6 +26,7 @@ from gkd.frozen.model import head_refusal
 from gkd.frozen.preflight import check_reference
 from gkd.metrics import read_metrics
 from gkd.roles import RolloutChunk, ScoredChunk
+from gkd.run_folder import open_run_folder
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.unit.test_footprint import GSM8K, QWEN25_15B
@@ -99,10 +100,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def look(root: Path, *overrides: str, vocab: int = VOCAB) -> None:
+def look(root: Path, *overrides: str, vocab: int = VOCAB) -> str:
     sizes = ("data.max_prompt_length=40", "data.max_response_length=24", f"model.path={root / 'student'}")
     tokenizer = load_tokenizer(str(root / "student"), "model.path", trust_remote_code=False)
-    check_reference(config(ON, *sizes, *overrides), tokenizer, vocab)
+    return check_reference(config(ON, *sizes, *overrides), tokenizer, vocab)
 
 
 def test_folders_that_can_be_a_reference(root: Path) -> None:
@@ -143,6 +144,19 @@ def test_a_smaller_vocabulary_is_refused(root: Path) -> None:
     """Fails if the student samples a token that the reference has no logprob of."""
     with pytest.raises(ConfigError, match=f"{VOCAB + 1} token ids and the reference knows only {VOCAB}"):
         look(root, vocab=VOCAB + 1)
+
+
+def test_a_resumed_run_has_the_same_reference(root: Path, tmp_path: Path) -> None:
+    """Fails if a run goes on against other weights than those that it was held to before."""
+    marks = [look(root, *path) for path in ((), (f"reference.path={root / 'other'}",))]
+    assert marks[0] == look(root) != marks[1]
+    settings = config(ON, f"trainer.run_dir={tmp_path}", "trainer.resume=auto")
+    teacher = {"name": "t", "fingerprint": "f"}
+    open_run_folder(settings, teacher | {"reference": marks[0]}).metrics_file.write_text("{}\n")
+    open_run_folder(settings, teacher | {"reference": marks[0]})
+    with pytest.raises(ConfigError, match="not those of the reference") as caught:
+        open_run_folder(settings, teacher | {"reference": marks[1]})
+    assert caught.value.key == "model.path"
 
 
 def test_its_memory_is_counted() -> None:
