@@ -120,8 +120,10 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
-    scoring = LocalScoring(actor.workers, endpoints, timeout_s) if is_local else ScoringPool(endpoints, timeout_s)
-    return Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync)
+    if not is_local:
+        return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync)
+    room = {"make_room": rollout.offload_states} if config.trainer.colocate else {}
+    return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s, **room), sync)
 
 
 def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:
