@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 
 from gkd.actor.base import Student
-from gkd.memory.offload_manager import state_offload_manager
+from gkd.log import get_logger
+from gkd.memory.holders import holders
+from gkd.memory.offload_manager import GIB, state_offload_manager
 
+log = get_logger("memory")
+
+_WORTH_NAMING = 256 << 20  # a student's buffers and what kernels keep for themselves are less
+_NAMED = 5
 IS_OFFLOAD_STATES = "is_offload_states"
 META_KEYS = (IS_OFFLOAD_STATES,)
 
@@ -29,6 +35,7 @@ class HeldStates:
         # On the CPU, whatever the ranks compute on: this must work where the device is full.
         self._ranks: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
         self._metrics: dict[str, float] = {}
+        self._named = 0
         self._alone = False
 
     def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
@@ -37,6 +44,8 @@ class HeldStates:
             self._student.states.offload(include, non_blocking=non_blocking)
             if self._device.type == "cuda" and not non_blocking:
                 torch.cuda.empty_cache()
+                if include is None:
+                    self._name_who_stays()
 
     def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
         """See `States.reload`."""
@@ -88,6 +97,17 @@ class HeldStates:
         """What the calls since the last one measured."""
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def _name_who_stays(self) -> None:
+        """All states have gone: say who has memory on the GPU all the same, again only if it becomes half as much more.
+
+        Others who share the GPU miss it, and where it grows from step to step somebody keeps what he should not.
+        """
+        left = self.allocated_bytes()
+        if left > max(_WORTH_NAMING, 1.5 * self._named):
+            self._named = left
+            found = "; ".join(holder.line() for holder in holders(self._device)[:_NAMED])
+            log.warning("%.2f GiB stay allocated on %s while the states are away: %s", left / GIB, self._device, found)
 
     @contextmanager
     def _met(self) -> Iterator[None]:
