@@ -206,6 +206,7 @@ def test_signals_that_say_what_the_loss_needs_pass(overrides: list[str]) -> None
         [],
         ["trainer.replay=batches", "trainer.scheduler=stream"],
         ["teacher.request_timeout_s=20", "teacher.outage_budget_s=60", "teacher.wire=fp32"],
+        ["trainer.stage_timeout_s=300"],
         ["teacher.update_interval=2", "trainer.save_every=4", "trainer.resume=auto"],
         ["teacher.update_interval=2", "teacher.update_ema=0.9", "teacher.fsdp_cpu_offload=false"],
     ],
