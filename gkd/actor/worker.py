@@ -211,15 +211,19 @@ class ActorWorker:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
         self._student.set_teacher_head(head)
 
-    def offload_states(self, include: Sequence[str] | None = None) -> None:
-        """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called."""
-        with self._phases.during("offloading states"):
-            self._held.offload_states(include)
+    def offload_states(self, include: Sequence[str] | None = None, non_blocking: bool = False) -> None:
+        """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called.
 
-    def reload_states(self, include: Sequence[str] | None = None) -> None:
+        Args:
+            non_blocking: return while the copies are under way; the memory is free when the next move begins.
+        """
+        with self._phases.during("offloading states"):
+            self._held.offload_states(include, non_blocking=non_blocking)
+
+    def reload_states(self, include: Sequence[str] | None = None, non_blocking: bool = False) -> None:
         """Back to the device. All ranks are called."""
         with self._phases.during("reloading states"):
-            self._held.reload_states(include)
+            self._held.reload_states(include, non_blocking=non_blocking)
 
     def train_step(
         self, takes: Sequence[bytes | None], *lists: list[Any], meta: Mapping[str, Any] | None = None
@@ -364,8 +368,13 @@ class ActorWorker:
 
 
 def moves_states(config: Config) -> bool:
-    """Do a rank's states go to the host after each call? What lives there anyway does not."""
-    return (config.actor.offload_train or config.trainer.colocate) and not config.actor.fsdp_cpu_offload
+    """Do a rank's states go to the host after each call? What lives there anyway does not.
+
+    Beside a local teacher whose shards stay on the GPU they do, too: so it has room for its forward pass.
+    """
+    teacher_stays = config.teacher.backend == "local" and not config.teacher.fsdp_cpu_offload
+    wanted = config.actor.offload_train or config.trainer.colocate or teacher_stays
+    return wanted and not config.actor.fsdp_cpu_offload
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
