@@ -34,6 +34,7 @@ from gkd.cluster.places import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.collate import MicroBatches
 from gkd.config import Config, OptimConfig
+from gkd.config_sharing import moves_states
 from gkd.imports import quick_imports
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
@@ -136,8 +137,9 @@ class ActorWorker:
         with self._diagnosed("building the student"):
             self._student = self._build_student(total_steps)
         ARENA.add("actor states", self._student.states.allocated)
-        self._held = HeldStates(self._student, self._device, automatic=moves_states(config))
-        if moves_states(config):
+        moves = moves_states(config)
+        self._held = HeldStates(self._student, self._device, automatic=moves, timeout_s=self._patience_s)
+        if moves:
             self._held.offload_states()
         self._phases.enter(UP)
         log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
@@ -209,21 +211,18 @@ class ActorWorker:
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
-        self._student.set_teacher_head(head)
+        with self._held.needed("teacher_head", [PARAMS], alone=True):
+            self._student.set_teacher_head(head)
 
-    def offload_states(self, include: Sequence[str] | None = None, non_blocking: bool = False) -> None:
-        """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called.
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
+        """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called."""
+        with self._during("offloading states"):
+            self._held.offload_states(include)
 
-        Args:
-            non_blocking: return while the copies are under way; the memory is free when the next move begins.
-        """
-        with self._phases.during("offloading states"):
-            self._held.offload_states(include, non_blocking=non_blocking)
-
-    def reload_states(self, include: Sequence[str] | None = None, non_blocking: bool = False) -> None:
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
         """Back to the device. All ranks are called."""
-        with self._phases.during("reloading states"):
-            self._held.reload_states(include, non_blocking=non_blocking)
+        with self._during("reloading states"):
+            self._held.reload_states(include)
 
     def train_step(
         self, takes: Sequence[bytes | None], *lists: list[Any], meta: Mapping[str, Any] | None = None
@@ -241,12 +240,12 @@ class ActorWorker:
         """
         with self._during("training step"):
             batches = self._micro_batches(takes, lists)[0]
-            with self._held.needed("train", meta=meta):
+            with self._held.needed("train", meta=meta), self._diagnosed("training step"):
                 stats = self._student.train_step(batches)
+                self._fragmentation.after_step()  # as the step has left it
                 if self._teacher is not None:
                     self._phases.enter("refreshing the teacher")
                     self._teacher.after_step()
-        self._fragmentation.after_step()
         return replace(stats, extra=stats.extra | self._held.take_metrics())
 
     def evaluate(
@@ -266,7 +265,7 @@ class ActorWorker:
             batches, rollouts = self._micro_batches(takes, lists)
             keeps = keep_tokens > 0 and self._layout.is_last_stage and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
-            with self._held.needed("evaluate", [PARAMS], meta):
+            with self._held.needed("evaluate", [PARAMS], meta), self._diagnosed("evaluation"):
                 on_rows = (lambda table: tables.append(table.cpu())) if keeps else None
                 stats = self._student.evaluate(batches, on_rows)
         if not keeps:
@@ -277,7 +276,7 @@ class ActorWorker:
     def save(self, folder: Path) -> None:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
-        with self._diagnosed("copying the state to host memory"), self._held.needed("save", [PARAMS, OPTIMIZER]):
+        with self._held.needed("save", [PARAMS, OPTIMIZER]), self._diagnosed("copying the state to host memory"):
             self._writer.start(folder, self._rank, self._student.snapshot())
 
     @ray.method(concurrency_group=SAVES)
@@ -365,16 +364,6 @@ class ActorWorker:
                 packed=self._config.actor.packing,
             )
         return batches, rollouts
-
-
-def moves_states(config: Config) -> bool:
-    """Do a rank's states go to the host after each call? What lives there anyway does not.
-
-    Beside a local teacher whose shards stay on the GPU they do, too: so it has room for its forward pass.
-    """
-    teacher_stays = config.teacher.backend == "local" and not config.teacher.fsdp_cpu_offload
-    wanted = config.actor.offload_train or config.trainer.colocate or teacher_stays
-    return wanted and not config.actor.fsdp_cpu_offload
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:

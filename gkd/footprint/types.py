@@ -12,7 +12,7 @@ MOMENTS: tuple[tuple[str, ...], ...] = (
     ("teacher_pass",),
 )
 # Parts in host memory, whatever the rank computes on.
-HOST_PARTS = ("offloaded", "saved_copy", "teacher_shards")
+HOST_PARTS = ("offloaded", "moved_states", "saved_copy", "teacher_shards")
 # What would be used if it were there.
 WANTED_PARTS = ("kv_wanted",)
 

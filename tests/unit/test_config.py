@@ -106,6 +106,10 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["trainer.colocate=true", "cluster.ray_address=h:1", "trainer.nnodes=2"], "rollout.nnodes"),
         (["trainer.colocate=true", "trainer.scheduler=one_step_off"], "trainer.scheduler"),
         (["trainer.colocate=true", "weight_sync.transport=nccl"], "weight_sync.transport"),
+        (
+            ["trainer.colocate=true", "teacher.backend=local", "teacher.path=t", "teacher.fsdp_cpu_offload=false"],
+            "teacher.fsdp_cpu_offload",
+        ),
         (["cluster.order=[actor]"], "cluster.order"),
         (["cluster.order=[actor,actor]"], "cluster.order"),
         (["cluster.order=[rollout,actor,teacher]"], "cluster.order"),
