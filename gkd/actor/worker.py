@@ -186,7 +186,7 @@ class ActorWorker:
 
     def init_teacher(self, n_vocab: int) -> None:
         """Builds the local teacher beside the student; blocks for all ranks. Raises as `LocalTeacher`."""
-        with self._during("loading the teacher"), self._held.needed("teacher", [PARAMS]):
+        with self._with_states("loading the teacher", "teacher", [PARAMS]):
             from gkd.frozen.teacher import LocalTeacher  # here, as the students
 
             self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
@@ -289,14 +289,14 @@ class ActorWorker:
         return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:
-        with self._during("loading a checkpoint"), self._held.needed("load"):
+        with self._with_states("loading a checkpoint", "load"):
             self._student.load_checkpoint(folder)
             if self._teacher is not None:
                 self._teacher.after_load()
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""
-        with self._during("export"), self._held.needed("export", [PARAMS]):
+        with self._with_states("export", "export", [PARAMS]):
             self._student.save_hf(folder, self._config.model.path)
         log_gpu_memory_usage("exported", self._log, self._rank, self._device)
 
@@ -313,7 +313,7 @@ class ActorWorker:
         self, buckets: Sequence[Bucket], with_digests: bool, *, meta: Mapping[str, Any] | None = None
     ) -> dict[str, str]:
         """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""
-        with self._during("sending weights"), self._held.needed("sync", [PARAMS], meta, alone=True):
+        with self._with_states("sending weights", "sync", [PARAMS], meta, alone=True):
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def memory_numbers(self) -> dict[str, float]:
@@ -326,6 +326,20 @@ class ActorWorker:
         """In this phase, for whoever asks, and on the memory's time-line. Raises OutOfMemory."""
         noted = nullcontext() if self._timeline is None else self._timeline.phase(phase.replace(" ", "_"))
         with self._phases.during(phase), self._diagnosed(phase), noted:
+            yield
+
+    @contextmanager
+    def _with_states(
+        self,
+        phase: str,
+        infix: str,
+        include: Sequence[str] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        alone: bool = False,
+    ) -> Iterator[None]:
+        """The same with the states that it needs, see `HeldStates.needed`. What runs out is seen before they go."""
+        with self._during(phase), self._held.needed(infix, include, meta, alone=alone), self._diagnosed(phase):
             yield
 
     def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
