@@ -218,7 +218,8 @@ class TeacherConfig:
     backend: str = "zmq"
     # local: the teacher's folder; required there, and there only.
     path: str = ""
-    # local: keep the ranks' shards of the teacher in host memory; a GPU then holds one layer at a time.
+    # local: keep the ranks' shards of the teacher in host memory; a GPU then holds one layer at a time. Without it they
+    # stay on the GPU, and the actor's states leave it while the teacher computes, as with actor.offload_train.
     fsdp_cpu_offload: bool = True
     # local: steps between refreshes of the teacher's weights from the student's (self-distillation); 0 = never. Wants a
     # teacher.path of the student's architecture. A resumed run has the same teacher again only at steps where it was
@@ -299,7 +300,8 @@ class ReferenceConfig:
     # student's tokenizer, which need not be of its architecture. Empty = model.path, the initial student; with adapters
     # (actor.lora.rank above 0) that is the actor itself without them, and no second model.
     path: str = ""
-    # Keep the ranks' shards of the reference in host memory; a GPU then holds one layer at a time.
+    # Keep the ranks' shards of the reference in host memory; a GPU then holds one layer at a time. Without it they stay
+    # on the GPU, and the actor's states leave it while the reference computes, as with actor.offload_train.
     fsdp_cpu_offload: bool = True
 
 

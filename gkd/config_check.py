@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import cast, get_args
 
 from gkd.config import Config, ReferenceConfig, TeacherConfig, TrainerConfig
-from gkd.config_sharing import check_sharing
+from gkd.config_sharing import check_sharing, reference_is_actor
 from gkd.errors import ConfigError
 from gkd.loss.spec import LOSS_NAMES, loss_spec, teacher_signals
 from gkd.schedule import AHEAD, STREAM
@@ -315,7 +315,7 @@ def _check_sizes(config: Config) -> None:
             f"use 0 or at least {longest}.",
         )
     patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
-    if t.stage_timeout_s <= patience:
+    if config.teacher.backend == "zmq" and t.stage_timeout_s <= patience:
         raise ConfigError(
             "trainer.stage_timeout_s",
             t.stage_timeout_s,
@@ -460,19 +460,6 @@ def _check_reference(config: Config) -> None:
             "distill.on_policy_share is 0: it is estimated from tokens that the student wrote, and there are none."
         )
         raise ConfigError("distill.reference_kl_weight", weight, problem, "use 0, or a share above 0.")
-
-
-def reference_is_actor(config: Config) -> bool:
-    """Does the actor score as the reference, with its adapters disabled?"""
-    wanted = config.distill.reference_kl_weight > 0
-    return wanted and config.actor.lora.rank > 0 and not config.reference.path
-
-
-def reference_folder(config: Config) -> str:
-    """Of the model that the actor's ranks hold as a reference; empty: there is none beside the actor."""
-    if config.distill.reference_kl_weight == 0 or reference_is_actor(config):
-        return ""
-    return config.reference.path or config.model.path
 
 
 def all_keys() -> set[str]:

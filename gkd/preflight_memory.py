@@ -9,7 +9,7 @@ from functools import partial
 
 from gkd.cluster.cards import machine_cards, visible_cards
 from gkd.config import ClusterConfig, Config
-from gkd.config_check import reference_folder
+from gkd.config_sharing import reference_folder
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint
 from gkd.footprint.folder import read_model_folder

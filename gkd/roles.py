@@ -58,7 +58,7 @@ class ScoredChunk:
     ref: Any  # of list[TeacherScores], in the same order; only the last pipeline stage fetches it
     teacher_mass: float | None  # mean over positions of the teacher's mass on its top-k; None: it gave no such list
     n_teacher_bytes: int
-    times: ScoreTimes | None = None  # None: it was scored before the run resumed
+    times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
     # Of the reference's logprobs, list of [R] float32 in the same order; None: nobody asked for them.
     reference: Any = None
 

@@ -11,6 +11,7 @@ response instead of a rollout (`gkd.mixing`); from there on both kinds go the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from gkd.answering import Answering
@@ -128,7 +129,8 @@ class Trainer:
         with timers("data"):
             self.source.begin(self.step)
         self._stream_is_open = self.config.trainer.scheduler == STREAM and not self.config.trainer.replay
-        with self.lease.generating(timers):
+        # A replay asks the engines for nothing.
+        with self.lease.generating(timers) if not self.config.trainer.replay else nullcontext():
             batch = self.source.next(self.step, timers)
         self.teacher_meter.add(batch)
         staleness = self._staleness(batch)

@@ -26,7 +26,8 @@ from gkd.cluster.shared_pools import guest_pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config import Config
-from gkd.config_check import n_engines, reference_folder
+from gkd.config_check import n_engines
+from gkd.config_sharing import reference_folder
 from gkd.errors import GkdError, LateError
 from gkd.log import get_logger
 from gkd.preflight import Plan
@@ -123,9 +124,11 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
-    scoring = LocalScoring(actor.workers, endpoints, timeout_s) if is_local else ScoringPool(endpoints, timeout_s)
     reference = ReferencePool(actor.workers, endpoints, config) if config.distill.reference_kl_weight else None
-    return Roles(actor=actor, rollout=rollout, scoring=scoring, weight_sync=sync, reference=reference)
+    if not is_local:
+        return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
+    room = {"make_room": rollout.offload_states} if config.trainer.colocate else {}
+    return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s, **room), sync, reference)
 
 
 def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:

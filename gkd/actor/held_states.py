@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gkd.actor.base import Student
-from gkd.memory.offload_manager import state_offload_manager
+from gkd.errors import ClusterError, GkdError
+from gkd.log import get_logger
+from gkd.memory.holders import holders
+from gkd.memory.offload_manager import GIB, state_offload_manager
+from gkd.memory.states import Moves
+from gkd.memory.usage import read_usage
 
+log = get_logger("memory")
+
+_WORTH_NAMING = 256 << 20  # a student's buffers and what kernels keep for themselves are less
+_NAMED = 5
 IS_OFFLOAD_STATES = "is_offload_states"
 DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: the actor's without what it has learned
 META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
@@ -27,36 +37,47 @@ def check_meta(meta: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str
 
 class HeldStates:
     """A strategy of `state_offload_manager`. Its moves are collectives: the ranks meet before and after each, so that
-    none computes while another one still moves.
+    none computes while another one still moves; and if one cannot move its states, all of them know.
 
     Args:
         automatic: after a call the states go to the host, if the call does not say otherwise.
+        timeout_s: how long the ranks wait for one another.
     """
 
-    def __init__(self, student: Student, device: torch.device, *, automatic: bool) -> None:
+    def __init__(self, student: Student, device: torch.device, *, automatic: bool, timeout_s: float) -> None:
         self._student, self._device, self._automatic = student, device, automatic
         # On the CPU, whatever the ranks compute on: this must work where the device is full.
-        self._ranks: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        several = dist.get_world_size() > 1
+        self._ranks: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if several else None
         self._metrics: dict[str, float] = {}
+        self._named = 0
         self._alone = False
+        # Have states ever been told to move? All ranks give the same answer, wherever each one's states are.
+        self._moving = automatic
 
-    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
-        """See `States.offload`. On CUDA the memory goes back to the device, so that other processes can have it."""
-        with self._met():
-            self._student.states.offload(include, non_blocking=non_blocking)
-            if self._device.type == "cuda" and not non_blocking:
-                torch.cuda.empty_cache()
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
+        """See `States.offload`. On CUDA the memory goes back to the device, so that other processes can have it.
 
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
-        """See `States.reload`."""
+        Args:
+            non_blocking: copies may be under way when this returns; `wait` on what is returned is a collective, too.
+
+        Raises:
+            ClusterError: another rank could not.
+        """
         with self._met():
-            self._student.states.reload(include, non_blocking=non_blocking)
+            moves = self._student.states.offload(include, non_blocking=non_blocking)
+            if not non_blocking:
+                self._give_back(include)
+        return Moves(lambda: self._end(moves, include)) if non_blocking else moves
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
+        """See `States.reload`; the rest as of `offload_states`."""
+        with self._met():
+            return self._student.states.reload(include, non_blocking=non_blocking)
 
     def allocated_bytes(self) -> int:
         """Of this process on its GPU; on the CPU of the states alone."""
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
-        return self._student.states.allocated()
+        return read_usage(self._device).allocated
 
     @contextmanager
     def needed(
@@ -71,6 +92,8 @@ class HeldStates:
         """These states are on the device for the time of a call; where they are afterwards is `meta`'s say, and else
         the setting's. Costs nothing where the states never move.
 
+        After an error they go there, too. The ranks meet only after one that all of them have.
+
         Args:
             infix: of the metrics' names.
             include: None: all.
@@ -83,13 +106,18 @@ class HeldStates:
         """
         given = check_meta(meta, known)
         offload = bool(given.get(IS_OFFLOAD_STATES, self._automatic))
-        if not offload and not self._student.states.away():
+        if not offload and not self._moving:
             yield
             return
+        self._moving |= not alone
         self._alone = alone
         try:
             with state_offload_manager(self, self._metrics, infix, offload, include=include):
-                yield
+                try:
+                    yield
+                except BaseException as error:
+                    self._alone = alone or not _is_everybodys(error)
+                    raise
         finally:
             self._alone = False
 
@@ -98,11 +126,51 @@ class HeldStates:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
+    def _end(self, moves: Moves, include: Sequence[str] | None) -> None:
+        with self._met():
+            moves.wait()
+            self._give_back(include)
+
+    def _give_back(self, include: Sequence[str] | None) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            if include is None:
+                self._name_who_stays()
+
+    def _name_who_stays(self) -> None:
+        """All states have gone: say who has memory on the GPU all the same, again only if it becomes half as much more.
+
+        Others who share the GPU miss it, and where it grows from step to step somebody keeps what he should not.
+        """
+        left = self.allocated_bytes()
+        if left > max(_WORTH_NAMING, 1.5 * self._named):
+            self._named = left
+            found = "; ".join(holder.line() for holder in holders(self._device)[:_NAMED])
+            log.warning("%.2f GiB stay allocated on %s while the states are away: %s", left / GIB, self._device, found)
+
     @contextmanager
     def _met(self) -> Iterator[None]:
-        meets = self._ranks is not None and not self._alone
-        if meets:
-            dist.barrier(self._ranks)
-        yield
-        if meets:
-            dist.barrier(self._ranks)
+        """Raises ClusterError: the block failed on another rank, which says why."""
+        self._moving |= not self._alone
+        if self._ranks is None or self._alone:
+            yield
+            return
+        dist.barrier(self._ranks)
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        said: list[str | None] = [None] * dist.get_world_size()
+        own = None if problem is None else f"{type(problem).__name__}: {problem}"
+        dist.all_gather_object(said, own, group=self._ranks)
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise ClusterError(f"the states of actor rank {rank} could not be moved: {text}")
+
+
+def _is_everybodys(error: BaseException) -> bool:
+    """Do all ranks have this error? The students see to it (`gkd.actor.agree`); a rank that breaks is alone with it."""
+    return isinstance(error, GkdError) and not isinstance(error, ClusterError)

@@ -15,7 +15,7 @@ from typing import Any
 
 from gkd.cluster.calls import Pending
 from gkd.config import Config
-from gkd.config_check import reference_is_actor
+from gkd.config_sharing import reference_is_actor
 from gkd.roles import ScoredChunk
 from gkd.teacher.local import dealt_out
 from gkd.teacher.scoring import RECORDS

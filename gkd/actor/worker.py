@@ -35,6 +35,7 @@ from gkd.cluster.places import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.collate import MicroBatches
 from gkd.config import Config, OptimConfig
+from gkd.config_sharing import moves_states
 from gkd.imports import quick_imports
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
@@ -140,8 +141,9 @@ class ActorWorker:
         with self._diagnosed("building the student"):
             self._student = self._build_student(total_steps)
         ARENA.add("actor states", self._student.states.allocated)
-        self._held = HeldStates(self._student, self._device, automatic=moves_states(config))
-        if moves_states(config):
+        moves = moves_states(config)
+        self._held = HeldStates(self._student, self._device, automatic=moves, timeout_s=self._patience_s)
+        if moves:
             self._held.offload_states()
         self._phases.enter(UP)
         log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
@@ -188,7 +190,7 @@ class ActorWorker:
 
     def init_teacher(self, n_vocab: int) -> None:
         """Builds the local teacher beside the student; blocks for all ranks. Raises as `LocalTeacher`."""
-        with self._during("loading the teacher"), self._held.needed("teacher", [PARAMS]):
+        with self._with_states("loading the teacher", "teacher", [PARAMS]):
             from gkd.frozen.teacher import LocalTeacher  # here, as the students
 
             self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
@@ -250,7 +252,8 @@ class ActorWorker:
                     device=self._device,
                     where=f"actor rank {self._rank}",
                 )
-                with self._held.needed("reference", [PARAMS], meta, known=META_KEYS):
+                moved = self._held.needed("reference", [PARAMS], meta, known=META_KEYS)
+                with moved, self._diagnosed("reference logprobs"):
                     found = by_chunk(takes, chunks, work)
             else:
                 assert self._reference is not None
@@ -261,16 +264,17 @@ class ActorWorker:
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
-        self._student.set_teacher_head(head)
+        with self._held.needed("teacher_head", [PARAMS], alone=True):
+            self._student.set_teacher_head(head)
 
     def offload_states(self, include: Sequence[str] | None = None) -> None:
         """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called."""
-        with self._phases.during("offloading states"):
+        with self._during("offloading states"):
             self._held.offload_states(include)
 
     def reload_states(self, include: Sequence[str] | None = None) -> None:
         """Back to the device. All ranks are called."""
-        with self._phases.during("reloading states"):
+        with self._during("reloading states"):
             self._held.reload_states(include)
 
     def train_step(
@@ -290,12 +294,12 @@ class ActorWorker:
         """
         with self._during("training step"):
             batches = self._micro_batches(takes, lists, with_reference=self._loss.has_reference)[0]
-            with self._held.needed("train", meta=meta):
+            with self._held.needed("train", meta=meta), self._diagnosed("training step"):
                 stats = self._student.train_step(batches)
+                self._fragmentation.after_step()  # as the step has left it
                 if self._teacher is not None:
                     self._phases.enter("refreshing the teacher")
                     self._teacher.after_step()
-        self._fragmentation.after_step()
         return replace(stats, extra=stats.extra | self._held.take_metrics())
 
     def evaluate(
@@ -315,7 +319,7 @@ class ActorWorker:
             batches, rollouts = self._micro_batches(takes, lists)
             keeps = keep_tokens > 0 and self._layout.is_last_stage and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
-            with self._held.needed("evaluate", [PARAMS], meta):
+            with self._held.needed("evaluate", [PARAMS], meta), self._diagnosed("evaluation"):
                 on_rows = (lambda table: tables.append(table.cpu())) if keeps else None
                 stats = self._student.evaluate(batches, on_rows)
         if not keeps:
@@ -326,7 +330,7 @@ class ActorWorker:
     def save(self, folder: Path) -> None:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
-        with self._diagnosed("copying the state to host memory"), self._held.needed("save", [PARAMS, OPTIMIZER]):
+        with self._held.needed("save", [PARAMS, OPTIMIZER]), self._diagnosed("copying the state to host memory"):
             self._writer.start(folder, self._rank, self._student.snapshot())
 
     @ray.method(concurrency_group=SAVES)
@@ -339,14 +343,14 @@ class ActorWorker:
         return self._writer.finished(wait=wait)
 
     def load(self, folder: Path) -> None:
-        with self._during("loading a checkpoint"), self._held.needed("load"):
+        with self._with_states("loading a checkpoint", "load"):
             self._student.load_checkpoint(folder)
             if self._teacher is not None:
                 self._teacher.after_load()
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""
-        with self._during("export"), self._held.needed("export", [PARAMS]):
+        with self._with_states("export", "export", [PARAMS]):
             self._student.save_hf(folder, self._config.model.path)
         log_gpu_memory_usage("exported", self._log, self._rank, self._device)
 
@@ -363,7 +367,7 @@ class ActorWorker:
         self, buckets: Sequence[Bucket], with_digests: bool, *, meta: Mapping[str, Any] | None = None
     ) -> dict[str, str]:
         """Collective over the stage's exporting ranks; the one that joined the group broadcasts. Digests by name."""
-        with self._during("sending weights"), self._held.needed("sync", [PARAMS], meta, alone=True):
+        with self._with_states("sending weights", "sync", [PARAMS], meta, alone=True):
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def memory_numbers(self) -> dict[str, float]:
@@ -376,6 +380,20 @@ class ActorWorker:
         """In this phase, for whoever asks, and on the memory's time-line. Raises OutOfMemory."""
         noted = nullcontext() if self._timeline is None else self._timeline.phase(phase.replace(" ", "_"))
         with self._phases.during(phase), self._diagnosed(phase), noted:
+            yield
+
+    @contextmanager
+    def _with_states(
+        self,
+        phase: str,
+        infix: str,
+        include: Sequence[str] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        alone: bool = False,
+    ) -> Iterator[None]:
+        """The same with the states that it needs, see `HeldStates.needed`. What runs out is seen before they go."""
+        with self._during(phase), self._held.needed(infix, include, meta, alone=alone), self._diagnosed(phase):
             yield
 
     def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
@@ -418,11 +436,6 @@ class ActorWorker:
                 packed=self._config.actor.packing,
             )
         return batches, rollouts
-
-
-def moves_states(config: Config) -> bool:
-    """Do a rank's states go to the host after each call? What lives there anyway does not."""
-    return (config.actor.offload_train or config.trainer.colocate) and not config.actor.fsdp_cpu_offload
 
 
 def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gkd.config import Config
+from gkd.config_sharing import moves_states
 from gkd.errors import ModelError
 from gkd.footprint.fsdp import fsdp_footprint, groups
 from gkd.footprint.megatron import megatron_footprints
@@ -39,7 +40,7 @@ def footprint(
         teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
             that head is left out.
         local_teacher: config.json and tensors of teacher.path, where teacher.backend is local.
-        reference: the same of `gkd.config_check.reference_folder`, where there is one.
+        reference: the same of `gkd.config_sharing.reference_folder`, where there is one.
 
     Raises:
         ModelError: sizes are missing, or the architecture is not one of actor.strategy megatron.
@@ -63,6 +64,8 @@ def footprint(
         actors = list(megatron_footprints(config, shape, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
     else:
         actors = [fsdp_footprint(config, shape, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden)]
+    if moves_states(config):
+        actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:
         config_json, tensors_there = local_teacher
         actors = [with_local_teacher(part, config, config_json, tensors_there, on_cpu=on_cpu) for part in actors]
@@ -80,6 +83,11 @@ def _refuse_features(config_json: Mapping[str, Any]) -> None:
         found = config_json.get(name, value)
         if (found or value) != value:
             raise ModelError(f"config.json: {name} = {found!r} is not supported by actor.strategy=megatron.")
+
+
+def _moved(part: RankFootprint) -> int:
+    """What waits in host memory between two calls; gradients come back as zeros."""
+    return part.parts.get("weights", 0) + part.parts.get("optimizer", 0)
 
 
 def _with_context(part: RankFootprint) -> RankFootprint:

@@ -13,7 +13,7 @@ MOMENTS: tuple[tuple[str, ...], ...] = (
     ("reference_pass",),
 )
 # Parts in host memory, whatever the rank computes on.
-HOST_PARTS = ("offloaded", "saved_copy", "teacher_shards", "reference_shards")
+HOST_PARTS = ("offloaded", "moved_states", "saved_copy", "teacher_shards", "reference_shards")
 # What would be used if it were there.
 WANTED_PARTS = ("kv_wanted",)
 

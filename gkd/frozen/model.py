@@ -142,10 +142,9 @@ class FrozenModel:
             for i in range(agreement.largest):
                 batch = batches[i] if i < len(batches) else empty_micro_batch()
                 places = [place for place, _ in batch.samples]
-                try:
-                    found = self._run(batch, [rollouts[place].response_ids for place in places], asked)
-                except ArithmeticError as error:
-                    problem = problem or TeacherError(f"{_where(rollouts[places[0]])}, or one beside it: {error}")
+                found, fault = self._run(batch, [rollouts[place].response_ids for place in places], asked)
+                if fault is not None:
+                    problem = problem or TeacherError(f"{_where(rollouts[places[0]])}, or one beside it: {fault}")
                     continue
                 for of_one in found:
                     for place, table in zip(places, of_one, strict=True):
@@ -200,19 +199,20 @@ class FrozenModel:
 
     def _run(
         self, batch: MicroBatch, responses: Sequence[np.ndarray], asked: Sequence[ScoreParams]
-    ) -> list[list[Table]]:
-        """For each of `asked` the tables of the micro-batch's sequences. Raises ArithmeticError: a NaN or an infinity,
-        when the forward pass is over, so that the ranks stay in step.
+    ) -> tuple[list[list[Table]], ArithmeticError | None]:
+        """For each of `asked` the tables of the micro-batch's sequences; and the NaN or infinity there was among them,
+        returned and not raised, so that the forward pass comes to its end and the ranks stay in step.
         """
         found: list[list[Table]] = []
-        problems: list[ArithmeticError] = []
+        fault: ArithmeticError | None = None
 
         def read(hidden: Tensor, head: Tensor) -> None:
+            nonlocal fault
             try:
                 for params in asked if responses else ():
                     found.append(_tables(hidden, head, responses, params))
             except ArithmeticError as error:
-                problems.append(error)
+                fault = error
 
         pack, positions = None, None
         if batch.cu_seqlens is not None:
@@ -220,9 +220,7 @@ class FrozenModel:
             positions = batch.position_ids.to(self.device)
         tokens, rows = batch.tokens.to(self.device), batch.loss_index.to(self.device)
         self.model(tokens, rows, position_ids=positions, pack=pack, use=read)
-        if problems:
-            raise problems[0]
-        return found
+        return found, fault
 
 
 def _tables(hidden: Tensor, head: Tensor, responses: Sequence[np.ndarray], params: ScoreParams) -> list[Table]:

@@ -15,7 +15,7 @@ from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import check_weight_files
 from gkd.actor.hf_files import weights_digest
 from gkd.config import Config
-from gkd.config_check import reference_folder
+from gkd.config_sharing import reference_folder
 from gkd.data import load_tokenizer
 from gkd.errors import ConfigError, ModelError
 from gkd.frozen.model import head_refusal

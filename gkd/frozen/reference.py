@@ -17,7 +17,7 @@ from gkd.actor.agree import same_error
 from gkd.actor.fsdp.student import FsdpStudent
 from gkd.batching import check_batch, make_micro_batches
 from gkd.config import Config
-from gkd.config_check import reference_folder
+from gkd.config_sharing import reference_folder
 from gkd.frozen.model import FrozenModel
 from gkd.types import Rollout
 from teacher_server.engines.base import ScoreParams

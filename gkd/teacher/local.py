@@ -11,7 +11,7 @@ is sync, or batches are replayed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,17 @@ from gkd.teacher.scoring import RecordedScoring
 
 
 class LocalScoring(RecordedScoring):
-    """Over the actor's workers, in rank order, and endpoints that know no teacher."""
+    """Over the actor's workers, in rank order, and endpoints that know no teacher.
 
-    def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], timeout_s: float) -> None:
+    Args:
+        make_room: called before each forward pass; whoever else is on the ranks' GPUs leaves them.
+    """
+
+    def __init__(
+        self, workers: Sequence[Any], endpoints: Sequence[Any], timeout_s: float, make_room: Callable[[], object] = list
+    ) -> None:
         super().__init__(endpoints, timeout_s)
-        self._workers = list(workers)
+        self._workers, self._make_room = list(workers), make_room
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         """Its handles are there when it has been collected."""
@@ -54,6 +60,7 @@ class LocalScoring(RecordedScoring):
     def _scored(self, chunks: Sequence[RolloutChunk]) -> list[PendingScores]:
         if not chunks:
             return []
+        self._make_room()
         done, parts = dealt_out(self._workers, "score", chunks)
         gather(done, "teacher scoring", self._timeout_s)
         scored = []

@@ -35,7 +35,7 @@ class ScoreSummary:
 
     mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was asked for
     n_bytes: int  # of all arrays
-    times: ScoreTimes | None = field(default=None, compare=False)  # None: read from a checkpoint
+    times: ScoreTimes | None = field(default=None, compare=False)  # None: from a checkpoint, or a local teacher
 
     def encode(self) -> bytes:
         times = () if self.times is None else (self.times.asked_s, *self.times.answered_s)

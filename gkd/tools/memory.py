@@ -13,8 +13,9 @@ from typing import Any
 
 from gkd.cluster.cards import card_bytes
 from gkd.config import Config
-from gkd.config_check import check_config, reference_folder
+from gkd.config_check import check_config
 from gkd.config_load import load_config
+from gkd.config_sharing import reference_folder
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
 from gkd.footprint.folder import ModelFolder, read_model_folder

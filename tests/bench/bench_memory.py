@@ -1,4 +1,4 @@
-"""States that go away and come back: ours against `.cpu()`/`.cuda()` and FSDP2's CPU offload; and pools that take turns.
+"""States that go and come: ours against `.cpu()`/`.cuda()` and FSDP2's CPU offload; and pools that take turns.
 
     python -m tests.bench.bench_memory [--only switch,optimizer,colocate] [--device cpu|cuda] [--json FILE] [--rounds N]
 

@@ -9,11 +9,14 @@ and an engine's buffers do.
 from __future__ import annotations
 
 import gc
+import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil

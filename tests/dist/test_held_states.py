@@ -134,9 +134,16 @@ def test_states_are_where_the_settings_and_the_calls_say(slots: Pool, model: Pat
         expected = [numbers(plain.pool.train_step(some)), numbers(plain.pool.evaluate(some))]
         expected.append(numbers(plain.pool.train_step(some)))
         assert all(n > 0 for kind, n in plain.held().items() if kind != "grads"), "without the setting nothing moves"
+        unmoved = numbers(plain.pool.evaluate(some))
         _moves_by_hand(plain)
-        assert numbers(plain.pool.evaluate(some)), "brought back by the call, and left there"
-        assert plain.held()["params"] > 0
+        assert numbers(plain.pool.evaluate(some)) == unmoved
+        assert plain.held()["params"] > 0, "brought back by the call, and left there"
+        # Ranks that a sync calls and ranks that it does not have their states in different places.
+        plain.pool.offload_states(["params"])
+        plain.export()
+        assert plain.pool.train_step(some, meta=KEEP).loss > 0
+        plain.export()
+        assert plain.pool.train_step(some, meta=KEEP).loss > 0
     finally:
         plain.close()
     moved = Actor(slots, model, f"actor.strategy={backend}", "actor.offload_train=true")

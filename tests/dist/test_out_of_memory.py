@@ -16,6 +16,7 @@ from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster
 from gkd.config_load import load_config
 from gkd.errors import OutOfMemory
+from gkd.memory.states import States
 from gkd.memory.usage import ARENA, GIB
 from gkd.wiring import worker_env
 
@@ -29,6 +30,7 @@ class Weights:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.kept, self.gib = rank, torch.ones(5 << 20), 0
+        self.states = States(torch.device("cpu"), dict)  # none that would move
         ARENA.add("weights", self.on_device)
 
     def on_device(self) -> int:

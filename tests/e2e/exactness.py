@@ -15,8 +15,8 @@ from gkd.recorded import read_sequences
 from gkd.sampler import PromptSampler
 from gkd.types import Prompt, Rollout
 
-# Times, what was verified, and a mean over chunks in the order in which they came.
-_OTHERWISE = ("time/", "perf/", "weight_sync/verified_tensors", "teacher/topk_mass")
+# Times, memory, what was verified, and a mean over chunks in the order in which they came.
+_OTHERWISE = ("time/", "perf/", "memory/", "weight_sync/verified_tensors", "teacher/topk_mass")
 
 
 def differences(one: Path, other: Path, *, export: bool = True, through: int | None = None) -> list[str]:

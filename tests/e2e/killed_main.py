@@ -22,7 +22,7 @@ from gkd import main_gkd
 from gkd.metrics import MetricsWriter, StageTimers
 from gkd.run_folder import RunFolder
 
-STAGES = ("data", "rollout", "teacher", "train", "weight_sync", "checkpoint", "eval")
+STAGES = ("data", "switch", "rollout", "teacher", "train", "weight_sync", "checkpoint", "eval")
 # Every place where the run makes something visible under its final name, and the two ends of the road.
 CALLS: dict[str, tuple[Any, str]] = {
     "metrics": (MetricsWriter, "write"),

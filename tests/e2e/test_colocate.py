@@ -9,7 +9,8 @@ import pytest
 from gkd.cluster.places import survey_of
 from gkd.metrics import read_metrics
 from tests.e2e.conftest import Lab
-from tests.e2e.test_loop import steps_of
+from tests.e2e.exactness import differences
+from tests.e2e.kill_matrix import Kill, Runs, torture
 
 pytestmark = pytest.mark.e2e
 
@@ -32,13 +33,7 @@ def run(lab: Lab, teacher_port: int) -> Path:
 
 def test_it_trains_as_with_slots_for_both(run: Path, base_run: Path) -> None:
     """Fails if taking turns changes what is written, learned or synced."""
-    shared, own = steps_of(run), steps_of(base_run)
-    assert sorted(shared) == sorted(own) == [0, 1, 2, 3, 4]
-    same = ("loss/", "optim/", "rollout/response", "eval/", "weight_sync/")
-    for step, numbers in own.items():
-        for name, value in numbers.items():
-            if name.startswith(same):
-                assert shared[step][name] == value, (step, name)
+    assert not differences(base_run, run)
 
 
 def test_both_are_on_one_slot(run: Path) -> None:
@@ -56,3 +51,13 @@ def test_the_states_move_around_every_call(run: Path) -> None:
         # float32 weights and gradients, from the second step on two moments as well; the sync needs the weights alone.
         held, n_times = line["memory/train/after_onload"], 2 if line["step"] == 1 else 4
         assert held > 0 and line["memory/sync/after_onload"] == pytest.approx(held / n_times, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_a_switch_is_the_same_run(base_run: Path, lab: Lab, teacher_port: int) -> None:
+    """If it fails, a kill -9 while states move changes what is learned, or loses it."""
+    settings = ("trainer.save_every=1", "trainer.resume=auto", "trainer.colocate=true")
+    runs = Runs(lab, teacher_port, lab.root / "killed_colocated_logs", settings)
+    kills = [Kill("switch", 3, 0.0, "all"), Kill("train", 2, 0.0, "all")]
+    outcomes = torture(runs, base_run, lab.root / "killed_colocated", kills)
+    assert [o.killed for o in outcomes] == [True, True], "a run was over before its kill: the test shows nothing"

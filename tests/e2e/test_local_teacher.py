@@ -29,7 +29,8 @@ def train(lab: Lab, name: str, *overrides: str) -> Path:
 
 def test_losses_are_those_of_the_server(lab: Lab, base_run: Path) -> None:
     """If it fails, the two teachers say different things of the same answers, or a score reaches another sequence."""
-    run_dir = train(lab, "local_run", "actor.strategy=megatron")
+    # All three roles on one slot, in turns.
+    run_dir = train(lab, "local_run", "trainer.colocate=true", "memory.timeline=true")
     found, expected = losses(run_dir), losses(base_run)
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
     for step, loss in expected.items():
@@ -37,6 +38,7 @@ def test_losses_are_those_of_the_server(lab: Lab, base_run: Path) -> None:
     lines, served = (read_metrics(folder / "metrics.jsonl") for folder in (run_dir, base_run))
     names = [{name for line in each for name in line if name.startswith("teacher/")} for each in (lines, served)]
     assert names[0] == names[1] >= {"teacher/topk_mass", "teacher/score_bytes"}
+    assert all(line["memory/teacher_scoring/arena_gib"] == 0 for line in lines if line["step"]), "the student is away"
 
 
 @pytest.mark.slow

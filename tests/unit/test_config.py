@@ -106,6 +106,10 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["trainer.colocate=true", "cluster.ray_address=h:1", "trainer.nnodes=2"], "rollout.nnodes"),
         (["trainer.colocate=true", "trainer.scheduler=one_step_off"], "trainer.scheduler"),
         (["trainer.colocate=true", "weight_sync.transport=nccl"], "weight_sync.transport"),
+        (
+            ["trainer.colocate=true", "teacher.backend=local", "teacher.path=t", "teacher.fsdp_cpu_offload=false"],
+            "teacher.fsdp_cpu_offload",
+        ),
         (["cluster.order=[actor]"], "cluster.order"),
         (["cluster.order=[actor,actor]"], "cluster.order"),
         (["cluster.order=[rollout,actor,teacher]"], "cluster.order"),
@@ -206,6 +210,7 @@ def test_signals_that_say_what_the_loss_needs_pass(overrides: list[str]) -> None
         [],
         ["trainer.replay=batches", "trainer.scheduler=stream"],
         ["teacher.request_timeout_s=20", "teacher.outage_budget_s=60", "teacher.wire=fp32"],
+        ["trainer.stage_timeout_s=300"],
         ["teacher.update_interval=2", "trainer.save_every=4", "trainer.resume=auto"],
         ["teacher.update_interval=2", "teacher.update_ema=0.9", "teacher.fsdp_cpu_offload=false"],
     ],

@@ -405,3 +405,19 @@ def test_only_cards_that_the_run_may_get_count(
     preflight_memory.check_memory(_config(qwen, "cluster.ray_address=10.0.0.5:6379"), "cuda", None)
     assert "weights" in logged.text and "nobody knows here" in logged.text
     assert not [record for record in logged.records if record.levelno > logging.INFO]
+
+
+def test_the_command_counts_a_local_teacher(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: pytest.LogCaptureFixture
+) -> None:
+    """Fails if the teacher of the settings is left out, counted as a worker of a server, or by preflight alone."""
+    teacher = _folder(tmp_path / "teacher", json.dumps(QWEN25_15B))
+    local = [qwen, "teacher.backend=local", f"teacher.path={teacher}"]
+    assert _tool(*local, "--json") == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    assert [rank["role"] for rank in ranks] == ["actor", "rollout"]
+    assert "teacher_shards" in ranks[0]["parts"] and "teacher_shards" not in ranks[1]["parts"]
+    assert _tool(*local, "--teacher", str(teacher)) == 2
+    assert "teacher.path is the teacher" in capsys.readouterr().err
+    preflight_memory.check_memory(_config(*local), "cuda", None)
+    assert "teacher_shards" in logged.text

@@ -15,8 +15,9 @@ import pytest
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.pool import batch_args
 from gkd.config import Config
-from gkd.config_check import check_config, reference_folder, reference_is_actor
+from gkd.config_check import check_config
 from gkd.config_load import load_config
+from gkd.config_sharing import moves_states, reference_folder, reference_is_actor
 from gkd.data import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
@@ -50,6 +51,7 @@ def config(*overrides: str) -> Config:
         (("reference.path=other",), "reference.path"),
         (("reference.fsdp_cpu_offload=false",), "reference.fsdp_cpu_offload"),
         ((ON, *LORA, "reference.fsdp_cpu_offload=false"), "reference.fsdp_cpu_offload"),
+        ((ON, "trainer.colocate=true", "reference.fsdp_cpu_offload=false"), "reference.fsdp_cpu_offload"),
     ],
 )
 def test_settings_that_say_nothing_or_too_much_are_refused(overrides: tuple[str, ...], key: str) -> None:
@@ -76,6 +78,8 @@ def test_which_model_it_is(overrides: tuple[str, ...], folder: str, is_actor: bo
     found = config(*overrides)
     check_config(found)
     assert (reference_folder(found), reference_is_actor(found)) == (folder, is_actor)
+    # One whose shards stay on the GPU needs the room that the actor's states take.
+    assert moves_states(found) == (not found.reference.fsdp_cpu_offload)
 
 
 @pytest.fixture(scope="module")

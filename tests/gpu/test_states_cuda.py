@@ -1,0 +1,84 @@
+"""States that move between a GPU and pinned host memory. Needs one GPU with 6 GiB free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda", 0)
+N = 1 << 28  # bytes of each tensor
+
+
+def tensors() -> dict[str, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    values = {kind: [torch.randn(N // 4, device=CUDA) for _ in range(2)] for kind in (PARAMS, OPTIMIZER)}
+    return values | {GRADS: [torch.randn(N // 4, device=CUDA)]}
+
+
+def test_all_of_it_goes_and_comes_back_to_the_byte() -> None:
+    """Fails if a copy races with the kernels before or after it, or memory stays allocated or grows with cycles."""
+    found = tensors()
+    sums = [tensor.double().sum() for kind in (PARAMS, OPTIMIZER) for tensor in found[kind]]
+    states = States(CUDA, lambda: found)
+    held = torch.cuda.memory_allocated(CUDA)
+    for cycle in range(200):
+        found[PARAMS][0].add_(1.0)  # a kernel that has just been begun when the copy is
+        states.offload(non_blocking=cycle % 2 == 0).wait()
+        assert torch.cuda.memory_allocated(CUDA) < held - 5 * N + (1 << 20)
+        states.reload(non_blocking=True)
+        found[PARAMS][0].sub_(1.0)  # has to wait for the copy by itself
+        assert torch.cuda.memory_allocated(CUDA) == held
+    states.settle()
+    again = [tensor.double().sum() for kind in (PARAMS, OPTIMIZER) for tensor in found[kind]]
+    assert all(torch.allclose(a, b) for a, b in zip(sums[:1], again[:1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(sums[1:], again[1:], strict=True))
+    assert not found[GRADS][0].any()
+
+
+def test_no_memory_on_the_gpu_leaves_all_on_the_host() -> None:
+    """Fails if a reload that runs out of memory loses what it had not yet brought."""
+    found = tensors()
+    sums = [tensor.double().sum().item() for tensor in found[PARAMS]]
+    states = States(CUDA, lambda: found)
+    states.offload()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(CUDA)
+    taken = torch.empty(free - 2 * N, dtype=torch.uint8, device=CUDA)
+    with pytest.raises(torch.OutOfMemoryError):
+        states.reload()
+    assert states.allocated() == 0
+    del taken
+    states.reload()
+    assert [tensor.double().sum().item() for tensor in found[PARAMS]] == sums
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp2"])
+def test_a_student_trains_the_same(tmp_path: Path, backend: str) -> None:
+    """Fails if on a GPU a student misses something after its states have been away."""
+    from gkd.batching import make_micro_batches
+    from tests.bench.student_case import make_student, save_model, sequences
+
+    save_model(tmp_path / "model")
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, device_id=CUDA)
+    try:
+        batches = make_micro_batches(*sequences("even"), micro_batch_size=4, max_tokens=0, packed=True)
+        losses = {}
+        for moves in (False, True):
+            student = make_student(backend, tmp_path / "model", dtype=torch.bfloat16, device="cuda")
+            losses[moves] = []
+            for _ in range(3):
+                losses[moves].append(student.train_step(batches).loss)
+                if moves:
+                    student.states.offload()
+                    torch.cuda.empty_cache()
+                    student.states.reload()
+        assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+    finally:
+        dist.destroy_process_group()
