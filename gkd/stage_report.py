@@ -86,9 +86,10 @@ def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
         numbers: the step's, with its times.
     """
     step_s = _each_step_s(numbers)
+    stages = {"rollout": ("rollout",), "teacher": ("teacher",), "actor": ("reference", "train")}
     waited = {
-        f"perf/waited_{pool}_share": numbers.get(f"time/{stage}_s", 0.0) / step_s
-        for pool, stage in (("rollout", "rollout"), ("teacher", "teacher"), ("actor", "train"))
+        f"perf/waited_{pool}_share": sum(numbers.get(f"time/{stage}_s", 0.0) for stage in of_pool) / step_s
+        for pool, of_pool in stages.items()
     }
     if numbers.get(ENGINES) and WITH_EVALUATION not in numbers:
         measured_s = numbers["time/step_s"] - numbers.get("time/eval_s", 0.0)  # a stream goes on beside a checkpoint

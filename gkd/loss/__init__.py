@@ -8,6 +8,7 @@
     token_loss.py       tables of logprobs -> the loss of each token and what to report
     divergence.py       the divergences, written as they are defined; divergence_slopes.py their derivatives
     policy_gradient.py  k1, k2, k3 on the sampled token
+    sampled_logprobs.py the student's logprob of the sampled token alone, without a loss
     reduce.py           per-token losses of all ranks -> the global token mean
 
 Floor 1: torch, triton, and floor 0; process groups are arguments.

@@ -61,6 +61,12 @@ def test_an_evaluation_or_a_checkpoint_changes_nobody_s_part(stage: str) -> None
     assert busy == pytest.approx(0.25 if stage == "eval" else 0.5 / 22.0)
 
 
+def test_a_reference_is_the_actors_work() -> None:
+    """Fails if a step whose actor computes a reference for longest is said to wait for another pool."""
+    m = numbers(3.0, 0.5, 2.5, 10.0) | {"time/reference_s": 2.5}
+    assert waited_for(shares(m, "sync"), "sync") == ("actor", pytest.approx(0.5))
+
+
 def test_an_engine_counts_what_its_passes_move_and_read() -> None:
     """Fails if a pass is said to move sequences that still wait, or a prompt is read twice."""
     now = [0.0]
