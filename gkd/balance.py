@@ -10,7 +10,7 @@ What counts is tokens, prompt and response; attention's quadratic part is left o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -77,6 +77,28 @@ def select(
                 raise DataError(f"a chunk of {len(chunk)} rollouts has scores of {len(scores[i])} sequences")
             scored += [scores[i][place] for place in places]
     return chosen, None if scores is None else scored
+
+
+def with_references(
+    scores: Sequence[list[TeacherScores]], references: Sequence[list[np.ndarray]]
+) -> Sequence[list[TeacherScores]]:
+    """By chunk, the scores with the reference's logprobs of the same sequences.
+
+    Args:
+        references: of the same chunks; empty: there is no reference.
+
+    Raises:
+        DataError: there are not as many.
+    """
+    if not references:
+        return scores
+    sizes = [len(chunk) for chunk in scores], [len(chunk) for chunk in references]
+    if sizes[0] != sizes[1]:
+        raise DataError(f"chunks of {sizes[0]} scored sequences have a reference's logprobs of {sizes[1]}")
+    return [
+        [replace(score, reference_logprobs=logprobs) for score, logprobs in zip(scored, chunk, strict=True)]
+        for scored, chunk in zip(scores, references, strict=True)
+    ]
 
 
 def even_groups(samples: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:

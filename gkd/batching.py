@@ -28,6 +28,7 @@ def check_batch(
     n_vocab: int,
     wanted: Sequence[Signal],
     hidden_size: int | None = None,
+    with_reference: bool = False,
 ) -> None:
     """Refuse what `make_micro_batches` could build and no student should learn from; called before it.
 
@@ -37,6 +38,7 @@ def check_batch(
         n_vocab: token ids are below it.
         wanted: what the loss needs of the teacher, see `gkd.loss.spec.teacher_signals`.
         hidden_size: D of the teacher; None: any.
+        with_reference: the loss has a term that needs a reference's logprobs.
 
     Raises:
         DataError: names rank, prompt and sample: no prompt or no response token (nothing to learn), a token id out of
@@ -49,7 +51,7 @@ def check_batch(
         sample = f"{where}: prompt {rollout.prompt_id}, sample {rollout.sample_index}"
         _check_rollout(rollout, n_vocab, sample)
         if scores is not None:
-            validate_scores(scores[i], rollout, n_vocab, wanted, sample, hidden_size)
+            validate_scores(scores[i], rollout, n_vocab, wanted, sample, hidden_size, with_reference=with_reference)
 
 
 def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:

@@ -48,7 +48,7 @@ class MicroBatches(Sequence[MicroBatch]):
     ) -> None:
         self._rollouts, self._scores, self._groups = rollouts, scores, groups
         self._packed, self._pad_id = packed, pad_id
-        for name in ("topk", "sampled_logprobs", "logits", "hidden"):
+        for name in ("topk", "sampled_logprobs", "logits", "hidden", "reference_logprobs"):
             n = sum(getattr(score, name) is not None for score in scores or ())
             if scores is not None and n not in (0, len(scores)):
                 raise DataError(f"only {n} of the {len(scores)} sequences of a batch have a {name} table")
@@ -153,6 +153,8 @@ def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> To
         targets.logits = _rows(logits, logits[0].dtype)
     if hidden := _there([s.hidden for s in scores]):
         targets.hidden = _rows(hidden, np.float32)
+    if reference := _there([s.reference_logprobs for s in scores]):
+        targets.reference_logprobs = _rows(reference, np.float32)
     return targets
 
 

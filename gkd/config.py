@@ -289,6 +289,20 @@ class DistillConfig:
     # What stands for the teacher's mass outside its top-k: bucket (one "everything else" class) | renorm (both sides
     # renormalised on the top-k) | drop (left out of the sum).
     tail: str = "bucket"
+    # Weight of KL(student || reference), estimated from the tokens that the student sampled, as k3 is: it holds the
+    # student close to the model of reference.path. 0 = off.
+    reference_kl_weight: float = 0.0
+
+
+@dataclass
+class ReferenceConfig:
+    # The frozen model that distill.reference_kl_weight holds the student to: a folder in Hugging Face format with the
+    # student's tokenizer, which need not be of its architecture. Empty = model.path, the initial student; with adapters
+    # (actor.lora.rank above 0) that is the actor itself without them, and no second model.
+    path: str = ""
+    # Keep the ranks' shards of the reference in host memory; a GPU then holds one layer at a time. Without it they stay
+    # on the GPU, and the actor's states leave it while the reference computes, as with actor.offload_train.
+    fsdp_cpu_offload: bool = True
 
 
 @dataclass
@@ -350,6 +364,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

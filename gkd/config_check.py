@@ -9,8 +9,8 @@ import dataclasses
 from fractions import Fraction
 from typing import cast, get_args
 
-from gkd.config import Config, TeacherConfig, TrainerConfig
-from gkd.config_sharing import check_sharing
+from gkd.config import Config, ReferenceConfig, TeacherConfig, TrainerConfig
+from gkd.config_sharing import check_sharing, reference_is_actor
 from gkd.errors import ConfigError
 from gkd.loss.spec import LOSS_NAMES, loss_spec, teacher_signals
 from gkd.schedule import AHEAD, STREAM
@@ -80,6 +80,7 @@ _NOT_NEGATIVE = (
     "eval.max_prompts",
     "eval.keep_token_losses",
     "teacher.update_interval",
+    "distill.reference_kl_weight",
 )
 # What the teacher's client and its protocol demand.
 _BETWEEN: dict[str, tuple[float, float]] = {
@@ -113,6 +114,7 @@ def check_config(config: Config) -> None:
     _check_signal(config)
     _check_backend(config)
     _check_mixture(config)
+    _check_reference(config)
 
 
 def _check_scheduler(config: Config) -> None:
@@ -440,6 +442,24 @@ def _check_mixture(config: Config) -> None:
             "and the losses learn from nothing else.",
             "change the share, use larger batches, or add a loss that compares distributions.",
         )
+
+
+def _check_reference(config: Config) -> None:
+    """Is there something to hold to the reference, if anything is said of one?"""
+    weight, share = config.distill.reference_kl_weight, config.distill.on_policy_share
+    for item in dataclasses.fields(ReferenceConfig):
+        value = getattr(config.reference, item.name)
+        if not weight and value != item.default:
+            problem = "distill.reference_kl_weight is 0, so there is no reference."
+            raise ConfigError(f"reference.{item.name}", value, problem, "leave it out, or set the weight.")
+    if reference_is_actor(config) and not config.reference.fsdp_cpu_offload:
+        problem = "with actor.lora the reference is the actor without its adapters, which has no shards of its own."
+        raise ConfigError("reference.fsdp_cpu_offload", False, problem, "leave it out, or name a reference.path.")
+    if weight and share == 0.0:
+        problem = (
+            "distill.on_policy_share is 0: it is estimated from tokens that the student wrote, and there are none."
+        )
+        raise ConfigError("distill.reference_kl_weight", weight, problem, "use 0, or a share above 0.")
 
 
 def all_keys() -> set[str]:

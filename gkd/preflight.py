@@ -14,7 +14,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.places import visible_ids
 from gkd.config import Config
 from gkd.config_check import check_config, n_engines
-from gkd.config_sharing import gpus_wanted
+from gkd.config_sharing import gpus_wanted, reference_folder
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError
 from gkd.log import get_logger
@@ -92,6 +92,10 @@ def preflight(config: Config) -> Plan:
     teacher = find_teacher(config, device)
     identity = {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
     check_replay(config, total_steps, identity)
+    if reference_folder(config):
+        from gkd.frozen.preflight import check_reference  # here, as `check_fsdp_student`
+
+        identity["reference"] = check_reference(config, tokenizer, dims.vocab_size)
     n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
     check_memory(config, device, teacher.hidden_size)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:

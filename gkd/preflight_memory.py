@@ -9,6 +9,7 @@ from functools import partial
 
 from gkd.cluster.cards import machine_cards, visible_cards
 from gkd.config import ClusterConfig, Config
+from gkd.config_sharing import reference_folder
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint
 from gkd.footprint.folder import read_model_folder
@@ -34,12 +35,15 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     try:
         folder = read_model_folder(config.model.path, "model.path")
         teacher = read_model_folder(config.teacher.path, "teacher.path") if config.teacher.path else None
+        kept = reference_folder(config)
+        other = read_model_folder(kept, "reference.path") if kept else None
         refit = partial(
             footprint,
             config_json=folder.config_json,
             tensors=folder.tensors,
             teacher_hidden=teacher_hidden,
             local_teacher=None if teacher is None else (teacher.config_json, teacher.tensors),
+            reference=None if other is None else (other.config_json, other.tensors),
         )
         found: Sequence[RankFootprint] = refit(config)
     except ModelError as error:  # fsdp2 takes models that name their sizes otherwise

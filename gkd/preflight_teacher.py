@@ -156,11 +156,12 @@ def warn_of_the_losses(config: Config, gib: float) -> None:
             gib,
         )
     spec = loss_spec(config.distill, config.teacher.temperature)
-    if spec.policy_gradients and config.rollout.top_p < 1.0:
+    if spec.uses_samples and config.rollout.top_p < 1.0:
+        names = [term.name for term in spec.policy_gradients]
         log.warning(
             "rollout.top_p %g: the tokens outside are never sampled, so %s learns nothing about them",
             config.rollout.top_p,
-            ", ".join(term.name for term in spec.policy_gradients),
+            ", ".join([*names, "the reference's KL"] if spec.has_reference else names),
         )
     share = config.distill.on_policy_share
     unused = "student" if spec.sft and len(spec.terms) == 1 and share else None

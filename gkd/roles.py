@@ -59,6 +59,8 @@ class ScoredChunk:
     teacher_mass: float | None  # mean over positions of the teacher's mass on its top-k; None: it gave no such list
     n_teacher_bytes: int
     times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
+    # Of the reference's logprobs, list of [R] float32 in the same order; None: nobody asked for them.
+    reference: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +299,22 @@ class ActorRole(Protocol):
 
     def memory_numbers(self) -> dict[str, float]:
         """Memory of all ranks in each phase since the last call, see `gkd.memory.timeline`; metric name -> value."""
+        ...
+
+
+class ReferenceHandle(Protocol):
+    def wait(self) -> list[ScoredChunk]:
+        """The batch, with `ScoredChunk.reference`. Raises what a rank failed with."""
+        ...
+
+
+class ReferenceRole(Protocol):
+    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> ReferenceHandle:
+        """What a frozen model says of the tokens of a batch; a call on the actor, so one of those who may call it.
+
+        Args:
+            blocking: wait for all ranks. Else the caller does, with the handle.
+        """
         ...
 
 

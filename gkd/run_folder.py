@@ -38,7 +38,7 @@ from gkd.log import get_logger
 from gkd.manifest import NAME as MANIFEST
 from gkd.manifest import Manifest
 from gkd.roles import FileDigest, Sample, TokenRecord
-from gkd.same_run import check_same_run, check_same_teacher
+from gkd.same_run import check_same_reference, check_same_run, check_same_teacher
 
 log = get_logger("run_folder")
 
@@ -197,6 +197,7 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
             )
         check_same_run(root / "config.yaml", config)
         check_same_teacher(root / "teacher.json", teacher, config)
+        check_same_reference(root / "teacher.json", teacher, config)
     if named is not None:
         _check_checkpoint(named, teacher, config)
     try:
@@ -276,6 +277,7 @@ def _check_checkpoint(folder: Path, teacher: Mapping[str, str], config: Config) 
     verified(folder)
     check_same_run(folder / "config.yaml", config)
     check_same_teacher(folder / "teacher.json", teacher, config)
+    check_same_reference(folder / "teacher.json", teacher, config)
 
 
 def _hold(root: Path) -> TextIO:

@@ -49,6 +49,7 @@ FREE_ON_RESUME = {
     "rollout.enforce_eager",
     "teacher.path",
     "teacher.fsdp_cpu_offload",
+    "reference.fsdp_cpu_offload",
     "teacher.server_ip",
     "teacher.server_port",
     "teacher.name",
@@ -95,6 +96,20 @@ def check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> N
             f"the teacher there is {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
             f"{before['name']} ({before['fingerprint'][:12]}).",
             f"{fix}, or start a new run in another trainer.run_dir.",
+        )
+
+
+def check_same_reference(file: Path, identity: Mapping[str, str], now: Config) -> None:
+    """Args: file: a teacher.json that `check_same_teacher` has read; identity: as it would be written now."""
+    before, fingerprint = json.loads(file.read_text()).get("reference"), identity.get("reference")
+    if before != fingerprint:
+        key, path = ("reference.path", now.reference.path) if now.reference.path else ("model.path", now.model.path)
+        raise ConfigError(
+            key,
+            path,
+            f"its weights ({(fingerprint or 'none')[:12]}) are not those of the reference that this run was held to "
+            f"({(before or 'none')[:12]}).",
+            "put the old ones there to resume, or start a new run in another trainer.run_dir.",
         )
 
 

@@ -1,6 +1,6 @@
 """The loop. One batch's road, top to bottom:
 
-    prompts -> rollout -> teacher score -> train step -> weight sync -> metrics -> checkpoint
+    prompts -> rollout -> teacher score (-> reference) -> train step -> weight sync -> metrics -> checkpoint
 
 Everything heavy is behind the Protocols of `gkd.roles`; this process moves handles and numbers. Where a batch comes
 from, and what goes on beside a training step, is `trainer.scheduler` (`gkd.schedule`); each promises a bound on the
@@ -23,7 +23,7 @@ from gkd.lease import Lease
 from gkd.log import get_logger
 from gkd.metrics import MetricsWriter, StageTimers, read_metrics
 from gkd.replay import BatchRecorder, Replay
-from gkd.roles import ActorRole, RolloutRole, ScoredChunk, ScoringRole, WeightSyncRole
+from gkd.roles import ActorRole, ReferenceRole, RolloutRole, ScoredChunk, ScoringRole, WeightSyncRole
 from gkd.run_folder import RunFolder
 from gkd.sampler import PromptSampler
 from gkd.saver import Saver
@@ -45,12 +45,13 @@ EVAL_SEED = 2**31  # far from data.seed + step, so no evaluation repeats a train
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The four groups of processes, as the loop sees them, and who can say of them where one hangs."""
+    """The groups of processes, as the loop sees them, and who can say of them where one hangs."""
 
     actor: ActorRole
     rollout: RolloutRole
     scoring: ScoringRole
     weight_sync: WeightSyncRole
+    reference: ReferenceRole | None = None  # None: distill.reference_kl_weight is 0
     explained: Callable[[LateError], LateError] = lambda error: error
 
 
@@ -136,6 +137,9 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.begin(self.step + 1, batch)
         with self.lease.training(timers, sync_follows=True):
+            if self.roles.reference is not None:
+                with timers("reference"):
+                    batch = self.roles.reference.compute_logprobs(batch).wait()
             with timers("train"):
                 stats = self.roles.actor.train_step(batch)
             self.source.trained()

@@ -89,6 +89,8 @@ class TeacherScores:
     # [R, V] float32 or float16, over the common vocabulary, divided by the temperature.
     logits: np.ndarray | None = None
     hidden: np.ndarray | None = None  # [R, D] float32, final hidden states; times the LM head: logits, not yet divided
+    # [R] float32, nats, the reference's of the response tokens; it joins the teacher's on the ranks that train.
+    reference_logprobs: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class TokenTargets:
     sampled_logprobs: torch.Tensor | None = None  # [N] float32, nats, the teacher's for sampled_ids
     logits: torch.Tensor | None = None  # [N, V] the teacher's, divided by the temperature; stays on the host
     hidden: torch.Tensor | None = None  # [N, D] the teacher's final hidden states; stays on the host
+    reference_logprobs: torch.Tensor | None = None  # [N] float32, nats, the reference's for sampled_ids
 
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())

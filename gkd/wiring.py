@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 
 from gkd.actor import worker as actor_worker
 from gkd.actor.pool import ActorPool
+from gkd.actor.reference import ReferencePool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster import survey
 from gkd.cluster.calls import all_there, gather
@@ -26,6 +27,7 @@ from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config import Config
 from gkd.config_check import n_engines
+from gkd.config_sharing import reference_folder
 from gkd.errors import GkdError, LateError
 from gkd.log import get_logger
 from gkd.preflight import Plan
@@ -112,6 +114,8 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     is_local = config.teacher.backend == "local"
     if is_local:
         actor.init_teacher(plan.n_vocab, startup.left_s())
+    if reference_folder(config):
+        actor.init_reference(startup.left_s())
     endpoints = _endpoints(config, plan, actor, actor_slots)
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
     gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
@@ -120,10 +124,11 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
+    reference = ReferencePool(actor.workers, endpoints, config) if config.distill.reference_kl_weight else None
     if not is_local:
-        return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync)
+        return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
     room = {"make_room": rollout.offload_states} if config.trainer.colocate else {}
-    return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s, **room), sync)
+    return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s, **room), sync, reference)
 
 
 def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:

@@ -23,7 +23,16 @@ log = get_logger("memory")
 _WORTH_NAMING = 256 << 20  # a student's buffers and what kernels keep for themselves are less
 _NAMED = 5
 IS_OFFLOAD_STATES = "is_offload_states"
-META_KEYS = (IS_OFFLOAD_STATES,)
+DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: the actor's without what it has learned
+META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
+
+
+def check_meta(meta: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
+    """What a call is told beside its work. Raises ValueError: a key that this call has no use for."""
+    given = dict(meta or {})
+    if wrong := sorted(set(given) - set(known)):
+        raise ValueError(f"a call's meta knows {', '.join(known)}, not {', '.join(wrong)}")
+    return given
 
 
 class HeldStates:
@@ -78,6 +87,7 @@ class HeldStates:
         meta: Mapping[str, Any] | None = None,
         *,
         alone: bool = False,
+        known: Sequence[str] = (IS_OFFLOAD_STATES,),
     ) -> Iterator[None]:
         """These states are on the device for the time of a call; where they are afterwards is `meta`'s say, and else
         the setting's. Costs nothing where the states never move.
@@ -89,13 +99,12 @@ class HeldStates:
             include: None: all.
             meta: `is_offload_states`: False: they stay on the device after this call; True: they go to the host.
             alone: not all ranks are in this call, so that they cannot meet.
+            known: what else the call itself may be told in `meta`, of `META_KEYS`.
 
         Raises:
             ValueError: another key in `meta`.
         """
-        given = meta or {}
-        if wrong := sorted(set(given) - set(META_KEYS)):
-            raise ValueError(f"a call's meta knows {', '.join(META_KEYS)}, not {', '.join(wrong)}")
+        given = check_meta(meta, known)
         offload = bool(given.get(IS_OFFLOAD_STATES, self._automatic))
         if not offload and not self._moving:
             yield

@@ -50,6 +50,10 @@ class ActorPool:
         """Builds the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
         gather(self._call("init_teacher", n_vocab), "init_teacher", timeout_s)
 
+    def init_reference(self, timeout_s: float) -> None:
+        """Builds the reference on all ranks; blocks. Raises as `FrozenModel`."""
+        gather(self._call("init_reference"), "init_reference", timeout_s)
+
     @property
     def workers(self) -> list[Any]:
         """The pool's Ray actors in rank order."""
@@ -176,7 +180,8 @@ class ActorPool:
 
 def batch_args(batch: Sequence[ScoredChunk], layouts: Sequence[ParallelLayout], *, balance: bool) -> list[list[Any]]:
     """By rank, what a call on a whole batch gives it: which sequences to take of each chunk of its group, the chunks'
-    handles and, on the last pipeline stage alone, which computes the loss, the handles of their scores.
+    handles and, on the last pipeline stage alone, which computes the loss, the handles of their scores and, where there
+    is a reference, of its logprobs.
     """
     shares = parts(batch, layouts[0].dp, balance=balance)
     given: list[list[Any]] = []
@@ -185,5 +190,6 @@ def batch_args(batch: Sequence[ScoredChunk], layouts: Sequence[ParallelLayout], 
         handles = [part.chunk.rollouts.ref for part in share]
         if layout.is_last_stage:
             handles += [part.chunk.ref for part in share]
+            handles += [part.chunk.reference for part in share if part.chunk.reference is not None]
         given.append([[part.take for part in share], *handles])
     return given

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,11 +24,11 @@ import torch.distributed as dist
 from gkd import shared_folder
 from gkd.actor.agree import same_error
 from gkd.actor.group_probe import probe_group
-from gkd.actor.held_states import HeldStates
+from gkd.actor.held_states import DISABLE_ADAPTER, META_KEYS, HeldStates, check_meta
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shard_writer import BackgroundWriter
-from gkd.balance import select
+from gkd.balance import select, with_references
 from gkd.batching import check_batch, make_micro_batches, token_records
 from gkd.cluster.assignment import free_port, this_place
 from gkd.cluster.places import RankPlace
@@ -52,6 +53,8 @@ from teacher_server.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.base import Student
+    from gkd.actor.fsdp.student import FsdpStudent
+    from gkd.frozen.model import FrozenModel
     from gkd.frozen.teacher import LocalTeacher
 
 
@@ -76,6 +79,7 @@ class ActorWorker:
         self._group: TransferGroup | None = None
         self._writer = BackgroundWriter()
         self._teacher: LocalTeacher | None = None
+        self._reference: FrozenModel | None = None
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("actor", self._rank, ask_driver=ask_driver)
@@ -209,6 +213,55 @@ class ActorWorker:
             scores = self._teacher.score(takes, chunks)
         return (None, *scores) if scores else None
 
+    def init_reference(self) -> None:
+        """Builds the reference beside the student; blocks for all ranks. Raises as `FrozenModel`."""
+        with self._during("loading the reference"):
+            from gkd.frozen.reference import frozen_reference  # here, as the students
+
+            self._reference = frozen_reference(self._config, self._device)
+        self._log.info("reference built and loaded")
+
+    def reference_logprobs(
+        self, takes: Sequence[bytes], *chunks: list[Rollout], meta: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The reference's logprobs of this rank's share; every rank is called, also one without a share.
+
+        Args:
+            takes: as of `score`.
+            meta: `disable_adapter`: the reference is the student without its adapters; else it is a model of its own,
+                and the student's states stay where they are. `is_offload_states`: as of `train_step`.
+
+        Returns:
+            As `score`, of [R] float32 arrays.
+
+        Raises:
+            TeacherError, DataError: on all ranks; see `frozen_logprobs`, `bare_logprobs`.
+        """
+        from gkd.frozen.reference import bare_logprobs, frozen_logprobs
+        from gkd.frozen.shares import by_chunk
+
+        student, config = self._student, self._config
+        with self._during("reference logprobs"):
+            if check_meta(meta, META_KEYS).get(DISABLE_ADAPTER):
+                if not config.actor.lora.rank:
+                    raise ValueError(f"{DISABLE_ADAPTER}: actor.lora.rank is 0, there are no adapters")
+                work = partial(
+                    bare_logprobs,
+                    cast("FsdpStudent", student),
+                    config,
+                    device=self._device,
+                    where=f"actor rank {self._rank}",
+                )
+                moved = self._held.needed("reference", [PARAMS], meta, known=META_KEYS)
+                with moved, self._diagnosed("reference logprobs"):
+                    found = by_chunk(takes, chunks, work)
+            else:
+                assert self._reference is not None
+                temperature, n_vocab = config.teacher.temperature, student.n_vocab
+                work = partial(frozen_logprobs, self._reference, temperature=temperature, n_vocab=n_vocab)
+                found = by_chunk(takes, chunks, work)
+        return (None, *found) if found else None
+
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
         with self._held.needed("teacher_head", [PARAMS], alone=True):
@@ -231,15 +284,16 @@ class ActorWorker:
 
         Args:
             takes: which sequences of each chunk are the group's, see `gkd.balance.Part`.
-            lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores. The
-                driver passes handles; Ray fetches what they stand for from the object store.
+            lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores and,
+                where there is a reference, of each a list of its logprobs. The driver passes handles; Ray fetches what
+                they stand for from the object store.
             meta: what becomes of the states after the call, see `HeldStates.needed`.
 
         Returns:
             With what it cost to move states since the last training step.
         """
         with self._during("training step"):
-            batches = self._micro_batches(takes, lists)[0]
+            batches = self._micro_batches(takes, lists, with_reference=self._loss.has_reference)[0]
             with self._held.needed("train", meta=meta), self._diagnosed("training step"):
                 stats = self._student.train_step(batches)
                 self._fragmentation.after_step()  # as the step has left it
@@ -271,7 +325,7 @@ class ActorWorker:
         if not keeps:
             return stats
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
-        return replace(stats, tokens=token_records(batches, tables, self._student.loss.report_names, kept))
+        return replace(stats, tokens=token_records(batches, tables, self._student.loss.evaluation_names, kept))
 
     def save(self, folder: Path) -> None:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
@@ -353,7 +407,7 @@ class ActorWorker:
         )
 
     def _micro_batches(
-        self, takes: Sequence[bytes | None], lists: Sequence[list[Any]]
+        self, takes: Sequence[bytes | None], lists: Sequence[list[Any]], *, with_reference: bool = False
     ) -> tuple[MicroBatches, list[Rollout]]:
         """This group's micro-batches and the sequences in them; arguments as of `train_step`.
 
@@ -361,7 +415,10 @@ class ActorWorker:
         """
         n_chunks = len(takes)
         with same_error(self._device):
-            rollouts, scores = select(takes, lists[:n_chunks], lists[n_chunks:] if self._layout.is_last_stage else None)
+            scored = None
+            if self._layout.is_last_stage:
+                scored = with_references(lists[n_chunks : 2 * n_chunks], lists[2 * n_chunks :])
+            rollouts, scores = select(takes, lists[:n_chunks], scored)
             check_batch(
                 rollouts,
                 scores,
@@ -369,6 +426,7 @@ class ActorWorker:
                 n_vocab=self._student.n_vocab,
                 wanted=self._signals,
                 hidden_size=self._student.teacher_hidden_size,
+                with_reference=with_reference,
             )
             batches = make_micro_batches(
                 rollouts,

@@ -13,7 +13,7 @@ from gkd.footprint.fsdp import fsdp_footprint, groups
 from gkd.footprint.megatron import megatron_footprints
 from gkd.footprint.rollout import rollout_footprint
 from gkd.footprint.shapes import EXACT, Tensors, read_shape
-from gkd.footprint.teacher import with_local_teacher
+from gkd.footprint.teacher import with_local_teacher, with_reference
 from gkd.footprint.types import RankFootprint
 
 # What a process has on a card before its first tensor: the CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
@@ -28,6 +28,7 @@ def footprint(
     tensors: Tensors | None = None,
     teacher_hidden: int | None = None,
     local_teacher: tuple[Mapping[str, Any], Tensors | None] | None = None,
+    reference: tuple[Mapping[str, Any], Tensors | None] | None = None,
 ) -> tuple[RankFootprint, ...]:
     """One of each kind of rank: the actor's pipeline stages in their order, then a rollout engine's ranks.
 
@@ -39,6 +40,7 @@ def footprint(
         teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
             that head is left out.
         local_teacher: config.json and tensors of teacher.path, where teacher.backend is local.
+        reference: the same of `gkd.config_sharing.reference_folder`, where there is one.
 
     Raises:
         ModelError: sizes are missing, or the architecture is not one of actor.strategy megatron.
@@ -67,6 +69,9 @@ def footprint(
     if local_teacher is not None:
         config_json, tensors_there = local_teacher
         actors = [with_local_teacher(part, config, config_json, tensors_there, on_cpu=on_cpu) for part in actors]
+    if reference is not None:
+        config_json, tensors_there = reference
+        actors = [with_reference(part, config, config_json, tensors_there, on_cpu=on_cpu) for part in actors]
     found = [*actors, rollout_footprint(config, shape, groups(config, shape, tensors), on_cpu=on_cpu)]
     return tuple(found) if on_cpu else tuple(_with_context(part) for part in found)
 

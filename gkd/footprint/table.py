@@ -13,12 +13,13 @@ from gkd.footprint.types import HOST_PARTS, MOMENTS, WANTED_PARTS, RankFootprint
 
 _GIB = 1 << 30
 _ORDER = (
-    *("weights", "gradients", "optimizer", "teacher_head", "teacher_weights", "kv_cache", "context"),
+    *("weights", "gradients", "optimizer", "teacher_head", "teacher_weights"),
+    *("reference_weights", "kv_cache", "context"),
     *(name for names in MOMENTS for name in names),
 )
 _NOTE = (
     "GiB; total: what stays + the largest of (activations + logits + passing), optimizer_step, weight_sync, "
-    "teacher_pass"
+    "teacher_pass, reference_pass"
 )
 
 

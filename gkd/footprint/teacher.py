@@ -1,4 +1,5 @@
-"""The memory of a teacher, from the config.json of its model: of a server's worker, or of a local one on actor ranks.
+"""The memory of a teacher, from the config.json of its model: of a server's worker, or of a local one on actor ranks,
+as which a reference counts.
 
 A teacher server says nothing of its memory. This is what its model takes in bfloat16 on each of `tp` cards: weights,
 and the largest forward pass of one sequence at a time, whose logits exist in chunks. A local teacher is spread over all
@@ -51,23 +52,53 @@ def with_local_teacher(
 ) -> RankFootprint:
     """An actor rank with its share of a local teacher. Raises ModelError as `read_shape`.
 
-    `teacher_pass` is a layer and the next one, the embedding, which may be the LM head, the activations of a layer, and
-    a chunk of logits as the LM head makes them and in float32.
-
     Args:
         config_json, tensors: of teacher.path.
     """
-    shape, teacher, actor = read_shape(config_json), config.teacher, config.actor
+    teacher = config.teacher
+    hosted, exact = teacher.fsdp_cpu_offload, teacher.update_ema > 0.0
+    return _with_frozen(part, "teacher", config, config_json, tensors, hosted=hosted, exact=exact, on_cpu=on_cpu)
+
+
+def with_reference(
+    part: RankFootprint, config: Config, config_json: Mapping[str, Any], tensors: Tensors | None, *, on_cpu: bool
+) -> RankFootprint:
+    """The same of `reference_folder`'s model."""
+    hosted = config.reference.fsdp_cpu_offload
+    return _with_frozen(part, "reference", config, config_json, tensors, hosted=hosted, exact=False, on_cpu=on_cpu)
+
+
+def _with_frozen(
+    part: RankFootprint,
+    name: str,
+    config: Config,
+    config_json: Mapping[str, Any],
+    tensors: Tensors | None,
+    *,
+    hosted: bool,
+    exact: bool,
+    on_cpu: bool,
+) -> RankFootprint:
+    """With its share of a `gkd.frozen.model.FrozenModel`.
+
+    Its pass is a layer and the next one, the embedding, which may be the LM head, the activations of a layer, and a
+    chunk of logits as the LM head makes them and in float32.
+
+    Args:
+        hosted: its shards are in host memory.
+        exact: they are float32.
+    """
+    shape, actor = read_shape(config_json), config.actor
     total, layer, embedding = gathered(shape, tensors)
     b = _FLOAT32 if config.model.dtype == "float32" else _B
     n_ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
     longest = config.data.max_prompt_length + config.data.max_response_length
     n_tokens = actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest
-    shards = -(-total * (_FLOAT32 if teacher.update_ema > 0.0 else b) // n_ranks)
-    home = "teacher_shards" if teacher.fsdp_cpu_offload and not on_cpu else "teacher_weights"
+    shards = -(-total * (_FLOAT32 if exact else b) // n_ranks)
+    home = f"{name}_shards" if hosted and not on_cpu else f"{name}_weights"
     chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]
     working = (2 * layer + embedding) * b + n_tokens * b * (2 * shape.hidden + 3 * max(shape.ffn, shape.q_columns))
-    return replace(part, parts={**part.parts, home: shards, "teacher_pass": working + chunk + chunk * b // _FLOAT32})
+    return replace(part, parts={**part.parts, home: shards, f"{name}_pass": working + chunk + chunk * b // _FLOAT32})
 
 
 def _kv(shape: ModelShape) -> int:

@@ -10,9 +10,10 @@ MOMENTS: tuple[tuple[str, ...], ...] = (
     ("optimizer_step",),
     ("weight_sync",),
     ("teacher_pass",),
+    ("reference_pass",),
 )
 # Parts in host memory, whatever the rank computes on.
-HOST_PARTS = ("offloaded", "moved_states", "saved_copy", "teacher_shards")
+HOST_PARTS = ("offloaded", "moved_states", "saved_copy", "teacher_shards", "reference_shards")
 # What would be used if it were there.
 WANTED_PARTS = ("kv_wanted",)
 
@@ -22,10 +23,11 @@ class RankFootprint:
     """One rank's memory, bytes by part. Ranks with the same numbers have one footprint, the first of them.
 
     Of the device: `weights`, `gradients`, `optimizer` (moments, and the float32 masters of bfloat16 weights),
-    `teacher_head`, `teacher_weights` (of a local teacher), `kv_cache` and `context` stay; `activations`, `logits` and
-    `passing` (gradients on their way, gathered layers, the loss's working memory) are those of the fullest moment of a
-    training step; `optimizer_step`, `weight_sync` and `teacher_pass` (a local teacher at work) are there when those are
-    not. `kv_wanted` is what the cache's sequences would fill; it is in no sum.
+    `teacher_head`, `teacher_weights` (of a local teacher), `reference_weights`, `kv_cache` and `context` stay;
+    `activations`, `logits` and `passing` (gradients on their way, gathered layers, the loss's working memory) are those
+    of the fullest moment of a training step; `optimizer_step`, `weight_sync`, `teacher_pass` (a local teacher at work)
+    and `reference_pass` are there when those are not. `kv_wanted` is what the cache's sequences would fill; it is in no
+    sum.
     """
 
     role: str  # "actor" | "rollout" | "teacher"

@@ -57,7 +57,9 @@ def head_refusal(key: str, folder: Path) -> Iterator[None]:
         if error.key != "actor.fused_lm_head":
             raise
         problem = "the LM head runs on a few rows at a time, and this model's logits are more than its product."
-        raise ConfigError(key, str(folder), problem, "use teacher.backend=zmq with --engine vllm.") from error
+        of_teacher = key == "teacher.path"
+        fix = "use teacher.backend=zmq with --engine vllm." if of_teacher else "name another reference.path."
+        raise ConfigError(key, str(folder), problem, fix) from error
 
 
 class FrozenModel:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +18,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config import Config
 from gkd.errors import CheckpointError, ConfigError, ModelError
 from gkd.frozen.model import FrozenModel, Table
+from gkd.frozen.shares import by_chunk
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.types import Rollout, TeacherScores, TeacherTopK
@@ -76,9 +76,8 @@ class LocalTeacher:
         Raises:
             TeacherError: see `FrozenModel.score`.
         """
-        chosen = [[chunk[i] for i in np.frombuffer(take, "<i4")] for take, chunk in zip(takes, chunks, strict=True)]
-        tables = iter(self._model.score([rollout for part in chosen for rollout in part], self._asked))
-        return [[self._scores(next(tables)) for _ in part] for part in chosen]
+        found = by_chunk(takes, chunks, lambda rollouts: self._model.score(rollouts, self._asked))
+        return [[self._scores(tables) for tables in part] for part in found]
 
     def after_step(self) -> None:
         """The student has made a step: takes its weights, every teacher.update_interval steps."""

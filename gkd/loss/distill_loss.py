@@ -14,8 +14,9 @@ Letters: N loss rows, H hidden size, D the teacher's, V_local vocabulary rows of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,9 +67,27 @@ class DistillLoss:
     @property
     def report_names(self) -> tuple[str, ...]:
         """Names of the sums that come with a loss; see `TokenLosses`. `total` is the loss itself."""
+        return self._names(self.spec)
+
+    @property
+    def evaluation_names(self) -> tuple[str, ...]:
+        """The same within `evaluating`."""
+        return self._names(_without_reference(self.spec))
+
+    @contextmanager
+    def evaluating(self, on_rows: Callable[[Tensor], None] | None) -> Iterator[None]:
+        """For the time of an evaluation: what is held against the teacher is the student, not where it came from."""
+        spec = self.spec
+        self.spec, self.on_rows = _without_reference(spec), on_rows
+        try:
+            yield
+        finally:
+            self.spec, self.on_rows = spec, None
+
+    def _names(self, spec: LossSpec) -> tuple[str, ...]:
         has_topk = "topk" in self.signals
         names = report_names(
-            self.spec,
+            spec,
             has_distribution=has_topk or self.is_full,
             has_topk=has_topk,
             has_sampled="sampled" in self.signals or self.is_full,
@@ -201,6 +220,8 @@ class DistillLoss:
             self.shard.check(targets.topk_ids, lowest=-1)
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return
+        if self.spec.has_reference and targets.reference_logprobs is None:
+            raise DataError("the loss wants the reference's logprobs, and the micro-batch has none")
         if self.is_full:
             self._check_distribution(targets)
             return
@@ -219,6 +240,10 @@ class DistillLoss:
             raise DataError(f"the loss wants the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
         elif logits.shape[1] < self.shard.n_valid:
             raise DataError(f"the teacher sent {logits.shape[1]} logits a token, the student has {self.shard.n_valid}")
+
+
+def _without_reference(spec: LossSpec) -> LossSpec:
+    return replace(spec, reference_weight=0.0)
 
 
 def _picked_ids(targets: TokenTargets) -> Tensor:

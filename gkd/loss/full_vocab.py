@@ -40,7 +40,7 @@ def full_vocab_losses(
     Args:
         logits: [n, v] the student's, any float dtype.
         teacher_logits: [n, v] float32 (float64 for float64 logits), already divided by the temperature; overwritten.
-        targets: of these rows; its tables of the teacher are not read.
+        targets: of these rows; its tables of the teacher are not read, those of the reference are.
 
     Returns:
         Losses without gradient.

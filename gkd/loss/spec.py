@@ -7,6 +7,9 @@ Three kinds of terms:
     divergences       compare two distributions; on every response token
     policy gradient   use the sampled token alone; on tokens that the student wrote
     sft               cross-entropy; on tokens of the dataset's responses
+
+Beside them there may be a reference: reference_weight * KL(student || reference), a policy-gradient term (k3) with
+another model's logprob in the place of the teacher's.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
+REFERENCE_KL = "reference_kl"  # the term beside the losses, in reports
 _PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # who uses them
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
@@ -63,6 +67,7 @@ class LossSpec:
         tail: what stands for the tokens outside the teacher's top-k; no meaning where all tokens are there.
         temperature: divides the student's logits; the teacher scored at the same one.
         importance_clip: largest importance weight of the policy-gradient terms; 0 = no limit.
+        reference_weight: of the KL to a reference; 0 = there is none.
 
     Raises:
         ConfigError: names the key of `distill` or `teacher` that is wrong.
@@ -72,6 +77,7 @@ class LossSpec:
     tail: Tail = "bucket"
     temperature: float = 1.0
     importance_clip: float = 2.0
+    reference_weight: float = 0.0
 
     def __post_init__(self) -> None:
         names = [term.name for term in self.terms]
@@ -89,6 +95,18 @@ class LossSpec:
         if not (self.importance_clip == 0 or 1 <= self.importance_clip < math.inf):
             fix = "use e.g. 2.0, or 0 for no limit."
             raise ConfigError("distill.importance_clip", self.importance_clip, "it is neither 0 nor at least 1.", fix)
+        if not (math.isfinite(self.reference_weight) and self.reference_weight >= 0):
+            problem, fix = "it must be a number of 0 or more.", "use e.g. 0.1, or 0 for no reference."
+            raise ConfigError("distill.reference_kl_weight", self.reference_weight, problem, fix)
+
+    @property
+    def has_reference(self) -> bool:
+        return self.reference_weight > 0
+
+    @property
+    def uses_samples(self) -> bool:
+        """Is a term of it estimated from the tokens that the student wrote?"""
+        return self.has_reference or bool(self.policy_gradients)
 
     @property
     def divergences(self) -> tuple[LossTerm, ...]:
@@ -109,7 +127,7 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
     if not terms:
         terms = [LossTerm(distill.loss, beta=distill.beta, alpha=distill.alpha)]
     tail: Tail = distill.tail  # type: ignore[assignment]  # LossSpec refuses anything else
-    return LossSpec(tuple(terms), tail, temperature, distill.importance_clip)
+    return LossSpec(tuple(terms), tail, temperature, distill.importance_clip, distill.reference_kl_weight)
 
 
 def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:

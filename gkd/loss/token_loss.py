@@ -15,13 +15,14 @@ from torch import Tensor
 from gkd.errors import DataError
 from gkd.loss.divergence import DIVERGENCES, forward_kl, outcome_tables
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate
-from gkd.loss.spec import LossSpec, LossTerm
+from gkd.loss.spec import REFERENCE_KL, LossSpec, LossTerm
 from gkd.types import TokenTargets
 
 # Of the names below those that are about tokens the student wrote.
-ON_POLICY_VALUES = frozenset({"sampled_reverse_kl", "importance_weight", "importance_clipped"})
+ON_POLICY_VALUES = frozenset({"sampled_reverse_kl", REFERENCE_KL, "importance_weight", "importance_clipped"})
 
 PLAIN = LossTerm("forward_kl")
+_REFERENCE_ESTIMATE = "k3"  # the quiet one while the two are close, which is what the term is for
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class TokenLosses:
         overlap              sum over the list of min(p, q): 1 - total variation where the list is everything
         student_entropy      nats
         sampled_reverse_kl   k1 of each on-policy token, not weighted: KL(student || teacher) in the mean
+        reference_kl         rho k3 of each on-policy token: KL(student || reference) in the mean
         importance_weight    after the clip, on-policy tokens
         importance_clipped   1 where the clip was used
     """
@@ -54,7 +56,9 @@ def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_
         names += ["teacher_topk_mass", "student_topk_mass"]
     if has_sampled:
         names += ["sampled_reverse_kl"]
-    if spec.policy_gradients:
+    if spec.has_reference:
+        names += [REFERENCE_KL]
+    if spec.uses_samples:
         names += ["importance_weight", "importance_clipped"]
     return tuple(dict.fromkeys([*names, "student_entropy"]))
 
@@ -117,21 +121,28 @@ def sampled_losses(
         # Not k3: its p/q is heavy-tailed where the two are far apart, as they are when a distillation begins.
         k1 = reverse_kl_estimate("k1", actor.detach(), teacher_sampled)
         losses.values["sampled_reverse_kl"] = k1.masked_fill(others, 0.0)
-    if spec.policy_gradients:
-        if teacher_sampled is None:
-            raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher gave none")
+    if spec.uses_samples:
         rollout = targets.rollout_logprobs.masked_fill(others, 0.0)
         log_weights, clipped = log_importance_weights(actor, rollout, spec.importance_clip)
         losses.values["importance_weight"] = log_weights.exp().masked_fill(others, 0.0)
         losses.values["importance_clipped"] = (clipped & targets.on_policy).to(log_weights.dtype)
         for term in spec.policy_gradients:
-            _add(losses, term, policy_gradient_loss(term.name, actor, teacher_sampled, log_weights), targets.on_policy)
+            if teacher_sampled is None:
+                raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher gave none")
+            loss = policy_gradient_loss(term.name, actor, teacher_sampled, log_weights)
+            _add(losses, term.name, term.weight, loss, targets.on_policy)
+        if spec.has_reference:
+            if targets.reference_logprobs is None:
+                raise DataError("the loss needs the reference's logprob of each sampled token, and there is none")
+            reference = targets.reference_logprobs.masked_fill(others, 0.0)
+            loss = policy_gradient_loss(_REFERENCE_ESTIMATE, actor, reference, log_weights)
+            _add(losses, REFERENCE_KL, spec.reference_weight, loss, targets.on_policy)
     if spec.sft is not None:
-        _add(losses, spec.sft, -student_sampled, others)
+        _add(losses, spec.sft.name, spec.sft.weight, -student_sampled, others)
     return losses
 
 
-def _add(losses: TokenLosses, term: LossTerm, loss: Tensor, where: Tensor) -> None:
+def _add(losses: TokenLosses, name: str, weight: float, loss: Tensor, where: Tensor) -> None:
     loss = loss.masked_fill(~where, 0.0)
-    losses.total = losses.total + term.weight * loss
-    losses.values[term.name] = loss.detach()
+    losses.total = losses.total + weight * loss
+    losses.values[name] = loss.detach()

@@ -106,6 +106,8 @@ def validate_scores(
     wanted: Sequence[Signal],
     where: str,
     hidden_size: int | None = None,
+    *,
+    with_reference: bool = False,
 ) -> None:
     """Refuse scores that cannot be those of `rollout`. What comes from the network was checked there; this is the last
     look before training, at one pass over each table.
@@ -115,6 +117,7 @@ def validate_scores(
         wanted: the tables that must be there; what else is there is not looked at.
         where: names rank and sequence in the error, e.g. ``actor rank 3: prompt 17, sample 2``.
         hidden_size: D of the teacher; None: any.
+        with_reference: a reference's logprobs must be there, too.
 
     Raises:
         TeacherError: a table is missing, has another shape or dtype, or holds what `validate_topk` refuses; a logprob
@@ -126,10 +129,7 @@ def validate_scores(
         if signal == "topk":
             validate_topk(_there(scores.topk, signal, where), n_vocab, where, n_rows=n_rows)
         elif signal == "sampled":
-            logprobs = _there(scores.sampled_logprobs, signal, where)
-            _check_table(where, signal, logprobs, (n_rows,), (np.float32,))
-            _refuse_rows(where, ~np.isfinite(logprobs), "the response token's logprob is NaN or infinite")
-            _refuse_rows(where, logprobs > MASS_SLACK, "the response token's logprob is above 0")
+            _check_logprobs(where, signal, _there(scores.sampled_logprobs, signal, where), n_rows)
         elif signal == "logits":
             logits = _there(scores.logits, signal, where)
             _check_table(where, signal, logits, (n_rows, n_vocab), (np.float32, np.float16))
@@ -139,12 +139,23 @@ def validate_scores(
             _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
             # Finite float32 numbers cannot overflow a float64 sum.
             _refuse_rows(where, ~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
+    if with_reference:
+        if scores.reference_logprobs is None:
+            raise TeacherError(f"{where}: there are no logprobs of the reference, and the loss needs them")
+        _check_logprobs(f"{where}: the reference", "sampled", scores.reference_logprobs, n_rows)
 
 
 def _there(table: T | None, signal: Signal, where: str) -> T:
     if table is None:
         raise TeacherError(f"{where}: there is no {signal} table among the teacher's scores, and the loss needs one")
     return table
+
+
+def _check_logprobs(where: str, signal: Signal, logprobs: np.ndarray, n_rows: int) -> None:
+    """[R] float32 of the response tokens."""
+    _check_table(where, signal, logprobs, (n_rows,), (np.float32,))
+    _refuse_rows(where, ~np.isfinite(logprobs), "the response token's logprob is NaN or infinite")
+    _refuse_rows(where, logprobs > MASS_SLACK, "the response token's logprob is above 0")
 
 
 def _check_table(

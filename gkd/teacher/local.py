@@ -61,15 +61,7 @@ class LocalScoring(RecordedScoring):
         if not chunks:
             return []
         self._make_room()
-        done: dict[str, Any] = {}
-        parts: dict[int, list[tuple[bytes, Any]]] = defaultdict(list)  # by chunk
-        # Every rank is called, also one without a sequence: a layer is gathered from all of them.
-        for rank, share in enumerate(deal(chunks, len(self._workers))):
-            takes, handles = [take for _, take in share], [chunks[i].ref for i, _ in share]
-            answer = self._workers[rank].score.options(num_returns=1 + len(share)).remote(takes, *handles)
-            done[f"actor rank {rank}"], *tables = answer if share else [answer]
-            for (i, take), table in zip(share, tables, strict=True):
-                parts[i].append((take, table))
+        done, parts = dealt_out(self._workers, "score", chunks)
         gather(done, "teacher scoring", self._timeout_s)
         scored = []
         for i, chunk in enumerate(chunks):
@@ -77,6 +69,31 @@ class LocalScoring(RecordedScoring):
             scores, summary = assemble.remote([take for take, _ in parts[i]], *(table for _, table in parts[i]))
             scored.append(PendingScores(chunk, scores, summary))
         return scored
+
+
+def dealt_out(
+    workers: Sequence[Any], method: str, chunks: Sequence[RolloutChunk], **options: Any
+) -> tuple[dict[str, Any], dict[int, list[tuple[bytes, Any]]]]:
+    """One collective call over the actor's ranks; returns at once.
+
+    Args:
+        method: of the workers; takes places in chunks, and the chunks; returns None, and then a list for each chunk.
+        options: keywords of the call.
+
+    Returns:
+        Handles of the ranks' ends by name; and of each chunk, by its number, the places and the handle of each part.
+    """
+    done: dict[str, Any] = {}
+    parts: dict[int, list[tuple[bytes, Any]]] = defaultdict(list)
+    # Every rank is called, also one without a sequence: a layer is gathered from all of them.
+    for rank, share in enumerate(deal(chunks, len(workers))):
+        takes, handles = [take for _, take in share], [chunks[i].ref for i, _ in share]
+        call = getattr(workers[rank], method).options(num_returns=1 + len(share))
+        answer = call.remote(takes, *handles, **options)
+        done[f"actor rank {rank}"], *tables = answer if share else [answer]
+        for (i, take), table in zip(share, tables, strict=True):
+            parts[i].append((take, table))
+    return done, parts
 
 
 def deal(chunks: Sequence[RolloutChunk], n_ranks: int) -> list[list[tuple[int, bytes]]]:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.types import Rollout, TeacherScores
 
 _SUMMARY = struct.Struct("<dq")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,14 @@ class RecordingEndpoint:
         Returns:
             As `ScoringEndpoint.score`.
         """
+        scores = self.in_order(takes, *parts)
+        return scores, summary_of(scores).encode()
+
+    def in_order(self, takes: Sequence[bytes], *parts: list[T]) -> list[T]:
+        """What several ranks made of a chunk's sequences, in the chunk's order; arguments as of `assemble`."""
         places = np.concatenate([np.frombuffer(take, "<i4") for take in takes])
-        scores = [score for part in parts for score in part]
-        in_order = [scores[i] for i in np.argsort(places)]
-        return in_order, summary_of(in_order).encode()
+        made = [each for part in parts for each in part]
+        return [made[i] for i in np.argsort(places)]
 
     def record(self, file: str, n_chunks: int, *parts: Any) -> dict[str, FileDigest]:
         """Write chunks of rollouts, and their scores, into one file, and flush it.

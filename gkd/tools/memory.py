@@ -15,6 +15,7 @@ from gkd.cluster.cards import card_bytes
 from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.config_load import load_config
+from gkd.config_sharing import reference_folder
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
 from gkd.footprint.folder import ModelFolder, read_model_folder
@@ -46,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
                 problem = "teacher.backend is local: teacher.path is the teacher, and on the actor's ranks."
                 raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
             teacher = read_model_folder(config.teacher.path, "teacher.path")
-        found = on_card(_footprints(config, student, teacher), card, config)
+        path = reference_folder(config)
+        kept = read_model_folder(path, "reference.path") if path else None
+        found = on_card(_footprints(config, student, teacher, kept), card, config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
@@ -55,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     def refit(changed: Config) -> list[RankFootprint]:
-        return _footprints(changed, student, teacher)
+        return _footprints(changed, student, teacher, kept)
 
     problems = [] if card is None else check(found, card, config, refit)
     known = reference(student.shape) if student.shape.is_exact() else {}
@@ -73,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _footprints(config: Config, student: ModelFolder, teacher: ModelFolder | None) -> list[RankFootprint]:
+def _footprints(
+    config: Config, student: ModelFolder, teacher: ModelFolder | None, kept: ModelFolder | None
+) -> list[RankFootprint]:
+    """Args: kept: the reference's folder, where the actor's ranks hold one."""
     is_local = config.teacher.backend == "local"
     found = [
         *footprint(
@@ -82,6 +88,7 @@ def _footprints(config: Config, student: ModelFolder, teacher: ModelFolder | Non
             tensors=student.tensors,
             teacher_hidden=None if teacher is None else teacher.shape.hidden,
             local_teacher=(teacher.config_json, teacher.tensors) if is_local and teacher is not None else None,
+            reference=None if kept is None else (kept.config_json, kept.tensors),
         )
     ]
     if teacher is not None and not is_local:

@@ -32,6 +32,7 @@ from tests.dist.megatron_reference import (
     make_micro_batches,
     train_reference,
 )
+from tests.dist.reference_cases import measure_reference, mine, plain_logprobs
 from tests.dist.resume_cases import SAVED_AT
 from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights
 
@@ -143,6 +144,7 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result["resume"] = in_two(root, rank)
     result["threads"] = _measure_threads()
     result["broken_off"] = _measure_breaking_off(plain)
+    result["reference"] = measure_reference(rank, root, build)
     return result
 
 
@@ -538,3 +540,41 @@ def test_a_malformed_micro_batch_on_one_rank(ranks: Any) -> None:
     for case in ("token", "listed token", "sampled token"):
         assert caught[case][0] == "NumericsError" and "vocabulary" in caught[case][1], (case, caught[case])
     assert caught["after"] == (str(N_SHORT), str(N_SHORT + 1))
+
+
+@pytest.mark.dist
+def test_references_logprobs(ranks: Any, root: Path) -> None:
+    """Fails if the frozen reference, or a student without its adapters, is another model than the folder's, at another
+    temperature, or one sequence gets another's logprobs: from uneven shares, packed, padded and with soft caps.
+    """
+    for kind, ways in (("qwen3", ("frozen", "bare")), ("gemma2", ("gemma2",))):
+        expected = plain_logprobs(root / kind)
+        for way in ways:
+            for rank, result in enumerate(ranks):
+                found = result["reference"][way]
+                assert [len(row) for row in found] == [len(expected[place]) for place in mine(rank)]
+                for place, row in zip(mine(rank), found, strict=True):
+                    assert abs(row - expected[place]).max() <= 1e-5
+    bare, frozen = (ranks[0]["reference"][way] for way in ("bare", "frozen"))
+    assert max(abs(a - b).max() for a, b in zip(bare, frozen, strict=True)) <= 2e-6
+    assert max(result["reference"]["from base"] for result in ranks) <= 1e-6
+    assert [result["reference"]["no share"] for result in ranks] == [0, 1]
+
+
+@pytest.mark.dist
+def test_a_look_without_adapters_leaves_no_trace(ranks: Any) -> None:
+    """Fails if adapters stay off after a look without them, or after one that failed; if training notices it; or if
+    they had not learned anything that the look could have left out."""
+    for result in ranks:
+        found = result["reference"]
+        assert found["same losses"] and found["again"] and found["again after an error"]
+        assert abs(found["learned"]) > 1e-3
+        assert found["bad"][0] == "DataError" and "actor rank 1" in found["bad"][1]
+
+
+@pytest.mark.dist
+def test_the_references_term_grows_as_the_student_moves(ranks: Any) -> None:
+    """Fails if the term is not 0 where the student is its reference, or the reference moves with the student."""
+    for result in ranks:
+        first, *later = result["reference"]["curve"]
+        assert abs(first) <= 1e-6 < min(later) and result["reference"]["stayed"], result["reference"]["curve"]

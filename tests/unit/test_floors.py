@@ -38,6 +38,7 @@ SHARED = {"teacher_server.protocol", "teacher_server.payload", "teacher_server.k
 # The local teacher computes what the server's engines compute: with their code, which knows neither sockets nor gkd.
 SAME_NUMBERS = {
     "gkd/frozen/model.py": {"teacher_server.engines.base", "teacher_server.engines.signals"},
+    "gkd/frozen/reference.py": {"teacher_server.engines.base"},
     "gkd/frozen/teacher.py": {"teacher_server.engines.base"},
 }
 # Whatever turns bytes from a socket into code or objects of any type. No network code may so much as name it.

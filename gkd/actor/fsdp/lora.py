@@ -9,7 +9,8 @@ Source: arXiv:2106.09685.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +101,20 @@ def init_adapters(adapters: Mapping[str, Adapter], seed: int) -> None:
         local, start = a.to_local(), first_row(a)
         local.copy_(whole[start : start + len(local)])
         b.zero_()
+
+
+@contextmanager
+def disabled_adapters(model: nn.Module) -> Iterator[None]:
+    """In it the model computes as if it had no adapters. Not for a forward pass whose gradient is wanted."""
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    # Not peft's enable_adapters, which also says which parameters want a gradient: fully_shard looks at that once.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def _float32_place(part: nn.Module) -> Place:

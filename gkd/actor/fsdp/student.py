@@ -7,6 +7,8 @@ data-parallel one. Every method is a collective over all of them, and all get th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from gkd.actor.agree import same_error
 from gkd.actor.base import no_phase
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.attention import Pack
-from gkd.actor.fsdp.lora import add_adapters, init_adapters
+from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reset, reshard, shard
 from gkd.actor.fsdp.optim import (
     build_adamw,
@@ -53,6 +55,7 @@ from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group, token_mean
 from gkd.loss.row_kernels import row_kernels
+from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
 from gkd.loss.spec import LossSpec
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
@@ -197,12 +200,42 @@ class FsdpStudent:
         Args:
             on_rows: gets the numbers of each token, see `DistillLoss.on_rows`.
         """
-        self.loss.on_rows = on_rows
-        try:
+        with self.loss.evaluating(on_rows):
             sums = self._run(micro_batches, backward=False)
-        finally:
-            self.loss.on_rows = None
         return evaluation(self.step, self.loss, sums)
+
+    @torch.no_grad()
+    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
+        """What the student says of the tokens that follow the loss rows, at the loss's temperature.
+
+        Args:
+            micro_batches: of this rank; may be empty, and differ in number and size between ranks. No targets are read.
+            disable_adapter: as if there were no adapters, that is, what the folder it was built from says. They are
+                there again afterwards, also after an error.
+
+        Returns:
+            Of each micro-batch [N] float32, nats, in host memory.
+
+        Raises:
+            NumericsError, DataError: see `train_step`.
+        """
+        with same_error(self.device, count=len(micro_batches)) as agreement:
+            for batch in bare(micro_batches):
+                self._check(batch, micro_batches, needs_scores=False)
+                if batch.n_loss_tokens and int(batch.loss_index.max()) + 1 >= batch.tokens.numel():
+                    raise DataError("a loss row at the end of its micro-batch, where no token follows")
+        found = []
+        try:
+            with disabled_adapters(self.model) if disable_adapter else nullcontext():
+                for i in range(agreement.largest):
+                    batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
+                    logprobs = self._logprobs(batch)
+                    found += [logprobs.float().cpu()] if i < len(micro_batches) else []
+        except BaseException:
+            reset(self.model)
+            raise
+        reshard(self.model)
+        return found
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Takes the teacher's LM head, for the signal `hidden`.
@@ -293,9 +326,7 @@ class FsdpStudent:
         """Forward, with `backward` also backward, over the global batch; gradients are sums over its loss tokens."""
         with same_error(self.device, count=len(micro_batches)) as agreement:
             for batch in bare(micro_batches):
-                check_before(self.loss, batch, micro_batches)
-                if batch.cu_seqlens is not None and not self._packing:
-                    raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
+                self._check(batch, micro_batches)
         totals = torch.zeros(2 + len(self.loss.report_names), dtype=torch.float64, device=self.device)
         try:
             # Every rank joins every gather and reduction, so one with fewer micro-batches runs some without loss.
@@ -313,20 +344,36 @@ class FsdpStudent:
         n_tokens, n_on_policy, *sums = sum_over_group(totals, dist.group.WORLD).tolist()
         return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(self.loss.report_names, sums, strict=True)))
 
+    def _check(self, batch: MicroBatch, micro_batches: Sequence[MicroBatch], *, needs_scores: bool = True) -> None:
+        """Args: batch: of `bare(micro_batches)`. Raises DataError, NumericsError: see `check_before`."""
+        check_before(self.loss, batch, micro_batches, needs_scores=needs_scores)
+        if batch.cu_seqlens is not None and not self._packing:
+            raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
+
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The sum of a micro-batch's losses, and [2 + n] float64: its token counts and the loss's sums."""
         targets = batch.targets
         assert targets is not None  # checked
+        loss_sum, values = self._on(batch, targets=targets, loss=self.loss, fused=self._fused)
+        return loss_sum, torch.cat([token_counts(batch, targets, self.device), values])
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        """[N] of the token after each of the micro-batch's loss rows."""
+        ids = batch.tokens.flatten()[batch.loss_index + 1].to(self.device)
+        if self._fused:
+            found: Tensor = self._on(batch, use=partial(logprobs_of_hidden, self.loss, ids=ids))
+            return found
+        return logprobs_of_logits(self.loss, self._on(batch), ids)
+
+    def _on(self, batch: MicroBatch, **what: Any) -> Any:
+        """The model on a micro-batch; `what` as of `LossModel.forward`."""
         pack, positions = None, None
         if batch.cu_seqlens is not None:
             longest = int(batch.cu_seqlens.diff().max())
             pack = Pack(batch.cu_seqlens.to(self.device), longest)
             positions = batch.position_ids.to(self.device)
         tokens, rows = batch.tokens.to(self.device), batch.loss_index.to(self.device)
-        loss_sum, values = self.model(
-            tokens, rows, position_ids=positions, pack=pack, targets=targets, loss=self.loss, fused=self._fused
-        )
-        return loss_sum, torch.cat([token_counts(batch, targets, self.device), values])
+        return self.model(tokens, rows, position_ids=positions, pack=pack, **what)
 
     def _trained_places(self) -> dict[str, Place]:
         """What the optimizer updates, by the name it has in a checkpoint."""

@@ -147,11 +147,8 @@ class MegatronStudent:
         Args:
             on_rows: gets the numbers of each token, see `DistillLoss.on_rows`; last stage only.
         """
-        self.loss.on_rows = on_rows
-        try:
+        with self.loss.evaluating(on_rows):
             sums = run_batch(self._ddps, self.model, micro_batches, self.loss, fused=self._fused, forward_only=True)
-        finally:
-            self.loss.on_rows = None
         return evaluation(self.step, self.loss, sums)
 
     def set_teacher_head(self, head: np.ndarray) -> None:

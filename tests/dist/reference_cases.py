@@ -1,0 +1,152 @@
+"""What runs in the ranks for `test_fsdp_student`: logprobs of a reference, of a student without its adapters, and what
+the term does from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.batching import make_micro_batches
+from gkd.config import LoraConfig
+from gkd.config_load import load_config
+from gkd.loss.spec import LossSpec, LossTerm
+from gkd.types import Rollout, TeacherScores
+from tests.dist.frozen_cases import sequences
+from tests.dist.fsdp_resume_cases import LORA
+from tests.dist.helpers import caught
+from tests.dist.megatron_reference import VOCAB
+from tests.dist.student_cases import CPU
+
+TEMPERATURE = 0.8
+N_STEPS = 3
+# Two sequences a micro-batch, so that the ranks have different numbers of them.
+SETTINGS = (f"teacher.temperature={TEMPERATURE}", "distill.reference_kl_weight=1", "actor.micro_batch_size=2")
+SETTINGS = (*SETTINGS, "model.dtype=float32", "data.max_prompt_length=40", "data.max_response_length=24")
+
+
+def rollouts() -> list[Rollout]:
+    """Written by the student, in no order."""
+    return [
+        replace(r, sample_index=9 - i, on_policy=True, rollout_logprobs=np.full(len(r.response_ids), -7, np.float32))
+        for i, r in enumerate(sequences())
+    ]
+
+
+def mine(rank: int) -> list[int]:
+    """Places of the sequences that a rank has."""
+    everything = list(range(len(sequences())))
+    return everything[:-1] if rank == 0 else everything[-1:]
+
+
+def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[str, Any]:
+    """Runs in a rank of two."""
+    from gkd.frozen.reference import bare_logprobs, frozen_logprobs, frozen_reference
+
+    config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", "trainer.device=cpu"])
+    share = [rollouts()[place] for place in mine(rank)]
+
+    def frozen(work: list[Rollout]) -> list[np.ndarray]:
+        return frozen_logprobs(reference, work, temperature=TEMPERATURE, n_vocab=VOCAB)
+
+    reference = frozen_reference(config, CPU)
+    spec = LossSpec((LossTerm("k1"),), temperature=TEMPERATURE, reference_weight=1.0)
+    out: dict[str, Any] = {"frozen": frozen(share), "no share": len(frozen(share if rank else []))}
+    out["curve"] = _curve(build("qwen3", loss=spec, signals=("sampled",)), share, out["frozen"])
+    out["stayed"] = _equal(frozen(share), out["frozen"])  # after the student's steps beside it
+
+    def bare(student: Any, work: list[Rollout], packing: bool = True) -> list[np.ndarray]:
+        settings = replace(config, actor=replace(config.actor, packing=packing))
+        return bare_logprobs(student, settings, work, device=CPU, where=f"actor rank {rank}")
+
+    lora = {"lora": LORA, "loss": spec, "signals": ("sampled",)}
+    untouched, student = build("qwen3", **lora), build("qwen3", **lora)
+    plain = _steps(untouched, share, out["frozen"], lambda: None)
+    looks: list[Any] = []
+    out["same losses"] = plain == _steps(student, share, out["frozen"], lambda: looks.append(bare(student, share)))
+    out["bare"] = looks[-1]
+    out |= _switched(student, share, lambda: bare(student, share))
+    batches = make_micro_batches(share, None, micro_batch_size=2, packed=True)
+    tables = (
+        build("qwen3", loss=spec).compute_logprobs(batches),
+        student.compute_logprobs(batches, disable_adapter=True),
+    )
+    out["from base"] = max(float((a - b).abs().max()) for a, b in zip(*tables, strict=True))
+    out["bad"] = caught(lambda: bare(student, [replace(r, response_ids=r.response_ids[:0]) for r in share[:rank]]))
+    capped = LoraConfig(rank=2, targets=["q_proj"])  # soft-capped logits, so that the LM head is not all there is
+    gemma2 = build("gemma2", packing=False, fused_lm_head=False, lora=capped, loss=LossSpec(temperature=TEMPERATURE))
+    out["gemma2"] = bare(gemma2, share, packing=False)
+    return out
+
+
+def _batches(share: list[Rollout], logprobs: list[np.ndarray], seed: int) -> Any:
+    """With a teacher that says anything, and a reference."""
+    rng = np.random.default_rng(seed)
+    scores = [
+        TeacherScores(sampled_logprobs=-rng.uniform(1, 9, len(r.response_ids)).astype(np.float32), reference_logprobs=p)
+        for r, p in zip(share, logprobs, strict=True)
+    ]
+    return make_micro_batches(share, scores, micro_batch_size=2, packed=True)
+
+
+def _steps(student: Any, share: list[Rollout], logprobs: list[np.ndarray], between: Callable[[], Any]) -> list[float]:
+    losses = []
+    for step in range(N_STEPS):
+        losses.append(student.train_step(_batches(share, logprobs, step)).loss)
+        between()
+    return losses
+
+
+def _curve(student: Any, share: list[Rollout], logprobs: list[np.ndarray]) -> list[float]:
+    """The term before each step; the samples' importance weights are 1 at the first."""
+    numbered = [replace(rollout, rollout_logprobs=p) for rollout, p in zip(share, logprobs, strict=True)]
+    batches = [_batches(numbered, logprobs, step) for step in range(N_STEPS)]
+    return [student.train_step(batch).extra["loss/reference_kl"] for batch in batches]
+
+
+class _Broken:
+    def statistics(self, *args: Any) -> Any:
+        raise RuntimeError("enough")
+
+
+def _switched(student: Any, share: list[Rollout], bare: Callable[[], Any]) -> dict[str, Any]:
+    """Are the adapters there again, after a call and after one that failed?"""
+    batches = make_micro_batches(share, None, micro_batch_size=2, packed=True)
+
+    def whole() -> list[np.ndarray]:
+        return [table.numpy() for table in student.compute_logprobs(batches)]
+
+    before, without = whole(), bare()
+    out: dict[str, Any] = {"again": _equal(whole(), before)}
+    kernels, student.loss.kernels = student.loss.kernels, _Broken()
+    with pytest.raises(RuntimeError, match="enough"):
+        bare()
+    student.loss.kernels = kernels
+    out["again after an error"] = _equal(whole(), before) and _equal(bare(), without)
+    out["learned"] = float(np.abs(np.concatenate(before)).sum() - np.abs(np.concatenate(without)).sum())
+    return out
+
+
+def _equal(one: list[np.ndarray], two: list[np.ndarray]) -> bool:
+    return len(one) == len(two) and all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def plain_logprobs(folder: Path) -> list[np.ndarray]:
+    """Of all sequences, by plain transformers in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    found = []
+    for rollout in rollouts():
+        ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
+        with torch.inference_mode():
+            table = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        first = len(rollout.prompt_ids)
+        found.append(table[first - 1 : -1].gather(1, ids[first:, None])[:, 0].numpy())
+    return found

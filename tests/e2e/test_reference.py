@@ -1,0 +1,92 @@
+"""The whole loop with a reference that holds the student: Ray, vLLM, Megatron-core or adapters, the teacher server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gkd.metrics import read_metrics
+from tests.e2e.conftest import VOCAB, Lab
+
+pytestmark = pytest.mark.e2e
+
+WEIGHT = 3.0
+
+
+def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    return {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
+
+
+def train(lab: Lab, name: str, port: int, *overrides: str) -> dict[int, dict[str, float]]:
+    run_dir = lab.root / name
+    done = lab.train_run(run_dir, port, f"distill.reference_kl_weight={WEIGHT:g}", *overrides)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return steps_of(run_dir)
+
+
+def distance(student: Path, initial: Path) -> float:
+    """KL(student || initial) over the whole vocabulary, at every token of some random sequences; nats a token."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(2, VOCAB, (16, 12), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        log_q, log_p = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens).logits.log_softmax(-1)
+            for folder in (student, initial)
+        )
+    return float((log_q.exp() * (log_q - log_p)).sum(-1).mean())
+
+
+def test_a_reference_holds_the_student(lab: Lab, teacher_port: int, base_run: Path) -> None:
+    """If it fails, the reference is another model than the initial student, its logprobs reach other tokens, its term
+    does not train, or an evaluation has it."""
+    lines = train(lab, "held", teacher_port)
+    kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
+    assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
+    for step, m in lines.items():
+        if step:
+            assert m["loss/total"] == pytest.approx(m["loss/forward_kl"] + WEIGHT * kl[step], rel=1e-5), step
+            assert m["time/reference_s"] > 0 and m["loss/importance_weight"] == pytest.approx(1.0, abs=0.05)
+    free = steps_of(base_run)
+    # Where the term is 0 to the second order, nothing else has changed either.
+    assert lines[1]["loss/total"] == pytest.approx(free[1]["loss/total"], abs=1e-5)
+    assert lines[0]["eval/kl"] == pytest.approx(free[0]["eval/kl"], abs=1e-6)
+    held, loose = (distance(lab.root / name / "export", lab.student) for name in ("held", "base_run"))
+    assert 0 < held < 0.8 * loose, (held, loose)
+
+
+@pytest.mark.slow
+def test_adapters_are_held_to_what_they_began_at(lab: Lab, teacher_port: int) -> None:
+    """If it fails, the actor without its adapters is not the initial student, dataset responses count as its own, or
+    the reference is called beside a training step where the next batch is answered meanwhile."""
+    layout = ("trainer.n_gpus_per_node=2", "trainer.scheduler=one_step_off", "actor.offload_train=true")
+    mixture = ("distill.on_policy_share=0.5", "distill.losses=[{name: jsd}, {name: k3}, {name: sft, weight: 0.1}]")
+    adapters = ("actor.strategy=fsdp2", "actor.lora.rank=8")
+    lines = train(lab, "adapters", teacher_port, *adapters, *layout, *mixture)
+    kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
+    assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
+    moved = [set(name for name in line if name.startswith("time/reference/")) for line in lines.values()]
+    # Brought to the device, and left there for the training step.
+    assert all(names == {"time/reference/onload", "time/reference/execute"} for names in moved[1:]), moved
+
+
+@pytest.mark.slow
+def test_a_reference_beside_a_local_teacher_resumes_and_replays_to_the_bit(lab: Lab) -> None:
+    """If it fails, something of the reference was in the run and not in its settings; or it cannot take turns with
+    engines and a teacher on the same ranks."""
+    local = ("teacher.backend=local", f"teacher.path={lab.teacher}", "trainer.n_gpus_per_node=2", "actor.pp=2")
+    local = (*local, "trainer.colocate=true", "rollout.n_gpus_per_node=2", f"reference.path={lab.teacher}")
+    lines = train(
+        lab, "recorded", 15555, *local, "trainer.save_every=2", "trainer.keep_last=9", "trainer.record_batches=true"
+    )
+    first = {step: (m["loss/total"], m["loss/reference_kl"]) for step, m in lines.items() if step}
+    assert first[1][1] > 0.1  # the teacher is another model
+    start = lab.root / "recorded" / "checkpoints" / "step_00000002"
+    again = train(lab, "resumed", 15555, *local, f"trainer.resume={start}")
+    replayed = train(lab, "replayed", 15555, *local, f"trainer.replay={lab.root / 'recorded' / 'batches'}")
+    for other, steps in ((again, (3, 4)), (replayed, (1, 2, 3, 4))):
+        assert {s: (other[s]["loss/total"], other[s]["loss/reference_kl"]) for s in steps} == {
+            s: first[s] for s in steps
+        }

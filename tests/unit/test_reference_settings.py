@@ -1,0 +1,222 @@
+"""What is said of a reference: which settings go together, which folder it is, what it takes, and who is given it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.pool import batch_args
+from gkd.config import Config
+from gkd.config_check import check_config
+from gkd.config_load import load_config
+from gkd.config_sharing import moves_states, reference_folder, reference_is_actor
+from gkd.data import load_tokenizer
+from gkd.errors import ConfigError
+from gkd.footprint import footprint
+from gkd.footprint.shapes import read_shape
+from gkd.footprint.table import footprint_table
+from gkd.frozen.model import head_refusal
+from gkd.frozen.preflight import check_reference
+from gkd.metrics import read_metrics
+from gkd.roles import RolloutChunk, ScoredChunk
+from gkd.run_folder import open_run_folder
+from tests.dist.hf_models import make_model_folder
+from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.unit.test_footprint import GSM8K, QWEN25_15B
+from tests.unit.world import PROMPTS, World, make
+
+ON = "distill.reference_kl_weight=0.1"
+LORA = ("actor.strategy=fsdp2", "actor.lora.rank=8")
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, ["data.train_files=[a]", "model.path=student", "trainer.run_dir=r", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("distill.reference_kl_weight=-0.1",), "distill.reference_kl_weight"),
+        (("distill.reference_kl_weight=.inf",), "distill.reference_kl_weight"),
+        (("distill.reference_kl_weight=.nan",), "distill.reference_kl_weight"),
+        ((ON, "distill.on_policy_share=0"), "distill.reference_kl_weight"),
+        (("reference.path=other",), "reference.path"),
+        (("reference.fsdp_cpu_offload=false",), "reference.fsdp_cpu_offload"),
+        ((ON, *LORA, "reference.fsdp_cpu_offload=false"), "reference.fsdp_cpu_offload"),
+        ((ON, "trainer.colocate=true", "reference.fsdp_cpu_offload=false"), "reference.fsdp_cpu_offload"),
+    ],
+)
+def test_settings_that_say_nothing_or_too_much_are_refused(overrides: tuple[str, ...], key: str) -> None:
+    """Fails if a run trains without the reference that its settings name, or on a term that is nowhere defined."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(config(*overrides))
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("overrides", "folder", "is_actor"),
+    [
+        ((), "", False),
+        ((ON,), "student", False),
+        ((ON, "reference.path=other", "reference.fsdp_cpu_offload=false"), "other", False),
+        ((ON, *LORA), "", True),
+        ((ON, *LORA, "reference.path=other"), "other", False),
+        (LORA, "", False),
+        ((ON, "trainer.scheduler=stream", "distill.on_policy_share=0.5"), "student", False),
+    ],
+)
+def test_which_model_it_is(overrides: tuple[str, ...], folder: str, is_actor: bool) -> None:
+    """Fails if a second model is loaded where the actor has it already, or a named one is not."""
+    found = config(*overrides)
+    check_config(found)
+    assert (reference_folder(found), reference_is_actor(found)) == (folder, is_actor)
+    # One whose shards stay on the GPU needs the room that the actor's states take.
+    assert moves_states(found) == (not found.reference.fsdp_cpu_offload)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    root = tmp_path_factory.mktemp("reference")
+    student = make_hf_folder(root / "student", "qwen3")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(student)
+    for name in ("other", "cut", "strange", "bare"):
+        shutil.copytree(student, root / name)
+    shutil.copytree(make_model_folder(root / "olmo2", "olmo2"), root / "other", dirs_exist_ok=True)
+    (root / "cut" / "model.safetensors").unlink()
+    (root / "bare" / "tokenizer.json").unlink()
+    tokenizer = json.loads((root / "strange" / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["w1"], vocab["w2"] = vocab["w2"], vocab["w1"]
+    (root / "strange" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    make_model_folder(root / "gemma2", "gemma2")
+    return root
+
+
+def look(root: Path, *overrides: str, vocab: int = VOCAB) -> str:
+    sizes = ("data.max_prompt_length=40", "data.max_response_length=24", f"model.path={root / 'student'}")
+    tokenizer = load_tokenizer(str(root / "student"), "model.path", trust_remote_code=False)
+    return check_reference(config(ON, *sizes, *overrides), tokenizer, vocab)
+
+
+def test_folders_that_can_be_a_reference(root: Path) -> None:
+    """Fails if the student itself, or a model of another architecture with its tokenizer, is refused."""
+    look(root)
+    look(root, f"reference.path={root / 'other'}")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key", "text"),
+    [
+        ("nothing", (), "reference.path", "no such folder"),
+        ("cut", (), "reference.path", "safetensors"),
+        ("bare", (), "reference.path", "tokenizer"),
+        ("strange", (), "reference.path", "other ids"),
+        ("gemma2", (), "actor.packing", "packing"),
+        ("other", ("data.max_response_length=25",), "reference.path", "65 tokens .*made for 64"),
+        ("", ("data.max_response_length=25",), "model.path", "made for 64"),
+    ],
+)
+def test_folders_that_cannot(root: Path, name: str, changes: tuple[str, ...], key: str, text: str) -> None:
+    """Fails if what makes a reference useless is found out by the ranks, or blamed on another key."""
+    with pytest.raises(ConfigError, match=text) as caught:
+        look(root, *((f"reference.path={root / name}",) if name else ()), *changes)
+    assert caught.value.key == key
+
+
+def test_logits_that_are_more_than_a_product(root: Path) -> None:
+    """Fails if soft-capped logits, which only the ranks find out, are answered with what helps a teacher."""
+    capped = ConfigError("actor.fused_lm_head", True, "its logits are capped.", "switch it off.")
+    match = "another reference.path"
+    with pytest.raises(ConfigError, match=match) as caught, head_refusal("reference.path", root / "gemma2"):
+        raise capped
+    assert caught.value.key == "reference.path"
+
+
+def test_a_smaller_vocabulary_is_refused(root: Path) -> None:
+    """Fails if the student samples a token that the reference has no logprob of."""
+    with pytest.raises(ConfigError, match=f"{VOCAB + 1} token ids and the reference knows only {VOCAB}"):
+        look(root, vocab=VOCAB + 1)
+
+
+def test_a_resumed_run_has_the_same_reference(root: Path, tmp_path: Path) -> None:
+    """Fails if a run goes on against other weights than those that it was held to before."""
+    marks = [look(root, *path) for path in ((), (f"reference.path={root / 'other'}",))]
+    assert marks[0] == look(root) != marks[1]
+    settings = config(ON, f"trainer.run_dir={tmp_path}", "trainer.resume=auto")
+    teacher = {"name": "t", "fingerprint": "f"}
+    open_run_folder(settings, teacher | {"reference": marks[0]}).metrics_file.write_text("{}\n")
+    open_run_folder(settings, teacher | {"reference": marks[0]})
+    with pytest.raises(ConfigError, match="not those of the reference") as caught:
+        open_run_folder(settings, teacher | {"reference": marks[1]})
+    assert caught.value.key == "model.path"
+
+
+def test_its_memory_is_counted() -> None:
+    """Fails if a reference's shards are in no sum, or its pass is added to a training step's, which it never is."""
+    total = read_shape(QWEN25_15B).n_params
+
+    def rank(*overrides: str, held: bool = True) -> Any:
+        reference = (QWEN25_15B, None) if held else None
+        return footprint(load_config(GSM8K, [ON, *overrides]), QWEN25_15B, reference=reference)[0]
+
+    plain, hosted, resident = rank(held=False), rank(), rank("reference.fsdp_cpu_offload=false")
+    assert hosted.parts["reference_shards"] == resident.parts["reference_weights"] == 2 * total
+    assert hosted.host_bytes - plain.host_bytes == 2 * total and hosted.total_bytes == plain.total_bytes
+    assert resident.total_bytes == plain.total_bytes + 2 * total and hosted.parts["reference_pass"] > 2 * 151936 * 1536
+    table = footprint_table([hosted, resident])
+    assert "host: reference_shards" in table and "reference_weights" in table
+
+
+def test_only_ranks_that_compute_the_loss_are_given_it() -> None:
+    """Fails if a rank fetches logprobs for nothing, or gets them in another order than the scores."""
+    numbers = np.arange(2, dtype=np.int32)
+    sizes = RolloutChunk(0, "rollouts", 2, 2, 2, 0, 0, sample_index=numbers, n_tokens=numbers + 2)
+    chunk = ScoredChunk(sizes, "scores", None, 0, reference="logprobs")
+    layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank) for rank in range(2)]
+    first, last = batch_args([chunk, chunk], layouts, balance=False)
+    assert first[1:] == ["rollouts"] * 2 and last[1:] == ["rollouts"] * 2 + ["scores"] * 2 + ["logprobs"] * 2
+    assert batch_args([replace(chunk, reference=None)], layouts, balance=False)[1][1:] == ["rollouts", "scores"]
+
+
+@dataclass
+class Asked:
+    """A reference that notes when it is asked, and marks what it has seen."""
+
+    world: World
+    batch: Sequence[ScoredChunk] = ()
+
+    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> Asked:
+        self.world.events.append("reference")
+        return Asked(self.world, batch)
+
+    def wait(self) -> list[ScoredChunk]:
+        return [replace(chunk, reference="logprobs") for chunk in self.batch]
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])
+def test_it_is_asked_before_each_training_step_and_never_else(tmp_path: Path, scheduler: str) -> None:
+    """Fails if a step trains without it, an evaluation waits for it, or its time is nobody's."""
+    world, trained = World(), []
+    settings = ("trainer.total_steps=2", f"trainer.scheduler={scheduler}", "eval.every=1")
+    trainer = make(tmp_path, world, *settings, val=PROMPTS[:2])
+    train_step = world.train_step
+    world.train_step = lambda batch: trained.append([c.reference for c in batch]) or train_step(batch)  # type: ignore
+    trainer.roles = replace(trainer.roles, reference=Asked(world))
+    trainer.fit()
+    of_actor = [event for event in world.events if event in ("reference", "train", "evaluate")]
+    assert of_actor == ["evaluate", *["reference", "train", "evaluate"] * 2]
+    assert trained == [["logprobs"] * 2] * 2
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "time/reference_s" in line] == [1, 2]

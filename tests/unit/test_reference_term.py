@@ -1,0 +1,188 @@
+"""The KL to a reference beside the losses: its value, its gradient, whose tokens it is about, and what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gkd.actor.step import BatchSums, diagnostics
+from gkd.balance import with_references
+from gkd.batching import check_batch, make_micro_batches
+from gkd.errors import DataError, TeacherError
+from gkd.loss.spec import LossSpec, LossTerm
+from gkd.loss.vocab_parallel import VocabShard
+from gkd.types import Rollout, TeacherScores, TokenTargets
+from teacher_server.protocol import Signal
+from tests.unit.loss_cases import (
+    Batch,
+    N,
+    V,
+    distill_loss,
+    kl,
+    normal,
+    one_thread,  # noqa: F401
+    written_out,
+)
+
+MIXTURE = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
+CLIP, WEIGHT = 1.1, 0.3
+SMALL, SMALL_T = 5, 0.7
+
+
+def _targets(batch: Batch, signal: Signal, temperature: float, reference: Tensor) -> TokenTargets:
+    """With [N, V] logprobs of a reference, which of the dataset's tokens are nothing that one can compute with."""
+    picked = reference.gather(1, batch.sampled_ids[:, None])[:, 0].masked_fill(~batch.on_policy, -torch.inf)
+    return replace(batch.targets(signal, temperature), reference_logprobs=picked)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+@pytest.mark.parametrize("signal", ["topk", "sampled", "logits", "hidden"])
+def test_value_and_gradient_are_those_written_out(signal: Signal, temperature: float, fused: bool) -> None:
+    """Fails if the term loses its weight, its importance weight, the clip or the temperature, is about the dataset's
+    tokens, too, or disturbs the losses beside it."""
+    batch = Batch()
+    terms = MIXTURE[1:] if signal == "sampled" else MIXTURE
+    spec = LossSpec(terms, "bucket", temperature, CLIP, WEIGHT)
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    logits = hidden @ head.T
+    kept = "hidden" if signal == "sampled" else signal  # of the losses there are, it has all that one can write out
+    values, scalar = written_out(spec, batch, kept, logits)
+    reference = (normal(N, V, seed=8) / temperature).log_softmax(-1)
+    log_q = (logits[:, :V] / temperature).log_softmax(-1).gather(1, batch.sampled_ids[:, None])[:, 0]
+    ratio = log_q.detach() - reference.gather(1, batch.sampled_ids[:, None])[:, 0]
+    rho = (log_q.detach() - batch.rollout_logprobs).exp()
+    assert (rho > CLIP)[batch.on_policy].any() and (rho < CLIP)[batch.on_policy].any()
+    rho = rho.clamp(max=CLIP) * batch.on_policy
+    expected = rho * ((-ratio).exp() - 1 + ratio)
+    (scalar + WEIGHT * (rho * ratio * log_q).sum()).backward()
+    wanted = hidden.grad, head.grad
+
+    loss, targets = batch.loss(spec, signal, 3), _targets(batch, signal, temperature, reference)
+    tables: list[Tensor] = []
+    loss.on_rows = tables.append
+    ours, our_head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    total, _ = loss.from_hidden(ours, our_head, targets) if fused else loss.from_logits(ours @ our_head.T, targets)
+    total.backward()
+    found = dict(zip(loss.report_names, torch.cat(tables).T, strict=True))
+    torch.testing.assert_close(found["reference_kl"], expected)
+    torch.testing.assert_close(found["total"], values["total"] + WEIGHT * expected)
+    torch.testing.assert_close((ours.grad, our_head.grad), wanted)
+
+
+def test_the_expected_gradient_is_the_kls() -> None:
+    """Fails if the mean over the tokens that another distribution draws is not the gradient of KL(student ||
+    reference), enumerated; also where no loss beside it is estimated from samples."""
+    z, shard = normal(SMALL, seed=1), VocabShard(0, SMALL, None)
+    log_mu, log_r = normal(SMALL, seed=3).log_softmax(-1), normal(SMALL, seed=4).log_softmax(-1)
+    on_policy = torch.ones(SMALL, dtype=torch.bool)
+    targets = TokenTargets(torch.arange(SMALL), log_mu, on_policy, reference_logprobs=log_r)
+    targets.logits = normal(SMALL, SMALL, seed=5)
+    grads = []
+    for weight in (0.0, WEIGHT):
+        spec = LossSpec((LossTerm("jsd"),), temperature=SMALL_T, importance_clip=0, reference_weight=weight)
+        logits = z.repeat(SMALL, 1).requires_grad_()
+        distill_loss(spec, "logits", shard=shard).from_logits(logits, targets)[0].backward()
+        assert logits.grad is not None
+        grads.append(log_mu.exp() @ logits.grad)
+    exact = z.clone().requires_grad_()
+    kl((exact / SMALL_T).softmax(-1), log_r.exp()).backward()
+    torch.testing.assert_close(grads[1] - grads[0], WEIGHT * exact.grad)
+
+
+def test_a_student_that_is_its_reference_feels_nothing() -> None:
+    """Fails if the term is not 0, or pulls, where a run begins; in float32, as in training."""
+    batch, grads = Batch(), []
+    hidden, head = batch.hidden.float(), batch.head.float()
+    same = (hidden @ head.T)[:, :V].double().log_softmax(-1).float()
+    for weight in (0.0, 100.0):
+        loss = batch.loss(LossSpec(reference_weight=weight), "topk")
+        leaf = hidden.clone().requires_grad_()
+        total, sums = loss.from_hidden(leaf, head, _targets(batch, "topk", 1.0, same))
+        total.backward()
+        grads.append(leaf.grad)
+    assert abs(dict(zip(loss.report_names, sums.tolist(), strict=True))["reference_kl"]) < 1e-6 * N
+    torch.testing.assert_close(grads[0], grads[1], atol=1e-4, rtol=0)  # 100 times a rounding error
+
+
+def test_what_is_reported_is_the_mean_over_the_students_tokens() -> None:
+    """Fails if the dataset's tokens, which have no such number, make it smaller."""
+    loss = Batch().loss(LossSpec(reference_weight=1.0), "topk")
+    sums = dict.fromkeys(loss.report_names, 6.0)
+    found = diagnostics(loss, BatchSums(n_loss_tokens=6, n_on_policy=3, values=sums))
+    assert found["loss/reference_kl"] == found["loss/importance_weight"] == 2.0 == 2 * found["loss/forward_kl"]
+    assert "loss/reference_kl" not in diagnostics(loss, BatchSums(n_loss_tokens=6, n_on_policy=0, values=sums))
+
+
+def test_an_evaluation_has_no_reference() -> None:
+    """Fails if the held-out loss has the term, asks for its logprobs, or training has lost it afterwards."""
+    batch = Batch()
+    loss = batch.loss(LossSpec(reference_weight=2.0), "topk")
+    without = batch.targets("topk", 1.0)
+    before = loss.report_names
+    with pytest.raises(DataError, match="no number"), loss.evaluating(None):
+        assert (
+            loss.report_names
+            == loss.evaluation_names
+            == tuple(n for n in before if "reference" not in n)[:-3] + ("student_entropy",)
+        )
+        total, _ = loss.from_hidden(batch.hidden, batch.head, without)
+        plain, _ = batch.loss(LossSpec(), "topk").from_hidden(batch.hidden, batch.head, without)
+        assert float(total) == float(plain)
+        raise DataError("no number")
+    assert loss.report_names == before and "reference_kl" in before and loss.on_rows is None
+    for road in (
+        lambda: loss.from_hidden(batch.hidden, batch.head, without),
+        lambda: loss.from_logits(batch.hidden @ batch.head.T, without),
+    ):
+        with pytest.raises(DataError, match="reference's logprobs"):
+            road()
+
+
+def _rollout(i: int, n: int) -> Rollout:
+    ids, logprobs = np.arange(1, n + 1, dtype=np.int32), np.zeros(n, np.float32)
+    return Rollout(i, i, np.array([1], np.int32), ids, logprobs, (), "stop")
+
+
+def _scores(n: int) -> TeacherScores:
+    return TeacherScores(sampled_logprobs=-np.ones(n, np.float32))
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    """Fails if a token is held to what the reference says of another one."""
+    rollouts = [_rollout(i, n) for i, n in enumerate((3, 1, 2))]
+    references = [[-r.response_ids.astype(np.float32) - 10 * r.prompt_id for r in rollouts]]
+    (scored,) = with_references([[_scores(len(r.response_ids)) for r in rollouts]], references)
+    check_batch(rollouts, scored, where="actor rank 0", n_vocab=9, wanted=("sampled",), with_reference=True)
+    for batch in make_micro_batches(rollouts, scored, micro_batch_size=2, max_tokens=0, packed=True):
+        targets = batch.targets
+        assert targets is not None and targets.reference_logprobs is not None
+        owners = torch.tensor([i for i, n in batch.samples for _ in range(n)])
+        torch.testing.assert_close(targets.reference_logprobs, -targets.sampled_ids.float() - 10 * owners)
+    assert with_references([scored], []) == [scored]
+
+
+def test_a_reference_that_is_not_of_these_tokens_is_refused() -> None:
+    """Fails if NaNs, logprobs of other tokens, or none at all reach the loss."""
+    rollout, score = _rollout(4, 3), _scores(3)
+    cases = {
+        "no logprobs of the reference": None,
+        "the reference: sampled is float32 \\[2\\]": -np.ones(2, np.float32),
+        "the reference: sampled is float64": -np.ones(3),
+        "the reference: response position 1 .*NaN": np.array([-1, np.nan, -1], np.float32),
+        "the reference: response position 2 .*above 0": np.array([-1, -1, 1], np.float32),
+    }
+    for text, logprobs in cases.items():
+        bad = [replace(score, reference_logprobs=logprobs)]
+        with pytest.raises(TeacherError, match=f"actor rank 1: prompt 4, sample 4: .*{text}|{text}"):
+            check_batch([rollout], bad, where="actor rank 1", n_vocab=9, wanted=("sampled",), with_reference=True)
+        check_batch([rollout], bad, where="actor rank 1", n_vocab=9, wanted=("sampled",))
+    with pytest.raises(DataError, match="chunks of \\[1\\] scored sequences have a reference's logprobs of \\[2\\]"):
+        with_references([[score]], [[np.zeros(3, np.float32)] * 2])
+    some = [replace(score, reference_logprobs=-np.ones(3, np.float32)), score]
+    with pytest.raises(DataError, match="only 1 of the 2 sequences of a batch have a reference_logprobs"):
+        make_micro_batches([rollout, rollout], some, micro_batch_size=2)
