@@ -98,7 +98,10 @@ def _compared(
         ]
     columns = ["", "GiB", "left after going, MiB", "peak, GiB", "external ratio", "unused ratio", "empty_cache a round"]
     timed = ["come, s", "compute, s", "go, s"] if device == "cuda" else []
-    rows = [[_NAMES[how], *_numbers(result), *(_times(result) if timed else [])] for how, result in results.items()]
+    rows = [
+        [_NAMES[how], *_numbers(how, device, result), *(_times(result) if timed else [])]
+        for how, result in results.items()
+    ]
     where = "host memory on both sides, which says nothing of a GPU's transfers" if device == "cpu" else "one GPU"
     what = f"{rounds} rounds of coming, a forward pass of 512 tokens, going, and somebody else's blocks; {where}."
     return Part(
@@ -110,15 +113,13 @@ def _growth(measured: Measured) -> float:
     return (measured.host_rss[-1] - measured.host_rss[min(2, len(measured.host_rss) - 1)]) / measured.n_bytes
 
 
-def _numbers(measured: Measured) -> list[str]:
-    return [
-        f"{measured.n_bytes / _GIB:.2f}",
-        f"{measured.left[-1] / (1 << 20):.1f}",
-        f"{measured.peak / _GIB:.2f}" if measured.peak else "-",
-        f"{fmean(measured.external):.3f}",
-        f"{fmean(measured.unused):.3f}",
-        f"{measured.empty_cache_calls / len(measured.on_s):.1f}",
-    ]
+def _numbers(how: str, device: str, measured: Measured) -> list[str]:
+    """Without a GPU only our own moves leave anything, and nothing has a peak or fragments."""
+    numbers = [f"{measured.n_bytes / _GIB:.2f}", f"{measured.left[-1] / (1 << 20):.1f}"]
+    numbers += [f"{measured.peak / _GIB:.2f}", f"{fmean(measured.external):.3f}", f"{fmean(measured.unused):.3f}"]
+    numbers.append(f"{measured.empty_cache_calls / len(measured.on_s):.1f}")
+    known = {"states": 2}.get(how, 1) if device == "cpu" else len(numbers)
+    return [*numbers[:known], *["-"] * (len(numbers) - known)]
 
 
 def _times(measured: Measured) -> list[str]:
@@ -146,7 +147,7 @@ def colocate(rounds: int) -> Part:
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         lab = make_lab(Path(folder))
         with ServerProcess(lab.teacher, lab.root) as server:
-            work = ["data.max_response_length=64", "trainer.global_batch_size=16", "rollout.cpu_kv_cache_mib=64"]
+            work = ["data.max_response_length=48", "trainer.global_batch_size=16", "rollout.cpu_kv_cache_mib=64"]
             own, _ = rate(lab, server.port, Path(folder) / "own", *work)
             shared, switching = rate(lab, server.port, Path(folder) / "shared", *work, "trainer.colocate=true")
     figures = [
