@@ -145,7 +145,7 @@ def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> N
     kept = [torch.ones(1 << 20)]  # no view of it, no owner but this frame, and the list
 
     def too_much() -> object:
-        held_here = torch.ones(3 << 20)
+        held_here = torch.empty(512 << 20)  # 2 GiB that nobody touches: more than what other tests have left
         return torch.empty(2**50) if kind == "torch" else np.ones(2**50), held_here
 
     with (
