@@ -12,7 +12,7 @@ from tests.e2e.conftest import VOCAB, Lab
 
 pytestmark = pytest.mark.e2e
 
-WEIGHT = 3.0
+WEIGHT = 10.0
 
 
 def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -54,7 +54,7 @@ def test_a_reference_holds_the_student(lab: Lab, teacher_port: int, base_run: Pa
     assert lines[1]["loss/total"] == pytest.approx(free[1]["loss/total"], abs=1e-5)
     assert lines[0]["eval/kl"] == pytest.approx(free[0]["eval/kl"], abs=1e-6)
     held, loose = (distance(lab.root / name / "export", lab.student) for name in ("held", "base_run"))
-    assert 0 < held < 0.8 * loose, (held, loose)
+    assert 0 < held < 0.9 * loose, (held, loose)
 
 
 @pytest.mark.slow
