@@ -341,6 +341,8 @@ class MemoryConfig:
     # Write the memory of each of the actor's phases (training step, evaluation, sending weights) into the metrics: the
     # largest of all ranks, and the rank of each peak. It takes one more call of the ranks a step.
     timeline: bool = True
+    # With timeline, the peak of every rank in each phase as well.
+    timeline_of_ranks: bool = False
 
 
 @dataclass

@@ -115,7 +115,8 @@ class ActorPool:
         self._gathered("export_hf", folder.absolute())
 
     def memory_numbers(self) -> dict[str, float]:
-        return merge(list(gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s).values()))
+        taken = gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s)
+        return merge(list(taken.values()), each=self._config.memory.timeline_of_ranks)
 
     def exporters(self) -> list[list[Any]]:
         """By pipeline stage, the ranks that produce its tensors together; the first sends.

@@ -57,15 +57,18 @@ def _numbers(phase: str, usage: MemoryUsage) -> dict[str, float]:
     return {f"memory/{phase}/{name}_gib": n_bytes / GIB for name, n_bytes in sizes.items()}
 
 
-def merge(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def merge(per_rank: Sequence[Mapping[str, float]], *, each: bool = False) -> dict[str, float]:
     """Of each number the largest of all ranks, and of each peak the lowest rank that had it, `..._rank`.
 
     Args:
         per_rank: what each rank took, by rank; ranks may lack some of the numbers.
+        each: every rank's peaks, too, `.../rank_<rank>`.
     """
     merged: dict[str, float] = {}
     for rank, numbers in enumerate(per_rank):
         for name, value in numbers.items():
+            if each and name.endswith("peak_gib"):
+                merged[f"{name}/rank_{rank}"] = value
             if name in merged and value <= merged[name]:
                 continue
             merged[name] = value

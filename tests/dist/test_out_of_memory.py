@@ -54,6 +54,7 @@ class Rank(ActorWorker):
 def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
     folder = tmp_path_factory.mktemp("run")
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={folder}", f"trainer.n_gpus_per_node={N_RANKS}"]
+    base.append("memory.timeline_of_ranks=true")
     cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
     try:
         slots = cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
@@ -73,6 +74,8 @@ def test_the_largest_of_all_ranks_and_who_it_was(actor: ActorPool, tmp_path: Pat
         "memory/export/arena_gib": 2.0,
         "memory/export/arena_peak_gib": 2.0,
         "memory/export/arena_peak_rank": 1.0,
+        "memory/export/arena_peak_gib/rank_0": 1.0,
+        "memory/export/arena_peak_gib/rank_1": 2.0,
     }
     assert actor.memory_numbers() == {}
 

@@ -110,3 +110,10 @@ def test_of_all_ranks_the_largest_and_who_it_was() -> None:
         "memory/export/peak_rank": 2.0,
     }
     assert merge([]) == merge([{}]) == {}
+    each = {name: value for name, value in merge(ranks, each=True).items() if name not in merge(ranks)}
+    assert each == {
+        "memory/train/peak_gib/rank_0": 3.0,
+        "memory/train/peak_gib/rank_1": 5.0,
+        "memory/train/peak_gib/rank_2": 5.0,
+        "memory/export/peak_gib/rank_2": 0.0,
+    }
