@@ -197,6 +197,8 @@ def _attributes(item: object, opened: list[object]) -> dict[int, str]:
         return {}
     if isinstance(item, CellType | MethodType | FunctionType):
         return {id(child): "" for child in gc.get_referents(item)}
+    if issubclass(kind, type):  # a class: what it shows as its __dict__ is a view of the one it has
+        return {id(child): "" for child in gc.get_referents(item) if type(child) is dict}
     found: dict[int, str] = {}
     for cls in kind.__mro__:
         for name, slot in vars(cls).items():
@@ -208,6 +210,8 @@ def _attributes(item: object, opened: list[object]) -> dict[int, str]:
     try:
         attributes = object.__getattribute__(item, "__dict__")
     except AttributeError:  # it has none
+        return found
+    if not issubclass(type(attributes), dict):  # whatever its class gives out by that name
         return found
     found |= {id(value): f".{name}" for name, value in dict.items(attributes)}
     opened.append(attributes)

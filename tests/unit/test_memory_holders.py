@@ -137,6 +137,24 @@ def test_the_parts_of_a_sharded_student_are_told_apart(mesh: DeviceMesh) -> None
     assert [holder.n_bytes for holder in found] == [4 * 3117] * 4
 
 
+def test_a_class_is_an_owner_and_what_is_odd_is_no_error() -> None:
+    """Fails if an attribute of a class, or an object whose `__dict__` is none, ends the search with an error."""
+
+    class Shared:
+        kept = torch.ones(41)
+
+    class Odd:
+        __slots__ = ("kept",)
+        __dict__ = property(lambda self: Shared.__dict__)  # type: ignore[assignment]
+
+    odd = Odd()
+    odd.kept = torch.ones(43)
+    names = {holder.shape: holder.name for holder in holders(CPU)}
+    assert names[(41,)].startswith("Shared") and "kept" in names[(41,)]
+    assert names[(43,)] == "Odd.kept"
+    del odd
+
+
 def test_what_a_failed_call_left_is_found_in_its_frame() -> None:
     """Fails if the report on an error does not name the local variables that the error keeps alive."""
     with pytest.raises(ValueError) as raised:
