@@ -1,4 +1,4 @@
-"""Can actor and engines share their GPUs as `trainer.colocate` asks? Pure; a part of `gkd.config_check`."""
+"""Which roles the settings put on the same GPUs, what moves away there, and whether they can share. Pure."""
 
 from __future__ import annotations
 

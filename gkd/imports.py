@@ -13,7 +13,7 @@ def quick_imports() -> Iterator[None]:
     """Inside of it there is no garbage collection; what is alive at its end is never looked at by a later one.
 
     To import vLLM makes more than a million objects, which stay as long as the process does. The collector walks all of
-    them again and again as they become more, in vain: a quarter of an engine's start. For imports alone: cyclic garbage
+    them again and again as they become more, in vain, for seconds. For imports alone: cyclic garbage
     that is there at the end is never freed.
     """
     was_on = gc.isenabled()

@@ -71,7 +71,7 @@ class HeldStates:
         return Moves(lambda: self._end(moves, include)) if non_blocking else moves
 
     def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
-        """See `States.reload`; the rest as of `offload_states`."""
+        """See `States.reload`. Raises ClusterError: another rank could not."""
         with self._met():
             return self._student.states.reload(include, non_blocking=non_blocking)
 

@@ -57,6 +57,18 @@ class Run:
     notes: tuple[str, ...]  # what is assumed
 
 
+def check_plannable(config: Config) -> None:
+    """Raises ConfigError: roles share GPUs, so that there is nothing to be split between them."""
+    shared = {
+        "trainer.colocate": (config.trainer.colocate, "actor and engines take turns on the same GPUs."),
+        "teacher.backend": (config.teacher.backend == "local", "the teacher is on the actor's GPUs."),
+    }
+    for key, (is_so, problem) in shared.items():
+        if is_so:
+            value = "local" if key == "teacher.backend" else True
+            raise ConfigError(key, value, problem, "plan with a run whose three roles have GPUs of their own.")
+
+
 def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int = 0, last: int = 0) -> Run:
     """The rates of one run, or of several that differ in rollout.max_num_seqs alone (the first one's settings count).
 
@@ -67,12 +79,13 @@ def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int 
 
     Raises:
         ConfigError: a folder is no run folder, or its run is a replay or too short since it was last started, or the
-            teacher's workers are not known.
+            teacher's workers are not known; see also `check_plannable`.
         CheckpointError: metrics.jsonl is damaged.
         ClusterError: gpus.json is damaged.
     """
     lines = [line for folder in folders for line in _steps(folder, last)]
     config = load_config(folders[0] / "config.yaml")
+    check_plannable(config)
     notes: list[str] = []
     n_workers, per_worker = _teacher(folders[0], workers, gpus_per_worker, notes)
     sizes = Sizes(data_parallel_size(config), n_engines(config), n_workers)

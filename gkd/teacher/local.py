@@ -27,11 +27,15 @@ class LocalScoring(RecordedScoring):
     """Over the actor's workers, in rank order, and endpoints that know no teacher.
 
     Args:
-        make_room: called before each forward pass; whoever else is on the ranks' GPUs leaves them.
+        make_room: called before each forward pass, where others are on the ranks' GPUs: they leave.
     """
 
     def __init__(
-        self, workers: Sequence[Any], endpoints: Sequence[Any], timeout_s: float, make_room: Callable[[], object] = list
+        self,
+        workers: Sequence[Any],
+        endpoints: Sequence[Any],
+        timeout_s: float,
+        make_room: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(endpoints, timeout_s)
         self._workers, self._make_room = list(workers), make_room
@@ -60,7 +64,8 @@ class LocalScoring(RecordedScoring):
     def _scored(self, chunks: Sequence[RolloutChunk]) -> list[PendingScores]:
         if not chunks:
             return []
-        self._make_room()
+        if self._make_room is not None:
+            self._make_room()
         done, parts = dealt_out(self._workers, "score", chunks)
         gather(done, "teacher scoring", self._timeout_s)
         scored = []

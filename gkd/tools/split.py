@@ -27,7 +27,7 @@ from gkd.split import layout
 from gkd.split.calibration import SCHEDULER, calibrate, calibration_folder
 from gkd.split.layout import Hardware
 from gkd.split.rates import Workload, lognormal
-from gkd.split.run import Run, read_run
+from gkd.split.run import Run, check_plannable, read_run
 from gkd.split.search import Candidate, CheckMemory, Ranking, search, simulated
 from gkd.split.table import as_json, left_out, notes, paste, table
 
@@ -195,6 +195,7 @@ def _calibrated(args: argparse.Namespace) -> _Measured:
     """
     config = load_config(args.calibrate, args.overrides)
     check_config(config)
+    check_plannable(config)
     root = calibration_folder(config, args.calibration_dir)
     folders = calibrate(args.calibrate, args.overrides, config, root)
     print(f"calibrated: what was measured stays in {root} (--calibration-dir)", file=sys.stderr)

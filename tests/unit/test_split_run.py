@@ -157,6 +157,14 @@ def test_a_teacher_without_cards_is_assumed_to_have_one_each(tmp_path: Path) -> 
     assert not any("worker" in n for n in read_run([write_run(tmp_path / "two", settings(tmp_path), RATES)]).notes)
 
 
+@pytest.mark.parametrize("shared", ["trainer.colocate=true", "teacher.backend=local"])
+def test_roles_that_share_gpus_cannot_be_split(tmp_path: Path, shared: str) -> None:
+    """Fails if a run whose roles take turns on the same GPUs is planned as one whose pools have their own."""
+    folder = write_run(tmp_path, settings(tmp_path, shared), RATES)
+    with pytest.raises(ConfigError, match=shared.split("=")[0]):
+        read_run([folder])
+
+
 def test_a_run_that_had_nothing_to_do_is_refused(tmp_path: Path) -> None:
     """Fails if a replay's reader is told to update, or a number that is 0 ends in a traceback."""
     folder = write_run(tmp_path / "replay", settings(tmp_path, "trainer.replay=other/batches"), RATES)
