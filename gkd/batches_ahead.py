@@ -21,7 +21,7 @@ from gkd.checkpoints import TrainerState
 from gkd.config import Config
 from gkd.metrics import StageTimers
 from gkd.mixing import on_policy_places
-from gkd.roles import PendingScores, ScoredChunk, ScoringRole
+from gkd.roles import PendingScores, ScoringRole
 from gkd.sampler import PromptSampler
 from gkd.schedule import AHEAD
 from gkd.sources import InFlight
@@ -60,13 +60,10 @@ class BatchesAhead:
             start: Callable[..., Result[list[PendingScores]]] = self._beside.start if self._beside else Foreground
             self._queue.append(_Batch(number, step, start(job)))
 
-    def next(self, step: int, timers: StageTimers) -> list[ScoredChunk]:
+    def next(self, step: int) -> list[PendingScores]:
         batch = self._queue[0]
         assert batch.number == step, f"step {step} would train on batch {batch.number}"
-        with timers("rollout"):
-            pending = batch.answered.result()
-        with timers("teacher"):
-            return self._scoring.collect(pending)
+        return batch.answered.result()
 
     def trained(self) -> None:
         self._queue.popleft()

@@ -20,7 +20,7 @@ from gkd.disk import TMP, fsync, make_folder, naming, remove, replace_file, writ
 from gkd.manifest import NAME as MANIFEST
 from gkd.manifest import Manifest, verify
 from gkd.metrics import StageTimers
-from gkd.roles import Recording, ScoredChunk, ScoringRole
+from gkd.roles import PendingScores, Recording, ScoredChunk, ScoringRole
 from gkd.run_folder import RunFolder
 from gkd.schedule import STREAM
 from gkd.sources import InFlight
@@ -78,14 +78,11 @@ class Replay:
     def begin(self, step: int) -> None:
         """All were answered long ago."""
 
-    def next(self, step: int, timers: StageTimers) -> list[ScoredChunk]:
+    def next(self, step: int) -> list[PendingScores]:
         """Raises CheckpointError: the batch is damaged, or there is none."""
         folder = self._folder / step_folder(step + 1)
-        with timers("rollout"):
-            verify(folder)
-            pending = self._scoring.restore(folder, _LABEL, per_prompt=self._per_prompt)
-        with timers("teacher"):
-            return self._scoring.collect(pending)
+        verify(folder)
+        return self._scoring.restore(folder, _LABEL, per_prompt=self._per_prompt)
 
     def trained(self) -> None:
         """The file stays."""

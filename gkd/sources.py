@@ -9,7 +9,7 @@ from typing import Protocol
 
 from gkd.checkpoints import TrainerState
 from gkd.metrics import StageTimers
-from gkd.roles import PendingScores, ScoredChunk
+from gkd.roles import PendingScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class BatchSource(Protocol):
         """Have answered what may be begun now that the engines have the weights of `step`; returns at once."""
         ...
 
-    def next(self, step: int, timers: StageTimers) -> list[ScoredChunk]:
-        """The batch of this step, answered and scored. Raises TeacherUnavailable, TeacherError, ClusterError."""
+    def next(self, step: int) -> list[PendingScores]:
+        """The batch of this step, answered; the teacher was asked about it. Raises ClusterError."""
         ...
 
     def trained(self) -> None:

@@ -22,7 +22,7 @@ from gkd.config import Config
 from gkd.errors import ClusterError, LateError
 from gkd.metrics import StageTimers
 from gkd.mixing import on_policy_places
-from gkd.roles import PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoredChunk, ScoringRole
+from gkd.roles import PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoringRole
 from gkd.sampler import PromptSampler
 from gkd.schedule import StreamLedger, staleness_bound
 from gkd.sources import InFlight
@@ -74,13 +74,10 @@ class Streaming:
         if positions:
             self._stream.admit(self._prompts(positions), places=positions)
 
-    def next(self, step: int, timers: StageTimers) -> list[ScoredChunk]:
-        with timers("rollout"):
-            from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
-            self._taken = self._wait_for(step)
-        with timers("teacher"):
-            answered = [self._pending[position] for position in self._taken]
-            return self._scoring.collect([*from_dataset, *answered])
+    def next(self, step: int) -> list[PendingScores]:
+        from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
+        self._taken = self._wait_for(step)
+        return [*from_dataset, *(self._pending[position] for position in self._taken)]
 
     def trained(self) -> None:
         with self._changed:

@@ -130,13 +130,15 @@ class Trainer:
             self.source.begin(self.step)
         self._stream_is_open = self.config.trainer.scheduler == STREAM and not self.config.trainer.replay
         # A replay asks the engines for nothing.
-        with self.lease.generating(timers) if not self.config.trainer.replay else nullcontext():
-            batch = self.source.next(self.step, timers)
-        self.teacher_meter.add(batch)
-        staleness = self._staleness(batch)
-        if self.recorder is not None:
-            self.recorder.begin(self.step + 1, batch)
+        with self.lease.generating(timers) if not self.config.trainer.replay else nullcontext(), timers("rollout"):
+            answered = self.source.next(self.step)
         with self.lease.training(timers, sync_follows=True):
+            with timers("teacher"):
+                batch = self.roles.scoring.collect(answered)
+            self.teacher_meter.add(batch)
+            staleness = self._staleness(batch)
+            if self.recorder is not None:
+                self.recorder.begin(self.step + 1, batch)
             if self.roles.reference is not None:
                 with timers("reference"):
                     batch = self.roles.reference.compute_logprobs(batch).wait()
@@ -180,20 +182,21 @@ class Trainer:
                 asked = self.answering.submitted(
                     self.val_prompts, places, n=1, seed=EVAL_SEED, policy_version=self.step
                 )
-                scored = self.roles.scoring.collect(asked)
-            self.teacher_meter.add(scored)  # beside it the teacher may have been asked about the next batches
+                # While the teacher scores.
+                decodes = self.config.eval.metric == "exact_match"
+                greedy = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES) if decodes else None
             with self.lease.training():
+                scored = self.roles.scoring.collect(asked)
+                self.teacher_meter.add(scored)  # beside it the teacher may have been asked about the next batches
                 stats = self.roles.actor.evaluate(scored, keep_tokens=self.config.eval.keep_token_losses)
             if stats.tokens:
                 self.folder.write_token_losses(self.step, stats.tokens)
             kl = stats.extra.get("loss/token_kl")
             numbers = {"eval/reverse_kl": stats.extra["loss/sampled_reverse_kl"]} if kl is None else {"eval/kl": kl}
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
-            if self.config.eval.metric == "exact_match":
-                with self.lease.generating():
-                    report = self.roles.rollout.greedy(self.val_prompts, n_samples=KEPT_SAMPLES)
-                numbers["eval/accuracy"] = report.accuracy
-                self.folder.write_samples(self.step, report.samples)
+            if greedy is not None:
+                numbers["eval/accuracy"] = greedy.accuracy
+                self.folder.write_samples(self.step, greedy.samples)
             if self._stream_is_open:  # its own work goes on, and cannot be told from the evaluation's
                 self._evaluated_beside_it = True
             else:

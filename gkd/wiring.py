@@ -125,10 +125,9 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if config.distill.reference_kl_weight else None
-    if not is_local:
-        return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
-    room = {"make_room": rollout.offload_states} if config.trainer.colocate else {}
-    return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s, **room), sync, reference)
+    if is_local:
+        return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s), sync, reference)
+    return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
 
 
 def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:

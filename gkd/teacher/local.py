@@ -11,7 +11,7 @@ is sync, or batches are replayed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,12 @@ from gkd.teacher.scoring import RecordedScoring
 class LocalScoring(RecordedScoring):
     """Over the actor's workers, in rank order, and endpoints that know no teacher.
 
-    Args:
-        make_room: called before each forward pass, where others are on the ranks' GPUs: they leave.
+    `collect` and `record` may call the actor, so they want its turn where the GPUs are shared, see `gkd.lease`.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Any],
-        endpoints: Sequence[Any],
-        timeout_s: float,
-        make_room: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], timeout_s: float) -> None:
         super().__init__(endpoints, timeout_s)
-        self._workers, self._make_room = list(workers), make_room
+        self._workers = list(workers)
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         """Its handles are there when it has been collected."""
@@ -64,8 +57,6 @@ class LocalScoring(RecordedScoring):
     def _scored(self, chunks: Sequence[RolloutChunk]) -> list[PendingScores]:
         if not chunks:
             return []
-        if self._make_room is not None:
-            self._make_room()
         done, parts = dealt_out(self._workers, "score", chunks)
         gather(done, "teacher scoring", self._timeout_s)
         scored = []

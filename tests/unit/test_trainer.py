@@ -40,6 +40,34 @@ def test_the_road_of_one_batch(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
+class SharedGpus(World):
+    """Actor and engines on the same GPUs: notes who leaves and who comes."""
+
+    def offload_states(self, include: Sequence[str] | None = None, level: int | None = None) -> None:
+        self.events.append("actor away" if level is None else f"engines away {level}")
+
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
+        self.events.append("engines back")
+
+
+def test_a_teacher_on_the_actor_s_gpus_scores_in_the_actor_s_turn(tmp_path: Path) -> None:
+    """Fails if a local teacher scores beside engines that have the GPUs, or engines are put away once more for it:
+    their weights would be copied to the host although new ones are about to come."""
+    world = SharedGpus()
+    make(tmp_path, world, "trainer.colocate=true", "trainer.total_steps=1", val=PROMPTS[:1]).fit()
+    turn: str | None = None
+    turns: list[tuple[str | None, str]] = []
+    for event in world.events:
+        if event.startswith(("engines", "actor away")):
+            turn = event
+        elif event in ("collect", "train", "evaluate", "greedy", "chunk"):
+            turns.append((turn, event))
+    answered = [("engines back", "chunk"), ("engines back", "greedy")]
+    held_out = [*answered, ("engines away 1", "collect"), ("engines away 1", "evaluate")]
+    step = [("engines back", "chunk")] * 2 + [("engines away 2", "collect"), ("engines away 2", "train")]
+    assert turns == [*held_out, *step, *held_out]
+
+
 def test_without_overlap_the_teacher_is_asked_after_the_rollout(tmp_path: Path) -> None:
     """If it fails, teacher.overlap_rollout=false does nothing."""
     world = World()
