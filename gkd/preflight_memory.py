@@ -15,6 +15,7 @@ from gkd.footprint import RankFootprint, check, footprint
 from gkd.footprint.folder import read_model_folder
 from gkd.footprint.limits import gib, on_card, state_fits
 from gkd.footprint.table import footprint_table, kv_line, sums_line
+from gkd.footprint.turns import turns_table
 from gkd.log import get_logger
 
 log = get_logger("preflight")
@@ -56,6 +57,8 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     found = on_card(found, card_bytes, config)
     log.info("memory by rank:\n%s", footprint_table(found, card_bytes))
     log.info(kv_line(found, folder.shape, card_bytes, config))
+    if config.trainer.colocate:
+        log.info(turns_table(found, card_bytes, config))
     if card_bytes is None:
         where = f"Ray at {config.cluster.ray_address} has the GPUs" if config.cluster.ray_address else "no driver tells"
         log.info("nobody knows here how much memory the cards have (%s): compare it yourself", where)

@@ -72,7 +72,10 @@ def footprint(
     if reference is not None:
         config_json, tensors_there = reference
         actors = [with_reference(part, config, config_json, tensors_there, on_cpu=on_cpu) for part in actors]
-    found = [*actors, rollout_footprint(config, shape, groups(config, shape, tensors), on_cpu=on_cpu)]
+    engine = rollout_footprint(config, shape, groups(config, shape, tensors), on_cpu=on_cpu)
+    if config.trainer.colocate:  # an evaluation, a save and an export put it to sleep with its weights kept
+        engine = replace(engine, parts={**engine.parts, "moved_states": engine.parts["weights"]})
+    found = [*actors, engine]
     return tuple(found) if on_cpu else tuple(_with_context(part) for part in found)
 
 

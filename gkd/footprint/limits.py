@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gkd.config import Config
 from gkd.config_check import check_config
+from gkd.config_sharing import moves_states, reference_folder
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.rollout import sequences_together
-from gkd.footprint.types import RankFootprint
+from gkd.footprint.turns import GENERATE, resting_bytes, turns
+from gkd.footprint.types import WEIGHT_SYNC, RankFootprint
 
 _GIB = 1 << 30
 _MOST_UTILIZATION = 0.95  # that is recommended
@@ -40,16 +42,17 @@ def check(
     if card_bytes <= 0:
         raise ValueError(f"a card of {card_bytes} bytes")
     problems = []
+    case = _Case(footprints, card_bytes, config)
     for part in footprints:
-        for what, lack in _missing(part, card_bytes, config).items():
+        for what, lack in _missing(part, case).items():
             if lack <= 0:
                 continue
             fixes = ["more cards for each teacher worker"] if part.role == "teacher" else []
             if refit is not None and part.role != "teacher":
                 place = [other for other in footprints if other.role == part.role].index(part)
-                fixes = list(_fixes(part, place, what, card_bytes, config, refit)) or ["a larger card"]
+                fixes = list(_fixes(part, place, what, case, refit)) or ["a larger card"]
             fix = f" Fix: {'; '.join(fixes)}." if fixes else ""
-            problems.append(f"{_sentence(part, what, lack, card_bytes, config)}.{fix}")
+            problems.append(f"{_sentence(part, what, lack, case)}.{fix}")
     return problems
 
 
@@ -85,21 +88,43 @@ def _wanted(part: RankFootprint) -> int:
     return part.parts.get("kv_wanted", part.parts["kv_cache"])
 
 
-def _missing(part: RankFootprint, card_bytes: int, config: Config) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class _Case:
+    footprints: Sequence[RankFootprint]  # of all ranks
+    card_bytes: int
+    config: Config
+
+    @property
+    def shared(self) -> bool:
+        """Do actor and engine have one card?"""
+        return self.config.trainer.colocate and self.config.trainer.device != "cpu"
+
+    def turns(self, actor: RankFootprint) -> dict[str, int]:
+        (engine,) = (part for part in self.footprints if part.role == "rollout")
+        return turns(actor, engine, self.card_bytes, self.config)
+
+
+def _missing(part: RankFootprint, case: _Case) -> dict[str, int]:
     """Bytes that are not there, by what for; 0 and less: there is enough.
 
     On CUDA an engine takes its share whatever it needs. vLLM does not start without room in its cache for one sequence
-    of full length; and the share must leave room for a weight sync.
+    of full length; and the share must leave room for a weight sync. On a card that actor and engine share, each turn
+    has to fit.
     """
+    card_bytes, config = case.card_bytes, case.config
+    if case.shared and part.role == "actor":
+        return {turn: size - card_bytes for turn, size in case.turns(part).items()}
     if part.role != "rollout" or config.trainer.device == "cpu":
         return {"all": part.total_bytes - card_bytes}
-    return {
-        "sequence": _wanted(part) // sequences_together(config) - kv_room_bytes(part, card_bytes, config),
-        "sync": part.parts["weight_sync"] - round(card_bytes * (1 - config.rollout.gpu_memory_utilization)),
-    }
+    sequence = _wanted(part) // sequences_together(config) - kv_room_bytes(part, card_bytes, config)
+    if case.shared:
+        return {"sequence": sequence}
+    sync = part.parts["weight_sync"] - round(card_bytes * (1 - config.rollout.gpu_memory_utilization))
+    return {"sequence": sequence, "sync": sync}
 
 
-def _sentence(part: RankFootprint, what: str, lack: int, card_bytes: int, config: Config) -> str:
+def _sentence(part: RankFootprint, what: str, lack: int, case: _Case) -> str:
+    card_bytes, config = case.card_bytes, case.config
     who = f"{part.role} rank {part.rank}"
     if what == "sequence":
         longest = config.data.max_prompt_length + config.data.max_response_length
@@ -108,18 +133,21 @@ def _sentence(part: RankFootprint, what: str, lack: int, card_bytes: int, config
         share = config.rollout.gpu_memory_utilization
         short = f"{gib(lack)} too little for a weight-sync bucket of {gib(part.parts['weight_sync'])}"
         return f"{who}: rollout.gpu_memory_utilization {share} leaves {short}"
-    return f"{who} needs {gib(part.total_bytes)} of a card of {gib(card_bytes)}, {gib(lack)} too much"
+    if what == "all":
+        return f"{who} needs {gib(part.total_bytes)} of a card of {gib(card_bytes)}, {gib(lack)} too much"
+    both = gib(lack + card_bytes)
+    return f"{who} and its engine need {both} of a card of {gib(card_bytes)} ({what}), {gib(lack)} too much"
 
 
-def _fixes(part: RankFootprint, place: int, what: str, card_bytes: int, config: Config, refit: Refit) -> Iterator[str]:
+def _fixes(part: RankFootprint, place: int, what: str, case: _Case, refit: Refit) -> Iterator[str]:
     """What helps, the largest saving first. Nothing that makes another shortage of this rank, or makes one larger.
 
     Args:
         place: of the rank among those of its role.
         what: is missing, of `_missing`.
     """
-    missing = _missing(part, card_bytes, config)
-    tried = _actor_changes(config) if part.role == "actor" else _rollout_changes(part, card_bytes, config)
+    missing, config = _missing(part, case), case.config
+    tried = _actor_changes(part, what, case) if part.role == "actor" else _rollout_changes(part, case)
     savings = []
     for changes in tried:
         changed = deepcopy(config)
@@ -128,12 +156,13 @@ def _fixes(part: RankFootprint, place: int, what: str, card_bytes: int, config: 
             setattr(getattr(changed, section), name, value)
         try:
             check_config(changed)
-            then = [other for other in refit(changed) if other.role == part.role][place]
+            all_then = refit(changed)
+            then = [other for other in all_then if other.role == part.role][place]
         except (ConfigError, ModelError):
             continue  # not to be had with this model or these pools
-        left = _missing(then, card_bytes, changed)
-        saved = missing[what] - left[what]
-        if saved > 0 and all(left[other] <= max(0, lack) for other, lack in missing.items()):
+        left = _missing(then, _Case(all_then, case.card_bytes, changed))
+        saved = missing[what] - left.get(what, missing[what])
+        if saved > 0 and all(left.get(other, 0) <= max(0, lack) for other, lack in missing.items()):
             text = " with ".join(f"{key} {_as_yaml(value)}" for key, value in changes.items())
             savings.append((saved, text, left[what] <= 0))
     for saved, text, enough in sorted(savings, reverse=True):
@@ -144,7 +173,8 @@ def _as_yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _actor_changes(config: Config) -> Iterator[Changes]:
+def _actor_changes(part: RankFootprint, what: str, case: _Case) -> Iterator[Changes]:
+    config = case.config
     actor, n_gpus = config.actor, config.trainer.n_gpus_per_node
     longest = config.data.max_prompt_length + config.data.max_response_length
     if actor.recompute != "full":
@@ -161,19 +191,33 @@ def _actor_changes(config: Config) -> Iterator[Changes]:
         yield {"actor.fsdp_cpu_offload": True}
     if config.teacher.backend == "local" and not config.teacher.fsdp_cpu_offload:
         yield {"teacher.fsdp_cpu_offload": True}
+    if reference_folder(config) and not config.reference.fsdp_cpu_offload:
+        yield {"reference.fsdp_cpu_offload": True}
+    if not moves_states(config):
+        yield {"actor.offload_train": True}
+    lower = math.floor(100 * (1 - resting_bytes(part) / case.card_bytes)) / 100
+    if what == GENERATE and 0 < lower < config.rollout.gpu_memory_utilization:
+        yield {"rollout.gpu_memory_utilization": lower}
+    if what == WEIGHT_SYNC:
+        yield {"weight_sync.bucket_mib": max(1, config.weight_sync.bucket_mib // 2)}
     if not actor.sequence_parallel:
         yield {"actor.sequence_parallel": True}
-    yield {"trainer.n_gpus_per_node": 2 * n_gpus}
-    yield {"trainer.n_gpus_per_node": 2 * n_gpus, "actor.tp": 2 * actor.tp}
-    yield {"trainer.n_gpus_per_node": 2 * n_gpus, "actor.pp": 2 * actor.pp}
+    pools: Changes = {"trainer.n_gpus_per_node": 2 * n_gpus}
+    if config.trainer.colocate:
+        pools = {**pools, "rollout.n_gpus_per_node": 2 * n_gpus}
+        yield {"rollout.tp": 2 * config.rollout.tp}
+    yield pools
+    yield {**pools, "actor.tp": 2 * actor.tp}
+    yield {**pools, "actor.pp": 2 * actor.pp}
 
 
-def _rollout_changes(part: RankFootprint, card_bytes: int, config: Config) -> Iterator[Changes]:
+def _rollout_changes(part: RankFootprint, case: _Case) -> Iterator[Changes]:
+    card_bytes, config = case.card_bytes, case.config
     rollout, sync = config.rollout, part.parts["weight_sync"]
     if config.trainer.device == "cpu":
         yield {"rollout.cpu_kv_cache_mib": max(1, rollout.cpu_kv_cache_mib // 2)}
     else:
-        lack = _missing(part, card_bytes, config)["sequence"]
+        lack = _missing(part, case)["sequence"]
         higher = math.ceil(100 * (rollout.gpu_memory_utilization + lack / card_bytes)) / 100
         if rollout.gpu_memory_utilization < higher <= _MOST_UTILIZATION:
             yield {"rollout.gpu_memory_utilization": higher}

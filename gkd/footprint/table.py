@@ -15,11 +15,11 @@ _GIB = 1 << 30
 _ORDER = (
     *("weights", "gradients", "optimizer", "teacher_head", "teacher_weights"),
     *("reference_weights", "kv_cache", "context"),
-    *(name for names in MOMENTS for name in names),
+    *(name for names in MOMENTS.values() for name in names),
 )
 _NOTE = (
     "GiB; total: what stays + the largest of (activations + logits + passing), optimizer_step, weight_sync, "
-    "teacher_pass, reference_pass"
+    "teacher_pass, reference_pass; with moved_states a pass finds no states, a sync weights alone"
 )
 
 

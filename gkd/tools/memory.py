@@ -22,6 +22,7 @@ from gkd.footprint.folder import ModelFolder, read_model_folder
 from gkd.footprint.limits import on_card
 from gkd.footprint.reference import reference
 from gkd.footprint.table import as_json, footprint_table, kv_line, reference_table
+from gkd.footprint.turns import turns_by_rank, turns_table
 
 _EXAMPLES = """examples:
   python -m gkd.tools.memory --config configs/gsm8k_qwen2.5_1.5b.yaml --gpu-gib 80
@@ -63,10 +64,12 @@ def main(argv: list[str] | None = None) -> int:
     problems = [] if card is None else check(found, card, config, refit)
     known = reference(student.shape) if student.shape.is_exact() else {}
     if args.json:
-        extra: dict[str, Any] = {"reference": known}
+        extra: dict[str, Any] = {"reference": known, "turns": turns_by_rank(found, card, config)}
         print(json.dumps(as_json(found, card, problems, extra), indent=1), flush=True)
     else:
         lines = [footprint_table(found, card), kv_line(found, student.shape, card, config)]
+        if config.trainer.colocate:
+            lines.append(turns_table(found, card, config))
         if known:
             lines.append(reference_table(known))
         lines += [f"TOO LARGE {problem}" for problem in problems]

@@ -1,0 +1,110 @@
+"""A card that actor and engine share: each turn by itself, and true fixes for what does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gkd.config import Config
+from gkd.config_check import check_config
+from gkd.footprint import RankFootprint, check, footprint
+from gkd.footprint.limits import on_card
+from gkd.footprint.turns import turns, turns_table
+from gkd.tools import memory
+from tests.unit.test_footprint import GIB, QWEN25_15B, _config
+
+COLOCATED = ("trainer.colocate=true", "trainer.n_gpus_per_node=1", "rollout.n_gpus_per_node=1")
+LOCAL = ("teacher.backend=local", "teacher.path=t")
+
+
+def refit(config: Config) -> tuple[RankFootprint, ...]:
+    local = (QWEN25_15B, None) if config.teacher.backend == "local" else None
+    return footprint(config, QWEN25_15B, local_teacher=local)
+
+
+def found_turns(config: Config, card: int) -> dict[str, int]:
+    actor, *_, engine = on_card(refit(config), card, config)
+    return turns(actor, engine, card, config)
+
+
+def test_each_turn_has_those_who_are_on_the_card_then() -> None:
+    """Fails if a card is called full because of what sleeps, or has room because a sync's second copy is forgotten."""
+    config = _config(*COLOCATED, *LOCAL, "rollout.gpu_memory_utilization=0.5")
+    actor, engine = refit(config)
+    found = found_turns(config, 80 * GIB)
+    a, e = actor.parts, engine.parts
+    context = a["context"]
+    states = a["weights"] + a["gradients"] + a["optimizer"]
+    training = states + a["activations"] + a["logits"] + a["passing"]
+    assert found == {
+        "generate": 40 * GIB + context,
+        "training_step": training + 2 * context,
+        "optimizer_step": states + a["optimizer_step"] + 2 * context,
+        "weight_sync": a["weights"] + a["weight_sync"] + e["weights"] + e["weight_sync"] + 2 * context,
+        "teacher_pass": a["teacher_pass"] + 2 * context,
+    }
+    assert actor.parts["moved_states"] == a["weights"] + a["optimizer"]
+    assert engine.parts["moved_states"] == e["weights"], "an evaluation keeps them on the host"
+
+
+def test_states_that_stay_are_there_in_every_moment() -> None:
+    """Fails if a rank whose states do not move is said to have room for a local teacher that it lacks."""
+    stays = refit(_config(*LOCAL, "teacher.fsdp_cpu_offload=true"))[0]
+    moves = refit(_config(*LOCAL, "actor.offload_train=true"))[0]
+    assert stays.moments()["teacher_pass"] - moves.moments()["teacher_pass"] == stays.state_bytes
+    assert stays.moments()["weight_sync"] - moves.moments()["weight_sync"] == (
+        stays.parts["gradients"] + stays.parts["optimizer"]
+    )
+    assert stays.moments()["training_step"] == moves.moments()["training_step"]
+
+
+@pytest.mark.parametrize(
+    ("card", "overrides", "turn", "fix"),
+    [
+        (80 * GIB, ("rollout.gpu_memory_utilization=0.99",), "generate", "rollout.gpu_memory_utilization 0.98"),
+        (24 * GIB, ("rollout.gpu_memory_utilization=0.5",), "training_step", "actor.recompute full"),
+        (80 * GIB, ("weight_sync.bucket_mib=80000",), "weight_sync", "weight_sync.bucket_mib 40000"),
+    ],
+)
+def test_a_turn_without_room_is_told_with_fixes_that_are_true(
+    card: int, overrides: tuple[str, ...], turn: str, fix: str
+) -> None:
+    """Fails if a run that cannot take turns starts without a word, or is told of a change that does not help."""
+    config = _config(*COLOCATED, *overrides)
+    before = found_turns(config, card)
+    (problem,) = [line for line in check(refit(config), card, config, refit) if f"({turn})" in line]
+    assert f"need {before[turn] / GIB:.2f} GiB of a card of {card / GIB:.2f} GiB" in problem and fix in problem
+    for text in problem.partition("Fix: ")[2].rstrip(".").split("; "):
+        change, _, saved = text.partition(": saves ")
+        changed = _config(*COLOCATED, *overrides, *(each.replace(" ", "=") for each in change.split(" with ")))
+        check_config(changed)
+        after = found_turns(changed, card)[turn]
+        assert (before[turn] - after) / GIB == pytest.approx(float(saved.split()[0]), abs=0.006), text
+        assert ("enough" in saved) == (after <= card), text
+
+
+def test_a_shared_card_with_room_is_no_problem() -> None:
+    """Fails if a card is held against both sides' sum, although they take turns."""
+    config = _config(*COLOCATED, "actor.max_tokens_per_micro_batch=4096", "actor.recompute=full")
+    whole = on_card(refit(config), 80 * GIB, config)
+    assert sum(part.total_bytes for part in whole) > 80 * GIB
+    assert check(whole, 80 * GIB, config, refit) == []
+    assert check(whole, 80 * GIB, _config()) == [], "pools of their own are held against a card each, as ever"
+
+
+def test_the_turns_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the command says nothing of turns, or speaks of them where nobody shares a card."""
+    model = tmp_path / "student"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN25_15B))
+    args = ["--config", "configs/gsm8k_qwen2.5_1.5b.yaml", "--gpu-gib", "80", f"model.path={model}"]
+    assert memory.main([*args, *COLOCATED, "actor.recompute=full"]) == 0
+    out = capsys.readouterr().out
+    config = _config(*COLOCATED, "actor.recompute=full")
+    assert turns_table(on_card(refit(config), 80 * GIB, config), 80 * GIB, config) in out and "generate 69.00" in out
+    assert memory.main([*args, "--json", *COLOCATED]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["turns"]["0"]["generate"] == 69 * GIB
+    memory.main(args)
+    assert "by turn" not in capsys.readouterr().out
