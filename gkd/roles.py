@@ -298,7 +298,9 @@ class ActorRole(Protocol):
     def export_hf(self, folder: Path) -> None: ...
 
     def memory_numbers(self) -> dict[str, float]:
-        """Memory of all ranks in each phase since the last call, see `gkd.memory.timeline`; metric name -> value."""
+        """Since the last call: memory of all ranks in each phase, see `gkd.memory.timeline`, and what it cost to move
+        their states, see `gkd.memory.offload_manager`; metric name -> the largest value of all ranks.
+        """
         ...
 
 

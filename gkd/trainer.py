@@ -18,6 +18,7 @@ from gkd.answering import Answering
 from gkd.batches_ahead import BatchesAhead
 from gkd.checkpoints import IN_FLIGHT
 from gkd.config import Config
+from gkd.config_sharing import moves_states
 from gkd.errors import CheckpointError, ClusterError, LateError, NumericsError, TeacherUnavailable
 from gkd.lease import Lease
 from gkd.log import get_logger
@@ -216,13 +217,20 @@ class Trainer:
         if self.val_prompts and self.step in {0, self.total_steps} - evaluated:
             numbers = self._evaluate(timers) | self._memory(timers)
             metrics.write(self.step, numbers | timers.report())
+        else:
+            self._memory(timers)  # it is no step's
 
     def _memory(self, timers: StageTimers) -> dict[str, float]:
-        """What the actor's phases since the last line took; nothing with memory.timeline off."""
-        if not self.config.memory.timeline:
+        """What the actor's phases since the last line took, and its moves; nothing where nobody looks and moves."""
+        if not (self.config.memory.timeline or moves_states(self.config)):
             return {}
         with timers("usage"):
             return self.roles.actor.memory_numbers()
+
+    def _log_memory(self) -> None:
+        """Of what came after the last line."""
+        if numbers := self._memory(self.new_timers()):
+            log.info("after the last step: %s", "  ".join(f"{k} {v:.3g}" for k, v in sorted(numbers.items())))
 
     def _evaluation_is_due(self) -> bool:
         return bool(self.val_prompts) and (self._due(self.config.eval.every) or self.step == self.total_steps)
@@ -257,7 +265,8 @@ class Trainer:
             self._tried("the export", self._export)
             raise
         self._export()
-        # Nothing of the run depends on it any more.
+        # Nothing of the run depends on these any more.
+        self._tried("asking for the memory of the last save and the export", self._log_memory)
         self._tried("stopping the rollouts", lambda: self.source.close(wait=True))
 
     def _export(self) -> None:

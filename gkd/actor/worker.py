@@ -144,7 +144,7 @@ class ActorWorker:
         moves = moves_states(config)
         self._held = HeldStates(self._student, self._device, automatic=moves, timeout_s=self._patience_s)
         if moves:
-            self._held.offload_states()
+            self.offload_states()
         self._phases.enter(UP)
         log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
 
@@ -256,7 +256,8 @@ class ActorWorker:
                 with moved, self._diagnosed("reference logprobs"):
                     found = by_chunk(takes, chunks, work)
             else:
-                assert self._reference is not None
+                if self._reference is None:
+                    raise ValueError(f"this actor holds no reference: with adapters, say {DISABLE_ADAPTER}: True")
                 temperature, n_vocab = config.teacher.temperature, student.n_vocab
                 work = partial(frozen_logprobs, self._reference, temperature=temperature, n_vocab=n_vocab)
                 found = by_chunk(takes, chunks, work)
@@ -264,7 +265,7 @@ class ActorWorker:
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """[V, D] float32, the teacher's LM head, where the teacher sends hidden states."""
-        with self._held.needed("teacher_head", [PARAMS], alone=True):
+        with self._with_states("taking the teacher's LM head", "teacher_head", [PARAMS], alone=True):
             self._student.set_teacher_head(head)
 
     def offload_states(self, include: Sequence[str] | None = None) -> None:
@@ -288,9 +289,6 @@ class ActorWorker:
                 where there is a reference, of each a list of its logprobs. The driver passes handles; Ray fetches what
                 they stand for from the object store.
             meta: what becomes of the states after the call, see `HeldStates.needed`.
-
-        Returns:
-            With what it cost to move states since the last training step.
         """
         with self._during("training step"):
             batches = self._micro_batches(takes, lists, with_reference=self._loss.has_reference)[0]
@@ -300,7 +298,7 @@ class ActorWorker:
                 if self._teacher is not None:
                     self._phases.enter("refreshing the teacher")
                     self._teacher.after_step()
-        return replace(stats, extra=stats.extra | self._held.take_metrics())
+        return stats
 
     def evaluate(
         self,
@@ -330,7 +328,7 @@ class ActorWorker:
     def save(self, folder: Path) -> None:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
-        with self._held.needed("save", [PARAMS, OPTIMIZER]), self._diagnosed("copying the state to host memory"):
+        with self._with_states("saving a checkpoint", "save", [PARAMS, OPTIMIZER]):
             self._writer.start(folder, self._rank, self._student.snapshot())
 
     @ray.method(concurrency_group=SAVES)
@@ -371,9 +369,11 @@ class ActorWorker:
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def memory_numbers(self) -> dict[str, float]:
-        """What this rank's phases took since the last call, see `Timeline.take`, and how the memory is cut."""
+        """What this rank's phases took since the last call, see `Timeline.take`, how the memory is cut, and what it
+        cost to move states, see `state_offload_manager`.
+        """
         phases = {} if self._timeline is None else self._timeline.take()
-        return phases | self._fragmentation.take()
+        return phases | self._fragmentation.take() | self._held.take_metrics()
 
     @contextmanager
     def _during(self, phase: str) -> Iterator[None]:

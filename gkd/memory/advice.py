@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gkd.config import Config
+from gkd.config_sharing import moves_states, reference_folder
 
 # Where torch reads how its allocator shall work; the second is the name before torch 2.9, and is still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_PASSES = ("teacher scoring", "reference logprobs")  # of a local teacher or a reference
 _SMALL_CHUNK_MIB = 32  # below this the LM head's products get slow, and little is won
 
 
@@ -28,11 +30,9 @@ def advice(config: Config, shortage: Shortage, environ: Mapping[str, str]) -> li
         lines.append(f"weight_sync.bucket_mib={config.weight_sync.bucket_mib}: lower it")
     elif shortage.phase in ("training step", "evaluation"):
         lines += _activations(config, shortage)
-    lines += _states(config, shortage)
-    if config.trainer.colocate:
-        share = config.rollout.gpu_memory_utilization
-        lines.append(f"rollout.gpu_memory_utilization={share:g}: lower it, the engine is on the same GPUs")
-    return lines
+    elif shortage.phase in _PASSES:
+        lines += _tokens(config, shortage)
+    return lines + _states(config, shortage)
 
 
 def _against_fragmentation(environ: Mapping[str, str]) -> list[str]:
@@ -47,15 +47,7 @@ def _against_fragmentation(environ: Mapping[str, str]) -> list[str]:
 def _activations(config: Config, shortage: Shortage) -> list[str]:
     """They grow with the tokens of a micro-batch."""
     actor, data = config.actor, config.data
-    longest = data.max_prompt_length + data.max_response_length
-    lines: list[str] = []
-    budget = actor.max_tokens_per_micro_batch
-    if budget > longest:
-        lines.append(f"actor.max_tokens_per_micro_batch={budget}: lower it, to {longest} at the least")
-    elif not budget and actor.micro_batch_size > 1:
-        lines.append(f"actor.micro_batch_size={actor.micro_batch_size}: lower it")
-    if not budget and shortage.fragmented:
-        lines.append("actor.max_tokens_per_micro_batch=0: set it, so that the micro-batches get more alike")
+    lines = _tokens(config, shortage)
     if not actor.fused_lm_head:
         lines.append("actor.fused_lm_head=False: set it to true, so that the logits never exist as a whole")
     elif actor.logits_chunk_mib > _SMALL_CHUNK_MIB:
@@ -66,15 +58,42 @@ def _activations(config: Config, shortage: Shortage) -> list[str]:
     return lines
 
 
+def _tokens(config: Config, shortage: Shortage) -> list[str]:
+    """Of a micro-batch, a teacher's and a reference's as well."""
+    actor, data = config.actor, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    lines: list[str] = []
+    budget = actor.max_tokens_per_micro_batch
+    if budget > longest:
+        lines.append(f"actor.max_tokens_per_micro_batch={budget}: lower it, to {longest} at the least")
+    elif not budget and actor.micro_batch_size > 1:
+        lines.append(f"actor.micro_batch_size={actor.micro_batch_size}: lower it")
+    if not budget and shortage.fragmented:
+        lines.append("actor.max_tokens_per_micro_batch=0: set it, so that the micro-batches get more alike")
+    return lines
+
+
+def _beside(config: Config) -> list[str]:
+    """Of models that score on the actor's ranks: what need not be on the GPU together."""
+    is_local, has_reference = config.teacher.backend == "local", bool(reference_folder(config))
+    lines = []
+    if is_local and not config.teacher.fsdp_cpu_offload:
+        lines.append("teacher.fsdp_cpu_offload=False: set it to true, so that its shards wait in host memory")
+    if has_reference and not config.reference.fsdp_cpu_offload:
+        lines.append("reference.fsdp_cpu_offload=False: set it to true, so that its shards wait in host memory")
+    if (is_local or has_reference) and not moves_states(config) and not config.actor.fsdp_cpu_offload:
+        who = "the local teacher" if is_local else "the reference"
+        lines.append(f"actor.offload_train=False: set it to true, and {who} has the GPU to itself")
+    return lines
+
+
 def _states(config: Config, shortage: Shortage) -> list[str]:
     """Parameters, gradients and the optimizer's states of a rank."""
     actor, trainer = config.actor, config.trainer
     n_gpus = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
     if not shortage.on_cuda:
         return [f"{n_gpus}: fewer ranks on this host, or a host with more memory"]
-    moving = []
-    if not trainer.colocate and config.teacher.backend == "local" and not actor.offload_train:
-        moving = ["actor.offload_train=False: set it to true, and the local teacher has the GPU to itself"]
+    moving = _beside(config)
     if actor.strategy == "fsdp2":
         lines = [] if actor.fsdp_cpu_offload else ["actor.fsdp_cpu_offload=False: set it to true"]
         lines += [] if actor.lora.rank else ["actor.lora.rank=0: train adapters instead of all weights"]

@@ -131,29 +131,24 @@ def colocate(rounds: int) -> Part:
     from tests.e2e.conftest import make_lab
     from tests.service.harness import ServerProcess
 
-    def rate(lab: Any, port: int, run: Path, *more: str) -> tuple[float, float]:
-        """(response tokens a second, the switches' share of the time), of the steps after the second."""
+    def rate(lab: Any, port: int, run: Path, *more: str) -> float:
+        """Response tokens a second, of the steps after the second."""
         done = lab.train_run(run, port, f"trainer.total_steps={rounds}", *more, timeout_s=600.0)
         if done.returncode:
             raise RuntimeError(done.stderr[-3000:])
         lines = [line for line in read_metrics(run / "metrics.jsonl") if line["step"] > 2]
         seconds = sum(line["time/step_s"] for line in lines)
-        switching = sum(
-            line.get("time/switch_s", 0.0) + line.get("time/train/onload", 0.0) + line.get("time/train/offload", 0.0)
-            for line in lines
-        )
-        return sum(line["rollout/response_tokens"] for line in lines) / seconds, switching / seconds
+        return sum(line["rollout/response_tokens"] for line in lines) / seconds
 
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         lab = make_lab(Path(folder))
         with ServerProcess(lab.teacher, lab.root) as server:
             work = ["data.max_response_length=48", "trainer.global_batch_size=16", "rollout.cpu_kv_cache_mib=64"]
-            own, _ = rate(lab, server.port, Path(folder) / "own", *work)
-            shared, switching = rate(lab, server.port, Path(folder) / "shared", *work, "trainer.colocate=true")
+            own = rate(lab, server.port, Path(folder) / "own", *work)
+            shared = rate(lab, server.port, Path(folder) / "shared", *work, "trainer.colocate=true")
     figures = [
         Figure("throughput a slot, in turns / disjoint", shared / (own / 2)),
         Figure("throughput, in turns on one slot / disjoint on two", shared / own),
-        Figure("share of a step that is switching", switching),
     ]
     rows = [["disjoint", "2", f"{own:.1f}", f"{own / 2:.1f}"], ["in turns", "1", f"{shared:.1f}", f"{shared:.1f}"]]
     table = Table("response tokens a second", ["", "slots", "all", "a slot"], rows)

@@ -150,7 +150,9 @@ def test_states_are_where_the_settings_and_the_calls_say(slots: Pool, model: Pat
     try:
         assert moved.is_away(), "from the start on"
         first = moved.pool.train_step(some)
-        assert moved.is_away() and {"time/train/onload", "time/train/offload"} <= first.extra.keys()
+        cost = moved.pool.memory_numbers()
+        assert moved.is_away() and {"time/train/onload", "time/train/offload"} <= cost.keys()
+        assert cost["memory/train/before_onload"] == 0 < cost["memory/train/after_onload"]
         got = [numbers(first), numbers(moved.pool.evaluate(some, meta=KEEP))]
         assert moved.held()["params"] > 0 == moved.held()["optimizer"], "only what an evaluation needs"
         moved.export()

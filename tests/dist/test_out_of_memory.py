@@ -39,6 +39,10 @@ class Weights:
     def save_hf(self, folder: Path, model: str) -> None:
         self.gib = 1 + self.rank
 
+    def snapshot(self) -> None:
+        if self.rank == 0:
+            torch.empty(2**50)
+
     def load_checkpoint(self, folder: Path) -> None:
         self.gib = 0
         if self.rank == 1:
@@ -90,3 +94,5 @@ def test_a_rank_that_runs_out_says_why_on_the_driver(actor: ActorPool, tmp_path:
     assert f"trainer.n_gpus_per_node={N_RANKS}: fewer ranks on this host" in text
     (line,) = (line for line in text.splitlines() if line.startswith("saved: "))
     assert json.loads(Path(line.removeprefix("saved: ")).read_text())["who"] == "actor rank 1"
+    with pytest.raises(OutOfMemory, match=r"actor rank 0 ran out of memory of the host \(saving a checkpoint\)"):
+        actor.save(tmp_path / "saved")

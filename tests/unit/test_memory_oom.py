@@ -215,7 +215,7 @@ def test_the_advice_names_real_keys_and_their_values() -> None:
     """Fails if a user is sent to a key that is not there, or is shown another value than the run had."""
     for overrides in ([], ["actor.strategy=fsdp2"], ["actor.max_tokens_per_micro_batch=9999", "trainer.colocate=true"]):
         run = config(*overrides)
-        for phase in ("training step", "evaluation", "sending weights", "export"):
+        for phase in ("training step", "evaluation", "sending weights", "export", "teacher scoring"):
             for on_cuda in (True, False):
                 lines = advised(run, phase=phase, on_cuda=on_cuda).splitlines()
                 assert lines
@@ -243,9 +243,30 @@ def test_the_advice_fits_the_run() -> None:
     assert "fsdp_cpu_offload" not in advised(config(*sharded, "actor.fsdp_cpu_offload=true"))
     assert "fsdp_cpu_offload" not in advised(config()) and "actor.tp=1" in advised(config())
     assert "fsdp_cpu_offload" not in advised(config(*sharded), on_cuda=False)
-    assert "gpu_memory_utilization" not in advised(config())
-    assert "rollout.gpu_memory_utilization=0.85" in advised(config("trainer.colocate=true"))
+    assert "gpu_memory_utilization" not in advised(config("trainer.colocate=true")), "the engine sleeps meanwhile"
     assert "weight_sync.bucket_mib=256" in advised(config(), phase="sending weights")
+    assert "data.max_response_length" not in advised(config(), phase="sending weights")
     assert "expandable_segments" not in advised(config())
     assert advised(config(), fragmented=True).startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     assert "expandable" not in advised(config(), fragmented=True, conf="expandable_segments:True")
+
+
+@pytest.mark.parametrize(
+    ("phase", "key", "others"),
+    [
+        ("teacher scoring", "teacher.fsdp_cpu_offload", ["teacher.backend=local", "teacher.path=t"]),
+        ("reference logprobs", "reference.fsdp_cpu_offload", ["distill.reference_kl_weight=0.1"]),
+    ],
+)
+def test_the_advice_for_a_model_beside_the_student(phase: str, key: str, others: list[str]) -> None:
+    """Fails if whoever's pass ran out is told what the run does already, or only of the student's own keys."""
+    stays = advised(config(*others, f"{key}=false"), phase=phase)
+    assert f"{key}=False: set it to true" in stays and "actor.micro_batch_size=8: lower it" in stays
+    assert "offload_train" not in stays, "the states move already"
+    assert not any(word in stays for word in ("recompute", "logits_chunk_mib"))
+    hosted = advised(config(*others, "actor.max_tokens_per_micro_batch=4096"), phase=phase)
+    assert key not in hosted and "actor.max_tokens_per_micro_batch=4096: lower it" in hosted
+    assert "actor.offload_train=False: set it to true" in hosted
+    for away in (["actor.offload_train=true"], ["actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true"]):
+        assert "offload_train" not in advised(config(*others, *away), phase=phase)
+    assert "offload" not in advised(config(*others), phase=phase, on_cuda=False)

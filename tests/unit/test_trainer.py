@@ -104,11 +104,15 @@ def test_the_memory_of_every_line_is_in_it(tmp_path: Path) -> None:
     make(tmp_path / "on", world, *settings, val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "on" / "run" / "metrics.jsonl")
     assert [line["memory/training_step/peak_gib"] for line in lines] == [1.5] * 3
-    assert world.memory_asked == 3
+    assert world.memory_asked == 4, "also after the last line"
     world = World()
     make(tmp_path / "off", world, *settings, "memory.timeline=false", val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "off" / "run" / "metrics.jsonl")
     assert world.memory_asked == 0 and not [name for line in lines for name in line if name.startswith("memory/")]
+    world = World()
+    make(tmp_path / "moves", world, *settings, "memory.timeline=false", "actor.offload_train=true").fit()
+    lines = read_metrics(tmp_path / "moves" / "run" / "metrics.jsonl")
+    assert world.memory_asked == 4 and all("memory/training_step/peak_gib" in line for line in lines)
 
 
 class Streams(World):
