@@ -33,7 +33,7 @@ from gkd.log import get_logger
 from gkd.preflight import Plan
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.chunks import CHUNK_SIZE
-from gkd.rollout.engine import CPU_ENV
+from gkd.rollout.engine_start import CPU_ENV
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.schedule import STREAM

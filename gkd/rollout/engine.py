@@ -6,72 +6,21 @@ never sees text, so student tokens are never re-tokenized.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from gkd.config import RolloutConfig
 from gkd.errors import ClusterError, DataError
-from gkd.imports import quick_imports
+from gkd.rollout.engine_start import start_vllm
 from gkd.rollout.residency import PARTS, WEIGHTS, Residency, check_level
+from gkd.rollout.sampling import Request, Sampling, vllm_params
 from gkd.rollout.usage import EngineUsage, PassMeter
-from gkd.types import Prompt, Rollout, VersionSpan
+from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.transfer import GroupSpec
-
-# What vLLM reads from the environment when it is imported; `gkd.cluster` puts it into the actor's environment.
-CPU_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-}
-
-# What its construction is at, by the functions of vLLM that it is in.
-ENGINE_PHASES = {
-    "_find_and_load": "importing",
-    "init_device": "joining its workers' group",
-    "initialize_model": "building the model",
-    "load_weights": "loading weights",
-    "process_weights_after_loading": "laying out weights",
-    "determine_available_memory": "measuring memory",
-    "initialize_from_config": "making the KV cache",
-    "compile_or_warm_up_model": "warming up",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How one user of the engine samples. temperature 0 is greedy."""
-
-    n: int
-    temperature: float
-    top_p: float
-    max_tokens: int
-    seed: int
-
-
-@dataclass(slots=True)
-class _Request:
-    """One sequence that is being written."""
-
-    owner: Hashable
-    prompt: Prompt
-    index: int  # its sample_index
-    engine_id: str  # vLLM's own name of it
-    spans: list[VersionSpan] = field(default_factory=list)  # of the versions before the current one
-
-    def written(self, stop: int, policy_version: int) -> None:
-        """That version wrote what there is up to token `stop` and no span covers yet; nothing if there is no such."""
-        start = self.spans[-1].stop if self.spans else 0
-        if stop > start and self.spans and self.spans[-1].policy_version == policy_version:
-            start = self.spans.pop().start
-        if stop > start:
-            self.spans.append(VersionSpan(start, stop, policy_version))
 
 
 class RolloutEngine:
@@ -102,46 +51,20 @@ class RolloutEngine:
         trust_remote_code: bool = False,
         can_sleep: bool = False,
     ) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        with quick_imports():
-            from vllm import LLM
-
-        on_cpu = device == "cpu"
         self.policy_version = 0
         self._eos_ids = list(eos_ids)
         self._serial = 0
-        self._running: dict[str, _Request] = {}
+        self._running: dict[str, Request] = {}
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
         self._meter = PassMeter(config.max_num_seqs)
-        self.llm = LLM(
-            model=model_path,
+        self.llm = start_vllm(
+            model_path,
+            config,
             dtype=dtype,
-            tensor_parallel_size=config.tp,
             max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            enforce_eager=config.enforce_eager or on_cpu,
-            skip_tokenizer_init=True,
+            device=device,
             trust_remote_code=trust_remote_code,
-            disable_log_stats=True,
-            # The logprobs of the distribution that was sampled from: temperature and top-p applied.
-            logprobs_mode="processed_logprobs",
-            # Never "ray": inside a Ray actor vLLM would choose it, and wait for GPUs that this very actor holds.
-            distributed_executor_backend="mp" if config.tp > 1 else "uni",
-            worker_extension_cls="gkd.rollout.weights.WeightReceiver",
-            **(
-                {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
-                if on_cpu
-                # This kernel computes experts from the weights as they are loaded; others reorder them once, at start.
-                #
-                # gpu_memory_utilization is a share of the whole GPU, also where others hold some of it: vLLM refuses to
-                # start if less than that is free, and if others give memory back while it measures how much its own
-                # passes take. What others take only later, it does not know of.
-                else {
-                    "gpu_memory_utilization": config.gpu_memory_utilization,
-                    "moe_backend": "triton",
-                    "enable_sleep_mode": can_sleep,
-                }
-            ),
+            can_sleep=can_sleep,
         )
         self._residency = Residency(self._call_workers, can_sleep=can_sleep)
 
@@ -182,9 +105,7 @@ class RolloutEngine:
             DataError: a prompt leaves no room for a response. Those before it have begun.
             ClusterError: a part of the engine is asleep, or its weights are none.
         """
-        from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
-        from vllm.sampling_params import RequestOutputKind
 
         self._residency.require(PARTS, "write")
         self._residency.require_content("write")
@@ -196,24 +117,13 @@ class RolloutEngine:
             for index in range(place * sampling.n, (place + 1) * sampling.n):
                 self._serial += 1
                 request_id = str(self._serial)
-                params = SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    max_tokens=sampling.max_tokens,
-                    seed=_sequence_seed(sampling.seed, index),
-                    logprobs=0,
-                    flat_logprobs=True,
-                    detokenize=False,
-                    stop_token_ids=self._eos_ids,
-                    ignore_eos=True,  # there is no tokenizer here that would know it; eos_ids decide
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
+                params = vllm_params(sampling, index, self._eos_ids)
                 tokens = {"prompt_token_ids": prompt.token_ids.tolist()}
                 try:
                     engine_id = self.llm.llm_engine.add_request(request_id, tokens, params)
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
-                self._running[request_id] = _Request(owner, prompt, index, engine_id)
+                self._running[request_id] = Request(owner, prompt, index, engine_id)
                 self._meter.added(len(prompt.token_ids))
 
     @property
@@ -249,7 +159,7 @@ class RolloutEngine:
         self._finished.pop(owner, None)
         self._meter.dropped(len(self._running))
 
-    def _rollout(self, request: _Request, completion: Any) -> Rollout:
+    def _rollout(self, request: Request, completion: Any) -> Rollout:
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         flat = completion.logprobs
         # logprobs=0 keeps the sampled token only (it may stand beside the top one): its first entry a position
@@ -376,7 +286,3 @@ class RolloutEngine:
         self._residency.require([WEIGHTS], "show its weights")
         self._residency.require_content("show its weights")
         return self.llm.collective_rpc("gkd_digests")[0]
-
-
-def _sequence_seed(seed: int, sample_index: int) -> int:
-    return int(np.random.SeedSequence([seed, sample_index]).generate_state(1, np.uint32)[0])

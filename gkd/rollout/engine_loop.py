@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from gkd.errors import ClusterError
 from gkd.log import get_logger
-from gkd.rollout.engine import Sampling
+from gkd.rollout.sampling import Sampling
 from gkd.types import Prompt, Rollout
 
 log = get_logger("engine_loop")

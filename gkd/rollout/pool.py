@@ -15,7 +15,7 @@ from gkd.errors import ClusterError, LateError
 from gkd.roles import GreedyReport, RolloutChunk
 from gkd.rollout.asked import encode_prompts
 from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks
-from gkd.rollout.engine import Sampling
+from gkd.rollout.sampling import Sampling
 from gkd.rollout.stream import EngineStreams, next_chunk
 from gkd.rollout.usage import RolloutUsage
 from gkd.types import Prompt

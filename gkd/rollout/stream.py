@@ -16,7 +16,7 @@ from gkd.log import get_logger
 from gkd.roles import RolloutChunk
 from gkd.rollout.asked import encode_prompts
 from gkd.rollout.chunks import decode_sizes
-from gkd.rollout.engine import Sampling
+from gkd.rollout.sampling import Sampling
 from gkd.types import Prompt
 
 log = get_logger("rollout_stream")

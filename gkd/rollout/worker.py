@@ -19,9 +19,11 @@ from gkd.log import get_logger
 from gkd.roles import Sample
 from gkd.rollout.asked import decode_prompts
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
-from gkd.rollout.engine import ENGINE_PHASES, RolloutEngine, Sampling
+from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.engine_loop import EngineLoop
+from gkd.rollout.engine_start import ENGINE_PHASES
 from gkd.rollout.residency import KV_CACHE, WEIGHTS
+from gkd.rollout.sampling import Sampling
 from gkd.rollout.usage import EngineUsage
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket

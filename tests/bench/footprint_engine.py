@@ -22,7 +22,8 @@ def main(model: str, device: str, n_prompts: int) -> dict[str, int]:
     from vllm import LLM  # noqa: F401
 
     import gkd.rollout.weights  # noqa: F401
-    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.sampling import Sampling
 
     torch.set_num_threads(1)
     meter = Meter(torch.device(device))

@@ -22,7 +22,8 @@ from gkd.balance import select
 from gkd.config import Config
 from gkd.manifest import digest_bytes
 from gkd.roles import FileDigest, TrainStats
-from gkd.rollout.engine import RolloutEngine, Sampling
+from gkd.rollout.engine import RolloutEngine
+from gkd.rollout.sampling import Sampling
 from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker import RolloutWorker
 from gkd.split.rates import Rates

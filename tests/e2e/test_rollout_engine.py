@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.rollout.engine import CPU_ENV
+from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import EOS, VOCAB, Lab
 
@@ -33,7 +33,8 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
 
     from gkd.config import RolloutConfig
     from gkd.errors import GkdError
-    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, plan_buckets
     from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.rollout.engine import CPU_ENV
+from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt
 
 pytestmark = pytest.mark.e2e
@@ -55,7 +55,8 @@ def _probe(old: Path, new: Path, port: int) -> dict[str, Any]:
 
     from gkd.config import RolloutConfig
     from gkd.errors import WeightSyncError
-    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, digest, plan_buckets
     from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 

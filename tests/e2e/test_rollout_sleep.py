@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.rollout.engine import CPU_ENV
+from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_rollout_experts import VOCAB as EXPERTS_VOCAB
@@ -55,7 +55,8 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
 
     from gkd.config import RolloutConfig
     from gkd.errors import GkdError
-    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, digest, plan_buckets
     from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 
@@ -287,7 +288,8 @@ def test_what_an_engine_without_its_memory_cannot_do(probe: dict[str, Any]) -> N
 
 def _probe_two_workers(student: Path) -> dict[str, Any]:
     from gkd.config import RolloutConfig
-    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.sampling import Sampling
 
     config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
     engine = RolloutEngine(

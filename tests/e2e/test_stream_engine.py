@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.rollout.engine import CPU_ENV
+from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt, Rollout
 from tests.e2e.conftest import EOS, VOCAB, Lab
 
@@ -63,8 +63,9 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from gkd.config import RolloutConfig
-    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.engine_loop import EngineLoop
+    from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, plan_buckets
     from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 

@@ -53,7 +53,8 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
 
     from gkd.config import RolloutConfig
     from gkd.errors import GkdError
-    from gkd.rollout.engine import RolloutEngine, Sampling
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, plan_buckets
     from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 

@@ -20,8 +20,8 @@ from gkd.config import Config, RolloutConfig
 from gkd.errors import ClusterError, DataError, WeightSyncError
 from gkd.rollout.asked import encode_prompts
 from gkd.rollout.chunks import decode_sizes
-from gkd.rollout.engine import Sampling, _Request
 from gkd.rollout.engine_loop import EngineLoop
+from gkd.rollout.sampling import Request, Sampling
 from gkd.rollout.stream import least_busy
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
@@ -530,7 +530,7 @@ def test_a_streamed_prompt_leaves_as_its_rollouts_and_their_sizes() -> None:
 
 def test_spans_say_which_version_wrote_which_tokens() -> None:
     """Fails if a version that wrote nothing of a sequence is counted as stale, or one that was pushed twice as two."""
-    request = _Request("owner", prompts(0)[0], 0, "id")
+    request = Request("owner", prompts(0)[0], 0, "id")
     for stop, version in ((0, 1), (3, 2), (3, 3), (5, 4), (7, 4), (8, 6)):
         request.written(stop, version)
     assert request.spans == [VersionSpan(0, 3, 2), VersionSpan(3, 7, 4), VersionSpan(7, 8, 6)]

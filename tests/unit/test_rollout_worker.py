@@ -14,7 +14,7 @@ from gkd.errors import ClusterError, DataError
 from gkd.roles import RolloutChunk
 from gkd.rollout.asked import decode_prompts, encode_prompts
 from gkd.rollout.chunks import dataset_chunks, decode_sizes, encode_sizes
-from gkd.rollout.engine import Sampling, _sequence_seed
+from gkd.rollout.sampling import Sampling, sequence_seed
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
 
@@ -260,6 +260,6 @@ def test_states_are_offloaded_by_the_names_that_the_actor_uses() -> None:
 
 def test_no_two_sequences_share_a_seed() -> None:
     """If it fails, a prompt that stands twice in a batch, or comes again in a later step, is answered alike."""
-    seeds = {_sequence_seed(1 + step, index) for step in range(40) for index in range(64)}
+    seeds = {sequence_seed(1 + step, index) for step in range(40) for index in range(64)}
     assert len(seeds) == 40 * 64
-    assert _sequence_seed(5, 6) == _sequence_seed(5, 6)
+    assert sequence_seed(5, 6) == sequence_seed(5, 6)
