@@ -1,0 +1,98 @@
+"""A loss over chunks of rows, as functions of autograd: no more logits exist at a time than a chunk has.
+
+Gradients are made in the forward pass, while a chunk's logits are there, which saves the second product with the LM
+head that recomputing them would take. The loss is a sum over rows, so the backward pass only scales them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gkd.loss.row_kernels import statistics_dtype
+from gkd.types import TokenTargets
+
+if TYPE_CHECKING:
+    from gkd.loss.distill_loss import DistillLoss
+
+
+class HeadLoss(torch.autograd.Function):
+    """See `DistillLoss.from_hidden`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: TokenTargets, loss: DistillLoss, reduce_hidden_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        want_hidden, want_head = ctx.needs_input_grad[:2]
+        targets = targets.on(hidden.device)
+        v_valid = loss.shard.n_columns(len(head))
+        valid_head = head[:v_valid]
+        hidden_grad = torch.empty_like(hidden) if want_hidden else None
+        # Chunks add up in float32: a sum of many bfloat16 parts would lose the small ones.
+        head_grad = torch.zeros_like(head, dtype=statistics_dtype(head)) if want_head else None
+        sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
+        step = loss.rows_of_chunk(len(head), hidden.element_size())  # of the padded size: the same on all ranks
+        buffer = hidden.new_empty((min(step, len(hidden)), v_valid))
+        for start in range(0, len(hidden), step):
+            rows = slice(start, min(start + step, len(hidden)))
+            logits = torch.mm(hidden[rows], valid_head.T, out=buffer[: rows.stop - start])
+            sums += loss.chunk(logits, targets, rows, want_grad=want_hidden or want_head)
+            if hidden_grad is not None:
+                torch.mm(logits, valid_head, out=hidden_grad[rows])
+            if head_grad is not None:
+                _add_product(head_grad[:v_valid], logits.T, hidden[rows])
+        if hidden_grad is not None and reduce_hidden_grad and loss.shard.group is not None:
+            dist.all_reduce(hidden_grad, group=loss.shard.group)
+        ctx.save_for_backward(hidden_grad, None if head_grad is None else head_grad.to(head.dtype))
+        ctx.mark_non_differentiable(sums)
+        return sums[0].to(statistics_dtype(hidden), copy=True), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: autograd notices a second backward pass, which would find scaled gradients, and refuses it.
+        hidden_grad, head_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
+        return hidden_grad, head_grad, None, None, None
+
+
+class LogitsLoss(torch.autograd.Function):
+    """`DistillLoss.from_logits` where the teacher's distribution is there as a whole."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: DistillLoss) -> tuple[Tensor, Tensor]:
+        (want_grad, *_) = ctx.needs_input_grad
+        targets = targets.on(logits_local.device)
+        n_rows, v_local = logits_local.shape
+        v_valid = loss.shard.n_columns(v_local)
+        step = loss.rows_of_chunk(v_local, logits_local.element_size())
+        # The gradient takes the place of the logits, chunk by chunk.
+        grad = logits_local.detach() if want_grad else None
+        sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=logits_local.device)
+        for start in range(0, n_rows, step):
+            rows = slice(start, min(start + step, n_rows))
+            sums += loss.chunk(logits_local[rows, :v_valid], targets, rows, want_grad=want_grad)
+        if grad is not None:
+            grad[:, v_valid:] = 0.0
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(sums)
+        return sums[0].to(statistics_dtype(logits_local), copy=True), sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return grad.mul_(grad_outputs[0]), None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in the dtype of `total`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)  # the sum leaves the tensor cores in float32
+    else:
+        total += torch.mm(a, b)
