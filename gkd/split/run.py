@@ -39,7 +39,7 @@ from gkd.teacher_meter import SEQUENCES, TOKENS
 
 WARM_UP = 2  # steps that are left out: what is loaded, compiled or cached for the first time
 _LEAST = 4  # steps after them
-_STAGES = ("rollout", "teacher", "train", "weight_sync")
+_STAGES = ("rollout", "teacher", "reference", "train", "weight_sync")
 _OF_TEACHER = (SEQUENCES, TOKENS, *map(busy_name, WORKERS))
 
 
@@ -291,11 +291,13 @@ def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, floa
 
 
 def _training(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
-    """Seconds of a step, and of a token of its largest data-parallel group."""
+    """Seconds of a step, and of a token of its largest data-parallel group; a reference's pass, which the same ranks
+    make right before it, included.
+    """
     tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"]) / sizes.dp
     if not config.actor.balance:
         tokens = table["perf/group_tokens_max"]
-    fitted = line(tokens, table["time/train_s"])
+    fitted = line(tokens, table["time/train_s"] + table.get("time/reference_s"))
     if fitted.is_assumed:
         notes.append("training is taken as proportional to the tokens: the steps' tokens differ too little")
     return fitted.fixed, fitted.slope

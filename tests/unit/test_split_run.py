@@ -63,6 +63,19 @@ def test_the_run_s_own_step_is_predicted(tmp_path: Path) -> None:
     assert predicted.step_s * (1 - predicted.waited["teacher"]) == pytest.approx(waited_s, rel=0.03)
 
 
+def test_a_reference_s_pass_is_part_of_the_training(tmp_path: Path) -> None:
+    """Fails if more actor ranks are said to leave the time of a reference's pass, which they share, as it is."""
+    folder = write_run(tmp_path, settings(tmp_path), RATES)
+    lines = lines_of(folder)
+    for step in lines:
+        step["time/reference_s"] = 0.5 * step["time/train_s"]
+        step["time/step_s"] += step["time/reference_s"]
+    keep(folder, lines)
+    rates = read_run([folder]).rates
+    assert rates.train_token_s == pytest.approx(1.5 * RATES.train_token_s, rel=0.02)
+    assert rates.other_s == pytest.approx(RATES.other_s, rel=0.02)
+
+
 def test_what_equal_steps_cannot_show_is_assumed_and_said(tmp_path: Path) -> None:
     """Fails if a rate that nothing was measured for looks like the others."""
     config = settings(tmp_path)
