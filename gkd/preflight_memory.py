@@ -9,11 +9,10 @@ from functools import partial
 
 from gkd.cluster.cards import machine_cards, visible_cards
 from gkd.config import ClusterConfig, Config
-from gkd.config_sharing import reference_folder
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint import RankFootprint, check, footprint
-from gkd.footprint.folder import read_model_folder
+from gkd.footprint import RankFootprint, check
 from gkd.footprint.limits import gib, on_card, state_fits
+from gkd.footprint.models import read_models
 from gkd.footprint.table import footprint_table, kv_line, sums_line
 from gkd.footprint.turns import turns_table
 from gkd.log import get_logger
@@ -34,18 +33,8 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     """
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
-        folder = read_model_folder(config.model.path, "model.path")
-        teacher = read_model_folder(config.teacher.path, "teacher.path") if config.teacher.path else None
-        kept = reference_folder(config)
-        other = read_model_folder(kept, "reference.path") if kept else None
-        refit = partial(
-            footprint,
-            config_json=folder.config_json,
-            tensors=folder.tensors,
-            teacher_hidden=teacher_hidden,
-            local_teacher=None if teacher is None else (teacher.config_json, teacher.tensors),
-            reference=None if other is None else (other.config_json, other.tensors),
-        )
+        models = read_models(config)
+        refit = partial(models.footprint, teacher_hidden=teacher_hidden)
         found: Sequence[RankFootprint] = refit(config)
     except ModelError as error:  # fsdp2 takes models that name their sizes otherwise
         log.warning("nobody can tell how much memory this run will need: %s", error)
@@ -56,7 +45,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     card_bytes = smallest_card(config.cluster)
     found = on_card(found, card_bytes, config)
     log.info("memory by rank:\n%s", footprint_table(found, card_bytes))
-    log.info(kv_line(found, folder.shape, card_bytes, config))
+    log.info(kv_line(found, models.student.shape, card_bytes, config))
     if config.trainer.colocate:
         log.info(turns_table(found, card_bytes, config))
     if card_bytes is None:

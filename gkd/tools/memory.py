@@ -15,11 +15,11 @@ from gkd.cluster.cards import card_bytes
 from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.config_load import load_config
-from gkd.config_sharing import reference_folder
 from gkd.errors import ConfigError, GkdError
-from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
+from gkd.footprint import RankFootprint, check, teacher_footprint
 from gkd.footprint.folder import ModelFolder, read_model_folder
 from gkd.footprint.limits import on_card
+from gkd.footprint.models import RunModels, read_models
 from gkd.footprint.reference import reference
 from gkd.footprint.table import as_json, footprint_table, kv_line, reference_table
 from gkd.footprint.turns import turns_by_rank, turns_table
@@ -41,16 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         card = card_bytes(args.gpu_gib)
         config = load_config(args.config, args.overrides)
         check_config(config)
-        student = read_model_folder(config.model.path, "model.path")
+        models = read_models(config)
         teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
-        if config.teacher.backend == "local":
-            if teacher is not None:
-                problem = "teacher.backend is local: teacher.path is the teacher, and on the actor's ranks."
-                raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
-            teacher = read_model_folder(config.teacher.path, "teacher.path")
-        path = reference_folder(config)
-        kept = read_model_folder(path, "reference.path") if path else None
-        found = on_card(_footprints(config, student, teacher, kept), card, config)
+        if teacher is not None and models.local_teacher is not None:
+            problem = "teacher.backend is local: teacher.path is the teacher, and on the actor's ranks."
+            raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
+        found = on_card(_footprints(config, models, teacher), card, config)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
@@ -59,15 +55,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     def refit(changed: Config) -> list[RankFootprint]:
-        return _footprints(changed, student, teacher, kept)
+        return _footprints(changed, models, teacher)
 
     problems = [] if card is None else check(found, card, config, refit)
-    known = reference(student.shape) if student.shape.is_exact() else {}
+    known = reference(models.student.shape) if models.student.shape.is_exact() else {}
     if args.json:
         extra: dict[str, Any] = {"reference": known, "turns": turns_by_rank(found, card, config)}
         print(json.dumps(as_json(found, card, problems, extra), indent=1), flush=True)
     else:
-        lines = [footprint_table(found, card), kv_line(found, student.shape, card, config)]
+        lines = [footprint_table(found, card), kv_line(found, models.student.shape, card, config)]
         if config.trainer.colocate:
             lines.append(turns_table(found, card, config))
         if known:
@@ -79,22 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-def _footprints(
-    config: Config, student: ModelFolder, teacher: ModelFolder | None, kept: ModelFolder | None
-) -> list[RankFootprint]:
-    """Args: kept: the reference's folder, where the actor's ranks hold one."""
-    is_local = config.teacher.backend == "local"
-    found = [
-        *footprint(
-            config,
-            student.config_json,
-            tensors=student.tensors,
-            teacher_hidden=None if teacher is None else teacher.shape.hidden,
-            local_teacher=(teacher.config_json, teacher.tensors) if is_local and teacher is not None else None,
-            reference=None if kept is None else (kept.config_json, kept.tensors),
-        )
-    ]
-    if teacher is not None and not is_local:
+def _footprints(config: Config, models: RunModels, teacher: ModelFolder | None) -> list[RankFootprint]:
+    """Args: teacher: the folder of a server's."""
+    found = [*models.footprint(config, None if teacher is None else teacher.shape.hidden)]
+    if teacher is not None:
         longest = config.data.max_prompt_length + config.data.max_response_length
         found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
     return found

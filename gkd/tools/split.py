@@ -20,8 +20,8 @@ from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.config_load import load_config
 from gkd.errors import ConfigError, GkdError
-from gkd.footprint import check, footprint
-from gkd.footprint.folder import read_model_folder
+from gkd.footprint import check
+from gkd.footprint.models import read_models
 from gkd.schedule import AHEAD, STREAM
 from gkd.split import layout
 from gkd.split.calibration import SCHEDULER, calibrate, calibration_folder
@@ -115,13 +115,13 @@ def _memory_check(config: Config, card: int) -> CheckMemory:
     """Whether the pools fit on cards of so many bytes; the teacher's own memory is its server's business.
 
     Raises:
-        ConfigError: the run's model is not there any more.
+        ConfigError: a model of the run is not there any more.
         ModelError: its config.json does not say its sizes.
     """
-    folder = read_model_folder(config.model.path, "model.path")
+    models = read_models(config)
 
     def problems(changed: Config) -> list[str]:  # of many splits; other splits are the fix
-        return check(footprint(changed, folder.config_json, tensors=folder.tensors), card, changed)
+        return check(models.footprint(changed), card, changed)
 
     return problems
 

@@ -10,8 +10,9 @@ import pytest
 from gkd.config import Config
 from gkd.config_check import check_config
 from gkd.config_load import config_yaml, load_config
+from gkd.footprint.models import read_models
 from gkd.split.run import read_run
-from gkd.tools.split import main
+from gkd.tools.split import _memory_check, main
 from tests.unit.split_run import settings, write_run
 from tests.unit.test_footprint import QWEN25_15B
 from tests.unit.test_split_run import RATES
@@ -228,3 +229,18 @@ def test_a_calibration_that_is_refused_says_so(tmp_path: Path, capfd: pytest.Cap
     err = capfd.readouterr().err
     assert "nowhere" in err and "was refused, see above" in err and "--calibration-dir" in err
     assert main(["--gpus", "8", "--calibrate", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_a_reference_beside_the_actor_counts(tmp_path: Path) -> None:
+    """Fails if a split is recommended whose actor has no room for the reference that it trains with."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(QWEN25_15B))
+    base = (f"model.path={model}", "actor.recompute=full", "data.max_response_length=512")
+    free = settings(tmp_path, *base)
+    held = settings(tmp_path, *base, "distill.reference_kl_weight=0.1", "reference.fsdp_cpu_offload=false")
+    (actor, *_) = read_models(free).footprint(free)
+    (beside, *_) = read_models(held).footprint(held)
+    card = (actor.total_bytes + beside.total_bytes) // 2
+    assert beside.total_bytes > actor.total_bytes
+    assert not _memory_check(free, card)(free) and "actor rank 0 needs" in _memory_check(held, card)(held)[0]
