@@ -22,7 +22,8 @@ from gkd.model_splits import check_engine_split
 from gkd.preflight_memory import check_memory
 from gkd.preflight_teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
 from gkd.replay_check import check_replay
-from gkd.run_folder import RunFolder, named_checkpoint, open_run_folder
+from gkd.run_folder import RunFolder
+from gkd.run_start import named_checkpoint, open_run_folder
 from gkd.schedule import STREAM
 from gkd.teacher.base import TeacherInfo
 from gkd.types import Prompt

@@ -30,7 +30,7 @@ from gkd.log import get_logger
 from gkd.metrics import read_metrics
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
-from gkd.run_folder import open_run_folder
+from gkd.run_start import open_run_folder
 from gkd.split.rates import Rates, Sizes
 from gkd.split.run import WARM_UP, read_run
 from gkd.split.simulate import simulate

@@ -27,7 +27,7 @@ from gkd.frozen.model import head_refusal
 from gkd.frozen.preflight import check_reference
 from gkd.metrics import read_metrics
 from gkd.roles import RolloutChunk, ScoredChunk
-from gkd.run_folder import open_run_folder
+from gkd.run_start import open_run_folder
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.unit.test_footprint import GSM8K, QWEN25_15B

@@ -18,7 +18,8 @@ from gkd.config_check import all_keys
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import Sample, TokenRecord
-from gkd.run_folder import RunFolder, open_run_folder
+from gkd.run_folder import RunFolder
+from gkd.run_start import open_run_folder
 from gkd.same_run import FREE_IF_CONSTANT, FREE_ON_RESUME
 from tests.unit.checkpoint_files import check_actor, written
 from tests.unit.kills import in_child

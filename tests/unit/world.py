@@ -28,7 +28,7 @@ from gkd.roles import (
     TrainStats,
 )
 from gkd.rollout.usage import EngineUsage, RolloutUsage
-from gkd.run_folder import open_run_folder
+from gkd.run_start import open_run_folder
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 from tests.unit.checkpoint_files import check_actor, write_actor
