@@ -35,6 +35,24 @@ def advice(config: Config, shortage: Shortage, environ: Mapping[str, str]) -> li
     return lines + _states(config, shortage)
 
 
+def engine_advice(config: Config, shortage: Shortage) -> list[str]:
+    """The same for a rollout engine; `shortage.phase` as in `gkd.rollout.worker`."""
+    rollout = config.rollout
+    if not shortage.on_cuda:
+        cache = f"rollout.cpu_kv_cache_mib={rollout.cpu_kv_cache_mib}: lower it"
+        return [cache, f"rollout.n_gpus_per_node={rollout.n_gpus_per_node}: fewer engines on this host"]
+    lines = []
+    if shortage.phase == "receiving weights":
+        lines.append(f"weight_sync.bucket_mib={config.weight_sync.bucket_mib}: lower it")
+    share = f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}"
+    if shortage.phase != "offloading states":
+        others = ", so that more is left for the actor on the same GPUs" if config.trainer.colocate else ""
+        lines.append(f"{share}: lower it{others}")
+        lines.append(f"rollout.max_num_seqs={rollout.max_num_seqs}: lower it")
+    lines.append(f"rollout.tp={rollout.tp}: split an engine over more GPUs")
+    return lines
+
+
 def _against_fragmentation(environ: Mapping[str, str]) -> list[str]:
     if any("expandable_segments:True" in environ.get(name, "") for name in ALLOCATOR_VARIABLES):
         return []

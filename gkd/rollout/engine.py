@@ -274,6 +274,11 @@ class RolloutEngine:
         """Bytes of "weights" (buffers included) and "kv_cache" on the devices of all its workers together."""
         return self._residency.memory_bytes()
 
+    def process_memory(self) -> dict[str, int]:
+        """Bytes, of its workers the largest: `host_rss` of a process, and on CUDA `device_used` by everybody."""
+        answers: list[dict[str, int]] = self._call_workers("gkd_process_memory")
+        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
     def _call_workers(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = self.llm.collective_rpc(method, args=args)
         return answers

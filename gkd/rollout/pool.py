@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ import ray
 from gkd.cluster.calls import Pending, gather
 from gkd.config import Config
 from gkd.errors import ClusterError, LateError
+from gkd.memory.timeline import merge
 from gkd.roles import GreedyReport, RolloutChunk
 from gkd.rollout.asked import encode_prompts
 from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks
@@ -36,9 +38,10 @@ class RolloutPool:
 
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
         """Start building all engines; returns refs by name, to be gathered."""
+        run_dir = Path(self._config.trainer.run_dir).absolute()
         self._eos_ids = frozenset(eos_ids)
         return {
-            f"rollout engine {i}": worker.init_model.remote(self._config, device, list(eos_ids))
+            f"rollout engine {i}": worker.init_model.remote(self._config, device, list(eos_ids), run_dir)
             for i, worker in enumerate(self.workers)
         }
 
@@ -124,7 +127,8 @@ class RolloutPool:
         refs = {f"rollout engine {i}": worker.usage.remote() for i, worker in enumerate(self.workers)}
         engines = gather(refs, "usage", self._config.trainer.stage_timeout_s)
         answer_s, self._answer_s = self._answer_s, 0.0
-        return RolloutUsage(list(engines.values()), answer_s)
+        found = list(engines.values())
+        return RolloutUsage(found, answer_s, merge([engine.memory for engine in found]))
 
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
         """Have all engines free their GPUs, side by side; see `RolloutWorker.offload_states`. Whatever is asked of an

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gkd.memory.usage import read_usage
 from gkd.rollout.residency import KV_CACHE, PARTS, WEIGHTS
 
 _NAN_BYTE = 0xFF  # a float of such bytes, of any width, is a NaN
@@ -82,6 +83,12 @@ class Sleeper:
             allocations = list(get_mem_allocator_instance().pointer_to_data.values())
             return {p: sum(a.handle[1] for a in allocations if a.tag == p and not a.is_asleep) for p in PARTS}
         return {part: sum(s.nbytes() for s in _storages(self._gkd_tensors(part))) for part in PARTS}
+
+    def gkd_process_memory(self) -> dict[str, int]:
+        """Bytes: this worker's host memory; and on CUDA what everybody together has of its device."""
+        usage = read_usage(self.device)
+        on_device = {} if usage.free is None or usage.total is None else {"device_used": usage.total - usage.free}
+        return {"host_rss": usage.host_rss, **on_device}
 
     def _gkd_tensors(self, part: str) -> Iterator[torch.Tensor]:
         if part == KV_CACHE:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class EngineUsage:
     gap_s: float  # between passes while sequences were left to be moved: finished ones were handed over
     products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
     response_lengths: np.ndarray  # [finished sequences] int32, tokens
+    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> the largest value, by phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class RolloutUsage:
 
     engines: Sequence[EngineUsage]
     answer_s: float  # in `generate`, from its first call to an engine to the last chunk
+    memory: Mapping[str, float] = field(default_factory=dict)  # of the engines the largest values
 
 
 class PassMeter:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import torch
 
 from gkd.cluster.assignment import sort_visible_gpus, this_place
 from gkd.cluster.places import RankPlace
@@ -16,6 +20,9 @@ from gkd.data import load_tokenizer
 from gkd.errors import ClusterError
 from gkd.evaluation import is_correct
 from gkd.log import get_logger
+from gkd.memory.advice import engine_advice
+from gkd.memory.oom import diagnosed
+from gkd.memory.usage import GIB
 from gkd.roles import Sample
 from gkd.rollout.asked import decode_prompts
 from gkd.rollout.chunks import chunk_sizes, encode_sizes
@@ -56,6 +63,7 @@ class RolloutWorker:
         self._log = get_logger(f"rollout.{rank}")
         self._phases = Phases()
         self._loop: EngineLoop | None = None  # of the stream that is open
+        self._memory: dict[str, float] = {}  # what was noted since it was last asked
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("rollout", self._rank, ask_driver=ask_driver)
@@ -65,21 +73,26 @@ class RolloutWorker:
         """How far `init_model` is, and what vLLM is at in it."""
         return self._phases.now(ENGINE_PHASES)
 
-    def init_model(self, config: Config, device: str, eos_ids: Sequence[int]) -> None:
-        """Build the engine; blocks for its start-up."""
+    def init_model(self, config: Config, device: str, eos_ids: Sequence[int], run_dir: Path) -> None:
+        """Build the engine; blocks for its start-up.
+
+        Args:
+            run_dir: trainer.run_dir as the driver means it.
+        """
         self._log.info(self.place(ask_driver=False).line())
-        self._config = config
+        self._config, self._run_dir, self._device = config, run_dir, torch.device(device)
         self._phases.enter("starting vLLM")
-        self._engine = RolloutEngine(
-            config.model.path,
-            config.rollout,
-            dtype=config.model.dtype,
-            max_model_len=config.data.max_prompt_length + config.data.max_response_length,
-            device=device,
-            eos_ids=eos_ids,
-            trust_remote_code=config.model.trust_remote_code,
-            can_sleep=config.trainer.colocate,
-        )
+        with self._diagnosed("building the engine"):
+            self._engine = RolloutEngine(
+                config.model.path,
+                config.rollout,
+                dtype=config.model.dtype,
+                max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+                device=device,
+                eos_ids=eos_ids,
+                trust_remote_code=config.model.trust_remote_code,
+                can_sleep=config.trainer.colocate,
+            )
         self._tokenizer: Any = load_tokenizer(
             config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code
         )
@@ -147,10 +160,11 @@ class RolloutWorker:
         """Runs from `open_stream` to `close_stream`. Two objects, as of `generate`, for each prompt admitted, when all
         its samples are finished.
         """
-        for rollouts in self._open_loop().run():
-            dp_rank = rollouts[0].sample_index // len(rollouts) % dp_size
-            yield rollouts
-            yield encode_sizes(chunk_sizes(dp_rank, rollouts, _oldest_version(rollouts)))
+        with self._diagnosed("generating"):
+            for rollouts in self._open_loop().run():
+                dp_rank = rollouts[0].sample_index // len(rollouts) % dp_size
+                yield rollouts
+                yield encode_sizes(chunk_sizes(dp_rank, rollouts, _oldest_version(rollouts)))
 
     @ray.method(concurrency_group=ADMITS)
     def admit(self, asked: bytes) -> None:
@@ -170,10 +184,14 @@ class RolloutWorker:
             self._do(lambda: self._engine.join_groups(specs))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
-        # An engine that has a part of the new weights must not write on.
-        with self._phases.during("receiving weights"):
+        def take() -> int:
+            n_bytes = self._engine.receive(plans, policy_version)
+            self._note("receiving_weights")
+            return n_bytes
+
+        with self._phases.during("receiving weights"), self._diagnosed("receiving weights"):
             self._wake([WEIGHTS])
-            return self._do(lambda: self._engine.receive(plans, policy_version), vital=True)
+            return self._do(take, vital=True)  # an engine that has a part of the new weights must not write on
 
     def digests(self) -> dict[str, str]:
         self._wake([WEIGHTS])
@@ -197,34 +215,56 @@ class RolloutWorker:
                 f"rollout engine {self._rank} has an open stream, which may use its memory at any time. "
                 "Fix: close the stream before offload_states"
             )
-        with self._phases.during("offloading states"):
+        with self._phases.during("offloading states"), self._diagnosed("offloading states"):
             self._engine.sleep(level, _parts(include))
+            self._note("offloading_states")
             return self._state_bytes()
 
     def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
         """Take the memory again; blocks. Harmless when repeated. Arguments and result as of `offload_states`."""
-        with self._phases.during("reloading states"):
+        with self._phases.during("reloading states"), self._diagnosed("reloading states"):
             self._wake(_parts(include))
-            return self._state_bytes()
+            return self._do(self._state_bytes)
 
     def usage(self) -> EngineUsage:
-        """What the engine did since it was last asked."""
-        return self._engine.usage()
+        """What the engine did since it was last asked, and with `memory.timeline` what it held when a phase ended."""
+        memory, self._memory = self._memory, {}
+        return replace(self._engine.usage(), memory=memory)
 
     def _wake(self, parts: Sequence[str] | None = None) -> None:
         if self._loop is None:  # a stream's engine is awake
             self._engine.wake_up(parts)
 
     def _state_bytes(self) -> dict[str, int]:
-        held = self._do(self._engine.memory_bytes)
+        held = self._engine.memory_bytes()
         return {state: held[part] for state, part in STATES.items()}
+
+    def _note(self, phase: str) -> None:
+        """What is held now, as this phase has left it. Called where the engine may be used."""
+        if not self._config.memory.timeline:
+            return
+        for what, n_bytes in (self._state_bytes() | self._engine.process_memory()).items():
+            name = f"memory/{phase}/rollout_{what}_gib"
+            self._memory[name] = max(n_bytes / GIB, self._memory.get(name, 0.0))
+
+    def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
+        """Memory that runs out here is explained."""
+        return diagnosed(
+            self._run_dir / "memory",
+            device=self._device,
+            who=f"rollout engine {self._rank}",
+            phase=phase,
+            advice=lambda shortage: engine_advice(self._config, shortage),
+        )
 
     def _do(self, what: Callable[[], T], *, vital: bool = False) -> T:
         return what() if self._loop is None else self._loop.call(what, vital=vital)
 
     def _answers(self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> Iterator[Rollout]:
-        self._wake()
-        return (self._loop or self._engine).generate(prompts, sampling, places)
+        with self._diagnosed("generating"):
+            self._wake()
+            yield from (self._loop or self._engine).generate(prompts, sampling, places)
+        self._do(lambda: self._note("generating"))
 
     def _open_loop(self) -> EngineLoop:
         if self._loop is None:

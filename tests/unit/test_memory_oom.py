@@ -14,7 +14,7 @@ from gkd.config import Config
 from gkd.config_check import all_keys
 from gkd.config_load import load_config
 from gkd.errors import ClusterError, GkdError, OutOfMemory
-from gkd.memory.advice import Shortage, advice
+from gkd.memory.advice import Shortage, advice, engine_advice
 from gkd.memory.fragmentation import Fragmentation
 from gkd.memory.oom import (
     FRAGMENTATION,
@@ -249,6 +249,23 @@ def test_the_advice_fits_the_run() -> None:
     assert "expandable_segments" not in advised(config())
     assert advised(config(), fragmented=True).startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     assert "expandable" not in advised(config(), fragmented=True, conf="expandable_segments:True")
+
+
+def test_the_advice_for_an_engine() -> None:
+    """Fails if an engine's shortage is answered with keys that it does not have, or that do not help there."""
+
+    def told(phase: str, *overrides: str, on_cuda: bool = True) -> str:
+        return "\n".join(engine_advice(config(*overrides), Shortage(phase, on_cuda, False)))
+
+    for phase in ("building the engine", "generating", "receiving weights", "offloading states", "reloading states"):
+        for on_cuda in (True, False):
+            for line in told(phase, on_cuda=on_cuda).splitlines():
+                assert line.partition("=")[0] in all_keys(), line
+        assert ("bucket_mib" in told(phase)) == (phase == "receiving weights")
+        assert ("gpu_memory_utilization=0.85" in told(phase)) == (phase != "offloading states")
+    assert "the actor on the same GPUs" in told("reloading states", "trainer.colocate=true")
+    assert "the actor" not in told("reloading states")
+    assert "cpu_kv_cache_mib" in told("generating", on_cuda=False)
 
 
 @pytest.mark.parametrize(

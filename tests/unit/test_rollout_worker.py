@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gkd.config_load import load_config
-from gkd.errors import ClusterError, DataError
+from gkd.errors import ClusterError, DataError, OutOfMemory
+from gkd.memory.usage import GIB
 from gkd.roles import RolloutChunk
 from gkd.rollout.asked import decode_prompts, encode_prompts
 from gkd.rollout.chunks import dataset_chunks, decode_sizes, encode_sizes
 from gkd.rollout.sampling import Sampling, sequence_seed
+from gkd.rollout.usage import EngineUsage
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
 
@@ -38,6 +42,12 @@ class Engine:
 
     def memory_bytes(self) -> dict[str, int]:
         return {"weights": 5, "kv_cache": 7}
+
+    def process_memory(self) -> dict[str, int]:
+        return {"host_rss": GIB}
+
+    def usage(self) -> EngineUsage:
+        return EngineUsage(0.5, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))
 
     def receive(self, plans: Any, policy_version: int) -> int:
         self.calls.append("receive")
@@ -84,6 +94,7 @@ def worker(answers: Sequence[tuple[list[int], str]]) -> RolloutWorker:
     made._engine = Engine(answers)  # type: ignore[assignment]
     made._tokenizer = Tokenizer()
     made._config = load_config(None, [])
+    made._run_dir, made._device = Path("not_there"), torch.device("cpu")
     return made
 
 
@@ -256,6 +267,42 @@ def test_states_are_offloaded_by_the_names_that_the_actor_uses() -> None:
         made.offload_states()
     made.close_stream()
     made.offload_states()
+
+
+def test_what_an_engine_holds_is_noted_where_a_phase_ends() -> None:
+    """Fails if nobody can see what an engine keeps while others have its GPU, numbers are told twice, or it is asked
+    although memory.timeline is off."""
+    made = worker([([1], "stop")])
+    made.greedy(prompts(1), ";", n_samples=0)
+    made.receive([], 3)
+    made.offload_states()
+    memory = made.usage().memory
+    held = {"rollout_params_gib": 5 / GIB, "rollout_kv_cache_gib": 7 / GIB, "rollout_host_rss_gib": 1.0}
+    phases = ("generating", "receiving_weights", "offloading_states")
+    assert memory == {f"memory/{phase}/{name}": value for phase in phases for name, value in held.items()}
+    assert made.usage().memory == {}
+    made._config = load_config(None, ["memory.timeline=false"])
+    made.receive([], 4)
+    assert made.usage().memory == {}
+
+
+def test_an_engine_that_runs_out_of_memory_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the user gets a bare traceback of an engine that ran out, or the actor's keys for advice."""
+    made = worker([])
+    made._run_dir = tmp_path
+
+    def out_of_memory(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 3.00 GiB for an array")
+
+    moves = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states, "sleep": made.offload_states}
+    moves["generate"] = lambda: made.greedy(prompts(1), ";", n_samples=0)
+    for method, call in moves.items():
+        monkeypatch.setattr(made._engine, method, out_of_memory)
+        with pytest.raises(OutOfMemory, match="rollout engine 0 ran out of memory of the host") as raised:
+            call()
+        monkeypatch.undo()
+        assert "rollout.cpu_kv_cache_mib=256: lower it" in str(raised.value) and "actor." not in str(raised.value)
+    assert len(list((tmp_path / "memory").iterdir())) == len(moves)
 
 
 def test_no_two_sequences_share_a_seed() -> None:
