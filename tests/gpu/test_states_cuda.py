@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gkd.memory.host_buffer import host_slabs
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -57,6 +58,13 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host() -> None:
     del taken
     states.reload()
     assert [tensor.double().sum().item() for tensor in found[PARAMS]] == sums
+
+
+def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
+    """Fails if CUDA words a lack of page-locked memory in a way that is not recognised, or does not recover from it."""
+    with pytest.raises(MemoryError, match="of pinned host memory"):
+        host_slabs(1, 1 << 46, pinned=True)
+    assert host_slabs(1, 1 << 20, pinned=True)[0].is_pinned()
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp2"])
