@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -231,7 +232,7 @@ def _for_others(problem: Exception | None) -> GkdError | None:
     if problem is None or isinstance(problem, GkdError):
         return problem
     text = f"the states of actor rank {dist.get_rank()} could not be moved: {type(problem).__name__}: {problem}"
-    return ClusterError(text)
+    return ClusterError("\n".join([text, *traceback.format_exception(problem)]))
 
 
 def _is_everybodys(error: BaseException) -> bool:

@@ -29,6 +29,7 @@ def _run(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result = _together(rank, world_size, root)
     result["explained"] = _explained(rank, root / "reports")
     result["apart"] = _apart(rank)
+    result["given_back"] = _given_back(rank)
     return result
 
 
@@ -89,6 +90,20 @@ def _apart(rank: int) -> list[Any]:
         with held.needed("train", include, meta):
             result.append([float(tensor.sum()) for kind in include or found for tensor in found[kind]])
     return result
+
+
+def _given_back(rank: int) -> int:
+    """How often torch's cache is emptied on a rank of a GPU, when a reload fails on rank 0."""
+    states = States(CPU, lambda: found)
+    found = {PARAMS: [torch.ones(1000)]}
+    student = cast(Any, SimpleNamespace(states=states))
+    held = HeldStates(student, torch.device("cuda", 0), automatic=True, timeout_s=60)
+    states.offload()
+    with _scarce(rank == 0), pytest.MonkeyPatch.context() as patch:
+        calls: list[int] = []
+        patch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+        assert _error_of(held.reload_states) is not None
+    return len(calls)
 
 
 def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
@@ -172,6 +187,7 @@ def test_a_shortage_during_a_move_is_explained_before_the_others_hear_of_it(rank
 def test_states_go_where_the_settings_say_if_another_rank_cannot_reload(ranks: list[dict[str, Any]]) -> None:
     """Fails if the ranks that could are left with their states on a device that others are to have."""
     assert [rank["explained"]["after_it"] for rank in ranks] == [0, 0]
+    assert [rank["given_back"] for rank in ranks] == [1, 1], "what a part of the states had taken"
     assert [rank["explained"]["kept"][2] for rank in ranks] == [0, 4000], "this call was told to leave them there"
 
 

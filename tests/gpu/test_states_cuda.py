@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gkd.actor.held_states import HeldStates
 from gkd.memory.host_buffer import host_slabs
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 
@@ -43,8 +46,8 @@ def test_all_of_it_goes_and_comes_back_to_the_byte() -> None:
     assert not found[GRADS][0].any()
 
 
-def test_no_memory_on_the_gpu_leaves_all_on_the_host() -> None:
-    """Fails if a reload that runs out of memory loses what it had not yet brought."""
+def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
+    """Fails if a reload that runs out of memory loses what it had not yet brought, or keeps what it has taken."""
     found = tensors()
     sums = [tensor.double().sum().item() for tensor in found[PARAMS]]
     states = States(CUDA, lambda: found)
@@ -55,6 +58,16 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         states.reload()
     assert states.allocated() == 0
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved(CUDA)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        student = cast(Any, SimpleNamespace(states=states))
+        with pytest.raises(torch.OutOfMemoryError):
+            HeldStates(student, CUDA, automatic=True, timeout_s=60).reload_states()
+    finally:
+        dist.destroy_process_group()
+    assert torch.cuda.memory_reserved(CUDA) == reserved
     del taken
     states.reload()
     assert [tensor.double().sum().item() for tensor in found[PARAMS]] == sums
