@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gkd.actor.shards import Piece
+from gkd.memory.host_buffer import host_slabs
 
 # A power of two, because torch rounds pinned memory up to one: 17 GiB in one tensor would take 32 GiB. All that
 # is lost here is the end of the last slab. A multiple of every item size.
@@ -57,7 +58,10 @@ class HostCopies:
         self._thread = ThreadPoolExecutor(1, "snapshot")  # starts with the first copy
 
     def snapshot(self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor]) -> Snapshot:
-        """Begins to copy all of `live` to the host; the live tensors may change after `settle`. No collective."""
+        """Begins to copy all of `live` to the host; the live tensors may change after `settle`. No collective.
+
+        Raises MemoryError, RuntimeError: there is no host memory for it, see `host_slabs`.
+        """
         self.settle()
         slabs = self._take(-(-sum(piece.data.nbytes for piece in live) // self._slab_bytes))
         pieces, sources = self._laid_out(live, slabs)
@@ -80,9 +84,7 @@ class HostCopies:
 
     def _take(self, n_slabs: int) -> list[Tensor]:
         slabs, self._free = list(self._free[:n_slabs]), ()
-        while len(slabs) < n_slabs:
-            slabs.append(torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._stream is not None))
-        return slabs
+        return slabs + host_slabs(n_slabs - len(slabs), self._slab_bytes, pinned=self._stream is not None)
 
     def _laid_out(self, live: Sequence[Piece], slabs: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
         """(pieces in `slabs`, what belongs in each); a piece that crosses the end of a slab becomes two."""

@@ -71,8 +71,8 @@ def token_counts(batch: MicroBatch, targets: TokenTargets, device: torch.device)
 def teacher_head_rows(head: np.ndarray, loss: DistillLoss, n_local: int, device: torch.device) -> Tensor:
     """The rows of the teacher's LM head that this rank's part of the vocabulary needs, on `device`.
 
-    They stay there: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all of them, since it has
-    all columns of the student's logits; with tensor parallelism a rank has its share.
+    They move with the weights: 4 D bytes for each row, 2.5 GB for 152k rows of 4096. An fsdp2 rank has all of them,
+    since it has all columns of the student's logits; with tensor parallelism a rank has its share.
 
     Args:
         head: [V, D] float32, over the vocabulary that student and teacher share.
@@ -84,8 +84,9 @@ def teacher_head_rows(head: np.ndarray, loss: DistillLoss, n_local: int, device:
     shard = loss.shard
     if head.ndim != 2 or len(head) < shard.n_valid:
         raise DataError(f"the teacher's LM head is {head.shape}; the student's vocabulary has {shard.n_valid} rows")
-    rows = np.array(head[shard.start : shard.start + shard.n_columns(n_local)], np.float32)  # a copy: see below
-    return torch.from_numpy(rows).to(device)  # the object store frees its own
+    rows = head[shard.start : shard.start + shard.n_columns(n_local)]
+    # A copy in torch's own memory: the object store frees its own, and numpy's could not be moved to the host and back.
+    return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
 def check_before(

@@ -142,7 +142,13 @@ class ActorWorker:
             self._student = self._build_student(total_steps)
         ARENA.add("actor states", self._student.states.allocated)
         moves = moves_states(config)
-        self._held = HeldStates(self._student, self._device, automatic=moves, timeout_s=self._patience_s)
+        self._held = HeldStates(
+            self._student,
+            self._device,
+            automatic=moves,
+            timeout_s=self._patience_s,
+            diagnosed=self._diagnosed,
+        )
         if moves:
             self.offload_states()
         self._phases.enter(UP)

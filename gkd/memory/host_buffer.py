@@ -5,10 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gkd.memory.oom import PINNED, is_out_of_memory
+
 # Torch rounds pinned memory up to a power of two: 17 GiB in one tensor would take 32. All that is lost here is the end
 # of the last slab.
 SLAB_BYTES = 64 << 20
 _ALIGN = 64  # bytes; a multiple of every item size
+
+
+def host_slabs(count: int, n_bytes: int, *, pinned: bool) -> list[Tensor]:
+    """`count` x [n_bytes] uint8 of host memory.
+
+    Raises:
+        MemoryError: there is not that much page-locked memory. CUDA says "out of memory" as it does of the GPU's.
+        RuntimeError: there is not that much other memory.
+    """
+    slabs: list[Tensor] = []
+    try:
+        while len(slabs) < count:
+            slabs.append(torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned))
+    except RuntimeError as error:
+        if not pinned or not is_out_of_memory(error):
+            raise
+        pieces = f"{count} pieces of {n_bytes} bytes, of which {len(slabs)} could be had"
+        raise MemoryError(f"Unable to allocate {count * n_bytes} bytes of {PINNED} ({pieces})") from error
+    return slabs
 
 
 class HostBuffer:
@@ -32,11 +53,11 @@ class HostBuffer:
     def take(self, n_bytes: int) -> list[Tensor]:
         """[n] uint8 pieces that are `n_bytes` together; they keep their place until `clear`.
 
-        Raises RuntimeError: the host has no such memory; nothing is taken.
+        Raises MemoryError, RuntimeError: the host has no such memory; nothing is taken. See `host_slabs`.
         """
         start = -(-self.mark // _ALIGN) * _ALIGN
-        while len(self._slabs) * self._slab_bytes < start + n_bytes:
-            self._slabs.append(torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._pinned))
+        missing = -(-(start + n_bytes) // self._slab_bytes) - len(self._slabs)
+        self._slabs += host_slabs(missing, self._slab_bytes, pinned=self._pinned)
         pieces, at, end = [], start, start + n_bytes
         while at < end:
             number, offset = divmod(at, self._slab_bytes)

@@ -7,6 +7,10 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from gkd.log import get_logger
+
+log = get_logger("memory")
+
 GIB = 1 << 30
 
 
@@ -35,7 +39,8 @@ def state_offload_manager(
     *,
     include: Sequence[str] | None = None,
 ) -> Iterator[None]:
-    """Reload the states, run the block, offload them again: also after an error in the block.
+    """Reload the states, run the block, offload them again: also after an error in the block, or in the reload, which
+    may have been another rank's.
 
     Writes into `metrics`, where numbers of an earlier block under the same infix are added to (seconds) or replaced
     (memory): `time/<infix>/onload`, `time/<infix>/execute`, `time/<infix>/offload`, seconds; and
@@ -53,19 +58,31 @@ def state_offload_manager(
     def note(what: str) -> None:
         metrics[f"memory/{metric_infix}/{what}"] = strategy.allocated_bytes() / GIB
 
-    note("before_onload")
-    began = time.perf_counter()
-    strategy.reload_states(include)
-    add_time("onload", began)
-    note("after_onload")
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        add_time("execute", began)
+    def leave() -> None:
         note("before_offload")
         if is_offload_states:
             began = time.perf_counter()
             strategy.offload_states()
             add_time("offload", began)
         note("after_offload")
+
+    note("before_onload")
+    try:
+        began = time.perf_counter()
+        strategy.reload_states(include)
+        add_time("onload", began)
+        note("after_onload")
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            add_time("execute", began)
+    except BaseException as error:
+        try:
+            leave()
+        except Exception as later:  # told, but the user has to see what it began with
+            log.error(
+                "after %s the states could not be moved: %s: %s", type(error).__name__, type(later).__name__, later
+            )
+        raise
+    leave()

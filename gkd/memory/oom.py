@@ -37,6 +37,7 @@ UNCLEAR: Verdict = "unclear"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)"
 _CPU = "can't allocate memory: you tried to allocate "
+PINNED = "pinned host memory"  # in the error of whoever could not have it, see `gkd.memory.host_buffer`
 _SMALL = 1 << 20  # bytes; larger tensors are never put into the allocator's small pools
 
 
@@ -143,7 +144,7 @@ def _report(
     gc.unfreeze()  # the run ends: what was set aside when the libraries were imported may be walked, too
     held = _tried("holders", lambda: holders(at), troubles)
     judged = verdict(request, found)
-    place = "the host" if at.type == "cpu" else str(at)
+    place = str(at) if at.type != "cpu" else "the host (pinned)" if PINNED in str(error) else "the host"
     parts = [
         f"{who} ran out of memory of {place} ({phase}): {_judgement(request, judged, found)}",
         *_users(str(error)),

@@ -93,7 +93,7 @@ class States:
 
         Raises:
             ValueError: there is no such kind.
-            RuntimeError: the host has no memory for them. They are all where they were.
+            MemoryError, RuntimeError: the host has no memory for them. They are all where they were.
         """
         kinds = _checked(include)
         self.settle()
@@ -107,7 +107,7 @@ class States:
             for kind, storage in self._on_device(kinds):
                 pieces = self._kinds[kind].buffer.take(storage.nbytes()) if kind in self._kept else None
                 moving.append((kind, _Away(storage, storage.nbytes(), pieces)))
-        except RuntimeError:
+        except (MemoryError, RuntimeError):
             for kind, mark in marks.items():
                 self._kinds[kind].buffer.mark = mark
             raise

@@ -8,16 +8,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from gkd.loss.spec import LossSpec
+from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
 
 CPU = torch.device("cpu")
 
 
-def build_student(backend: str, folder: Path, rank: int, world_size: int, *, lr: float = LR, **changes: Any) -> Any:
-    """A student with the settings of `train_reference`, all ranks data parallel."""
+def build_student(
+    backend: str,
+    folder: Path,
+    rank: int,
+    world_size: int,
+    *,
+    lr: float = LR,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    **changes: Any,
+) -> Any:
+    """A student with the settings of `train_reference`; ranks are data parallel, if Megatron's are not told else."""
     from gkd.actor.optim_spec import OptimSpec
 
     optim = OptimSpec(lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
@@ -29,7 +42,8 @@ def build_student(backend: str, folder: Path, rank: int, world_size: int, *, lr:
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
 
-    return MegatronStudent(folder, ParallelLayout(tp=1, pp=1, world_size=world_size, rank=rank), **settings)
+    layout = ParallelLayout(tp=tp, pp=pp, ep=ep, world_size=world_size, rank=rank)
+    return MegatronStudent(folder, layout, **settings)
 
 
 def packed(batch: MicroBatch) -> MicroBatch:
@@ -66,6 +80,32 @@ def weights(student: Any) -> dict[str, torch.Tensor]:
 
 def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def changed_by_a_move(student: Any) -> list[str]:
+    """Moves all states away and back; of those whose values are kept, whose bytes are no longer what they were.
+
+    In between the memory that they had holds something else.
+    """
+    before, states = _live_bytes(student), student.states
+    states.offload()
+    others = [torch.full_like(value, 0xA5, device=tensor.device) for tensor, value in before.values()]
+    del others
+    states.reload()
+    after = _live_bytes(student)
+    same = before.keys() == after.keys()
+    return [name for name, (_, value) in before.items() if not same or not torch.equal(value, after[name][1])]
+
+
+def _live_bytes(student: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By kind and number, the weights and optimizer's states on this rank, each with a copy of its bytes."""
+    found = {}
+    for kind in (PARAMS, OPTIMIZER):
+        for number, tensor in enumerate(student._live_states()[kind]):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            copy = local.detach().to("cpu", copy=True).flatten().view(torch.uint8)
+            found[f"{kind}[{number}]"] = local, copy
+    return found
 
 
 def as_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

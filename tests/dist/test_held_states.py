@@ -78,11 +78,12 @@ class Actor:
     def is_away(self) -> bool:
         return not any(self.held().values())
 
-    def export(self) -> None:
+    def export(self, meta: dict[str, Any] | None = None) -> None:
         """As a weight sync does, of which nobody is the receiver. Some ranks may have no part in it."""
         (ranks,) = self.pool.exporters()
         plan = plan_buckets(ray.get(ranks[0].export_plan.remote()), 1 << 20)
-        gather({str(i): worker.send_weights.remote(plan, False) for i, worker in enumerate(ranks)}, "export", 60)
+        sent = {str(i): worker.send_weights.remote(plan, False, meta=meta) for i, worker in enumerate(ranks)}
+        gather(sent, "export", 60)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -135,6 +136,9 @@ def test_states_are_where_the_settings_and_the_calls_say(slots: Pool, model: Pat
         expected.append(numbers(plain.pool.train_step(some)))
         assert all(n > 0 for kind, n in plain.held().items() if kind != "grads"), "without the setting nothing moves"
         unmoved = numbers(plain.pool.evaluate(some))
+        plain.export({"is_offload_states": True})
+        assert numbers(plain.pool.evaluate(some)) == unmoved, "the first move, and not of all ranks"
+        plain.pool.reload_states()
         _moves_by_hand(plain)
         assert numbers(plain.pool.evaluate(some)) == unmoved
         assert plain.held()["params"] > 0, "brought back by the call, and left there"

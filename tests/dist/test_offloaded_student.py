@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from gkd.actor.shard_writer import write
-from gkd.memory.states import KINDS
+from gkd.memory.states import KINDS, OPTIMIZER, PARAMS
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches
-from tests.dist.student_cases import build_student, same_weights, share, weights
+from tests.dist.student_cases import build_student, changed_by_a_move, same_weights, share, weights
 
 pytestmark = pytest.mark.dist
 
@@ -99,6 +99,9 @@ def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root:
     )
     # One more step, of a student that has been away so often.
     result["after"] = (moved.train_step(batches(N_STEPS)).loss, plain.train_step(batches(N_STEPS)).loss)
+    result["changed"] = changed_by_a_move(moved)
+    states._kept = frozenset({PARAMS})
+    result["would be seen"] = {name.partition("[")[0] for name in changed_by_a_move(moved)}
     return result
 
 
@@ -112,6 +115,7 @@ def test_training_is_the_same_to_the_bit(ranks: list[dict[Any, Any]], backend: s
         result = rank[backend, dtype]
         assert result["numbers"][0] == result["numbers"][1]
         assert result["exported"] and result["saved"]
+        assert result["changed"] == [] and result["would be seen"] == {OPTIMIZER}
 
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)

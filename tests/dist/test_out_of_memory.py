@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from gkd.actor.pool import ActorPool
@@ -16,7 +17,7 @@ from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster
 from gkd.config_load import load_config
 from gkd.errors import OutOfMemory
-from gkd.memory.states import States
+from gkd.memory.states import PARAMS, States
 from gkd.memory.usage import ARENA, GIB
 from gkd.wiring import worker_env
 
@@ -30,7 +31,8 @@ class Weights:
 
     def __init__(self, rank: int) -> None:
         self.rank, self.kept, self.gib = rank, torch.ones(5 << 20), 0
-        self.states = States(torch.device("cpu"), dict)  # none that would move
+        self.moving: dict[str, list[torch.Tensor]] = {}  # nothing, until a test wants some
+        self.states = States(torch.device("cpu"), lambda: self.moving)
         ARENA.add("weights", self.on_device)
 
     def on_device(self) -> int:
@@ -52,6 +54,17 @@ class Weights:
 class Rank(ActorWorker):
     def _build_student(self, total_steps: int) -> Weights:  # type: ignore[override]
         return Weights(self._rank)
+
+    def make_states(self, *, scarce: bool) -> None:
+        """A tensor that moves; `scarce`: there is no memory for it to come back to."""
+        self._student.moving[PARAMS] = [torch.ones(1000)]  # type: ignore[attr-defined]
+        real = torch.UntypedStorage.resize_
+
+        def too_much(storage: torch.UntypedStorage, n_bytes: int) -> object:
+            return real(storage, 2**60 if n_bytes else 0)
+
+        if scarce:
+            torch.UntypedStorage.resize_ = too_much  # type: ignore[method-assign,assignment]
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +109,15 @@ def test_a_rank_that_runs_out_says_why_on_the_driver(actor: ActorPool, tmp_path:
     assert json.loads(Path(line.removeprefix("saved: ")).read_text())["who"] == "actor rank 1"
     with pytest.raises(OutOfMemory, match=r"actor rank 0 ran out of memory of the host \(saving a checkpoint\)"):
         actor.save(tmp_path / "saved")
+
+
+def test_a_rank_that_runs_out_during_a_move_says_why_on_the_driver(actor: ActorPool) -> None:
+    """Fails if another rank, which only hears of it, ends the run before this one has explained itself."""
+    ray.get([worker.make_states.remote(scarce=rank == 0) for rank, worker in enumerate(actor.workers)])
+    actor.offload_states()
+    with pytest.raises(OutOfMemory) as raised:
+        actor.reload_states()
+    text = str(raised.value)
+    assert text.startswith("actor rank 0 ran out of memory of the host (reloading states): 1073741824.00 GiB")
+    (line,) = (line for line in text.splitlines() if line.startswith("saved: "))
+    assert json.loads(Path(line.removeprefix("saved: ")).read_text())["phase"] == "reloading states"

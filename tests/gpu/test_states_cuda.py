@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gkd.actor.held_states import HeldStates
+from gkd.memory.host_buffer import host_slabs
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -42,8 +46,8 @@ def test_all_of_it_goes_and_comes_back_to_the_byte() -> None:
     assert not found[GRADS][0].any()
 
 
-def test_no_memory_on_the_gpu_leaves_all_on_the_host() -> None:
-    """Fails if a reload that runs out of memory loses what it had not yet brought."""
+def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
+    """Fails if a reload that runs out of memory loses what it had not yet brought, or keeps what it has taken."""
     found = tensors()
     sums = [tensor.double().sum().item() for tensor in found[PARAMS]]
     states = States(CUDA, lambda: found)
@@ -54,16 +58,34 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         states.reload()
     assert states.allocated() == 0
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved(CUDA)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        student = cast(Any, SimpleNamespace(states=states))
+        with pytest.raises(torch.OutOfMemoryError):
+            HeldStates(student, CUDA, automatic=True, timeout_s=60).reload_states()
+    finally:
+        dist.destroy_process_group()
+    assert torch.cuda.memory_reserved(CUDA) == reserved
     del taken
     states.reload()
     assert [tensor.double().sum().item() for tensor in found[PARAMS]] == sums
 
 
+def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
+    """Fails if CUDA words a lack of page-locked memory in a way that is not recognised, or does not recover from it."""
+    with pytest.raises(MemoryError, match="of pinned host memory"):
+        host_slabs(1, 1 << 46, pinned=True)
+    assert host_slabs(1, 1 << 20, pinned=True)[0].is_pinned()
+
+
 @pytest.mark.parametrize("backend", ["megatron", "fsdp2"])
 def test_a_student_trains_the_same(tmp_path: Path, backend: str) -> None:
-    """Fails if on a GPU a student misses something after its states have been away."""
+    """Fails if on a GPU a student misses something after its states have been away, or a byte of them is another."""
     from gkd.batching import make_micro_batches
     from tests.bench.student_case import make_student, save_model, sequences
+    from tests.dist.student_cases import changed_by_a_move
 
     save_model(tmp_path / "model")
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, device_id=CUDA)
@@ -76,9 +98,7 @@ def test_a_student_trains_the_same(tmp_path: Path, backend: str) -> None:
             for _ in range(3):
                 losses[moves].append(student.train_step(batches).loss)
                 if moves:
-                    student.states.offload()
-                    torch.cuda.empty_cache()
-                    student.states.reload()
+                    assert changed_by_a_move(student) == []
         assert losses[True] == pytest.approx(losses[False], rel=1e-4)
     finally:
         dist.destroy_process_group()

@@ -67,3 +67,39 @@ def test_states_stay_where_the_call_wants_them(is_offload_states: bool, after: l
         assert held.calls == [None, *after]
         assert ("time/train/offload" in metrics) == is_offload_states
         assert metrics["memory/train/after_offload"] == (0.0 if is_offload_states else 3.0)
+
+
+class Full(Held):
+    """Has no room for states, or no host memory to take them away."""
+
+    def __init__(self, *fails: str) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        super().offload_states()
+        if "offload" in self.fails:
+            raise MemoryError("host")
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        super().reload_states(include)
+        if "reload" in self.fails:
+            raise MemoryError("device")
+
+
+@pytest.mark.parametrize("is_offload_states", [True, False])
+def test_a_reload_that_fails_leaves_states_where_they_were_wanted(is_offload_states: bool) -> None:
+    """Fails if states that came back, in part or on this rank alone, stay on a device that was promised to others."""
+    held = Full("reload")
+    with pytest.raises(MemoryError, match="device"), state_offload_manager(held, {}, "train", is_offload_states):
+        raise AssertionError("runs without its states")
+    assert held.calls == ([None, "offload"] if is_offload_states else [None])
+
+
+def test_the_first_error_is_the_one_that_is_raised() -> None:
+    """Fails if an error of the block, or of the reload, is hidden by the offload after it."""
+    for fails, first in ((["offload"], "block"), (["reload", "offload"], "device")):
+        with pytest.raises((ArithmeticError, MemoryError), match=first), state_offload_manager(Full(*fails), {}, "x"):
+            raise ArithmeticError("block")
+    with pytest.raises(MemoryError, match="host"), state_offload_manager(Full("offload"), {}, "x"):
+        pass
