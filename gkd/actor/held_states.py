@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -68,6 +69,7 @@ class HeldStates:
         self._diagnosed = diagnosed
         self._metrics: dict[str, float] = {}
         self._named = 0
+        self._waited_s = 0.0
         # Have states ever been told to move? All ranks give the same answer, wherever each one's states are.
         self._moving = automatic
 
@@ -139,16 +141,22 @@ class HeldStates:
                 return
             alone = True  # a call without the others has moved them, who do not know, and so they come back
         self._moving |= not alone
-        call = _Call(self, alone)
-        with state_offload_manager(call, self._metrics, infix, offload, include=include):
-            try:
-                yield
-            except BaseException as error:
-                call.alone |= not _is_everybodys(error)
-                raise
+        call, before_s = _Call(self, alone), self._waited_s
+        try:
+            with state_offload_manager(call, self._metrics, infix, offload, include=include):
+                try:
+                    yield
+                except BaseException as error:
+                    call.alone |= not _is_everybodys(error)
+                    raise
+        finally:
+            name = f"time/{infix}/meeting"
+            self._metrics[name] = self._metrics.get(name, 0.0) + self._waited_s - before_s
 
     def take_metrics(self) -> dict[str, float]:
-        """What the calls since the last one measured."""
+        """What the calls since the last one measured: the numbers of `state_offload_manager`, and
+        `time/<infix>/meeting`, how much of `onload` and `offload` this rank waited for the others.
+        """
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -189,7 +197,8 @@ class HeldStates:
             with self._diagnosed(phase):
                 yield
             return
-        dist.barrier(self._ranks)
+        with self._waiting():
+            dist.barrier(self._ranks)
         problem: Exception | None = None
         try:
             with self._diagnosed(phase):
@@ -197,12 +206,19 @@ class HeldStates:
         except Exception as error:
             problem = error
         said: list[GkdError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, _for_others(problem), group=self._ranks)
+        with self._waiting():
+            dist.all_gather_object(said, _for_others(problem), group=self._ranks)
         if problem is not None:
             raise problem
         for error_there in said:
             if error_there is not None:
                 raise error_there
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - began
 
 
 class _Call:

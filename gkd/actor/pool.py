@@ -72,21 +72,30 @@ class ActorPool:
         finally:
             shared_folder.clear(root)
 
-    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+    def offload_states(
+        self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
+    ) -> Pending:
         """Have all ranks move states to host memory; what is asked of them after this is done after it.
 
         Args:
             include: of `gkd.memory.states.KINDS`; None: all.
-            blocking: wait for all. Else the caller does, with the handle, which also brings a rank's error.
+            blocking: wait for all ranks. Else the caller does, with the handle, which also brings a rank's error.
+            non_blocking: the ranks themselves return while their copies are under way, see `ActorWorker`.
 
         Raises:
             ClusterError: a rank failed, died or did not answer in time.
         """
-        return self._moving("offload_states", include, blocking)
+        return self._moving("offload_states", include, blocking, non_blocking)
 
-    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+    def reload_states(
+        self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
+    ) -> Pending:
         """The reverse."""
-        return self._moving("reload_states", include, blocking)
+        return self._moving("reload_states", include, blocking, non_blocking)
+
+    def settle_states(self) -> None:
+        """Wait for what a non-blocking move has left under way. Raises ClusterError, as above."""
+        self._gathered("settle_states")
 
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
         return self._on_batch("train_step", batch, meta=meta)[0]
@@ -153,8 +162,8 @@ class ActorPool:
         }
         gather(refs, "set_teacher_head", timeout_s)
 
-    def _moving(self, method: str, include: Sequence[str] | None, blocking: bool) -> Pending:
-        pending = Pending(self._call(method, include), method, self._timeout_s)
+    def _moving(self, method: str, include: Sequence[str] | None, blocking: bool, non_blocking: bool) -> Pending:
+        pending = Pending(self._call(method, include, non_blocking=non_blocking), method, self._timeout_s)
         if blocking:
             pending.wait()
         return pending
@@ -173,9 +182,10 @@ class ActorPool:
     def _gathered(self, method: str, *args: Any) -> None:
         gather(self._call(method, *args), method, self._timeout_s)
 
-    def _call(self, method: str, *args: Any) -> dict[str, Any]:
+    def _call(self, method: str, *args: Any, **options: Any) -> dict[str, Any]:
         return {
-            f"actor rank {rank}": getattr(worker, method).remote(*args) for rank, worker in enumerate(self._workers)
+            f"actor rank {rank}": getattr(worker, method).remote(*args, **options)
+            for rank, worker in enumerate(self._workers)
         }
 
 

@@ -42,7 +42,7 @@ from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.memory.advice import advice
 from gkd.memory.fragmentation import FragmentationWatch
 from gkd.memory.oom import diagnosed
-from gkd.memory.states import OPTIMIZER, PARAMS
+from gkd.memory.states import OPTIMIZER, PARAMS, Moves
 from gkd.memory.timeline import Timeline
 from gkd.memory.usage import ARENA, log_gpu_memory_usage
 from gkd.roles import FileDigest, TrainStats
@@ -80,6 +80,7 @@ class ActorWorker:
         self._writer = BackgroundWriter()
         self._teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
+        self._moves: Moves | None = None  # that nobody has waited for
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("actor", self._rank, ask_driver=ask_driver)
@@ -274,15 +275,33 @@ class ActorWorker:
         with self._with_states("taking the teacher's LM head", "teacher_head", [PARAMS], alone=True):
             self._student.set_teacher_head(head)
 
-    def offload_states(self, include: Sequence[str] | None = None) -> None:
-        """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called."""
-        with self._during("offloading states"):
-            self._held.offload_states(include)
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        """To host memory, for others who share this rank's GPU; see `States.offload`. All ranks are called.
 
-    def reload_states(self, include: Sequence[str] | None = None) -> None:
-        """Back to the device. All ranks are called."""
+        Args:
+            non_blocking: return while the copies are under way. `settle_states`, or the next call that needs states or
+                moves them, waits for their end, and only then is their memory free.
+        """
+        with self._during("offloading states"):
+            moves = self._held.offload_states(include, non_blocking=non_blocking)
+            self._moves = moves if non_blocking else None
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        """Back to the device. All ranks are called.
+
+        Args:
+            non_blocking: return while the copies are under way; what is computed with the states waits for them.
+        """
         with self._during("reloading states"):
-            self._held.reload_states(include)
+            moves = self._held.reload_states(include, non_blocking=non_blocking)
+            self._moves = moves if non_blocking else None
+
+    def settle_states(self) -> None:
+        """The last non-blocking move has ended when this returns; harmless if there is none. All ranks are called."""
+        moves, self._moves = self._moves, None
+        if moves is not None:
+            with self._during("settling states"):
+                moves.wait()
 
     def train_step(
         self, takes: Sequence[bytes | None], *lists: list[Any], meta: Mapping[str, Any] | None = None

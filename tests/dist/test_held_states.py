@@ -156,6 +156,7 @@ def test_states_are_where_the_settings_and_the_calls_say(slots: Pool, model: Pat
         first = moved.pool.train_step(some)
         cost = moved.pool.memory_numbers()
         assert moved.is_away() and {"time/train/onload", "time/train/offload"} <= cost.keys()
+        assert 0 < cost["time/train/meeting"] <= cost["time/train/onload"] + cost["time/train/offload"]
         assert cost["memory/train/before_onload"] == 0 < cost["memory/train/after_onload"]
         got = [numbers(first), numbers(moved.pool.evaluate(some, meta=KEEP))]
         assert moved.held()["params"] > 0 == moved.held()["optimizer"], "only what an evaluation needs"
@@ -184,7 +185,13 @@ def _moves_by_hand(actor: Actor) -> None:
     assert actor.held() == dict.fromkeys(KINDS, 0) | {"params": before["params"]}
     with pytest.raises(ClusterError, match="params, grads, optimizer"):
         actor.pool.offload_states(["weights"])
-    actor.pool.offload_states()
+    actor.pool.offload_states(non_blocking=True)
+    actor.pool.settle_states()
+    actor.pool.settle_states()
+    assert actor.is_away()
+    # Nobody waits for these: the next call does.
+    actor.pool.reload_states(non_blocking=True)
+    actor.pool.offload_states(non_blocking=True)
 
 
 def _fails(actor: Actor, some: list[ScoredChunk]) -> None:
