@@ -32,9 +32,11 @@ from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
 from gkd.actor.hf_files import open_tensors
 from gkd.actor.hf_folder import TensorPlan
+from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.step import empty_micro_batch
 from gkd.batching import make_micro_batches
 from gkd.errors import ConfigError, TeacherError
+from gkd.frozen import checkpoint
 from gkd.frozen.refresh import blend, check_plan
 from gkd.log import get_logger
 from gkd.types import MicroBatch, Rollout
@@ -93,6 +95,7 @@ class FrozenModel:
             ConfigError: the model does not bear packing, or does something to its logits after the LM head.
         """
         self.device = device
+        self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._packing, self._max_batch_tokens = packing, max_batch_tokens
         folder = Path(path)
         with same_error(device):
@@ -177,7 +180,20 @@ class FrozenModel:
             ModelError: see there.
         """
         reshard(self.model)  # what is gathered is a copy, and would stay as it was
+        self._host_copies.settle()
         blend(self.places, tensors, ema)
+
+    def snapshot(self) -> Snapshot:
+        """This rank's rows on their way to host memory; the next `refresh` waits for the copy. No collective."""
+        reshard(self.model)
+        return self._host_copies.snapshot(checkpoint.pieces(self.places), checkpoint.meta(self.places), {})
+
+    def load(self, folder: Path) -> None:
+        """The weights of a checkpoint, where they are. Raises CheckpointError: see `gkd.frozen.checkpoint.load`."""
+        reshard(self.model)
+        self._host_copies.settle()
+        with same_error(self.device):
+            checkpoint.load(folder, self.places)
 
     def check_plan(self, plan: Sequence[TensorPlan]) -> None:
         """Raises ModelError, on all ranks, if `refresh` could not take these tensors."""

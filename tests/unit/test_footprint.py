@@ -193,6 +193,8 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
     n_ranks = _config().trainer.n_gpus_per_node
     assert hosted.host_bytes - plain.host_bytes == resident.parts["teacher_weights"] == -(-2 * total // n_ranks)
     assert averaged.parts["teacher_shards"] == -(-4 * total // n_ranks)
+    follows = ranks("teacher.update_interval=2")
+    assert follows.parts["saved_copy"] - plain.parts["saved_copy"] == follows.parts["teacher_shards"]
     assert hosted.total_bytes == plain.total_bytes  # a pass takes less than a training step
     assert resident.total_bytes == plain.total_bytes + resident.parts["teacher_weights"]
     assert hosted.parts["teacher_pass"] > 2 * 151936 * 1536  # the embedding and more
