@@ -173,6 +173,20 @@ def test_bad_input_is_one_error_on_all_ranks(ranks: Any, world_size: int) -> Non
         assert all(rank["bad"][name][1] for rank in ranks[world_size]), name
 
 
+def test_errors_name_the_model(root: Path, ranks: Any) -> None:
+    """Fails if a broken reference is looked for in the teacher."""
+    for (kind, text), who in zip(
+        ranks[1][0]["who"], ("the reference (reference.path=", "the local teacher (teacher.path="), strict=True
+    ):
+        assert kind == "TeacherError" and text.startswith(f"{who}{root / 'qwen3'})"), text
+
+
+def test_a_refresh_has_the_ranks_share_of_the_cores(ranks: Any) -> None:
+    """Fails if the arithmetic of billions of weights runs in the one thread that ranks compute with, or keeps more."""
+    before, within, after = ranks[1][0]["threads"]
+    assert before == after == 1 and within == {2}
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_what_it_cannot_be(ranks: Any, world_size: int) -> None:
     """Fails if a model with soft-capped logits is scored without the cap, or a folder is refused on some ranks only."""
