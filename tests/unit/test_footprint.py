@@ -134,9 +134,8 @@ def test_state_is_what_this_project_keeps() -> None:
     assert (sharded.parts["weights"], sharded.parts["optimizer"]) == (2 * n, 12 * n // 4)
     assert _actor("trainer.n_gpus_per_node=4", "actor.strategy=fsdp2").state_bytes == 16 * n // 4
     offloaded = _actor("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true")
-    assert (
-        offloaded.state_bytes == 0 and offloaded.host_bytes == (16 + 4 + 12) * n
-    )  # gradients are pinned one by one, less than twice
+    # Gradients are pinned one by one, which makes less than twice of them.
+    assert offloaded.state_bytes == 0 and offloaded.host_bytes == (16 + 4 + 12) * n
 
 
 @pytest.mark.parametrize(
