@@ -222,11 +222,10 @@ class TeacherConfig:
     # stay on the GPU, and the actor's states leave it while the teacher computes, as with actor.offload_train.
     fsdp_cpu_offload: bool = True
     # local: steps between refreshes of the teacher's weights from the student's (self-distillation); 0 = never. Wants a
-    # teacher.path of the student's architecture. A resumed run has the same teacher again only at steps where it was
-    # the student: with update_ema 0, multiples of this.
+    # teacher.path of the student's architecture. A checkpoint then holds the teacher's weights, too.
     update_interval: int = 0
     # local: at a refresh the weights become update_ema x the teacher's + (1 - update_ema) x the student's; 0 = the
-    # student's. Above 0 the teacher is kept in float32, and the run cannot be resumed.
+    # student's. Above 0 the teacher is kept in float32.
     update_ema: float = 0.0
     # Host that the teacher server listens on.
     server_ip: str = "127.0.0.1"

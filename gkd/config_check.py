@@ -401,13 +401,6 @@ def _check_backend(config: Config) -> None:
     if teacher.update_ema > 0.0 and not teacher.update_interval:
         problem = "teacher.update_interval is 0, so there is no refresh to average at."
         raise ConfigError("teacher.update_ema", teacher.update_ema, problem, "use 0, or set teacher.update_interval.")
-    if teacher.update_ema > 0.0 and config.trainer.resume != "never":
-        problem = "a checkpoint does not hold a teacher that is an average of students."
-        raise ConfigError("trainer.resume", config.trainer.resume, problem, "use never, or teacher.update_ema=0.")
-    every = config.trainer.save_every
-    if teacher.update_interval and every % teacher.update_interval:
-        problem = f"teacher.update_interval is {teacher.update_interval}: between its steps a checkpoint cannot go on."
-        raise ConfigError("trainer.save_every", every, problem, "use a multiple of it, or 0.")
 
 
 def _check_mixture(config: Config) -> None:

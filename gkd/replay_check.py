@@ -63,6 +63,7 @@ def _check_scores(recorded: Config, now: Config) -> None:
     for key, (before, value) in pairs.items():
         if before != value:
             raise ConfigError(key, value, f"the batches to be replayed have {before!r}.", "take their value.")
+    _check_head(recorded, now)
     missing = set(_signals(now)) - set(_signals(recorded))
     if missing:
         raise ConfigError(
@@ -71,6 +72,21 @@ def _check_scores(recorded: Config, now: Config) -> None:
             f"the loss needs the teacher's {', '.join(sorted(missing))}, which was not recorded.",
             "choose a loss and a teacher.signal that need what the recorded run's needed.",
         )
+
+
+def _check_head(recorded: Config, now: Config) -> None:
+    """Are recorded hidden states those of the LM head that this run multiplies them with? A head is in no batch."""
+    if "hidden" not in _signals(now):
+        return
+    for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
+        if interval := config.teacher.update_interval:
+            raise ConfigError(
+                "trainer.replay",
+                now.trainer.replay,
+                f"{whose} teacher.update_interval is {interval}: recorded hidden states belong to the LM head that the "
+                "teacher had at their step, and a batch does not hold it.",
+                "record with teacher.signal topk or logits, or with teacher.update_interval 0.",
+            )
 
 
 def _signals(config: Config) -> Sequence[Signal]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,10 +36,23 @@ class Snapshot:
     memory: HostCopies
     slabs: Sequence[Tensor]  # each [slab_bytes] uint8: what the pieces lie in
     wait: Callable[[], object]  # blocks until the pieces hold their values; nobody may read them before
+    joined: Snapshot | None = None  # whose pieces are among these, in memory of its own
 
     def release(self) -> None:
         """Lets the next snapshot reuse the memory, after this one's copy; nobody may read the pieces from now on."""
         self.memory.give_back(self.slabs)
+        if self.joined is not None:
+            self.joined.release()
+
+    def join(self, other: Snapshot) -> Snapshot:
+        """Both as one, which goes into one file; `other` adds pieces and meta data, and no generators."""
+
+        def wait() -> None:
+            self.wait()
+            other.wait()
+
+        pieces, meta = [*self.pieces, *other.pieces], {**self.meta, **other.meta}
+        return replace(self, pieces=pieces, meta=meta, wait=wait, joined=other)
 
 
 class HostCopies:

@@ -1,7 +1,9 @@
 """The driver's side of the reference: the actor's ranks compute its logprobs, all of them together, of a whole batch.
 
-    compute_logprobs    the sequences dealt out so that each rank has about as many tokens -> one collective call
-                        -> each chunk's logprobs put together on the host of the group that trains on it
+    compute_logprobs    the student's sequences dealt out so that each rank has about as many tokens -> one collective
+                        call -> each chunk's logprobs put together on the host of the group that trains on it
+
+Responses of the dataset have no part in the term, so nothing is computed for them: they get zeros.
 
 Only the loop's own thread calls the actor, so that every rank gets this call at the same place among its others,
 whatever `trainer.scheduler` has the engines and the teacher do meanwhile.
@@ -45,14 +47,20 @@ class ReferencePool:
         self._meta = _BARE_ACTOR if reference_is_actor(config) else None
 
     def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> PendingReference:
+        asked = [i for i, chunk in enumerate(batch) if chunk.rollouts.on_policy]
         done, parts = dealt_out(
-            self._workers, "reference_logprobs", [chunk.rollouts for chunk in batch], meta=self._meta
+            self._workers, "reference_logprobs", [batch[i].rollouts for i in asked], meta=self._meta
         )
         chunks = []
         for i, chunk in enumerate(batch):
+            endpoint = self._endpoints[chunk.rollouts.dp_rank]
             # Beside questions to a teacher's server, which may be those of the next batch.
-            assemble = self._endpoints[chunk.rollouts.dp_rank].in_order.options(concurrency_group=RECORDS)
-            handle = assemble.remote([take for take, _ in parts[i]], *(table for _, table in parts[i]))
+            if i in asked:
+                made = parts[asked.index(i)]
+                assemble = endpoint.in_order.options(concurrency_group=RECORDS)
+                handle = assemble.remote([take for take, _ in made], *(table for _, table in made))
+            else:
+                handle = endpoint.zeros.options(concurrency_group=RECORDS).remote(chunk.rollouts.ref)
             chunks.append(replace(chunk, reference=handle))
         pending = PendingReference(Pending(done, "reference logprobs", self._timeout_s), chunks)
         if blocking:

@@ -354,7 +354,10 @@ class ActorWorker:
         """Begins to copy this rank's state to host memory and to write it into `folder`; returns at once."""
         self._writer.check_idle()  # before the copy, which would take as much memory again
         with self._with_states("saving a checkpoint", "save", [PARAMS, OPTIMIZER]):
-            self._writer.start(folder, self._rank, self._student.snapshot())
+            snapshot = self._student.snapshot()
+            if self._teacher is not None:
+                snapshot = self._teacher.joined(snapshot)
+            self._writer.start(folder, self._rank, snapshot)
 
     @ray.method(concurrency_group=SAVES)
     def save_finished(self, wait: bool) -> dict[str, FileDigest] | None:
@@ -369,7 +372,7 @@ class ActorWorker:
         with self._with_states("loading a checkpoint", "load"):
             self._student.load_checkpoint(folder)
             if self._teacher is not None:
-                self._teacher.after_load()
+                self._teacher.load(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Collective; rank 0 writes the folder."""

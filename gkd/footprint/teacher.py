@@ -57,7 +57,11 @@ def with_local_teacher(
     """
     teacher = config.teacher
     hosted, exact = teacher.fsdp_cpu_offload, teacher.update_ema > 0.0
-    return _with_frozen(part, "teacher", config, config_json, tensors, hosted=hosted, exact=exact, on_cpu=on_cpu)
+    part = _with_frozen(part, "teacher", config, config_json, tensors, hosted=hosted, exact=exact, on_cpu=on_cpu)
+    if not teacher.update_interval:
+        return part
+    shards = part.parts.get("teacher_shards", 0) + part.parts.get("teacher_weights", 0)
+    return replace(part, parts={**part.parts, "saved_copy": part.parts["saved_copy"] + shards})
 
 
 def with_reference(

@@ -28,13 +28,16 @@ from torch import Tensor
 from gkd.actor.agree import same_error
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reset, reshard, shard
+from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
 from gkd.actor.hf_files import open_tensors
 from gkd.actor.hf_folder import TensorPlan
+from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.step import empty_micro_batch
 from gkd.batching import make_micro_batches
 from gkd.errors import ConfigError, TeacherError
+from gkd.frozen import checkpoint
 from gkd.frozen.refresh import blend, check_plan
 from gkd.log import get_logger
 from gkd.types import MicroBatch, Rollout
@@ -57,8 +60,14 @@ def head_refusal(key: str, folder: Path) -> Iterator[None]:
         if error.key != "actor.fused_lm_head":
             raise
         problem = "the LM head runs on a few rows at a time, and this model's logits are more than its product."
-        of_teacher = key == "teacher.path"
-        fix = "use teacher.backend=zmq with --engine vllm." if of_teacher else "name another reference.path."
+        adapters = (
+            "train adapters (actor.strategy=fsdp2, actor.lora.rank above 0): without them the actor itself is it."
+        )
+        fixes = {
+            "teacher.path": "use a teacher server: teacher.backend=zmq, with --engine vllm.",
+            "reference.path": f"name another one; or leave it out and {adapters}",
+        }
+        fix = fixes.get(key, f"a reference cannot be a frozen copy of this student; {adapters}")
         raise ConfigError(key, str(folder), problem, fix) from error
 
 
@@ -82,7 +91,7 @@ class FrozenModel:
 
         Args:
             dtype: of activations, and of the weights as they compute.
-            key: of the setting that names the folder, for errors.
+            key: of the setting that names the folder, for errors; of another one than teacher.path it is a reference.
             cpu_offload: this rank's shards live in host memory, pinned where the device is a GPU.
             packing: put sequences one after the other; else each is padded to the longest of its micro-batch.
             max_batch_tokens: of a micro-batch, padding included; a longer sequence has one to itself.
@@ -93,6 +102,10 @@ class FrozenModel:
             ConfigError: the model does not bear packing, or does something to its logits after the LM head.
         """
         self.device = device
+        self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
+        role = "local teacher" if key == "teacher.path" else "reference"
+        self._name = f"the {role} ({key}={path})"
+        self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._packing, self._max_batch_tokens = packing, max_batch_tokens
         folder = Path(path)
         with same_error(device):
@@ -144,7 +157,7 @@ class FrozenModel:
                 places = [place for place, _ in batch.samples]
                 found, fault = self._run(batch, [rollouts[place].response_ids for place in places], asked)
                 if fault is not None:
-                    problem = problem or TeacherError(f"{_where(rollouts[places[0]])}, or one beside it: {fault}")
+                    problem = problem or TeacherError(f"{self._where(rollouts[places[0]])}, or one beside it: {fault}")
                     continue
                 for of_one in found:
                     for place, table in zip(places, of_one, strict=True):
@@ -177,16 +190,33 @@ class FrozenModel:
             ModelError: see there.
         """
         reshard(self.model)  # what is gathered is a copy, and would stay as it was
-        blend(self.places, tensors, ema)
+        self._host_copies.settle()
+        with host_threads(self._n_threads):
+            blend(self.places, tensors, ema)
+
+    def snapshot(self) -> Snapshot:
+        """This rank's rows on their way to host memory; the next `refresh` waits for the copy. No collective."""
+        reshard(self.model)
+        return self._host_copies.snapshot(checkpoint.pieces(self.places), checkpoint.meta(self.places), {})
+
+    def load(self, folder: Path) -> None:
+        """The weights of a checkpoint, where they are. Raises CheckpointError: see `gkd.frozen.checkpoint.load`."""
+        reshard(self.model)
+        self._host_copies.settle()
+        with same_error(self.device):
+            checkpoint.load(folder, self.places)
 
     def check_plan(self, plan: Sequence[TensorPlan]) -> None:
         """Raises ModelError, on all ranks, if `refresh` could not take these tensors."""
         with same_error(self.device):
             check_plan(self.places, plan)
 
+    def _where(self, rollout: Rollout) -> str:
+        return f"{self._name}, prompt {rollout.prompt_id}, sample {rollout.sample_index}"
+
     def _check(self, rollout: Rollout, asked: Sequence[ScoreParams]) -> None:
         """Raises TeacherError."""
-        where = _where(rollout)
+        where = self._where(rollout)
         if not len(rollout.prompt_ids) or not len(rollout.response_ids):
             raise TeacherError(f"{where}: the prompt or the response has no tokens, so there is nothing to score")
         ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
@@ -243,7 +273,3 @@ def _whole(stream: RowStream, step: int) -> np.ndarray:
     for start, stop, rows in stream_rows(stream, step):
         whole[start:stop] = rows
     return whole
-
-
-def _where(rollout: Rollout) -> str:
-    return f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"

@@ -6,6 +6,7 @@ On the road of one batch: rollout -> *teacher score* -> micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from gkd.actor.base import Student
 from gkd.actor.hf_folder import TensorPlan, exhaust
+from gkd.actor.host_copies import Snapshot
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config import Config
-from gkd.errors import CheckpointError, ConfigError, ModelError
+from gkd.errors import ConfigError, ModelError
 from gkd.frozen.model import FrozenModel, Table
 from gkd.frozen.shares import by_chunk
 from gkd.log import get_logger
@@ -82,29 +84,29 @@ class LocalTeacher:
     def after_step(self) -> None:
         """The student has made a step: takes its weights, every teacher.update_interval steps."""
         if self._interval and self._student.step % self._interval == 0:
-            self._refresh(self._ema)
+            self._refresh()
 
-    def after_load(self) -> None:
-        """The student has been loaded from a checkpoint, which says nothing of the teacher.
+    def joined(self, student: Snapshot) -> Snapshot:
+        """The student's share of a checkpoint, with this rank's share of the teacher if that follows the student.
+
+        No collective. Begins to copy; the next refresh waits for the copy.
+        """
+        return student.join(self._model.snapshot()) if self._interval else student
+
+    def load(self, folder: Path) -> None:
+        """The teacher of a checkpoint, saved by any number of ranks; one that follows nobody is as it was.
 
         Raises:
-            CheckpointError: nobody knows what the teacher's weights were then.
+            CheckpointError: it is not in there, or is another one; see `gkd.frozen.checkpoint.load`.
         """
-        step = self._student.step
-        if not self._interval or step < self._interval:
-            return
-        if self._ema > 0.0 or step % self._interval:
-            raise CheckpointError(
-                f"a checkpoint of step {step} does not hold the teacher that teacher.update_interval {self._interval} "
-                f"and teacher.update_ema {self._ema:g} have made of the student. Without an average, a run can go on "
-                "from a step at which the teacher was the student: name one in trainer.resume, or start a new run."
-            )
-        self._refresh(0.0)
+        if self._interval:
+            self._model.load(folder)
+            self._hand_over_head()
 
-    def _refresh(self, ema: float) -> None:
-        self._model.refresh(whole_student(self._student, self._layout, self._device), ema)
+    def _refresh(self) -> None:
+        self._model.refresh(whole_student(self._student, self._layout, self._device), self._ema)
         self._hand_over_head()
-        log.info("step %d: the teacher took the student's weights (ema %g)", self._student.step, ema)
+        log.info("step %d: the teacher took the student's weights (ema %g)", self._student.step, self._ema)
 
     def _check_follows(self) -> None:
         plan = [spec for stage in stage_plans(self._student, self._layout) for spec in stage]

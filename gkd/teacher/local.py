@@ -97,6 +97,8 @@ def deal(chunks: Sequence[RolloutChunk], n_ranks: int) -> list[list[tuple[int, b
 
     Neighbours stay together where they can, so that few chunks are split.
     """
+    if not chunks:
+        return [[] for _ in range(n_ranks)]
     lengths = np.concatenate([chunk.n_tokens for chunk in chunks]).astype(np.int64)
     owner = np.repeat(np.arange(len(chunks)), [chunk.n_sequences for chunk in chunks])
     place = np.concatenate([np.arange(chunk.n_sequences) for chunk in chunks])

@@ -82,6 +82,10 @@ class RecordingEndpoint:
         made = [each for part in parts for each in part]
         return [made[i] for i in np.argsort(places)]
 
+    def zeros(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """[R] float32 for each sequence: in the place of numbers that nobody reads."""
+        return [np.zeros(len(rollout.response_ids), np.float32) for rollout in rollouts]
+
     def record(self, file: str, n_chunks: int, *parts: Any) -> dict[str, FileDigest]:
         """Write chunks of rollouts, and their scores, into one file, and flush it.
 

@@ -111,6 +111,18 @@ def _once(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
         half.score(batch, (ScoreParams("sampled"), ScoreParams("hidden"))),
         {p.dtype for p in half.model.parameters()} == {torch.bfloat16},
     ]
+    of_reference = build(root / "qwen3", key="reference.path")
+    out["who"] = [_poisoned(each, batch, PLAIN[0], True) for each in (of_reference, build(root / "qwen3"))]
+    seen: list[int] = []
+    of_reference._n_threads = 2
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in _tensors(root / "qwen3"):
+            seen.append(torch.get_num_threads())
+            yield pair
+
+    of_reference.refresh(given(), EMA)
+    out["threads"] = [torch.get_num_threads(), set(seen), torch.get_num_threads()]
     out["packs"] = caught(lambda: build(root / "gemma2"))
     slow = {kept: build(root / "qwen3", dtype=torch.bfloat16, float32_weights=kept) for kept in (True, False)}
     for each in slow.values():

@@ -6,7 +6,9 @@ One rank. What this does not prove: several ranks over NCCL, and how fast the co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,33 +16,51 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from gkd.actor.fsdp import host_run
+from gkd.actor.shard_writer import write
 from tests.dist.frozen_cases import PLAIN, build, sequences
 from tests.dist.helpers import free_port
 from tests.dist.megatron_reference import make_hf_folder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
+    """As an actor's ranks: NCCL alone, so nothing may travel in host memory."""
     torch.cuda.set_device(0)
-    address = f"tcp://127.0.0.1:{free_port()}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=address, rank=0, world_size=1)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
+def shards_of(model: Any) -> list[torch.Tensor]:
+    return [param.to_local() for param in model.model.parameters()]
+
+
+def pinned_by_torch() -> int:
+    """Bytes that torch's own allocator of pinned memory has taken, rounding and cache included."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+
+
 @pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_tied"])
 @pytest.mark.parametrize("float32_weights", [False, True])
-def test_weights_are_pinned_in_host_memory_before_and_after_a_refresh(tmp_path: Path, float32_weights: bool) -> None:
-    """Fails if a refresh leaves weights on the GPU, or in memory that copies wait for; or if a call keeps memory."""
-    folder = make_hf_folder(tmp_path / "model", "qwen3")
-    settings = {"device": torch.device("cuda", 0), "dtype": torch.bfloat16, "float32_weights": float32_weights}
-    model = build(folder, **settings)
+@pytest.mark.parametrize("cpu_offload", [True, False])
+def test_weights_stay_where_the_setting_says(
+    tmp_path: Path, kind: str, float32_weights: bool, cpu_offload: bool
+) -> None:
+    """Fails if a refresh or a load leaves weights on the GPU, or in memory that copies wait for; if a call keeps
+    memory; or if pinned memory is more than the shards."""
+    folder = make_hf_folder(tmp_path / "model", kind)
+    before, runs = pinned_by_torch(), len(host_run._PINNED)
+    model = build(folder, device=CUDA, dtype=torch.bfloat16, float32_weights=float32_weights, cpu_offload=cpu_offload)
 
     def at_home() -> bool:
-        shards = [param.to_local() for param in model.model.parameters()]  # type: ignore[attr-defined]
-        return all(shard.device.type == "cpu" and shard.is_pinned() for shard in shards)
+        if cpu_offload:
+            return all(shard.device.type == "cpu" and shard.is_pinned() for shard in shards_of(model))
+        return all(shard.device == CUDA for shard in shards_of(model))
 
     first = model.score(sequences(), PLAIN)
     held = torch.cuda.memory_allocated()
@@ -49,7 +69,20 @@ def test_weights_are_pinned_in_host_memory_before_and_after_a_refresh(tmp_path: 
         given = ((name, tensor.cuda()) for name, tensor in load_file(folder / "model.safetensors").items())
         model.refresh(given, ema)
         assert at_home()
+    kept = [shard.cpu().clone() for shard in shards_of(model)]
+    snapshot = model.snapshot()
+    model.refresh((name, 2 * tensor.cuda()) for name, tensor in load_file(folder / "model.safetensors").items())
+    write(tmp_path / "checkpoint", 0, replace(snapshot, meta={**snapshot.meta, "step": 1, "world_size": 1}))
+    snapshot.release()
+    model.load(tmp_path / "checkpoint")
+    assert at_home() and all(torch.equal(a, b.cpu()) for a, b in zip(kept, shards_of(model), strict=True))
     again = model.score(sequences(), PLAIN)
     assert at_home() and torch.cuda.memory_allocated() == held
     for a, b in zip(first, again, strict=True):  # the same weights as before
         np.testing.assert_allclose(a[0], b[0], atol=0.1)
+    assert model.score([], PLAIN) == []  # a rank without a share
+    assert len(host_run._PINNED) - runs == int(cpu_offload)
+    if cpu_offload:
+        sizes = [shard.nbytes for shard in shards_of(model)]
+        assert sum(sizes) <= host_run._PINNED[-1].nbytes <= sum(sizes) + 64 * len(sizes)
+        assert pinned_by_torch() - before < max(sizes), "torch has pinned shards once more, each on its own"

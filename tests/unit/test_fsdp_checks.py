@@ -18,9 +18,10 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from gkd.actor.fsdp.conversion import file_parts
-from gkd.actor.fsdp.model import build_on_meta
+from gkd.actor.fsdp.model import build_on_meta, layer_list
 from gkd.actor.fsdp.optim import build_adamw
 from gkd.actor.fsdp.preflight import ModelSizes, _counts
+from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import match_files
 from gkd.actor.hf_files import check_headers, open_tensors, weights_digest
 from gkd.actor.optim_spec import OptimSpec
@@ -110,6 +111,24 @@ def test_models_that_do_not_bear_the_settings(folders: Path, kind: str, key: str
     with pytest.raises(ConfigError) as caught:
         check_student(_config(folders / kind))
     assert caught.value.key == key and text in str(caught.value)
+
+
+def test_logits_that_config_json_says_are_more_than_a_product(folders: Path, qwen3: Path) -> None:
+    """Fails if a soft cap or a scale shows on the ranks alone, or a model is refused for a factor of 1."""
+
+    def look(folder: Path, **changes: Any) -> None:
+        hf = build_on_meta(folder, dtype=torch.float32, packing=False)
+        for name, value in changes.items():
+            setattr(hf.config, name, value)
+        probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=False, fused=True)
+
+    with pytest.raises(ConfigError, match="final_logit_softcapping 30") as caught:
+        look(folders / "gemma2")
+    assert caught.value.key == "actor.fused_lm_head"
+    with pytest.raises(ConfigError, match="logits_scaling 8"):
+        look(qwen3, logits_scaling=8.0)
+    look(folders / "gemma2", final_logit_softcapping=None)
+    look(qwen3, logits_scaling=1.0, logit_scale=None)
 
 
 def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:

@@ -69,3 +69,19 @@ def test_pieces_lie_in_slabs_without_gaps(tmp_path: Path) -> None:
                 values = reader.read(piece.name, piece.kind, piece.part, piece.start, stop)
                 assert torch.equal(values, piece.data), piece.name
         assert reader.names() == {piece.name for piece in live} - {"none"}
+
+
+def test_two_snapshots_go_into_one_file(tmp_path: Path) -> None:
+    """Fails if what rides along is written before it is copied, lacks its meta data, or keeps its memory."""
+    own, others = HostCopies(CPU), HostCopies(CPU)
+    mine = own.snapshot([Piece("w", "param", 0, 0, WHOLE)], {"step": 1, "world_size": 1}, {})
+    theirs = others.snapshot([Piece("w", "teacher", 0, 0, WHOLE.bfloat16())], {"teacher": 2}, {})
+    both = mine.join(theirs)
+    write(tmp_path, 0, both)
+    both.release()
+    with ShardReader(tmp_path) as reader:
+        assert reader.meta == {"step": 1, "world_size": 1, "teacher": 2}
+        assert torch.equal(reader.read("w", "param", 0, 0, len(WHOLE)), WHOLE)
+        assert torch.equal(reader.read("w", "teacher", 0, 0, len(WHOLE)), WHOLE.bfloat16())
+    for copies, before in ((own, mine), (others, theirs)):
+        assert address(copies.snapshot([Piece("w", "param", 0, 0, WHOLE)], {}, {})) == address(before)

@@ -23,7 +23,6 @@ from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.footprint.shapes import read_shape
 from gkd.footprint.table import footprint_table
-from gkd.frozen.model import head_refusal
 from gkd.frozen.preflight import check_reference
 from gkd.metrics import read_metrics
 from gkd.roles import RolloutChunk, ScoredChunk
@@ -135,13 +134,18 @@ def test_folders_that_cannot(root: Path, name: str, changes: tuple[str, ...], ke
     assert caught.value.key == key
 
 
-def test_logits_that_are_more_than_a_product(root: Path) -> None:
-    """Fails if soft-capped logits, which only the ranks find out, are answered with what helps a teacher."""
-    capped = ConfigError("actor.fused_lm_head", True, "its logits are capped.", "switch it off.")
-    match = "another reference.path"
-    with pytest.raises(ConfigError, match=match) as caught, head_refusal("reference.path", root / "gemma2"):
-        raise capped
-    assert caught.value.key == "reference.path"
+@pytest.mark.parametrize(
+    ("key", "override", "text"),
+    [
+        ("model.path", "model.path", "a frozen copy of this student; train adapters"),
+        ("reference.path", "reference.path", "name another one; or leave it out and train adapters"),
+    ],
+)
+def test_logits_that_are_more_than_a_product(root: Path, key: str, override: str, text: str) -> None:
+    """Fails if soft-capped logits are found out on the ranks, or answered with what helps a teacher, or nobody."""
+    with pytest.raises(ConfigError, match=text) as caught:
+        look(root, "actor.packing=false", f"{override}={root / 'gemma2'}")
+    assert caught.value.key == key and "actor.lora.rank" in caught.value.fix
 
 
 def test_a_smaller_vocabulary_is_refused(root: Path) -> None:

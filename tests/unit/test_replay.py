@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gkd.config import Config
+from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
 from gkd.metrics import read_metrics
-from gkd.replay_check import check_replay
+from gkd.replay_check import _check_scores, check_replay
 from tests.unit.world import World, make
 
 TEACHER = {"name": "t", "fingerprint": "f"}
@@ -134,6 +136,21 @@ def test_scores_of_another_kind_are_refused(tmp_path: Path, recorded: Path, over
     with pytest.raises(ConfigError) as caught:
         check_replay(trainer.config, 3, TEACHER)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 0), (0, 2), (2, 2)])
+def test_hidden_states_of_a_teacher_that_followed_are_refused(before: int, now: int) -> None:
+    """Fails if hidden states of a refreshed teacher are multiplied by the LM head of another step, without a word."""
+    local = ["teacher.backend=local", "teacher.path=t", "trainer.replay=batches"]
+
+    def settings(interval: int, signal: str) -> Config:
+        return load_config(None, [*local, f"teacher.update_interval={interval}", f"teacher.signal={signal}"])
+
+    with pytest.raises(ConfigError, match="LM head") as caught:
+        _check_scores(settings(before, "hidden"), settings(now, "hidden"))
+    assert caught.value.key == "trainer.replay"
+    _check_scores(settings(before, "logits"), settings(now, "logits"))
+    _check_scores(settings(0, "hidden"), settings(0, "hidden"))
 
 
 def test_another_teacher_s_scores_are_refused(tmp_path: Path, recorded: Path) -> None:

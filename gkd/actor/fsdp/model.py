@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from gkd.actor.fsdp.attention import PACKED_ATTENTION, Pack, refuse_packing, register_packed_attention
 from gkd.actor.fsdp.head import HeadUse, RowsHead
+from gkd.actor.fsdp.host_run import into_one_run
 from gkd.errors import ModelError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.types import TokenTargets
@@ -166,7 +167,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    place = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    place = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()  # pinned below, all in one
     cut = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
     for layer in layers:
         cut(layer)
@@ -178,6 +179,8 @@ def shard(
     cut(root)
     home = torch.device("cpu") if offload else device
     root._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
+    if offload and device.type == "cuda":
+        into_one_run(root, pinned=True)
     for module in fsdp_modules(root):
         # A plain sum, divided once by the global number of tokens; gloo knows neither averages nor factors.
         module.set_gradient_divide_factor(1.0)

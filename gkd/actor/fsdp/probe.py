@@ -20,6 +20,9 @@ from gkd.log import get_logger
 
 log = get_logger("actor.fsdp")
 
+# Of config.json: a soft cap (Gemma 2) and factors (Cohere, Granite, Falcon-H1). None and 1 change nothing.
+_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
 
 @torch.no_grad()
 def probe(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
@@ -36,7 +39,8 @@ def probe(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device:
 
 @torch.no_grad()
 def probe_on_meta(hf: PreTrainedModel, *, n_layers: int, packing: bool, fused: bool) -> None:
-    """The same for a model without weights, as far as it goes: logits are not compared. Moves `hf` to the meta device.
+    """The same for a model without weights, as far as it goes: logits are not compared, so what a model does to them
+    after the LM head shows where config.json says so. Moves `hf` to the meta device.
 
     Raises:
         ConfigError: see `probe`.
@@ -49,6 +53,8 @@ def probe_on_meta(hf: PreTrainedModel, *, n_layers: int, packing: bool, fused: b
         raise
     except Exception as error:  # of the model's own code, where it asks for numbers that are not there
         log.info("a %s model shows only on the ranks what it bears (%s)", hf.config.model_type, type(error).__name__)
+    if fused and (named := _named_change(hf)):
+        raise _refuse_fused(hf.config.model_type, f"its logits after the LM head ({named})")
 
 
 def _look(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
@@ -88,13 +94,22 @@ def _look(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device:
         between = not _same(seen["hidden"], seen["head_input"])
         after = root.head.bias is not None or not _same(seen["head_output"], logits)
         if between or after:
-            problem = f"a {model_type} model changes {'its hidden states before' if between else 'its logits after'} "
-            raise ConfigError(
-                "actor.fused_lm_head",
-                True,
-                f"{problem}the LM head (a scale, a soft cap, a bias), and the fused loss would leave that out.",
-                "use actor.fused_lm_head=false.",
-            )
+            what = "its hidden states before" if between else "its logits after"
+            raise _refuse_fused(model_type, f"{what} the LM head (a scale, a soft cap, a bias)")
+
+
+def _named_change(hf: PreTrainedModel) -> str:
+    """What the model's settings name that its logits become after the LM head's product; empty: nothing."""
+    if hf.get_output_embeddings().bias is not None:
+        return "a bias"
+    config = hf.config.get_text_config()
+    found = {name: getattr(config, name, None) for name in _OF_LOGITS}
+    return ", ".join(f"{name} {value:g}" for name, value in found.items() if value not in (None, 1))
+
+
+def _refuse_fused(model_type: str, what: str) -> ConfigError:
+    problem = f"a {model_type} model changes {what}, and the fused loss would leave that out."
+    return ConfigError("actor.fused_lm_head", True, problem, "use actor.fused_lm_head=false.")
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,92 @@
+"""The driver's side of the reference over real Ray actors: who computes what, when, and what comes of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from gkd.actor.reference import ReferencePool
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster, Pool
+from gkd.errors import TeacherError
+from gkd.roles import ScoredChunk
+from gkd.teacher.records import RecordingEndpoint
+from gkd.teacher.scoring import RECORDS
+from gkd.types import Rollout
+from tests.bench.student_case import save_model
+from tests.dist.test_held_states import N_RANKS, Actor, batch
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
+    try:
+        slots: Pool = cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
+        made = Actor(slots, folder, "actor.strategy=fsdp2", "distill.reference_kl_weight=0.1")
+        made.pool.init_reference(120)
+        yield made
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def reference(actor: Actor) -> ReferencePool:
+    endpoint = ray.remote(concurrency_groups={RECORDS: 1})(RecordingEndpoint)
+    endpoints = [endpoint.options(num_cpus=0).remote(actor.config) for _ in range(N_RANKS)]
+    return ReferencePool(actor.workers, endpoints, actor.config)
+
+
+def logprobs(chunks: list[ScoredChunk]) -> list[list[np.ndarray]]:
+    return [[np.array(table) for table in chunk] for chunk in ray.get([chunk.reference for chunk in chunks])]
+
+
+def same(one: list[list[np.ndarray]], two: list[list[np.ndarray]]) -> bool:
+    return all(np.array_equal(a, b) for x, y in zip(one, two, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def changed(chunk: ScoredChunk, rollouts: list[Rollout], **fields: Any) -> ScoredChunk:
+    return replace(chunk, rollouts=replace(chunk.rollouts, ref=ray.put(rollouts), **fields))
+
+
+def test_a_call_that_does_not_block_and_one_that_fails(reference: ReferencePool) -> None:
+    """Fails if the handle comes late or cannot be waited for twice, a bad sequence of one rank hangs the others, or the
+    next call is spoilt by it."""
+    good = batch()
+    expected = logprobs(reference.compute_logprobs(good).wait())
+    pending = reference.compute_logprobs(good, blocking=False)
+    assert same(logprobs(pending.wait(60)), expected) and same(logprobs(pending.wait(60)), expected)
+    assert all((table < 0).all() for chunk in expected for table in chunk)
+    first, second = good
+    rollouts = ray.get(second.rollouts.ref)
+    bad = [*rollouts[:-1], replace(rollouts[-1], response_ids=rollouts[-1].response_ids[:0])]
+    failing = reference.compute_logprobs([first, changed(second, bad)], blocking=False)
+    for _ in range(2):
+        with pytest.raises(TeacherError, match=r"the reference \(model.path=.*no tokens"):
+            failing.wait(60)
+    assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(60)), expected)
+
+
+def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
+    """Fails if a forward pass is spent on responses that no term reads, or the others' logprobs are mixed up."""
+    first, second = batch()
+    expected = logprobs(reference.compute_logprobs([first, second]).wait())
+    rollouts = ray.get(first.rollouts.ref)
+    # A sequence that cannot be scored: it would be an error if anybody tried.
+    unread = [replace(r, prompt_ids=r.prompt_ids[:0], on_policy=False) for r in rollouts]
+    for chunks, places in (
+        ([changed(first, unread, on_policy=False), second], (1,)),
+        ([changed(first, unread, on_policy=False)], ()),
+    ):
+        found = logprobs(reference.compute_logprobs(chunks).wait())
+        assert same([found[i] for i in places], [expected[i] for i in places])
+        assert [table.tolist() for table in found[0]] == [[0.0] * len(r.response_ids) for r in rollouts]
+        assert {table.dtype for table in found[0]} == {np.dtype(np.float32)}

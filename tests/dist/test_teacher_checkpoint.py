@@ -1,0 +1,83 @@
+"""A teacher that follows its student comes back from a checkpoint, to the bit, over any number of ranks. CPU, gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from tests.dist.helpers import free_port, run_gloo
+from tests.dist.megatron_reference import make_hf_folder
+from tests.dist.teacher_checkpoint_cases import load_them, save_and_load, save_them
+
+pytestmark = pytest.mark.dist
+NAMES = ("ema", "copy", "tied")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("teacher_checkpoint")
+    generator = torch.Generator().manual_seed(8)
+    for kind in ("qwen3", "qwen2_tied"):
+        make_hf_folder(root / kind, kind)
+        other = make_hf_folder(root / f"{kind}_other", kind) / "model.safetensors"
+        moved = {n: t + 0.1 * torch.randn(t.shape, generator=generator) for n, t in load_file(other).items()}
+        save_file(moved, other, metadata={"format": "pt"})
+    return root
+
+
+@pytest.fixture(scope="module")
+def worlds(root: Path) -> dict[str, Any]:
+    """Saved by two ranks and loaded by one, and the reverse. The one is this process: libraries load slowly."""
+    by_one = alone(save_them, root)
+    both = run_gloo(save_and_load, 2, root, timeout_s=120.0)
+    on_one = alone(load_them, root, 2)
+    return {"2 -> 1": (both[0][0], [on_one]), "1 -> 2": (by_one, [loaded for _, loaded in both])}
+
+
+def alone(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        return work(0, 1, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["2 -> 1", "1 -> 2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_teacher_is_there_again(worlds: dict[str, Any], way: str, name: str) -> None:
+    """Fails if a resumed run has another teacher, or if the save has what a refresh beside the copy made of it."""
+    saved, ranks = worlds[way]
+    then, next_one = saved[name]
+    assert name == "copy" or any((then[key] != next_one[key]).any() for key in then), "the next refresh changes it"
+    for rank in ranks:
+        for before, after in zip((then, next_one), rank[name], strict=True):
+            assert before.keys() == after.keys()
+            for key, array in before.items():
+                np.testing.assert_array_equal(after[key], array, err_msg=key)
+
+
+@pytest.mark.parametrize("way", ["2 -> 1", "1 -> 2"])
+def test_its_shards_stay_where_they_are_and_the_student_has_its_head(worlds: dict[str, Any], way: str) -> None:
+    """Fails if a load leaves the weights in other memory, or hidden states are multiplied by the folder's head."""
+    saved, ranks = worlds[way]
+    for rank in ranks:
+        assert all(rank[f"{name} stayed"] for name in NAMES)
+        np.testing.assert_array_equal(rank["head"], saved["ema"][0]["lm_head.weight"])
+
+
+@pytest.mark.parametrize("way", ["2 -> 1", "1 -> 2"])
+def test_a_checkpoint_without_it_is_refused(worlds: dict[str, Any], way: str) -> None:
+    """Fails if a run goes on with the teacher of the folder, or of another model, without a word."""
+    _, ranks = worlds[way]
+    for rank in ranks:
+        without, other = rank["refused"]
+        assert without[0] == "CheckpointError" and "does not hold the teacher" in without[1], without
+        assert other[0] == "CheckpointError" and "holds another teacher" in other[1], other
