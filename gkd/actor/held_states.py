@@ -51,6 +51,7 @@ class HeldStates:
         automatic: after a call the states go to the host, if the call does not say otherwise.
         timeout_s: how long the ranks wait for one another.
         diagnosed: within what it gives, memory that runs out in a phase is explained, see `gkd.memory.oom`.
+        staying: bytes of others that stay on the device by design while the states are away.
     """
 
     def __init__(
@@ -61,12 +62,13 @@ class HeldStates:
         automatic: bool,
         timeout_s: float,
         diagnosed: Callable[[str], AbstractContextManager[None]] = _as_it_is,
+        staying: Callable[[], int] = lambda: 0,
     ) -> None:
         self._student, self._device, self._automatic = student, device, automatic
         # On the CPU, whatever the ranks compute on: this must work where the device is full.
         several = dist.get_world_size() > 1
         self._ranks: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if several else None
-        self._diagnosed = diagnosed
+        self._diagnosed, self._staying = diagnosed, staying
         self._metrics: dict[str, float] = {}
         self._named = 0
         self._waited_s = 0.0
@@ -179,11 +181,12 @@ class HeldStates:
 
         Others who share the GPU miss it, and where it grows from step to step somebody keeps what he should not.
         """
-        left = self.allocated_bytes()
+        left = self.allocated_bytes() - self._staying()
         if left > max(_WORTH_NAMING, 1.5 * self._named):
             self._named = left
             found = "; ".join(holder.line() for holder in holders(self._device)[:_NAMED])
-            log.warning("%.2f GiB stay allocated on %s while the states are away: %s", left / GIB, self._device, found)
+            text = "%.2f GiB too much stay allocated on %s while the states are away; who holds most there: %s"
+            log.warning(text, left / GIB, self._device, found)
 
     @contextmanager
     def _met(self, phase: str, alone: bool) -> Iterator[None]:

@@ -6,10 +6,9 @@ pipeline stage fetches the teacher's scores, because only it computes the loss.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,28 +21,23 @@ import torch
 import torch.distributed as dist
 
 from gkd import shared_folder
-from gkd.actor.agree import same_error
+from gkd.actor.build import build_student
+from gkd.actor.group_batches import group_batches
 from gkd.actor.group_probe import probe_group
 from gkd.actor.held_states import DISABLE_ADAPTER, META_KEYS, HeldStates, check_meta
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.optim_spec import OptimSpec
+from gkd.actor.rank_memory import RankMemory
 from gkd.actor.shard_writer import BackgroundWriter
-from gkd.balance import select, with_references
-from gkd.batching import check_batch, make_micro_batches, token_records
+from gkd.batching import token_records
 from gkd.cluster.assignment import free_port, this_place
 from gkd.cluster.places import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.collate import MicroBatches
-from gkd.config import Config, OptimConfig
+from gkd.config import Config
 from gkd.config_sharing import moves_states
-from gkd.imports import quick_imports
 from gkd.log import get_logger
 from gkd.loss.spec import loss_spec, teacher_signals
-from gkd.memory.advice import advice
-from gkd.memory.fragmentation import FragmentationWatch
-from gkd.memory.oom import diagnosed
 from gkd.memory.states import OPTIMIZER, PARAMS, Moves
-from gkd.memory.timeline import Timeline
 from gkd.memory.usage import ARENA, log_gpu_memory_usage
 from gkd.roles import FileDigest, TrainStats
 from gkd.types import Rollout
@@ -112,7 +106,7 @@ class ActorWorker:
             run_dir: trainer.run_dir as the driver means it.
         """
         self._log.info(self.place(ask_driver=False).line())
-        self._config, self._run_dir = config, run_dir
+        self._config = config
         trainer = config.trainer
         self._patience_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _LONGER_S
         actor = config.actor
@@ -121,8 +115,8 @@ class ActorWorker:
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self._device)
-        self._timeline = Timeline(self._device) if config.memory.timeline else None
-        self._fragmentation = FragmentationWatch(self._device, config.memory.fragmentation_warn, self._log)
+        who = f"actor rank {self._rank}"
+        self._memory = RankMemory(config, self._device, run_dir, who, self._phases, self._log)
         world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -139,7 +133,7 @@ class ActorWorker:
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
-        with self._diagnosed("building the student"):
+        with self._memory.diagnosed("building the student"):
             self._student = self._build_student(total_steps)
         ARENA.add("actor states", self._student.states.allocated)
         moves = moves_states(config)
@@ -148,7 +142,8 @@ class ActorWorker:
             self._device,
             automatic=moves,
             timeout_s=self._patience_s,
-            diagnosed=self._diagnosed,
+            diagnosed=self._memory.diagnosed,
+            staying=self._frozen_bytes,
         )
         if moves:
             self.offload_states()
@@ -156,43 +151,15 @@ class ActorWorker:
         log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
 
     def _build_student(self, total_steps: int) -> Student:
-        # Imported here and not above: the driver imports this module for the class alone and should load neither.
-        config, actor = self._config, self._config.actor
-        common: dict[str, Any] = {
-            "optim": _optim_spec(actor.optim, total_steps),
-            "dtype": getattr(torch, config.model.dtype),
-            "device": self._device,
-            "loss": self._loss,
-            "signals": self._signals,
-            "fused_lm_head": actor.fused_lm_head,
-            "logits_chunk_mib": actor.logits_chunk_mib,
-            "loss_kernel": actor.loss_kernel,
-            "seed": config.data.seed,
-            "on_phase": self._phases.enter,
-        }
-        if actor.strategy == "fsdp2":
-            with quick_imports():
-                from gkd.actor.fsdp.student import FsdpStudent
-
-            return FsdpStudent(
-                config.model.path,
-                recompute=actor.recompute,
-                packing=actor.packing,
-                cpu_offload=actor.fsdp_cpu_offload,
-                lora=actor.lora,
-                trust_remote_code=config.model.trust_remote_code,
-                **common,
-            )
-        with quick_imports():
-            from gkd.actor.megatron.student import MegatronStudent
-
-        return MegatronStudent(
-            config.model.path,
+        return build_student(
+            self._config,
             self._layout,
-            recompute=actor.recompute,
-            sequence_parallel=actor.sequence_parallel,
-            collective_timeout_s=self._patience_s,
-            **common,
+            self._device,
+            loss=self._loss,
+            signals=self._signals,
+            total_steps=total_steps,
+            patience_s=self._patience_s,
+            on_phase=self._phases.enter,
         )
 
     def init_teacher(self, n_vocab: int) -> None:
@@ -216,13 +183,13 @@ class ActorWorker:
             TeacherError: on all ranks; see `FrozenModel.score`.
         """
         assert self._teacher is not None
-        with self._during("teacher scoring"):
+        with self._memory.during("teacher scoring"):
             scores = self._teacher.score(takes, chunks)
         return (None, *scores) if scores else None
 
     def init_reference(self) -> None:
         """Builds the reference beside the student; blocks for all ranks. Raises as `FrozenModel`."""
-        with self._during("loading the reference"):
+        with self._memory.during("loading the reference"):
             from gkd.frozen.reference import frozen_reference  # here, as the students
 
             self._reference = frozen_reference(self._config, self._device)
@@ -248,7 +215,7 @@ class ActorWorker:
         from gkd.frozen.shares import by_chunk
 
         student, config = self._student, self._config
-        with self._during("reference logprobs"):
+        with self._memory.during("reference logprobs"):
             if check_meta(meta, META_KEYS).get(DISABLE_ADAPTER):
                 if not config.actor.lora.rank:
                     raise ValueError(f"{DISABLE_ADAPTER}: actor.lora.rank is 0, there are no adapters")
@@ -260,7 +227,7 @@ class ActorWorker:
                     where=f"actor rank {self._rank}",
                 )
                 moved = self._held.needed("reference", [PARAMS], meta, known=META_KEYS)
-                with moved, self._diagnosed("reference logprobs"):
+                with moved, self._memory.diagnosed("reference logprobs"):
                     found = by_chunk(takes, chunks, work)
             else:
                 if self._reference is None:
@@ -282,7 +249,7 @@ class ActorWorker:
             non_blocking: return while the copies are under way. `settle_states`, or the next call that needs states or
                 moves them, waits for their end, and only then is their memory free.
         """
-        with self._during("offloading states"):
+        with self._memory.during("offloading states"):
             moves = self._held.offload_states(include, non_blocking=non_blocking)
             self._moves = moves if non_blocking else None
 
@@ -292,7 +259,7 @@ class ActorWorker:
         Args:
             non_blocking: return while the copies are under way; what is computed with the states waits for them.
         """
-        with self._during("reloading states"):
+        with self._memory.during("reloading states"):
             moves = self._held.reload_states(include, non_blocking=non_blocking)
             self._moves = moves if non_blocking else None
 
@@ -300,7 +267,7 @@ class ActorWorker:
         """The last non-blocking move has ended when this returns; harmless if there is none. All ranks are called."""
         moves, self._moves = self._moves, None
         if moves is not None:
-            with self._during("settling states"):
+            with self._memory.during("settling states"):
                 moves.wait()
 
     def train_step(
@@ -315,11 +282,11 @@ class ActorWorker:
                 they stand for from the object store.
             meta: what becomes of the states after the call, see `HeldStates.needed`.
         """
-        with self._during("training step"):
+        with self._memory.during("training step"):
             batches = self._micro_batches(takes, lists, with_reference=self._loss.has_reference)[0]
-            with self._held.needed("train", meta=meta), self._diagnosed("training step"):
+            with self._held.needed("train", meta=meta), self._memory.diagnosed("training step"):
                 stats = self._student.train_step(batches)
-                self._fragmentation.after_step()  # as the step has left it
+                self._memory.after_step()  # as the step has left it
                 if self._teacher is not None:
                     self._phases.enter("refreshing the teacher")
                     self._teacher.after_step()
@@ -338,11 +305,11 @@ class ActorWorker:
             keep_tokens: sequences of the batch, the first ones, whose tokens' numbers come with the result; from the
                 first rank of those that compute the loss.
         """
-        with self._during("evaluation"):
+        with self._memory.during("evaluation"):
             batches, rollouts = self._micro_batches(takes, lists)
             keeps = keep_tokens > 0 and self._layout.is_last_stage and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
-            with self._held.needed("evaluate", [PARAMS], meta), self._diagnosed("evaluation"):
+            with self._held.needed("evaluate", [PARAMS], meta), self._memory.diagnosed("evaluation"):
                 on_rows = (lambda table: tables.append(table.cpu())) if keeps else None
                 stats = self._student.evaluate(batches, on_rows)
         if not keeps:
@@ -397,18 +364,12 @@ class ActorWorker:
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def memory_numbers(self) -> dict[str, float]:
-        """What this rank's phases took since the last call, see `Timeline.take`, how the memory is cut, and what it
-        cost to move states, see `state_offload_manager`.
-        """
-        phases = {} if self._timeline is None else self._timeline.take()
-        return phases | self._fragmentation.take() | self._held.take_metrics()
+        """See `RankMemory.take`; and what it cost to move states, see `HeldStates.take_metrics`."""
+        return self._memory.take() | self._held.take_metrics()
 
-    @contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
-        """In this phase, for whoever asks, and on the memory's time-line. Raises OutOfMemory."""
-        noted = nullcontext() if self._timeline is None else self._timeline.phase(phase.replace(" ", "_"))
-        with self._phases.during(phase), self._diagnosed(phase), noted:
-            yield
+    def _frozen_bytes(self) -> int:
+        """Of the models that score here, on the device."""
+        return sum(model.device_bytes() for model in (self._teacher, self._reference) if model is not None)
 
     @contextmanager
     def _with_states(
@@ -420,62 +381,23 @@ class ActorWorker:
         *,
         alone: bool = False,
     ) -> Iterator[None]:
-        """The same with the states that it needs, see `HeldStates.needed`. What runs out is seen before they go."""
-        with self._during(phase), self._held.needed(infix, include, meta, alone=alone), self._diagnosed(phase):
+        """In this phase, with the states that it needs, see `HeldStates.needed`."""
+        needed = self._held.needed(infix, include, meta, alone=alone)
+        with self._memory.during(phase), needed, self._memory.diagnosed(phase):  # explained before they go
             yield
-
-    def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
-        """Memory that runs out here is explained."""
-        return diagnosed(
-            self._run_dir / "memory",
-            device=self._device,
-            who=f"actor rank {self._rank}",
-            phase=phase,
-            advice=lambda shortage: advice(self._config, shortage, os.environ),
-        )
 
     def _micro_batches(
         self, takes: Sequence[bytes | None], lists: Sequence[list[Any]], *, with_reference: bool = False
     ) -> tuple[MicroBatches, list[Rollout]]:
-        """This group's micro-batches and the sequences in them; arguments as of `train_step`.
-
-        Raises, on all ranks alike, what is wrong with a sequence on any of them; see `check_batch`.
-        """
-        n_chunks = len(takes)
-        with same_error(self._device):
-            scored = None
-            if self._layout.is_last_stage:
-                scored = with_references(lists[n_chunks : 2 * n_chunks], lists[2 * n_chunks :])
-            rollouts, scores = select(takes, lists[:n_chunks], scored)
-            check_batch(
-                rollouts,
-                scores,
-                where=f"actor rank {self._rank}",
-                n_vocab=self._student.n_vocab,
-                wanted=self._signals,
-                hidden_size=self._student.teacher_hidden_size,
-                with_reference=with_reference,
-            )
-            batches = make_micro_batches(
-                rollouts,
-                scores,
-                micro_batch_size=self._config.actor.micro_batch_size,
-                max_tokens=self._config.actor.max_tokens_per_micro_batch,
-                packed=self._config.actor.packing,
-            )
-        return batches, rollouts
-
-
-def _optim_spec(optim: OptimConfig, total_steps: int) -> OptimSpec:
-    return OptimSpec(
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        clip_grad=optim.clip_grad,
-        schedule=optim.schedule,
-        warmup_steps=optim.warmup_steps,
-        total_steps=total_steps,
-        decay_steps=optim.decay_steps,
-        min_lr_ratio=optim.min_lr_ratio,
-    )
+        """This group's, and the sequences in them; arguments as of `train_step`, errors as of `group_batches`."""
+        return group_batches(
+            takes,
+            lists,
+            self._student,
+            self._config.actor,
+            device=self._device,
+            where=f"actor rank {self._rank}",
+            has_scores=self._layout.is_last_stage,
+            signals=self._signals,
+            with_reference=with_reference,
+        )

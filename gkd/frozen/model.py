@@ -30,7 +30,7 @@ from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import build_on_meta, layer_list, reset, reshard, shard
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
-from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
+from gkd.actor.fsdp.weights import full_tensor, load_weights, local_rows, match_files
 from gkd.actor.hf_files import open_tensors
 from gkd.actor.hf_folder import TensorPlan
 from gkd.actor.host_copies import HostCopies, Snapshot
@@ -205,6 +205,11 @@ class FrozenModel:
         self._host_copies.settle()
         with same_error(self.device):
             checkpoint.load(folder, self.places)
+
+    def device_bytes(self) -> int:
+        """Of this rank's shards, those on its device; with `cpu_offload` on CUDA none."""
+        shards = [local_rows(place.tensor)[0] for place in self.places.values()]
+        return sum(shard.nbytes for shard in shards if shard.device.type == self.device.type)
 
     def check_plan(self, plan: Sequence[TensorPlan]) -> None:
         """Raises ModelError, on all ranks, if `refresh` could not take these tensors."""

@@ -81,6 +81,10 @@ class LocalTeacher:
         found = by_chunk(takes, chunks, lambda rollouts: self._model.score(rollouts, self._asked))
         return [[self._scores(tables) for tables in part] for part in found]
 
+    def device_bytes(self) -> int:
+        """See `FrozenModel.device_bytes`."""
+        return self._model.device_bytes()
+
     def after_step(self) -> None:
         """The student has made a step: takes its weights, every teacher.update_interval steps."""
         if self._interval and self._student.step % self._interval == 0:
