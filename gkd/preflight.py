@@ -13,7 +13,8 @@ from gkd.actor.megatron.hf_load import check_weight_files
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.places import visible_ids
 from gkd.config import Config
-from gkd.config_check import check_config, n_engines
+from gkd.config_check import check_config
+from gkd.config_pools import n_engines
 from gkd.config_sharing import gpus_wanted, reference_folder
 from gkd.data import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from gkd.config import Config
-from gkd.config_check import data_parallel_size
+from gkd.config_pools import data_parallel_size
 from gkd.rollout.usage import RolloutUsage
 from gkd.schedule import AHEAD
 

@@ -26,7 +26,7 @@ from gkd.cluster.shared_pools import guest_pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config import Config
-from gkd.config_check import n_engines
+from gkd.config_pools import n_engines
 from gkd.config_sharing import reference_folder
 from gkd.errors import GkdError, LateError
 from gkd.log import get_logger

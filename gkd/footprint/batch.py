@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gkd.config import Config
-from gkd.config_check import data_parallel_size
+from gkd.config_pools import data_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

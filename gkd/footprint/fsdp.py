@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from gkd.config import Config
-from gkd.config_check import data_parallel_size
+from gkd.config_pools import data_parallel_size
 from gkd.errors import ConfigError
 from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import batch_shape

@@ -9,7 +9,7 @@ that rollout.cpu_kv_cache_mib says.
 from __future__ import annotations
 
 from gkd.config import Config
-from gkd.config_check import n_engines
+from gkd.config_pools import n_engines
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gkd.config import Config, TrainerConfig
-from gkd.config_check import data_parallel_size, n_engines
+from gkd.config_pools import data_parallel_size, n_engines
 from gkd.schedule import STREAM
 from gkd.split.rates import Sizes
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from gkd.cluster.places import TEACHER, survey_of
 from gkd.config import Config
-from gkd.config_check import data_parallel_size, n_engines
 from gkd.config_load import load_config
+from gkd.config_pools import data_parallel_size, n_engines
 from gkd.errors import ConfigError
 from gkd.metrics import read_metrics
 from gkd.rollout.chunks import CHUNK_SIZE

@@ -9,8 +9,8 @@ import numpy as np
 
 from gkd.cluster.places import TEACHER, Card, RankPlace, Survey
 from gkd.config import Config
-from gkd.config_check import data_parallel_size, n_engines
 from gkd.config_load import config_yaml, load_config
+from gkd.config_pools import data_parallel_size, n_engines
 from gkd.metrics import MetricsWriter
 from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from gkd.config import Config
-from gkd.config_check import _BETWEEN, _CHOICES, _NOT_NEGATIVE, _POSITIVE, _SHARES, all_keys, check_config
+from gkd.config_check import check_config
 from gkd.config_load import describe_keys, load_config, save_config
+from gkd.config_ranges import BETWEEN, CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, all_keys
 from gkd.errors import ConfigError
 from gkd.preflight_teacher import scores_gib
 from gkd.tools.config_page import config_page
@@ -264,7 +265,7 @@ def test_mixtures_that_can_be_learned_from_pass(overrides: list[str]) -> None:
 
 def test_every_choice_key_refuses_something_else() -> None:
     """If it fails, a misspelt choice is silently treated as some default."""
-    for key, choices in _CHOICES.items():
+    for key, choices in CHOICES.items():
         with pytest.raises(ConfigError) as caught:
             check_config(load_config(None, [*MINIMAL, f"{key}=nonsense"]))
         assert caught.value.key == key
@@ -273,7 +274,7 @@ def test_every_choice_key_refuses_something_else() -> None:
 
 def test_the_tables_name_real_keys() -> None:
     """If it fails, a check guards a key that was renamed, that is: nothing."""
-    assert {*_CHOICES, *_BETWEEN, *_POSITIVE, *_NOT_NEGATIVE, *_SHARES} <= all_keys()
+    assert {*CHOICES, *BETWEEN, *POSITIVE, *NOT_NEGATIVE, *SHARES} <= all_keys()
 
 
 def test_every_key_is_documented() -> None:

@@ -66,6 +66,9 @@ WITHOUT_TORCH = {
     "gkd/config.py",
     "gkd/config_load.py",
     "gkd/config_check.py",
+    "gkd/config_pools.py",
+    "gkd/config_ranges.py",
+    "gkd/config_teaching.py",
     "gkd/config_sharing.py",
     "gkd/errors.py",
     "gkd/hf_index.py",
@@ -304,7 +307,7 @@ def test_the_gpu_table_is_pure() -> None:
 
 def test_footprints_are_pure() -> None:
     """If it fails, nobody can ask how much memory a run needs without loading what runs it."""
-    pure = {"gkd.config", "gkd.config_check", "gkd.config_sharing", "gkd.errors", "gkd.loss.spec"}
+    pure = {"gkd.config", "gkd.config_check", "gkd.config_pools", "gkd.config_sharing", "gkd.errors", "gkd.loss.spec"}
     pure |= {"gkd.hf_index", "gkd.model_splits", "gkd.schedule"}
     for path in (ROOT / "gkd" / "footprint").glob("*.py"):
         modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.footprint")}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gkd.config import Config
-from gkd.config_check import all_keys
 from gkd.config_load import load_config
+from gkd.config_ranges import all_keys
 from gkd.errors import ClusterError, GkdError, OutOfMemory
 from gkd.memory.advice import Shortage, advice, engine_advice
 from gkd.memory.fragmentation import Fragmentation

@@ -14,8 +14,8 @@ import pytest
 
 from gkd.checkpoints import TrainerState
 from gkd.config import Config
-from gkd.config_check import all_keys
 from gkd.config_load import load_config
+from gkd.config_ranges import all_keys
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import Sample, TokenRecord
 from gkd.run_folder import RunFolder
