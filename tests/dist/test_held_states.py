@@ -13,8 +13,7 @@ import ray
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import BESIDE, ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster, Pool
+from gkd.cluster.pools import Pool
 from gkd.config_load import load_config
 from gkd.errors import ClusterError, NumericsError
 from gkd.memory.states import KINDS
@@ -23,6 +22,7 @@ from gkd.types import TeacherScores, TeacherTopK
 from gkd.weight_sync.buckets import plan_buckets
 from gkd.wiring import worker_env
 from tests.bench.student_case import save_model, sequences
+from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist
 
@@ -46,11 +46,8 @@ class Rank(ActorWorker):
 
 @pytest.fixture(scope="module")
 def slots() -> Iterator[Pool]:
-    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
-    try:
-        yield cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
-    finally:
-        cluster.close()
+    with actor_slots(N_RANKS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ import torch
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import BESIDE, ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster
 from gkd.config_load import load_config
 from gkd.errors import OutOfMemory
 from gkd.memory.states import PARAMS, States
 from gkd.memory.usage import ARENA, GIB
 from gkd.wiring import worker_env
+from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist
 
@@ -72,14 +71,10 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
     folder = tmp_path_factory.mktemp("run")
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={folder}", f"trainer.n_gpus_per_node={N_RANKS}"]
     base.append("memory.timeline_of_ranks=true")
-    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
-    try:
-        slots = cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
+    with actor_slots(N_RANKS) as slots:
         pool = ActorPool(slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE), load_config(None, base))
         gather(pool.init_model("cpu", 4, 60), "init_model", 60)
         yield pool
-    finally:
-        cluster.close()
 
 
 def test_the_largest_of_all_ranks_and_who_it_was(actor: ActorPool, tmp_path: Path) -> None:

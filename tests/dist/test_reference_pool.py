@@ -11,14 +11,13 @@ import pytest
 import ray
 
 from gkd.actor.reference import ReferencePool
-from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster, Pool
 from gkd.errors import TeacherError
 from gkd.roles import ScoredChunk
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS
 from gkd.types import Rollout
 from tests.bench.student_case import save_model
+from tests.dist.slots import actor_slots
 from tests.dist.test_held_states import N_RANKS, Actor, batch
 
 pytestmark = pytest.mark.dist
@@ -28,14 +27,10 @@ pytestmark = pytest.mark.dist
 def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
-    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
-    try:
-        slots: Pool = cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
+    with actor_slots(N_RANKS) as slots:
         made = Actor(slots, folder, "actor.strategy=fsdp2", "distill.reference_kl_weight=0.1")
         made.pool.init_reference(120)
         yield made
-    finally:
-        cluster.close()
 
 
 @pytest.fixture(scope="module")

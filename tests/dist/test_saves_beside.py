@@ -15,11 +15,10 @@ from gkd.actor.host_copies import HostCopies
 from gkd.actor.pool import ActorPool
 from gkd.actor.shards import Piece
 from gkd.actor.worker import BESIDE, ActorWorker
-from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster
 from gkd.config_load import load_config
 from gkd.errors import CheckpointError, ClusterError, ConfigError
 from gkd.wiring import worker_env
+from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist
 
@@ -40,12 +39,8 @@ class Rank(ActorWorker):
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[object]]:
-    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
-    try:
-        slots = cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
+    with actor_slots(N_RANKS) as slots:
         yield slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
-    finally:
-        cluster.close()
 
 
 def pool(ranks: list[object], tmp_path: Path) -> ActorPool:

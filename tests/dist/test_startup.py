@@ -16,12 +16,12 @@ from gkd.actor.pool import ActorPool
 from gkd.actor.worker import BESIDE, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.hang import HangReport, hang_report
-from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster, Pool
+from gkd.cluster.pools import Pool
 from gkd.cluster.startup import Startup
 from gkd.config_load import load_config
 from gkd.errors import LateError
 from gkd.wiring import worker_env
+from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist
 
@@ -54,11 +54,8 @@ def read_from_a_dead_disk(seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def slots() -> Iterator[Pool]:
-    cluster = Cluster("", n_slots=N_RANKS, on_cpu=True)
-    try:
-        yield cluster.make_pools([PoolSpec("actor", 1, N_RANKS, gpus_per_worker=1)], 60)["actor"]
-    finally:
-        cluster.close()
+    with actor_slots(N_RANKS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,18 @@
+"""A small Ray of one's own, with slots for an actor pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import Cluster, Pool
+
+
+@contextmanager
+def actor_slots(n_ranks: int) -> Iterator[Pool]:
+    cluster = Cluster("", n_slots=n_ranks, on_cpu=True)
+    try:
+        yield cluster.make_pools([PoolSpec("actor", 1, n_ranks, gpus_per_worker=1)], 60)["actor"]
+    finally:
+        cluster.close()
