@@ -181,6 +181,8 @@ class HeldStates:
 
         Others who share the GPU miss it, and where it grows from step to step somebody keeps what he should not.
         """
+        if self._student.states.allocated():  # a call has brought some back meanwhile
+            return
         left = self.allocated_bytes() - self._staying()
         if left > max(_WORTH_NAMING, 1.5 * self._named):
             self._named = left

@@ -14,7 +14,7 @@ from gkd.footprint.megatron import megatron_footprints
 from gkd.footprint.rollout import rollout_footprint
 from gkd.footprint.shapes import EXACT, Tensors, read_shape
 from gkd.footprint.teacher import with_local_teacher, with_reference
-from gkd.footprint.types import RankFootprint
+from gkd.footprint.types import MOVING, RankFootprint
 
 # What a process has on a card before its first tensor: the CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
 # allowance, not measured.
@@ -90,7 +90,7 @@ def _refuse_features(config_json: Mapping[str, Any]) -> None:
 
 def _moved(part: RankFootprint) -> int:
     """What waits in host memory between two calls; gradients come back as zeros."""
-    return part.parts.get("weights", 0) + part.parts.get("optimizer", 0)
+    return sum(part.parts.get(name, 0) for name in MOVING if name != "gradients")
 
 
 def _with_context(part: RankFootprint) -> RankFootprint:

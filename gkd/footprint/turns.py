@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gkd.config import Config
-from gkd.footprint.types import STATES, WEIGHT_SYNC, RankFootprint
+from gkd.footprint.types import MOVING, WEIGHT_SYNC, RankFootprint
 
 GENERATE = "generate"
 
@@ -32,7 +32,7 @@ def turns(actor: RankFootprint, engine: RankFootprint, card_bytes: int | None, c
 
 def resting_bytes(actor: RankFootprint) -> int:
     """What a rank keeps on the card while its states are in host memory."""
-    return actor.staying_bytes - sum(actor.parts.get(name, 0) for name in STATES)
+    return actor.staying_bytes - sum(actor.parts.get(name, 0) for name in MOVING)
 
 
 def turns_by_rank(

@@ -14,8 +14,9 @@ MOMENTS: dict[str, tuple[str, ...]] = {
     "teacher_pass": ("teacher_pass",),
     "reference_pass": ("reference_pass",),
 }
+MOVING = (*STATES, "teacher_head")  # where states move: the teacher's LM head goes and comes with the weights
 # What is in host memory at a moment, where states move there between the calls (`moved_states`).
-AWAY = {WEIGHT_SYNC: ("gradients", "optimizer"), "teacher_pass": STATES, "reference_pass": STATES}
+AWAY = {WEIGHT_SYNC: ("gradients", "optimizer"), "teacher_pass": MOVING, "reference_pass": MOVING}
 # Parts in host memory, whatever the rank computes on.
 HOST_PARTS = ("offloaded", "moved_states", "saved_copy", "teacher_shards", "reference_shards")
 # What would be used if it were there.

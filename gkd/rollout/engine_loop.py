@@ -16,6 +16,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -57,8 +58,15 @@ class EngineLoop:
             are. A prompt's samples begin together, so it may then have sampling.n - 1 more.
     """
 
-    def __init__(self, engine: Steppable, sampling: Sampling, max_running: int) -> None:
+    def __init__(
+        self,
+        engine: Steppable,
+        sampling: Sampling,
+        max_running: int,
+        explained: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._engine, self._sampling, self._max_running = engine, sampling, max_running
+        self._explained = explained
         self._changed = threading.Condition()  # guards all below
         self._posted: deque[_Posted] = deque()
         self._backlog: deque[tuple[Prompt, int]] = deque()  # with their places; the engine has not got them yet
@@ -82,9 +90,10 @@ class EngineLoop:
         unfinished: defaultdict[int, list[Rollout]] = defaultdict(list)
         try:
             while self._do_posted():
-                self._begin_prompts()
-                if self._engine.n_running:
-                    self._engine.step()
+                with self._explained():
+                    self._begin_prompts()
+                    if self._engine.n_running:
+                        self._engine.step()
                 for rollout in self._engine.take(self):
                     place = rollout.sample_index // self._sampling.n
                     unfinished[place].append(rollout)

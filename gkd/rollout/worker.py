@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,18 +154,18 @@ class RolloutWorker:
             raise ClusterError(f"rollout engine {self._rank} has an open stream; it takes one at a time. Fix: close it")
         self._engine.wake_up()
         self._engine.settle()
-        self._loop = EngineLoop(self._engine, sampling, self._config.rollout.max_num_seqs)
+        explained = partial(self._diagnosed, "generating")
+        self._loop = EngineLoop(self._engine, sampling, self._config.rollout.max_num_seqs, explained)
 
     @ray.method(concurrency_group=STREAM)
     def stream(self, dp_size: int) -> Iterator[list[Rollout] | bytes]:
         """Runs from `open_stream` to `close_stream`. Two objects, as of `generate`, for each prompt admitted, when all
         its samples are finished.
         """
-        with self._diagnosed("generating"):
-            for rollouts in self._open_loop().run():
-                dp_rank = rollouts[0].sample_index // len(rollouts) % dp_size
-                yield rollouts
-                yield encode_sizes(chunk_sizes(dp_rank, rollouts, _oldest_version(rollouts)))
+        for rollouts in self._open_loop().run():
+            dp_rank = rollouts[0].sample_index // len(rollouts) % dp_size
+            yield rollouts
+            yield encode_sizes(chunk_sizes(dp_rank, rollouts, _oldest_version(rollouts)))
 
     @ray.method(concurrency_group=ADMITS)
     def admit(self, asked: bytes) -> None:
@@ -185,11 +186,12 @@ class RolloutWorker:
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
         def take() -> int:
-            n_bytes = self._engine.receive(plans, policy_version)
+            with self._diagnosed("receiving weights"):
+                n_bytes = self._engine.receive(plans, policy_version)
             self._note("receiving_weights")
             return n_bytes
 
-        with self._phases.during("receiving weights"), self._diagnosed("receiving weights"):
+        with self._phases.during("receiving weights"):
             self._wake([WEIGHTS])
             return self._do(take, vital=True)  # an engine that has a part of the new weights must not write on
 
@@ -222,7 +224,7 @@ class RolloutWorker:
 
     def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
         """Take the memory again; blocks. Harmless when repeated. Arguments and result as of `offload_states`."""
-        with self._phases.during("reloading states"), self._diagnosed("reloading states"):
+        with self._phases.during("reloading states"):
             self._wake(_parts(include))
             return self._do(self._state_bytes)
 
@@ -233,7 +235,8 @@ class RolloutWorker:
 
     def _wake(self, parts: Sequence[str] | None = None) -> None:
         if self._loop is None:  # a stream's engine is awake
-            self._engine.wake_up(parts)
+            with self._diagnosed("reloading states"):
+                self._engine.wake_up(parts)
 
     def _state_bytes(self) -> dict[str, int]:
         held = self._engine.memory_bytes()
@@ -248,7 +251,9 @@ class RolloutWorker:
             self._memory[name] = max(n_bytes / GIB, self._memory.get(name, 0.0))
 
     def _diagnosed(self, phase: str) -> AbstractContextManager[None]:
-        """Memory that runs out here is explained."""
+        """Memory that runs out here is explained. Around what uses the engine, and not around who waits for it: an
+        error of the stream's reaches all of them.
+        """
         return diagnosed(
             self._run_dir / "memory",
             device=self._device,
@@ -261,9 +266,12 @@ class RolloutWorker:
         return what() if self._loop is None else self._loop.call(what, vital=vital)
 
     def _answers(self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> Iterator[Rollout]:
-        with self._diagnosed("generating"):
-            self._wake()
-            yield from (self._loop or self._engine).generate(prompts, sampling, places)
+        self._wake()
+        if self._loop is not None:
+            yield from self._loop.generate(prompts, sampling, places)
+        else:
+            with self._diagnosed("generating"):
+                yield from self._engine.generate(prompts, sampling, places)
         self._do(lambda: self._note("generating"))
 
     def _open_loop(self) -> EngineLoop:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gkd.config import Config, RolloutConfig
 from gkd.errors import ClusterError, DataError, WeightSyncError
@@ -505,6 +507,7 @@ def test_a_streamed_prompt_leaves_as_its_rollouts_and_their_sizes() -> None:
     worker = RolloutWorker(3)
     worker._engine = Engine()  # type: ignore[assignment]
     worker._config = Config(rollout=RolloutConfig(max_num_seqs=2))
+    worker._run_dir, worker._device = Path("not_there"), torch.device("cpu")
     for use in (lambda: worker.admit(b""), lambda: next(iter(worker.stream(2)))):
         with pytest.raises(ClusterError, match="rollout engine 3 has no open stream"):
             use()

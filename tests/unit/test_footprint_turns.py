@@ -49,6 +49,18 @@ def test_each_turn_has_those_who_are_on_the_card_then() -> None:
     assert engine.parts["moved_states"] == e["weights"], "an evaluation keeps them on the host"
 
 
+def test_a_teacher_s_lm_head_moves_with_the_weights() -> None:
+    """Fails if a shared card is said to lack the room of an LM head that is on the host in the engines' turn."""
+    config = _config(*COLOCATED, "teacher.signal=hidden", "rollout.gpu_memory_utilization=0.95")
+    actor, engine = footprint(config, QWEN25_15B, teacher_hidden=8192)
+    found = turns(actor, engine, 80 * GIB, config)
+    head = actor.parts["teacher_head"]
+    assert head > 4 * GIB and found["generate"] == round(0.95 * 80 * GIB) + actor.parts["context"]
+    assert actor.parts["moved_states"] == actor.parts["weights"] + actor.parts["optimizer"] + head
+    assert found["weight_sync"] > head + actor.parts["weights"] + engine.parts["weights"]
+    assert actor.state_bytes == actor.parts["weights"] + actor.parts["gradients"] + actor.parts["optimizer"]
+
+
 def test_states_that_stay_are_there_in_every_moment() -> None:
     """Fails if a rank whose states do not move is said to have room for a local teacher that it lacks."""
     stays = refit(_config(*LOCAL, "teacher.fsdp_cpu_offload=true"))[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -114,8 +115,14 @@ def test_what_stays_by_design_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     said: list[float] = []
     monkeypatch.setattr(held_states.log, "warning", lambda text, gib, *_: said.append(gib))
-    held = HeldStates(cast(Any, None), torch.device("cpu"), automatic=True, timeout_s=1.0, staying=lambda: GIB)
+    on_device = [0]
+    student: Any = SimpleNamespace(states=SimpleNamespace(allocated=lambda: on_device[0]))
+    held = HeldStates(student, torch.device("cpu"), automatic=True, timeout_s=1.0, staying=lambda: GIB)
     for n_bytes in (GIB, GIB + GIB // 2, GIB + GIB // 2, 2 * GIB):
         monkeypatch.setattr(held, "allocated_bytes", lambda n_bytes=n_bytes: n_bytes)
         held._name_who_stays()
     assert said == [0.5, 1.0]
+    on_device[0] = 1
+    monkeypatch.setattr(held, "allocated_bytes", lambda: 9 * GIB)
+    held._name_who_stays()
+    assert said == [0.5, 1.0], "states that are there are no leak"

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from gkd.actor.fsdp import host_run
 from gkd.actor.host_copies import HostCopies
 from gkd.actor.shards import Piece
 from gkd.errors import OutOfMemory
 from gkd.memory.advice import Shortage
 from gkd.memory.host_buffer import HostBuffer, host_slabs
-from gkd.memory.oom import diagnosed
+from gkd.memory.oom import diagnosed, is_out_of_memory, parse
 from gkd.memory.states import PARAMS, States
 
 CPU = torch.device("cpu")
@@ -47,6 +48,18 @@ def test_the_bytes_that_were_asked_for_are_named() -> None:
     copies._stream = object()  # type: ignore[assignment]
     with pytest.raises(MemoryError, match="Unable to allocate 448 bytes of pinned host memory"):
         copies.snapshot([Piece("w", "param", 0, 0, torch.ones(100))], {}, {})
+
+
+def test_a_run_of_shards_that_cannot_be_pinned_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if CUDA's words for it are taken for an unknown error, and nobody explains the largest of all shortages."""
+
+    def refuse(address: int, n_bytes: int) -> None:
+        raise RuntimeError("Registering memory failed with cudaError: 2. It's possible that this is asynchronous")
+
+    monkeypatch.setattr(host_run, "pin_memory", refuse)
+    with pytest.raises(MemoryError, match="Unable to allocate 512 bytes of pinned host memory") as raised:
+        host_run._pin(torch.empty(512, dtype=torch.uint8))
+    assert is_out_of_memory(raised.value) and parse(str(raised.value)).asked == 512
 
 
 @pytest.mark.usefixtures("one_slab")

@@ -305,6 +305,25 @@ def test_an_engine_that_runs_out_of_memory_says_why(tmp_path: Path, monkeypatch:
     assert len(list((tmp_path / "memory").iterdir())) == len(moves)
 
 
+def test_a_stream_s_shortage_is_explained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if whoever waits for the stream explains its shortage as one of his own: other advice, a second report."""
+    made = worker([])
+    made._run_dir = tmp_path
+
+    def out_of_memory() -> None:
+        raise MemoryError("Unable to allocate 3.00 GiB for an array")
+
+    engine: Any = made._engine
+    monkeypatch.setattr(engine, "n_running", 1, raising=False)
+    monkeypatch.setattr(engine, "step", out_of_memory, raising=False)
+    made.open_stream(Sampling(1, 1.0, 1.0, 9, 0))
+    with pytest.raises(OutOfMemory, match="generating"):
+        list(made.stream(1))
+    with pytest.raises(OutOfMemory, match="generating"):
+        made.receive([], 1)
+    assert len(list((tmp_path / "memory").iterdir())) == 1
+
+
 def test_no_two_sequences_share_a_seed() -> None:
     """If it fails, a prompt that stands twice in a batch, or comes again in a later step, is answered alike."""
     seeds = {sequence_seed(1 + step, index) for step in range(40) for index in range(64)}

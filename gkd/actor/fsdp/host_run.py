@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.cuda._pin_memory_utils import pin_memory
 from torch.distributed.fsdp import FSDPModule
 
+from gkd.memory.oom import PINNED
+
 _ALIGN = 64  # bytes; a multiple of every item size
 # Memory may not be freed while CUDA has it pinned; an actor's models live as long as its process.
 _PINNED: list[Tensor] = []
@@ -32,7 +34,8 @@ def into_one_run(root: nn.Module, *, pinned: bool) -> Tensor:
         The run, [n] uint8.
 
     Raises:
-        RuntimeError: the memory is not there, or cannot be pinned.
+        MemoryError: there is not so much memory that can be pinned.
+        RuntimeError: the memory is not there.
     """
     modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
@@ -40,8 +43,7 @@ def into_one_run(root: nn.Module, *, pinned: bool) -> Tensor:
     n_bytes = [-(-shard._sharded_param_data.nbytes // _ALIGN) * _ALIGN for shard in shards]
     run = torch.empty(sum(n_bytes), dtype=torch.uint8)
     if pinned and run.numel():
-        pin_memory(run.data_ptr(), run.nbytes)
-        _PINNED.append(run)
+        _pin(run)
     at = 0
     for shard, size in zip(shards, n_bytes, strict=True):
         old, local = shard._sharded_param_data, shard.sharded_param._local_tensor
@@ -53,3 +55,12 @@ def into_one_run(root: nn.Module, *, pinned: bool) -> Tensor:
         shard.pin_memory = pinned
         at += size
     return run
+
+
+def _pin(run: Tensor) -> None:
+    """Raises MemoryError: CUDA cannot pin so much; its own words would be taken for another error."""
+    try:
+        pin_memory(run.data_ptr(), run.nbytes)
+    except RuntimeError as error:
+        raise MemoryError(f"Unable to allocate {run.nbytes} bytes of {PINNED} (in one run; {error})") from error
+    _PINNED.append(run)

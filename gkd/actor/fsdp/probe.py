@@ -7,6 +7,7 @@ in the driver without, where much of it shows already.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from gkd.log import get_logger
 
 log = get_logger("actor.fsdp")
 
-# Of config.json: a soft cap (Gemma 2) and factors (Cohere, Granite, Falcon-H1). None and 1 change nothing.
+# Of config.json: a soft cap (Gemma 2) and factors (Cohere, Granite, Falcon-H1), where the model's code names them. None
+# and 1 change nothing.
 _OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -102,9 +104,18 @@ def _named_change(hf: PreTrainedModel) -> str:
     """What the model's settings name that its logits become after the LM head's product; empty: nothing."""
     if hf.get_output_embeddings().bias is not None:
         return "a bias"
-    config = hf.config.get_text_config()
-    found = {name: getattr(config, name, None) for name in _OF_LOGITS}
-    return ", ".join(f"{name} {value:g}" for name, value in found.items() if value not in (None, 1))
+    config, code = hf.config.get_text_config(), _source(type(hf))
+    found = {name: getattr(config, name, None) for name in _OF_LOGITS if name in code}
+    return ", ".join(f"{name} {value}" for name, value in found.items() if value not in (None, 1))
+
+
+def _source(kind: type) -> str:
+    """Of the module that defines a model: its config may have names that no line there reads. Empty: not to be had."""
+    module = inspect.getmodule(kind)
+    try:
+        return inspect.getsource(module) if module is not None else ""
+    except OSError:
+        return ""
 
 
 def _refuse_fused(model_type: str, what: str) -> ConfigError:
