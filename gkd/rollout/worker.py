@@ -81,7 +81,8 @@ class RolloutWorker:
             run_dir: trainer.run_dir as the driver means it.
         """
         self._log.info(self.place(ask_driver=False).line())
-        self._config, self._run_dir, self._device = config, run_dir, torch.device(device)
+        self._config, self._run_dir = config, run_dir
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         self._phases.enter("starting vLLM")
         with self._diagnosed("building the engine"):
             self._engine = RolloutEngine(

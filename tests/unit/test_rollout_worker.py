@@ -13,6 +13,7 @@ import torch
 
 from gkd.config_load import load_config
 from gkd.errors import ClusterError, DataError, OutOfMemory
+from gkd.memory import oom
 from gkd.memory.usage import GIB
 from gkd.roles import RolloutChunk
 from gkd.rollout.asked import decode_prompts, encode_prompts
@@ -288,6 +289,7 @@ def test_what_an_engine_holds_is_noted_where_a_phase_ends() -> None:
 
 def test_an_engine_that_runs_out_of_memory_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if the user gets a bare traceback of an engine that ran out, or the actor's keys for advice."""
+    monkeypatch.setattr(oom, "holders", lambda device: [])  # seconds, and not what is tested here
     made = worker([])
     made._run_dir = tmp_path
 
@@ -297,16 +299,17 @@ def test_an_engine_that_runs_out_of_memory_says_why(tmp_path: Path, monkeypatch:
     moves = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states, "sleep": made.offload_states}
     moves["generate"] = lambda: made.greedy(prompts(1), ";", n_samples=0)
     for method, call in moves.items():
-        monkeypatch.setattr(made._engine, method, out_of_memory)
-        with pytest.raises(OutOfMemory, match="rollout engine 0 ran out of memory of the host") as raised:
-            call()
-        monkeypatch.undo()
+        with monkeypatch.context() as broken:
+            broken.setattr(made._engine, method, out_of_memory)
+            with pytest.raises(OutOfMemory, match="rollout engine 0 ran out of memory of the host") as raised:
+                call()
         assert "rollout.cpu_kv_cache_mib=256: lower it" in str(raised.value) and "actor." not in str(raised.value)
     assert len(list((tmp_path / "memory").iterdir())) == len(moves)
 
 
 def test_a_stream_s_shortage_is_explained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if whoever waits for the stream explains its shortage as one of his own: other advice, a second report."""
+    monkeypatch.setattr(oom, "holders", lambda device: [])
     made = worker([])
     made._run_dir = tmp_path
 
