@@ -148,11 +148,14 @@ class Rig:
                 return event
 
     def close(self) -> None:
-        _OPEN.remove(self)
         was_alive = self.broker.alive
+        self.release()
+        assert was_alive, "the broker died"
+
+    def release(self) -> None:
+        _OPEN.remove(self)
         self.broker.stop()
         self._context.destroy(linger=0)
-        assert was_alive, "the broker died"
 
 
 _OPEN: list[Rig] = []
@@ -163,7 +166,7 @@ def none_is_left() -> Iterator[None]:
     """What a failed test leaves would block whichever test the garbage collector finds it in."""
     yield
     for rig in list(_OPEN):
-        rig.close()
+        rig.release()
 
 
 @pytest.fixture
