@@ -49,6 +49,7 @@ def test_a_right_assignment(tmp_path: Path) -> None:
     assert len({row["pid"] for row in rows.values()}) == 4
 
 
+@pytest.mark.slow  # tests/e2e/test_colocate.py sees one of each on one slot
 def test_engines_on_the_actors_gpus(tmp_path: Path) -> None:
     """Fails if with trainer.colocate an engine is not on the GPUs of its own neighbouring actor ranks."""
     options = ("--engine", "trivial", "--gpus", "7")

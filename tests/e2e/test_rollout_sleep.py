@@ -214,7 +214,7 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module", params=["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def probe(request: pytest.FixtureRequest, lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     student, vocab = lab.student, VOCAB
     with pytest.MonkeyPatch.context() as patch:
