@@ -130,23 +130,37 @@ class RolloutPool:
         found = list(engines.values())
         return RolloutUsage(found, answer_s, merge([engine.memory for engine in found]))
 
-    def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
+    def offload_states(
+        self,
+        include: Sequence[str] | None = None,
+        level: int = 1,
+        *,
+        blocking: bool = True,
+        non_blocking: bool = False,
+    ) -> Pending:
         """Have all engines free their GPUs, side by side; see `RolloutWorker.offload_states`. Whatever is asked of an
         engine after this is done after it.
 
         Args:
             blocking: wait for all. Else the caller does, with the handle, which also brings an engine's error.
+            non_blocking: the engines themselves return while copies are under way, see `RolloutWorker`.
 
         Raises:
             ClusterError: an engine refused, died or did not answer in time.
         """
-        refs = [worker.offload_states.remote(include, level) for worker in self.workers]
+        refs = [worker.offload_states.remote(include, level, non_blocking=non_blocking) for worker in self.workers]
         return self._moving(refs, "offload_states", blocking)
 
-    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+    def reload_states(
+        self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
+    ) -> Pending:
         """The reverse."""
-        refs = [worker.reload_states.remote(include) for worker in self.workers]
+        refs = [worker.reload_states.remote(include, non_blocking=non_blocking) for worker in self.workers]
         return self._moving(refs, "reload_states", blocking)
+
+    def settle_states(self) -> Pending:
+        """Wait for what non-blocking moves have left under way. Raises ClusterError: one failed."""
+        return self._moving([worker.settle_states.remote() for worker in self.workers], "settle_states", True)
 
     def _moving(self, refs: Sequence[Any], what: str, blocking: bool) -> Pending:
         named = {f"rollout engine {i}": ref for i, ref in enumerate(refs)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -65,6 +66,8 @@ class RolloutWorker:
         self._phases = Phases()
         self._loop: EngineLoop | None = None  # of the stream that is open
         self._memory: dict[str, float] = {}  # what was noted since it was last asked
+        self._mover = ThreadPoolExecutor(1, "mover")
+        self._moves: Future[None] | None = None  # of its thread, which has the engine meanwhile
 
     def place(self, ask_driver: bool) -> RankPlace:
         return this_place("rollout", self._rank, ask_driver=ask_driver)
@@ -153,7 +156,7 @@ class RolloutWorker:
         """From now on the engine waits for `stream` to use it. Raises ClusterError: a stream is open."""
         if self._loop is not None:
             raise ClusterError(f"rollout engine {self._rank} has an open stream; it takes one at a time. Fix: close it")
-        self._engine.wake_up()
+        self._wake()
         self._engine.settle()
         explained = partial(self._diagnosed, "generating")
         self._loop = EngineLoop(self._engine, sampling, self._config.rollout.max_num_seqs, explained)
@@ -200,15 +203,19 @@ class RolloutWorker:
         self._wake([WEIGHTS])
         return self._do(self._engine.digests)
 
-    def offload_states(self, include: Sequence[str] | None = None, level: int = 1) -> dict[str, int]:
-        """Free the GPU's memory of these states; blocks. Harmless when repeated.
+    def offload_states(
+        self, include: Sequence[str] | None = None, level: int = 1, *, non_blocking: bool = False
+    ) -> dict[str, int]:
+        """Free the GPU's memory of these states. Harmless when repeated.
 
         Args:
             include: "params", "kv_cache"; None = both.
             level: 1 = host memory keeps the parameters | 2 = nobody does, and the next `receive` brings them.
+            non_blocking: return while the copies are under way, in a thread of their own, since vLLM's sleep waits for
+                them. `settle_states`, or the next call that uses the engine, waits for the end, and has its error.
 
         Returns:
-            What is left on the engine's GPUs, bytes by state.
+            What is left on the engine's GPUs, bytes by state; nothing with `non_blocking`.
 
         Raises:
             ClusterError: a stream is open, or the engine cannot sleep (see `RolloutEngine.sleep`).
@@ -218,26 +225,60 @@ class RolloutWorker:
                 f"rollout engine {self._rank} has an open stream, which may use its memory at any time. "
                 "Fix: close the stream before offload_states"
             )
-        with self._phases.during("offloading states"), self._diagnosed("offloading states"):
-            self._engine.sleep(level, _parts(include))
-            self._note("offloading_states")
-            return self._state_bytes()
+        parts = _parts(include)
 
-    def reload_states(self, include: Sequence[str] | None = None) -> dict[str, int]:
-        """Take the memory again; blocks. Harmless when repeated. Arguments and result as of `offload_states`."""
-        with self._phases.during("reloading states"):
-            self._wake(_parts(include))
+        def sleep() -> None:
+            with self._diagnosed("offloading states"):
+                self._engine.sleep(level, parts)
+            self._note("offloading_states")
+
+        return self._moved("offloading states", sleep, non_blocking)
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> dict[str, int]:
+        """Take the memory again. Harmless when repeated. Arguments and result as of `offload_states`."""
+        parts = _parts(include)
+        if self._loop is not None:  # a stream's engine is awake
             return self._do(self._state_bytes)
+        return self._moved("reloading states", lambda: self._woken(parts), non_blocking)
+
+    def settle_states(self) -> dict[str, int]:
+        """The last non-blocking move has ended when this returns, or raises its error; else as `offload_states`."""
+        self._settle()
+        return self._do(self._state_bytes)
 
     def usage(self) -> EngineUsage:
         """What the engine did since it was last asked, and with `memory.timeline` what it held when a phase ended."""
         memory, self._memory = self._memory, {}
         return replace(self._engine.usage(), memory=memory)
 
+    def _moved(self, phase: str, move: Callable[[], None], non_blocking: bool) -> dict[str, int]:
+        with self._phases.during(phase):
+            self._settle()
+            if not non_blocking:
+                move()
+                return self._state_bytes()
+            self._engine.settle()  # CUDA does not order the other thread's work after this one's
+
+            def apart() -> None:
+                move()
+                self._engine.settle()
+
+            self._moves = self._mover.submit(apart)
+            return {}
+
+    def _settle(self) -> None:
+        moves, self._moves = self._moves, None
+        if moves is not None:
+            moves.result()
+
     def _wake(self, parts: Sequence[str] | None = None) -> None:
         if self._loop is None:  # a stream's engine is awake
-            with self._diagnosed("reloading states"):
-                self._engine.wake_up(parts)
+            self._settle()
+            self._woken(parts)
+
+    def _woken(self, parts: Sequence[str] | None) -> None:
+        with self._diagnosed("reloading states"):
+            self._engine.wake_up(parts)
 
     def _state_bytes(self) -> dict[str, int]:
         held = self._engine.memory_bytes()
@@ -264,7 +305,10 @@ class RolloutWorker:
         )
 
     def _do(self, what: Callable[[], T], *, vital: bool = False) -> T:
-        return what() if self._loop is None else self._loop.call(what, vital=vital)
+        if self._loop is not None:
+            return self._loop.call(what, vital=vital)
+        self._settle()
+        return what()
 
     def _answers(self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> Iterator[Rollout]:
         self._wake()

@@ -90,6 +90,11 @@ def test_calls_find_their_states_and_leave_them_there(pools: Pools) -> None:
     assert pools.answers() == before
     assert _sums(rollout.reload_states(blocking=False).wait(60)) == awake
 
+    rollout.offload_states(non_blocking=True)
+    assert _sums(rollout.settle_states().wait()) == {"params": 0, "kv_cache": 0}
+    rollout.reload_states(non_blocking=True)
+    assert pools.answers() == before, "the next call waits for a move that nobody has waited for"
+
 
 def test_errors_come_out_of_the_handle(pools: Pools) -> None:
     """Fails if an engine's refusal is lost, an engine that is late is not named, or a stream loses its engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -268,6 +269,29 @@ def test_states_are_offloaded_by_the_names_that_the_actor_uses() -> None:
         made.offload_states()
     made.close_stream()
     made.offload_states()
+
+
+def test_a_move_in_a_thread_of_its_own_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a non-blocking move blocks, two threads use the engine at a time, or the move's error is nobody's."""
+    made = worker([])
+    engine: Any = made._engine
+    may_end = threading.Event()
+
+    def slow(level: int, tags: Sequence[str]) -> None:
+        assert may_end.wait(30)
+        engine.calls.append("asleep")
+
+    monkeypatch.setattr(engine, "sleep", slow)
+    assert made.offload_states(non_blocking=True) == {} and "asleep" not in engine.calls
+    threading.Timer(0.1, may_end.set).start()
+    made.digests()
+    assert engine.calls == ["settle", "asleep", "settle", ("wake_up", ["weights"]), "digests"]
+    monkeypatch.setattr(engine, "sleep", lambda level, tags: 1 / 0)
+    assert made.offload_states(non_blocking=True) == {}
+    with pytest.raises(ZeroDivisionError):
+        made.settle_states()
+    assert made.reload_states(non_blocking=True) == {}
+    assert made.settle_states() == {"params": 5, "kv_cache": 7} == made.settle_states()
 
 
 def test_what_an_engine_holds_is_noted_where_a_phase_ends() -> None:
