@@ -11,8 +11,8 @@ import sys
 import textwrap
 from types import FrameType
 
-from gkd.config import Config
-from gkd.config_load import describe_keys, load_config
+from gkd.config.load import describe_keys, load_config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.log import get_logger
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config) -> None:
     """Preflight, pools, loop, shutdown. Blocks until training ends."""
-    from gkd.preflight import preflight
+    from gkd.preflight.run import preflight
 
     plan = preflight(config)
     log.info(
@@ -57,8 +57,8 @@ def run(config: Config) -> None:
         plan.folder.root,
     )
     # Heavy imports only after the cheap checks have passed.
+    from gkd.launcher import started_roles
     from gkd.trainer import Trainer
-    from gkd.wiring import started_roles
 
     with started_roles(config, plan) as roles:
         Trainer(config, roles, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps).fit()

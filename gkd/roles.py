@@ -21,7 +21,7 @@ from gkd.types import Prompt
 class RolloutChunk:
     """Handle of some finished rollouts of one data-parallel group."""
 
-    dp_rank: int  # the group whose endpoint scores it; `gkd.balance` may have others train on some of it
+    dp_rank: int  # the group whose endpoint scores it; `gkd.data.balance` may have others train on some of it
     ref: Any  # of list[Rollout], in an object store
     n_sequences: int
     n_prompt_tokens: int

@@ -3,9 +3,9 @@
     prompts -> rollout -> teacher score (-> reference) -> train step -> weight sync -> metrics -> checkpoint
 
 Everything heavy is behind the Protocols of `gkd.roles`; this process moves handles and numbers. Where a batch comes
-from, and what goes on beside a training step, is `trainer.scheduler` (`gkd.schedule`); each promises a bound on the
-staleness, and the loop checks it. Below `distill.on_policy_share: 1` some prompts of a batch take the dataset's
-response instead of a rollout (`gkd.mixing`); from there on both kinds go the same road.
+from, and what goes on beside a training step, is `trainer.scheduler` (`gkd.pipeline.staleness`); each promises a bound
+on the staleness, and the loop checks it. Below `distill.on_policy_share: 1` some prompts of a batch take the dataset's
+response instead of a rollout (`gkd.data.mixing`); from there on both kinds go the same road.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from gkd.answering import Answering
-from gkd.batches_ahead import BatchesAhead
-from gkd.checkpoints import IN_FLIGHT
-from gkd.config import Config
-from gkd.config_sharing import moves_states
+from gkd.config.check_colocation import moves_states
+from gkd.config.schema import Config
+from gkd.data.sampler import PromptSampler
 from gkd.errors import CheckpointError, ClusterError, LateError, NumericsError, TeacherUnavailable
-from gkd.lease import Lease
 from gkd.log import get_logger
-from gkd.metrics import MetricsWriter, StageTimers, read_metrics
-from gkd.replay import BatchRecorder, Replay
+from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers
+from gkd.metrics.step import staleness_numbers, step_line, step_numbers, with_rate
+from gkd.metrics.teacher_meter import TeacherMeter
+from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
+from gkd.pipeline.colocation import Lease
+from gkd.pipeline.generate import Answering
+from gkd.pipeline.prefetch import BatchesAhead
+from gkd.pipeline.replay import BatchRecorder, Replay
+from gkd.pipeline.source import BatchSource
+from gkd.pipeline.staleness import STREAM, staleness_bound
+from gkd.pipeline.streaming import Streaming
 from gkd.roles import ActorRole, ReferenceRole, RolloutRole, ScoredChunk, ScoringRole, WeightSyncRole
-from gkd.run_folder import RunFolder
-from gkd.sampler import PromptSampler
-from gkd.saver import Saver
-from gkd.schedule import STREAM, staleness_bound
-from gkd.sources import BatchSource
-from gkd.stage_report import WITH_EVALUATION, layout_numbers, rollout_numbers
-from gkd.step_report import staleness_numbers, step_line, step_numbers, with_rate
-from gkd.streaming import Streaming
-from gkd.teacher_meter import TeacherMeter
+from gkd.run.checkpoints import IN_FLIGHT
+from gkd.run.folder import RunFolder
+from gkd.run.saver import Saver
 from gkd.types import Prompt
 
 log = get_logger("trainer")

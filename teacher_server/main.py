@@ -10,15 +10,15 @@ from teacher_server.errors import ServerError
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name == "worker":
-        from teacher_server.worker_main import main
+        from teacher_server.cli.worker import main
     elif name == "status":
-        from teacher_server.admin import status as main
+        from teacher_server.cli.admin import status as main
     elif name == "drain":
-        from teacher_server.admin import drain as main
+        from teacher_server.cli.admin import drain as main
     elif name == "keygen":
-        from teacher_server.keygen import main
+        from teacher_server.cli.keygen import main
     else:
-        from teacher_server.serve import main
+        from teacher_server.cli.serve import main
     return main
 
 

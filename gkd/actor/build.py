@@ -9,10 +9,10 @@ import torch
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.optim_spec import OptimSpec
-from gkd.config import Config, OptimConfig
-from gkd.imports import quick_imports
-from gkd.loss.spec import LossSpec
-from teacher_server.protocol import Signal
+from gkd.cluster.imports import quick_imports
+from gkd.config.loss_spec import LossSpec
+from gkd.config.schema import Config, OptimConfig
+from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.base import Student

@@ -9,12 +9,12 @@ import torch
 
 from gkd.actor.agree import same_error
 from gkd.actor.base import Student
-from gkd.balance import select, with_references
-from gkd.batching import check_batch, make_micro_batches
-from gkd.collate import MicroBatches
-from gkd.config import ActorConfig
+from gkd.config.schema import ActorConfig
+from gkd.data.balance import select, with_references
+from gkd.data.batching import check_batch, make_micro_batches
+from gkd.data.collate import MicroBatches
 from gkd.types import Rollout
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 
 def group_batches(

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gkd import shared_folder
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.balance import parts
 from gkd.cluster.calls import Pending, gather
-from gkd.config import Config
+from gkd.config.schema import Config
+from gkd.data.balance import parts
 from gkd.memory.timeline import merge
 from gkd.roles import FileDigest, ScoredChunk, TrainStats
+from gkd.run import shared_folder
 
 
 class ActorPool:

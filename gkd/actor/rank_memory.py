@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gkd.cluster.progress import Phases
-from gkd.config import Config
+from gkd.config.schema import Config
 from gkd.memory.advice import advice
 from gkd.memory.fragmentation import FragmentationWatch
 from gkd.memory.oom import diagnosed

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from gkd.cluster.calls import Pending
-from gkd.config import Config
-from gkd.config_sharing import reference_is_actor
+from gkd.config.check_colocation import reference_is_actor
+from gkd.config.schema import Config
 from gkd.roles import ScoredChunk
 from gkd.teacher.local import dealt_out
 from gkd.teacher.scoring import RECORDS

@@ -41,7 +41,7 @@ class Piece:
     """A run of elements of one part of one parameter, or of its optimizer state."""
 
     name: str  # HF name of the parameter's (first) tensor
-    kind: str  # one of KINDS, or of somebody who rides along, see `gkd.frozen.checkpoint`
+    kind: str  # one of KINDS, or of somebody who rides along, see `gkd.actor.frozen.checkpoint`
     part: int  # which tensor-parallel part of the parameter; 0 where it is whole
     start: int  # first element, counted in the flattened part
     data: Tensor  # [n], contiguous

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.collate import MicroBatches
+from gkd.config.loss_spec import SFT
+from gkd.data.collate import MicroBatches
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
-from gkd.loss.spec import SFT
 from gkd.loss.token_loss import ON_POLICY_VALUES
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch, TokenTargets
@@ -97,7 +97,7 @@ def check_before(
     Args:
         batch: of `bare(micro_batches)`.
         needs_scores: this rank computes the loss. Tables that are made when they are needed were looked at before they
-            were handed in, see `gkd.batching.check_batch`.
+            were handed in, see `gkd.data.batching.check_batch`.
 
     Raises:
         DataError, NumericsError: training on it would train on something else, or stop midway.

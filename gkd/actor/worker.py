@@ -20,36 +20,36 @@ import ray
 import torch
 import torch.distributed as dist
 
-from gkd import shared_folder
 from gkd.actor.build import build_student
 from gkd.actor.group_batches import group_batches
 from gkd.actor.group_probe import probe_group
-from gkd.actor.held_states import DISABLE_ADAPTER, META_KEYS, HeldStates, check_meta
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, HeldStates, check_meta
 from gkd.actor.rank_memory import RankMemory
 from gkd.actor.shard_writer import BackgroundWriter
-from gkd.batching import token_records
 from gkd.cluster.assignment import free_port, this_place
-from gkd.cluster.places import RankPlace
+from gkd.cluster.gpu_table import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
-from gkd.collate import MicroBatches
-from gkd.config import Config
-from gkd.config_sharing import moves_states
+from gkd.config.check_colocation import moves_states
+from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.schema import Config
+from gkd.data.batching import token_records
+from gkd.data.collate import MicroBatches
 from gkd.log import get_logger
-from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.memory.states import OPTIMIZER, PARAMS, Moves
 from gkd.memory.usage import ARENA, log_gpu_memory_usage
 from gkd.roles import FileDigest, TrainStats
+from gkd.run import shared_folder
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.base import Student
+    from gkd.actor.frozen.model import FrozenModel
+    from gkd.actor.frozen.teacher import LocalTeacher
     from gkd.actor.fsdp.student import FsdpStudent
-    from gkd.frozen.model import FrozenModel
-    from gkd.frozen.teacher import LocalTeacher
 
 
 # Methods of these groups are answered while another one runs, or hangs; the pool is spawned with them.
@@ -92,7 +92,7 @@ class ActorWorker:
         return str(ray.get_runtime_context().get_node_id())
 
     def check_run_dir(self, root: Path, word: str) -> str:
-        """Answers the driver's probe, see `gkd.shared_folder`; the name of this node. Raises ConfigError."""
+        """Answers the driver's probe, see `gkd.run.shared_folder`; the name of this node. Raises ConfigError."""
         node = socket.gethostname()
         shared_folder.answer(root, word, f"actor rank {self._rank}", node)
         return node
@@ -165,7 +165,7 @@ class ActorWorker:
     def init_teacher(self, n_vocab: int) -> None:
         """Builds the local teacher beside the student; blocks for all ranks. Raises as `LocalTeacher`."""
         with self._with_states("loading the teacher", "teacher", [PARAMS]):
-            from gkd.frozen.teacher import LocalTeacher  # here, as the students
+            from gkd.actor.frozen.teacher import LocalTeacher  # here, as the students
 
             self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
         self._log.info("teacher built and loaded")
@@ -190,7 +190,7 @@ class ActorWorker:
     def init_reference(self) -> None:
         """Builds the reference beside the student; blocks for all ranks. Raises as `FrozenModel`."""
         with self._memory.during("loading the reference"):
-            from gkd.frozen.reference import frozen_reference  # here, as the students
+            from gkd.actor.frozen.reference import frozen_reference  # here, as the students
 
             self._reference = frozen_reference(self._config, self._device)
         self._log.info("reference built and loaded")
@@ -211,8 +211,8 @@ class ActorWorker:
         Raises:
             TeacherError, DataError: on all ranks; see `frozen_logprobs`, `bare_logprobs`.
         """
-        from gkd.frozen.reference import bare_logprobs, frozen_logprobs
-        from gkd.frozen.shares import by_chunk
+        from gkd.actor.frozen.reference import bare_logprobs, frozen_logprobs
+        from gkd.actor.frozen.shares import by_chunk
 
         student, config = self._student, self._config
         with self._memory.during("reference logprobs"):
@@ -276,7 +276,7 @@ class ActorWorker:
         """One optimizer step on this data-parallel group's share.
 
         Args:
-            takes: which sequences of each chunk are the group's, see `gkd.balance.Part`.
+            takes: which sequences of each chunk are the group's, see `gkd.data.balance.Part`.
             lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores and,
                 where there is a reference, of each a list of its logprobs. The driver passes handles; Ray fetches what
                 they stand for from the object store.

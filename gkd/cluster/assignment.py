@@ -8,8 +8,8 @@ import sys
 
 import ray
 
-from gkd.cluster.cards import machine_cards, visible_cards
-from gkd.cluster.places import RankPlace
+from gkd.cluster.gpu_table import RankPlace
+from gkd.cluster.gpus import machine_cards, visible_cards
 from gkd.cluster.processes import look_at
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config import Config
-from gkd.config_pools import data_parallel_size
+from gkd.config.check_pools import data_parallel_size
+from gkd.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gkd.config import Config
-from gkd.config_sharing import moves_states
+from gkd.config.check_colocation import moves_states
+from gkd.config.schema import Config
 from gkd.errors import ModelError
 from gkd.footprint.fsdp import fsdp_footprint, groups
 from gkd.footprint.megatron import megatron_footprints
@@ -40,7 +40,7 @@ def footprint(
         teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
             that head is left out.
         local_teacher: config.json and tensors of teacher.path, where teacher.backend is local.
-        reference: the same of `gkd.config_sharing.reference_folder`, where there is one.
+        reference: the same of `gkd.config.check_colocation.reference_folder`, where there is one.
 
     Raises:
         ModelError: sizes are missing, or the architecture is not one of actor.strategy megatron.

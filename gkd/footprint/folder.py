@@ -13,7 +13,7 @@ from typing import Any
 
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.shapes import ModelShape, Tensors, read_shape
-from gkd.hf_index import weight_files
+from gkd.hf.index import weight_files
 
 _LARGEST_HEADER = 100 << 20  # bytes; the format's own limit
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from gkd.config import Config
-from gkd.config_pools import data_parallel_size
+from gkd.config.check_pools import data_parallel_size
+from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import batch_shape

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_sharing import moves_states, reference_folder
+from gkd.config.check import check_config
+from gkd.config.check_colocation import moves_states, reference_folder
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.rollout import sequences_together
 from gkd.footprint.turns import GENERATE, resting_bytes, turns

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from gkd.config import Config
+from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.schema import Config
 from gkd.footprint.batch import BatchShape
-from gkd.loss.spec import loss_spec, teacher_signals
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 _FLOAT32, _INT64 = 4, 8
 # Numbers of a piece of rows that the softmax kernels work on at a time, see gkd.loss.row_kernels.

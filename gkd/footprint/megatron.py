@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gkd.config import Config
+from gkd.config.check_parallel import Divisible, check_actor_split, check_expert_ranks
+from gkd.config.schema import Config
 from gkd.errors import ModelError
 from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import BatchShape, batch_shape
 from gkd.footprint.loss import LossShape, loss_shape
 from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint
-from gkd.model_splits import Divisible, check_actor_split, check_expert_ranks
 
 _FLOAT32 = 4
 

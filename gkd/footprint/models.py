@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config import Config
-from gkd.config_sharing import reference_folder
+from gkd.config.check_colocation import reference_folder
+from gkd.config.schema import Config
 from gkd.footprint.estimate import footprint
 from gkd.footprint.folder import ModelFolder, read_model_folder
 from gkd.footprint.types import RankFootprint

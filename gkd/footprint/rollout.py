@@ -8,13 +8,13 @@ that rollout.cpu_kv_cache_mib says.
 
 from __future__ import annotations
 
-from gkd.config import Config
-from gkd.config_pools import n_engines
+from gkd.config.check_parallel import check_engine_split
+from gkd.config.check_pools import n_engines
+from gkd.config.schema import Config
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint
-from gkd.model_splits import check_engine_split
-from gkd.schedule import AHEAD, STREAM
+from gkd.pipeline.staleness import AHEAD, STREAM
 
 _FLOAT32 = 4
 # Tokens that vLLM computes at once, by its own default where it is used offline; on CUDA that of the largest cards, on

@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def mlp_columns(self) -> dict[str, tuple[int, ...]]:
-        """By kind, for known architectures; see `gkd.model_splits`."""
+        """By kind, for known architectures; see `gkd.config.check_parallel`."""
         if not self.is_exact():
             return {}
         experts = (self.experts.ffn,) if self.experts is not None else ()

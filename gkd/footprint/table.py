@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gkd.config import Config
+from gkd.config.schema import Config
 from gkd.footprint.limits import gib, kv_room_bytes
 from gkd.footprint.rollout import kv_bytes_per_token, sequences_together
 from gkd.footprint.shapes import ModelShape

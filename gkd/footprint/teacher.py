@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gkd.config import Config
+from gkd.config.schema import Config
 from gkd.footprint.fsdp import gathered
 from gkd.footprint.shapes import ModelShape, Tensors, count, read_shape
 from gkd.footprint.types import RankFootprint
@@ -83,7 +83,7 @@ def _with_frozen(
     exact: bool,
     on_cpu: bool,
 ) -> RankFootprint:
-    """With its share of a `gkd.frozen.model.FrozenModel`.
+    """With its share of a `gkd.actor.frozen.model.FrozenModel`.
 
     Its pass is a layer and the next one, the embedding, which may be the LM head, the activations of a layer, and a
     chunk of logits as the LM head makes them and in float32.

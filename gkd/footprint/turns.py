@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gkd.config import Config
+from gkd.config.schema import Config
 from gkd.footprint.types import MOVING, WEIGHT_SYNC, RankFootprint
 
 GENERATE = "generate"

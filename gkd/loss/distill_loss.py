@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import LossSpec
 from gkd.errors import DataError
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.spec import LossSpec
 from gkd.loss.token_loss import TokenLosses, report_names, topk_losses
 from gkd.loss.vocab_parallel import (
     RowLogprobs,
@@ -33,7 +33,7 @@ from gkd.loss.vocab_parallel import (
     write_logits_gradient,
 )
 from gkd.types import TokenTargets
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class DistillLoss:
     """The loss of a run, on one rank of the student's last stage.
 
     Args:
-        signals: what the teacher gives, see `gkd.loss.spec.teacher_signals`.
+        signals: what the teacher gives, see `gkd.config.loss_spec.teacher_signals`.
         chunk_bytes: size of the logits of one chunk, the teacher's included where there are any.
         teacher_head: [V_local, D] float32, this rank's rows of the teacher's LM head, for the signal `hidden`.
     """

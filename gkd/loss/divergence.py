@@ -11,7 +11,7 @@ m_p = sum_k p_k is below 1:
              m_p * q - p on the K ids, not q - p
 
 Every divergence is a sum over outcomes, so over parts of a vocabulary it adds up. A further one is a
-function of this signature and a line in `DIVERGENCES`, with its name in `gkd.loss.spec`.
+function of this signature and a line in `DIVERGENCES`, with its name in `gkd.config.loss_spec`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import LossTerm, Tail
 from gkd.errors import ConfigError
-from gkd.loss.spec import LossTerm, Tail
 
 Divergence: TypeAlias = Callable[[Tensor, Tensor, LossTerm], Tensor]
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gkd.loss.spec import LossTerm
+from gkd.config.loss_spec import LossTerm
 
 ValueAndSlope: TypeAlias = Callable[[Tensor, Tensor, LossTerm], tuple[Tensor, Tensor]]
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gkd.config.loss_spec import LossSpec
 from gkd.loss.divergence_slopes import SLOPES, forward_kl
 from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
-from gkd.loss.spec import LossSpec
 from gkd.loss.token_loss import PLAIN, TokenLosses, sampled_losses
 from gkd.loss.vocab_parallel import VocabShard, local_statistics, sum_over_shards
 from gkd.types import TokenTargets

@@ -21,8 +21,8 @@ import math
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import POLICY_GRADIENT_NAMES
 from gkd.errors import ConfigError
-from gkd.loss.spec import POLICY_GRADIENT_NAMES
 
 
 def log_importance_weights(actor_logprobs: Tensor, rollout_logprobs: Tensor, clip: float) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import REFERENCE_KL, LossSpec, LossTerm
 from gkd.errors import DataError
 from gkd.loss.divergence import DIVERGENCES, forward_kl, outcome_tables
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate
-from gkd.loss.spec import REFERENCE_KL, LossSpec, LossTerm
 from gkd.types import TokenTargets
 
 # Of the names below those that are about tokens the student wrote.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gkd.config import Config
-from gkd.config_sharing import moves_states, reference_folder
+from gkd.config.check_colocation import moves_states, reference_folder
+from gkd.config.schema import Config
 
 # Where torch reads how its allocator shall work; the second is the name before torch 2.9, and is still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -26,7 +26,7 @@ import torch
 from gkd.errors import OutOfMemory
 from gkd.memory.advice import Shortage
 from gkd.memory.fragmentation import Fragmentation, fragmentation
-from gkd.memory.holders import Holder, held_by, holders
+from gkd.memory.referrers import Holder, held_by, holders
 from gkd.memory.usage import MemoryUsage, gib, read_usage
 
 Verdict = Literal["shortage", "fragmentation", "unclear"]

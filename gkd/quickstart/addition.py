@@ -8,7 +8,7 @@ Units first; every column is `a+b(+1 if carried)=` and a two-digit sum whose fir
 semicolon stands the answer. The task is small enough for a model of half a million parameters, and hard enough
 that a student that only knows the format gets it wrong: one slipped digit or carry and the answer is off.
 
-Stands before the road of one batch: it writes the prompt files that `gkd.data` reads.
+Stands before the road of one batch: it writes the prompt files that `gkd.data.prompts` reads.
 """
 
 from __future__ import annotations

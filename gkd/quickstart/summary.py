@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gkd.errors import CheckpointError
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 
 STAGES = ("data", "rollout", "teacher", "train", "weight_sync", "eval", "checkpoint")
 

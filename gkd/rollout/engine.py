@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config import RolloutConfig
+from gkd.config.schema import RolloutConfig
 from gkd.errors import ClusterError, DataError
 from gkd.rollout.engine_start import start_vllm
 from gkd.rollout.residency import PARTS, WEIGHTS, Residency, check_level

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from gkd.config import RolloutConfig
-from gkd.imports import quick_imports
+from gkd.cluster.imports import quick_imports
+from gkd.config.schema import RolloutConfig
 
 # What vLLM reads from the environment when it is imported; `gkd.cluster` puts it into the actor's environment.
 CPU_ENV = {

@@ -11,12 +11,12 @@ from typing import Any
 import ray
 
 from gkd.cluster.calls import Pending, gather
-from gkd.config import Config
+from gkd.config.schema import Config
+from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
+from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, LateError
 from gkd.memory.timeline import merge
 from gkd.roles import GreedyReport, RolloutChunk
-from gkd.rollout.asked import encode_prompts
-from gkd.rollout.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.stream import EngineStreams, next_chunk
 from gkd.rollout.usage import RolloutUsage

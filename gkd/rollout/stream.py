@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from gkd.cluster.calls import fetch, gather
+from gkd.data.chunks import decode_sizes
+from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, GkdError, LateError
 from gkd.log import get_logger
 from gkd.roles import RolloutChunk
-from gkd.rollout.asked import encode_prompts
-from gkd.rollout.chunks import decode_sizes
 from gkd.rollout.sampling import Sampling
 from gkd.types import Prompt
 

@@ -1,4 +1,4 @@
-"""What the engines did between two looks at them: for `gkd.split`, which predicts other splits of the GPUs from it.
+"""What the engines did between two reads: `gkd.tools.split_tuner` predicts other splits of the GPUs from it.
 
 A pass of an engine takes about pass_s + sequence_s * b + prefill_s * p seconds, where b sequences move by a token each
 and p tokens of prompts are read. The engine keeps the sums that a least-squares fit of the three needs, so that nothing

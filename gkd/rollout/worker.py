@@ -15,19 +15,19 @@ import ray
 import torch
 
 from gkd.cluster.assignment import sort_visible_gpus, this_place
-from gkd.cluster.places import RankPlace
+from gkd.cluster.gpu_table import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
-from gkd.config import Config
-from gkd.data import load_tokenizer
+from gkd.config.schema import Config
+from gkd.data.answers import is_correct
+from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.data.prompt_codec import decode_prompts
+from gkd.data.prompts import load_tokenizer
 from gkd.errors import ClusterError
-from gkd.evaluation import is_correct
 from gkd.log import get_logger
 from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
 from gkd.memory.usage import GIB
 from gkd.roles import Sample
-from gkd.rollout.asked import decode_prompts
-from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES

@@ -13,7 +13,7 @@ import numpy as np
 
 from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherScores, TeacherTopK
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 MASS_SLACK = 1e-3  # what float32 sums and a float16 tail may add to or take from a row's probability
 _FP16_ROUNDING = 2.0**-11  # of a float16 number, as a part of it
@@ -33,7 +33,7 @@ class TeacherInfo:
     fingerprint: str  # of the weights' folder; differs between two checkpoints of one model
     vocab_size: int  # rows of the LM head, which may be more than the tokenizer has tokens
     hidden_size: int
-    tokenizer_fingerprint: str  # see teacher_server.protocol.tokenizer_fingerprint; empty: no tokenizer there
+    tokenizer_fingerprint: str  # see teacher_server.wire.protocol.tokenizer_fingerprint; empty: no tokenizer there
     max_tokens: int  # longest prompt + response
     n_workers: int
     n_streams: int  # sequences that its workers want in flight, all together

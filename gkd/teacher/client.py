@@ -25,10 +25,10 @@ from gkd.teacher.outage import OutageClock
 from gkd.teacher.pending import Info, Pending, T
 from gkd.teacher.queries import Queries
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.protocol import MAX_ID, MAX_K, Wire
+from teacher_server.wire.protocol import MAX_ID, MAX_K, Wire
 
 if TYPE_CHECKING:
-    from teacher_server.keys import PeerKeys
+    from teacher_server.wire.keys import PeerKeys
 
 MAX_WAITING = 4096
 
@@ -199,7 +199,7 @@ def load_keys(folder: str) -> PeerKeys | None:
     """Of teacher.keys; None: empty, no encryption. Raises ConfigError."""
     if not folder:
         return None
-    from teacher_server.keys import KeysError, load_peer_keys
+    from teacher_server.wire.keys import KeysError, load_peer_keys
 
     try:
         return load_peer_keys(folder, "client")

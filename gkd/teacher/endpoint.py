@@ -2,7 +2,7 @@
 
 It has no GPU and loads no torch: tokens come from the object store, go to the teacher over ZMQ, and the scores go
 into the object store of this host, where the group's last pipeline stage maps them without a copy. What is asked of
-each sequence follows from teacher.signal and the loss (`gkd.loss.spec.teacher_signals`).
+each sequence follows from teacher.signal and the loss (`gkd.config.loss_spec.teacher_signals`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from gkd.config import Config
+from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.schema import Config
 from gkd.errors import TeacherError, TeacherUnavailable
-from gkd.loss.spec import loss_spec, teacher_signals
 from gkd.roles import ScoreTimes
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.records import RecordingEndpoint, summary_of
 from gkd.types import Rollout, TeacherScores
-from teacher_server.protocol import Signal, Wire
+from teacher_server.wire.protocol import Signal, Wire
 
 _FIELDS: dict[Signal, str] = {"topk": "topk", "sampled": "sampled_logprobs", "hidden": "hidden"}
 
@@ -38,7 +38,7 @@ class ScoringEndpoint(RecordingEndpoint):
         n_in_flight: requests that it keeps at the server, over all threads.
 
     Raises:
-        ConfigError: the loss is not one that `gkd.config_check` lets pass.
+        ConfigError: the loss is not one that `gkd.config.check` lets pass.
     """
 
     def __init__(self, config: Config, n_vocab: int, fingerprint: str, n_in_flight: int) -> None:

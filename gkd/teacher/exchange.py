@@ -21,7 +21,7 @@ from typing import Any
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.teacher.inbox import AnyPending, Inbox
 from gkd.teacher.link import POLL_S, Arrival, TeacherLink
-from teacher_server.protocol import (
+from teacher_server.wire.protocol import (
     NO_REQUEST,
     Cancel,
     ErrorReply,

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.teacher.outage import OutageClock
-from teacher_server.protocol import (
+from teacher_server.wire.protocol import (
     ID_BYTES,
     MAX_FRAME_BYTES,
     Buffer,
@@ -31,7 +31,7 @@ from teacher_server.protocol import (
 )
 
 if TYPE_CHECKING:
-    from teacher_server.keys import PeerKeys
+    from teacher_server.wire.keys import PeerKeys
 
 POLL_S = 0.1  # how late a resend or the end of a budget may be noticed
 _PING_S = 0.5  # more often if the outage budget is short
@@ -116,7 +116,7 @@ class TeacherLink:
         self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the caller's window, so is the other
         self._socket.setsockopt(zmq.SNDHWM, 0)
         if self._keys is not None:
-            from teacher_server.keys import secure_peer
+            from teacher_server.wire.keys import secure_peer
 
             secure_peer(self._socket, self._keys)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)

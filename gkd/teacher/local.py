@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from gkd.balance import even_groups
 from gkd.cluster.calls import gather
+from gkd.data.balance import even_groups
 from gkd.roles import PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.teacher.scoring import RecordedScoring
 
@@ -26,7 +26,7 @@ from gkd.teacher.scoring import RecordedScoring
 class LocalScoring(RecordedScoring):
     """Over the actor's workers, in rank order, and endpoints that know no teacher.
 
-    `collect` and `record` may call the actor, so they want its turn where the GPUs are shared, see `gkd.lease`.
+    `collect` and `record` may call the actor, so shared GPUs must be in its turn (`gkd.pipeline.colocation`).
     """
 
     def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], timeout_s: float) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 from gkd.errors import TeacherError
 from gkd.teacher.base import MASS_SLACK, TeacherInfo, validate_topk
 from gkd.types import TeacherTopK
-from teacher_server.payload import unpack_sampled, unpack_topk
-from teacher_server.protocol import (
+from teacher_server.wire.payload import unpack_sampled, unpack_topk
+from teacher_server.wire.protocol import (
     ID_BYTES,
     Buffer,
     HeadRequest,

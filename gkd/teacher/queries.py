@@ -14,8 +14,8 @@ from gkd.teacher.base import TeacherInfo
 from gkd.teacher.pending import Sampled, TopK
 from gkd.teacher.streams import PiecewiseRows, Shape, WholeRows
 from gkd.types import Rollout
-from teacher_server.payload import check_tokens
-from teacher_server.protocol import (
+from teacher_server.wire.payload import check_tokens
+from teacher_server.wire.protocol import (
     ID_BYTES,
     HeadRequest,
     ProtocolError,

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gkd.config import Config
-from gkd.disk import naming
-from gkd.manifest import digest_file
-from gkd.recorded import read_sequences, write_sequences
+from gkd.config.schema import Config
+from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.data.rollout_file import read_sequences, write_sequences
 from gkd.roles import FileDigest, ScoreTimes
-from gkd.rollout.chunks import chunk_sizes, encode_sizes
+from gkd.run.disk import naming
+from gkd.run.manifest import digest_file
 from gkd.types import Rollout, TeacherScores
 
 _SUMMARY = struct.Struct("<dq")

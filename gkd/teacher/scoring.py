@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gkd.cluster.calls import all_done, drain, fetch, gather
+from gkd.data.chunks import CHUNK_SIZE, decode_sizes
 from gkd.errors import ClusterError
 from gkd.roles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
-from gkd.rollout.chunks import CHUNK_SIZE, decode_sizes
 from gkd.teacher.records import ScoreSummary
 
 # Concurrency group of the endpoints: what is written and read does not wait for questions to the teacher.

@@ -17,8 +17,8 @@ import numpy as np
 
 from gkd.errors import TeacherError
 from gkd.teacher.pending import Answer, Pending, T, check_source
-from teacher_server.payload import unpack_rows
-from teacher_server.protocol import (
+from teacher_server.wire.payload import unpack_rows
+from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     Buffer,
     HeadRequest,

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.cluster.places import Survey, Verdict, survey_of
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_load import load_config
+from gkd.cluster.gpu_table import Survey, Verdict, survey_of
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError, GkdError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    from gkd.cluster.place_table import place_table
+    from gkd.gpu_map.report import place_table
 
     print(table.to_json().decode() if args.json else place_table(table), flush=True)
     return 1 if table.verdicts else 0
@@ -63,12 +63,12 @@ def check(config: Config) -> Survey:
     """
     check_config(config)
     # Here and not above: a wrong setting should not wait for torch.
-    from gkd.preflight import check_ray_installed, resolve_device
+    from gkd.preflight.run import check_ray_installed, resolve_device
 
     check_ray_installed()
-    from gkd.cluster import survey
-    from gkd.teacher.places import teacher_rows
-    from gkd.wiring import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with, worker_env
+    from gkd.gpu_map import collect as survey
+    from gkd.gpu_map.teacher import teacher_rows
+    from gkd.launcher import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with, worker_env
 
     specs = pools_in_order(config)
     tp_sizes = {"actor": config.actor.tp, "rollout": 1}  # ranks of one TP group; an engine is one rank
@@ -109,10 +109,10 @@ def look_at_run(run_dir: Path) -> Survey:
         ConfigError: there is no such table, or the run's settings cannot be read.
         ClusterError: the table is damaged.
     """
-    from gkd.cluster.cards import machine_cards
-    from gkd.cluster.running import look_again
-    from gkd.run_folder import PLACES
-    from gkd.teacher.places import teacher_rows
+    from gkd.cluster.gpus import machine_cards
+    from gkd.gpu_map.running import look_again
+    from gkd.gpu_map.teacher import teacher_rows
+    from gkd.run.folder import PLACES
 
     try:
         saved = survey_of((run_dir / PLACES).read_bytes(), str(run_dir / PLACES))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gkd.config_load import describe_keys
+from gkd.config.load import describe_keys
 
 _HEAD = """# Configuration
 
 Every key, its type, its default and what it does. Written by `python -m gkd.tools.config_page` from the comments in
-`gkd/config.py`; the same text is printed by `python -m gkd.main_gkd --help`. A YAML file names only what differs
+`gkd/config/schema.py`; the same text is printed by `python -m gkd.main_gkd --help`. A YAML file names only what differs
 from the defaults; `key=value` arguments win over the file.
 """
 

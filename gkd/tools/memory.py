@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.cards import card_bytes
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_load import load_config
+from gkd.cluster.gpus import card_bytes
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, teacher_footprint
 from gkd.footprint.folder import ModelFolder, read_model_folder

@@ -15,21 +15,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.cards import card_bytes
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_load import load_config
+from gkd.cluster.gpus import card_bytes
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import check
 from gkd.footprint.models import read_models
-from gkd.schedule import AHEAD, STREAM
-from gkd.split import layout
-from gkd.split.calibration import SCHEDULER, calibrate, calibration_folder
-from gkd.split.layout import Hardware
-from gkd.split.rates import Workload, lognormal
-from gkd.split.run import Run, check_plannable, read_run
-from gkd.split.search import Candidate, CheckMemory, Ranking, search, simulated
-from gkd.split.table import as_json, left_out, notes, paste, table
+from gkd.pipeline.staleness import AHEAD, STREAM
+from gkd.tools.split_tuner import layout
+from gkd.tools.split_tuner.calibration import SCHEDULER, calibrate, calibration_folder
+from gkd.tools.split_tuner.layout import Hardware
+from gkd.tools.split_tuner.rates import Workload, lognormal
+from gkd.tools.split_tuner.run import Run, check_plannable, read_run
+from gkd.tools.split_tuner.search import Candidate, CheckMemory, Ranking, search, simulated
+from gkd.tools.split_tuner.table import as_json, left_out, notes, paste, table
 
 SCHEDULERS = (*AHEAD, STREAM)
 _LONGEST = 1 << 20  # tokens, of --lengths
@@ -100,7 +100,7 @@ def _ranked(args: argparse.Namespace) -> int:
     else:
         print(_text(run, ranking, own, facts, hardware, args.top), flush=True)
     if args.plot:
-        from gkd.split.plot import plot  # half a second, which only those who want one pay
+        from gkd.tools.split_tuner.plot import plot  # half a second, which only those who want one pay
 
         plot(ranking, own, Path(args.plot), args.top)
     return 0 if ranking.candidates[0].fits else 1

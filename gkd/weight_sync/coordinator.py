@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gkd.cluster.calls import gather
-from gkd.config import Config
+from gkd.config.schema import Config
 from gkd.errors import WeightSyncError
 from gkd.log import get_logger
 from gkd.roles import SyncReport

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from teacher_server.payload import TopKScores
-from teacher_server.protocol import RowDtype, Signal, Wire
+from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.protocol import RowDtype, Signal, Wire
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreParams:
-    """What a batch has in common; see `teacher_server.protocol.ScoreRequest` for the fields."""
+    """What a batch has in common; see `teacher_server.wire.protocol.ScoreRequest` for the fields."""
 
     signal: Signal
     k: int = 0

@@ -20,7 +20,7 @@ from teacher_server.engines.cpu_linear import use_onednn
 from teacher_server.engines.signals import score_hidden
 from teacher_server.engines.streams import MatrixStream
 from teacher_server.errors import ServerError
-from teacher_server.protocol import Wire
+from teacher_server.wire.protocol import Wire
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

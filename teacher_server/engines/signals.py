@@ -18,7 +18,7 @@ import torch
 from teacher_server.engines.base import ScoreParams, Scores
 from teacher_server.engines.streams import LogitsStream, MatrixStream
 from teacher_server.engines.topk import topk
-from teacher_server.payload import NO_ID, TopKScores
+from teacher_server.wire.payload import NO_ID, TopKScores
 
 # Bytes of float32 logits. At V = 152k, 55 rows are enough for a CPU, and larger blocks of memory come fresh from
 # the kernel each time; a GPU reads the whole LM head for each chunk, which takes as long as 200 rows of arithmetic.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from teacher_server.protocol import RowDtype, Wire
+from teacher_server.wire.protocol import RowDtype, Wire
 
 _MAX_FP16 = 65504.0
 _ROW_DTYPES: dict[torch.dtype, RowDtype] = {

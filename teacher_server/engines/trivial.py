@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
-from teacher_server.payload import NO_ID, TopKScores
-from teacher_server.protocol import RowDtype, Wire
+from teacher_server.wire.payload import NO_ID, TopKScores
+from teacher_server.wire.protocol import RowDtype, Wire
 
 HIDDEN_SIZE = 8
 _RATIO = 0.75  # probability of an entry by that of the one before it

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import row_dtype
 from teacher_server.errors import ServerError
-from teacher_server.protocol import RowDtype, Wire
+from teacher_server.wire.protocol import RowDtype, Wire
 
 MAX_SEQUENCES = 128  # of one forward pass; vLLM samples one token for each, from [128, V] float32
 ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers

@@ -27,8 +27,8 @@ from teacher_server.engines.base import RowStream, ScoreParams
 from teacher_server.engines.signals import score_hidden
 from teacher_server.engines.streams import MatrixStream
 from teacher_server.engines.vllm import ENGINE_PID
-from teacher_server.payload import TopKScores
-from teacher_server.protocol import RowDtype, Wire
+from teacher_server.wire.payload import TopKScores
+from teacher_server.wire.protocol import RowDtype, Wire
 
 PLACE = "teacher_place"  # key of SamplingParams.extra_args: a `Place` as a list
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gkd.actor.host_copies import Snapshot
 from gkd.actor.shard_writer import BackgroundWriter, write
 from gkd.actor.shards import ShardReader, file_name
-from gkd.batching import make_micro_batches
+from gkd.data.batching import make_micro_batches
 from tests.bench.student_case import make_student, save_model, sequences
 from tests.bench.teacher_report import Figure, Part, Table
 

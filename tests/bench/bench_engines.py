@@ -29,7 +29,7 @@ from teacher_server.engines.hf import HfEngine
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.engines.topk import BLOCK, topk_two_stage
 from teacher_server.engines.trivial import TrivialEngine
-from teacher_server.payload import TopKScores, rows_per_message
+from teacher_server.wire.payload import TopKScores, rows_per_message
 
 VOCAB = 151_936
 HIDDEN = 512

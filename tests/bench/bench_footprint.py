@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.cluster.cards import card_bytes
+from gkd.cluster.gpus import card_bytes
 from gkd.footprint import footprint
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.footprint_case import SIZES, Case, Measured, case_config, measure, save_model

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from tests.bench.command import in_fresh_process, parsed, parser, run_parts
 from tests.bench.memory_case import Case, Measured, share_of_copy
 from tests.bench.teacher_report import Figure, Part, Table

@@ -24,21 +24,21 @@ import ray
 from gkd.actor.pool import ActorPool
 from gkd.cluster.calls import gather
 from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
-from gkd.config import Config
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.launcher import worker_env
 from gkd.log import get_logger
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
-from gkd.run_start import open_run_folder
-from gkd.split.rates import Rates, Sizes
-from gkd.split.run import WARM_UP, read_run
-from gkd.split.simulate import simulate
+from gkd.run.open import open_run_folder
 from gkd.teacher.scoring import RECORDS, ScoringPool
+from gkd.tools.split_tuner.rates import Rates, Sizes
+from gkd.tools.split_tuner.run import WARM_UP, read_run
+from gkd.tools.split_tuner.simulate import simulate
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.wiring import worker_env
 from tests.bench.timed_roles import (
     SAVES,
     Meeting,

@@ -23,12 +23,12 @@ from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.pools import Cluster
-from gkd.config import Config
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.launcher import pool_specs, worker_env
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
-from gkd.wiring import pool_specs, worker_env
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.student_case import save_model
 from tests.bench.teacher_report import Figure, Part, Table

@@ -35,11 +35,11 @@ import ray
 from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
-from gkd.config_load import load_config
-from gkd.preflight import preflight
+from gkd.config.load import load_config
+from gkd.launcher import started_roles
+from gkd.preflight.run import preflight
 from gkd.trainer import Roles
 from gkd.types import Prompt
-from gkd.wiring import started_roles
 
 # (prompts, longest response / data.max_response_length) of each batch; the first one warms everything up.
 BATCHES = {"warm-up": (8, 1.0), "small": (8, 1.0), "large": (40, 1.0), "short": (40, 0.25)}

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gkd.batching import make_micro_batches
-from gkd.config import Config
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.config.loss_spec import loss_spec
+from gkd.config.schema import Config
+from gkd.data.batching import make_micro_batches
 from gkd.footprint import RankFootprint, footprint
-from gkd.loss.spec import loss_spec
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.bench.footprint_memory import ENVIRONMENT, Meter
 from tests.dist.helpers import run_gloo

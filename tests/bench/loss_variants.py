@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gkd.config import ActorConfig
+from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.config.schema import ActorConfig
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.spec import LossSpec, LossTerm
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 from gkd.types import TokenTargets

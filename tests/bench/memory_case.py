@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gkd.actor.fsdp.model import build_on_meta, reshard, shard
 from gkd.actor.fsdp.weights import load_weights, match_files
-from gkd.actor.hf_files import open_tensors
+from gkd.hf.files import open_tensors
 from gkd.memory.fragmentation import fragmentation
 from gkd.memory.states import OPTIMIZER, PARAMS, States
 from tests.bench.student_case import save_model

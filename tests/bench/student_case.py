@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.batching import make_micro_batches
-from gkd.loss.spec import LossSpec
+from gkd.config.loss_spec import LossSpec
+from gkd.data.batching import make_micro_batches
 from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.bench.command import in_fresh_process
 

@@ -14,11 +14,11 @@ from multiprocessing.connection import Connection
 import zmq
 
 from gkd.types import Rollout
-from teacher_server.broker import Broker
-from teacher_server.payload import check_reply
-from teacher_server.protocol import ID_BYTES, ProtocolError, ScoreReply, as_frame, replies, requests, token_digest
-from teacher_server.sockets import set_common_options
-from teacher_server.worker_link import End, Work, WorkerLink
+from teacher_server.broker.broker import Broker
+from teacher_server.wire.payload import check_reply
+from teacher_server.wire.protocol import ID_BYTES, ProtocolError, ScoreReply, as_frame, replies, requests, token_digest
+from teacher_server.wire.sockets import set_common_options
+from teacher_server.worker.link import End, Work, WorkerLink
 from tests.bench.teacher_children import Child
 from tests.bench.teacher_lanes import ChildLane, Run
 from tests.bench.teacher_payloads import (

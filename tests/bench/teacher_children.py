@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from teacher_server.process import die_with_parent
+from teacher_server.worker.process import die_with_parent
 
 ANSWER_TIMEOUT_S = 180.0  # loading a model on a busy machine
 Serve = Callable[..., None]  # (its end of the pipe, the arguments given to Child)

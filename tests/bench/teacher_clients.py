@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.protocol import ScoreRequest, as_frame, replies, requests
+from teacher_server.wire.protocol import ScoreRequest, as_frame, replies, requests
 from tests.bench.teacher_payloads import make_topk_head, make_topk_request, pack
 from tests.service.harness import connect, random_rollouts
 from tests.service.messages import make_scores

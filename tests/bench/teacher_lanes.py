@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import zmq
 
-from teacher_server.payload import check_reply, unpack_topk
-from teacher_server.protocol import ProtocolError, ScoreReply, replies
-from teacher_server.sockets import bind, make_router, set_common_options
+from teacher_server.wire.payload import check_reply, unpack_topk
+from teacher_server.wire.protocol import ProtocolError, ScoreReply, replies
+from teacher_server.wire.sockets import bind, make_router, set_common_options
 from tests.bench.teacher_children import Child
 from tests.bench.teacher_payloads import (
     N_ENTRIES,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from teacher_server.payload import TopKScores, pack_topk
-from teacher_server.protocol import (
+from teacher_server.wire.payload import TopKScores, pack_topk
+from teacher_server.wire.protocol import (
     ID_BYTES,
     ScoreReply,
     ScoreRequest,

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from teacher_server.payload import TopKScores, unpack_topk
-from teacher_server.protocol import Wire
+from teacher_server.wire.payload import TopKScores, unpack_topk
+from teacher_server.wire.protocol import Wire
 from tests.bench.teacher_payloads import VOCAB, K, make_topk_head, pack
 from tests.bench.teacher_report import Table
 

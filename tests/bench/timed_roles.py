@@ -18,16 +18,16 @@ from typing import Any, cast
 import numpy as np
 import ray
 
-from gkd.balance import select
-from gkd.config import Config
-from gkd.manifest import digest_bytes
+from gkd.config.schema import Config
+from gkd.data.balance import select
 from gkd.roles import FileDigest, TrainStats
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker import RolloutWorker
-from gkd.split.rates import Rates
+from gkd.run.manifest import digest_bytes
 from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.tools.split_tuner.rates import Rates
 from gkd.types import Prompt, Rollout, TeacherTopK, VersionSpan
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec

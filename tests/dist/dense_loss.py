@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import LossSpec
 from gkd.loss.divergence import DIVERGENCES, outcome_tables
-from gkd.loss.spec import LossSpec
 from gkd.types import TokenTargets
 
 

@@ -59,7 +59,7 @@ def deals(world_size: int) -> dict[str, list[list[int]]]:
 
 
 def build(folder: Path, **changes: Any) -> Any:
-    from gkd.frozen.model import FrozenModel
+    from gkd.actor.frozen.model import FrozenModel
 
     settings = {"device": CPU, "dtype": torch.float32, "key": "teacher.path", "max_batch_tokens": BATCH_TOKENS}
     return FrozenModel(folder, **(settings | changes))

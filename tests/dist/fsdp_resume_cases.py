@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gkd.actor.shard_writer import write
-from gkd.config import LoraConfig
+from gkd.config.schema import LoraConfig
 from tests.dist.helpers import free_port
 from tests.dist.megatron_reference import make_micro_batches
 from tests.dist.resume_cases import LAST, SAVED_AT, late_snapshot, weights

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gkd.config_load import load_config
-from gkd.loss.spec import LossSpec
+from gkd.config.load import load_config
+from gkd.config.loss_spec import LossSpec
 from tests.dist.frozen_cases import CUT, frozen_weights, sequences
 from tests.dist.helpers import caught
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, VOCAB, WEIGHT_DECAY
@@ -26,10 +26,10 @@ TAKES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
 
 def teach(rank: int, root: Path) -> dict[str, Any]:
     """Runs in a rank of two."""
+    from gkd.actor.frozen.teacher import LocalTeacher
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.frozen.teacher import LocalTeacher
 
     layout = ParallelLayout(tp=1, pp=2, world_size=2, rank=rank)
     student = MegatronStudent(

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.batching import make_micro_batches
-from gkd.config import LoraConfig
-from gkd.config_load import load_config
-from gkd.loss.spec import LossSpec, LossTerm
+from gkd.config.load import load_config
+from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.config.schema import LoraConfig
+from gkd.data.batching import make_micro_batches
 from gkd.types import Rollout, TeacherScores
 from tests.dist.frozen_cases import sequences
 from tests.dist.fsdp_resume_cases import LORA
@@ -47,7 +47,7 @@ def mine(rank: int) -> list[int]:
 
 def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[str, Any]:
     """Runs in a rank of two."""
-    from gkd.frozen.reference import bare_logprobs, frozen_logprobs, frozen_reference
+    from gkd.actor.frozen.reference import bare_logprobs, frozen_logprobs, frozen_reference
 
     config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", "trainer.device=cpu"])
     share = [rollouts()[place] for place in mine(rank)]

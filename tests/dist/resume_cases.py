@@ -58,7 +58,7 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.loss.spec import LossSpec
+    from gkd.config.loss_spec import LossSpec
 
     world_size, tp, pp, vpp, sequence_parallel = LAYOUTS[case.layout]
     if parallel_state.model_parallel_is_initialized():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from gkd.loss.spec import LossSpec
+from gkd.config.loss_spec import LossSpec
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY

@@ -10,8 +10,8 @@ import torch
 
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.shard_writer import write
-from gkd.config_load import load_config
-from gkd.loss.spec import LossSpec
+from gkd.config.load import load_config
+from gkd.config.loss_spec import LossSpec
 from tests.dist.frozen_cases import frozen_weights
 from tests.dist.helpers import caught
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
@@ -26,9 +26,9 @@ class Pair:
     """A student and its teacher, as a worker has them."""
 
     def __init__(self, root: Path, rank: int, world_size: int, kind: str, overrides: tuple[str, ...]) -> None:
+        from gkd.actor.frozen.teacher import LocalTeacher
         from gkd.actor.fsdp.student import FsdpStudent
         from gkd.actor.megatron.layout import ParallelLayout
-        from gkd.frozen.teacher import LocalTeacher
 
         self.rank = rank
         local = ("teacher.backend=local", f"teacher.path={root / kind}_other", "model.dtype=float32")

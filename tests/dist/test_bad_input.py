@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gkd.actor.agree import same_error
-from gkd.batching import check_batch, make_micro_batches
+from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
+from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError
-from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.dist.helpers import caught, run_gloo
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from gkd.config import Config, LoraConfig
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config, LoraConfig
 from gkd.footprint.activations import Kernels
 from gkd.footprint.megatron import stages
 from gkd.footprint.shapes import ModelShape, read_shape
@@ -168,8 +168,8 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     from megatron.core import parallel_state
 
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.batching import make_micro_batches
-    from gkd.loss.spec import LossSpec
+    from gkd.config.loss_spec import LossSpec
+    from gkd.data.batching import make_micro_batches
     from tests.bench.footprint_case import full_sequences
 
     rollouts, scores = full_sequences(N_SEQUENCES, N_PROMPT, N_RESPONSE, vocab=256, topk=4)
@@ -244,7 +244,7 @@ def _held(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int, i
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.loss.spec import LossSpec
+    from gkd.config.loss_spec import LossSpec
 
     found = {}
     for name, (overrides, kind) in LAYOUTS.items():

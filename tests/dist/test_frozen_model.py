@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
-from teacher_server.payload import TopKScores
+from teacher_server.wire.payload import TopKScores
 from tests.dist.frozen_cases import ASKED, CUT, EMA, KINDS, PLAIN, deals, measure, sequences
 from tests.dist.helpers import free_port, run_gloo
 from tests.dist.hf_models import make_model_folder

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.config import LoraConfig
+from gkd.config.schema import LoraConfig
 from tests.dist.fsdp_resume_cases import LORA, OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
 from tests.dist.helpers import caught, run_gloo
 from tests.dist.hf_models import make_model_folder
@@ -179,7 +179,7 @@ def _measure_unused(folder: Path, rank: int) -> float:
 
     from gkd.actor.fsdp.model import build_on_meta, shard
     from gkd.actor.fsdp.weights import full_tensor, load_weights, match_files
-    from gkd.actor.hf_files import open_tensors
+    from gkd.hf.files import open_tensors
 
     rows = [torch.tensor([[5, 6, 7]]), torch.tensor([[8]])]
     hf = build_on_meta(folder, dtype=torch.float32, packing=False)

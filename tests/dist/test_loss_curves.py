@@ -117,7 +117,7 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.loss.spec import LossSpec
+    from gkd.config.loss_spec import LossSpec
 
     layout = ParallelLayout(tp=case.tp, pp=case.pp, world_size=case.world_size, rank=rank, vpp=case.vpp)
     student = MegatronStudent(

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.row_kernels import TorchRows
-from gkd.loss.spec import (
+from gkd.config.loss_spec import (
     DIVERGENCE_NAMES,
     POLICY_GRADIENT_NAMES,
     SFT,
@@ -27,6 +25,8 @@ from gkd.loss.spec import (
     Tail,
     teacher_signals,
 )
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 from tests.dist.dense_loss import dense_losses

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
+from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.types import MicroBatch
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches

@@ -81,7 +81,7 @@ def _student(
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.loss.spec import LossSpec
+    from gkd.config.loss_spec import LossSpec
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

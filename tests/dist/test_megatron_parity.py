@@ -71,7 +71,7 @@ def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int])
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.loss.spec import LossSpec
+    from gkd.config.loss_spec import LossSpec
 
     _, tp, pp = spec
     layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank)

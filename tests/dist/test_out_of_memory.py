@@ -13,11 +13,11 @@ import torch
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import BESIDE, ActorWorker
 from gkd.cluster.calls import gather
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import OutOfMemory
+from gkd.launcher import worker_env
 from gkd.memory.states import PARAMS, States
 from gkd.memory.usage import ARENA, GIB
-from gkd.wiring import worker_env
 from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist

@@ -24,9 +24,9 @@ from gkd.cluster import pools as pools_module
 from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster, Pool
-from gkd.cluster.survey import PlaceWorker
 from gkd.errors import ClusterError
-from gkd.wiring import worker_env
+from gkd.gpu_map.collect import PlaceWorker
+from gkd.launcher import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
 
 pytestmark = pytest.mark.dist

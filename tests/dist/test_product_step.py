@@ -92,8 +92,8 @@ def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, 
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
     from gkd.actor.optim_spec import OptimSpec
-    from gkd.batching import make_micro_batches
-    from gkd.loss.spec import LossSpec
+    from gkd.config.loss_spec import LossSpec
+    from gkd.data.batching import make_micro_batches
 
     _, tp, pp, micro_batch_size, max_tokens = LAYOUTS[name]
     layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank)

@@ -15,9 +15,9 @@ from gkd.actor.host_copies import HostCopies
 from gkd.actor.pool import ActorPool
 from gkd.actor.shards import Piece
 from gkd.actor.worker import BESIDE, ActorWorker
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ClusterError, ConfigError
-from gkd.wiring import worker_env
+from gkd.launcher import worker_env
 from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist

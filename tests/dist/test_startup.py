@@ -18,9 +18,9 @@ from gkd.cluster.calls import gather
 from gkd.cluster.hang import HangReport, hang_report
 from gkd.cluster.pools import Pool
 from gkd.cluster.startup import Startup
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import LateError
-from gkd.wiring import worker_env
+from gkd.launcher import worker_env
 from tests.dist.slots import actor_slots
 
 pytestmark = pytest.mark.dist

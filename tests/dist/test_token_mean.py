@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.balance import even_groups
-from gkd.batching import make_micro_batches
-from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
+from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
+from gkd.data.balance import even_groups
+from gkd.data.batching import make_micro_batches
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_gloo

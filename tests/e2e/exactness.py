@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from gkd.config_load import load_config
-from gkd.metrics import read_metrics
-from gkd.recorded import read_sequences
-from gkd.sampler import PromptSampler
+from gkd.config.load import load_config
+from gkd.data.rollout_file import read_sequences
+from gkd.data.sampler import PromptSampler
+from gkd.metrics.writer import read_metrics
 from gkd.types import Prompt, Rollout
 
 # Times, memory, what was verified, and a mean over chunks in the order in which they came.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import N_TRAIN, Lab, make_lab
 from tests.e2e.exactness import check_stream, differences
 from tests.e2e.killed_main import POINTS, VICTIMS

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from gkd import main_gkd
-from gkd.metrics import MetricsWriter, StageTimers
-from gkd.run_folder import RunFolder
+from gkd.metrics.writer import MetricsWriter, StageTimers
+from gkd.run.folder import RunFolder
 
 STAGES = ("data", "switch", "rollout", "teacher", "train", "weight_sync", "checkpoint", "eval")
 # Every place where the run makes something visible under its final name, and the two ends of the road.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster.places import survey_of
-from gkd.metrics import read_metrics
+from gkd.cluster.gpu_table import survey_of
+from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab
 from tests.e2e.exactness import differences
 from tests.e2e.kill_matrix import Kill, Runs, torture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.cluster.places import survey_of
-from gkd.cluster.running import look_again
-from gkd.metrics import read_metrics
+from gkd.cluster.gpu_table import survey_of
+from gkd.gpu_map.running import look_again
+from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
 from tests.e2e.exactness import differences

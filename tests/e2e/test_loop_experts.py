@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import EOS, VOCAB, Lab
 

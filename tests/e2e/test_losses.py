@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab
 
 pytestmark = pytest.mark.e2e

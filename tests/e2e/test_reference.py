@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import VOCAB, Lab
 
 pytestmark = pytest.mark.e2e

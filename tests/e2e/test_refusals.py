@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import ConfigError, GkdError, TeacherUnavailable
-from gkd.preflight import preflight
+from gkd.preflight.run import preflight
 from tests.e2e.conftest import EOS, Lab
 from tests.service.harness import ServerProcess
 

@@ -31,7 +31,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gkd.config import RolloutConfig
+    from gkd.config.schema import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling

@@ -53,7 +53,7 @@ def _probe(old: Path, new: Path, port: int) -> dict[str, Any]:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from gkd.config import RolloutConfig
+    from gkd.config.schema import RolloutConfig
     from gkd.errors import WeightSyncError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling

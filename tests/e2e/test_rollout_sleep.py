@@ -53,7 +53,7 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from gkd.config import RolloutConfig
+    from gkd.config.schema import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
@@ -287,7 +287,7 @@ def test_what_an_engine_without_its_memory_cannot_do(probe: dict[str, Any]) -> N
 
 
 def _probe_two_workers(student: Path) -> dict[str, Any]:
-    from gkd.config import RolloutConfig
+    from gkd.config.schema import RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
 

@@ -19,8 +19,9 @@ from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import ClusterError, DataError
+from gkd.launcher import worker_env
 from gkd.roles import RolloutChunk, RolloutStream, ScoredChunk
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
@@ -28,7 +29,6 @@ from gkd.rollout.stream import next_chunk
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, TeacherScores, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.wiring import worker_env
 from tests.bench.driver_bytes import counted
 from tests.e2e.conftest import EOS, VOCAB, Lab
 from tests.e2e.test_driver_bytes import LIMIT

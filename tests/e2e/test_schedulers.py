@@ -10,7 +10,7 @@ import json
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import N_TRAIN, Lab
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.test_loop import start, wait_for_step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.cluster.places import survey_of
-from gkd.metrics import read_metrics
+from gkd.cluster.gpu_table import survey_of
+from gkd.metrics.writer import read_metrics
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.e2e.conftest import Lab
 from tests.e2e.exactness import differences

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab
 
 

@@ -62,7 +62,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gkd.config import RolloutConfig
+    from gkd.config.schema import RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.engine_loop import EngineLoop
     from gkd.rollout.sampling import Sampling

@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from teacher_server import protocol
-from teacher_server.backplane import Assignment, Dismiss, Done, JobCancel, JobReceived, Part, from_worker, to_worker
-from teacher_server.payload import (
+from teacher_server.wire import protocol
+from teacher_server.wire.payload import (
     TopKScores,
     check_reply,
     pack_sampled,
@@ -26,7 +25,7 @@ from teacher_server.payload import (
     unpack_tokens,
     unpack_topk,
 )
-from teacher_server.protocol import (
+from teacher_server.wire.protocol import (
     Cancel,
     DrainReply,
     DrainRequest,
@@ -47,7 +46,17 @@ from teacher_server.protocol import (
     replies,
     requests,
 )
-from teacher_server.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus, decode_status, encode_status
+from teacher_server.wire.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus, decode_status, encode_status
+from teacher_server.wire.worker_protocol import (
+    Assignment,
+    Dismiss,
+    Done,
+    JobCancel,
+    JobReceived,
+    Part,
+    from_worker,
+    to_worker,
+)
 from tests.service.messages import make_hello, make_reply, make_request, make_tokens
 
 _CODECS = (requests, replies, from_worker, to_worker)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gkd.batching import make_micro_batches
+from gkd.data.batching import make_micro_batches
 from tests.bench.student_case import MIXES, PlainStep, make_student, save_model, sequences
 from tests.gpu.timing import median_ms
 

@@ -51,7 +51,7 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
     """Runs in a process of its own, because an engine is one a process."""
     from safetensors.torch import load_file
 
-    from gkd.config import RolloutConfig
+    from gkd.config.schema import RolloutConfig
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling

@@ -19,8 +19,8 @@ from torch import Tensor
 from gkd.errors import OutOfMemory
 from gkd.memory.advice import ALLOCATOR_VARIABLES
 from gkd.memory.fragmentation import FragmentationWatch, check_fragmentation, fragmentation
-from gkd.memory.holders import holders
 from gkd.memory.oom import diagnosed
+from gkd.memory.referrers import holders
 from gkd.memory.timeline import Timeline
 from gkd.memory.usage import GIB, clear_memory, read_usage, used_device
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gkd.actor.held_states import HeldStates
+from gkd.actor.offload import HeldStates
 from gkd.memory.host_buffer import host_slabs
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 
@@ -83,7 +83,7 @@ def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
 @pytest.mark.parametrize("backend", ["megatron", "fsdp2"])
 def test_a_student_trains_the_same(tmp_path: Path, backend: str) -> None:
     """Fails if on a GPU a student misses something after its states have been away, or a byte of them is another."""
-    from gkd.batching import make_micro_batches
+    from gkd.data.batching import make_micro_batches
     from tests.bench.student_case import make_student, save_model, sequences
     from tests.dist.student_cases import changed_by_a_move
 

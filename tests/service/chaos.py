@@ -35,9 +35,9 @@ import zmq
 from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.admin_link import AdminLink
+from teacher_server.cli.admin_link import AdminLink
 from teacher_server.engines.trivial import trivial_hidden, trivial_logits, trivial_topk
-from teacher_server.protocol import MAX_FRAME_BYTES
+from teacher_server.wire.protocol import MAX_FRAME_BYTES
 from tests.service.faulty_worker import KINDS
 from tests.service.harness import connect, random_rollouts, save_model, server_command, wait_until
 from tests.service.proxy import Proxy

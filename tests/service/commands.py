@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from teacher_server.protocol import ScoreReply, as_frame, replies, requests
+from teacher_server.wire.protocol import ScoreReply, as_frame, replies, requests
 from tests.service.harness import ServerProcess, command
 from tests.service.messages import make_request, make_tokens
 

@@ -23,7 +23,7 @@ from teacher_server.engines import signals
 from teacher_server.engines.base import Engine, ScoreParams, TokenSequence, request_problem, stream_rows
 from teacher_server.engines.load import EngineSettings, load_engine
 from teacher_server.errors import ServerError
-from teacher_server.payload import TopKScores
+from teacher_server.wire.payload import TopKScores
 
 VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
 MAX_TOKENS = 400

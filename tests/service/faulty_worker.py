@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from teacher_server.config.settings import ONLY_TEACHER
 from teacher_server.engines.load import EngineSettings, load_engine
-from teacher_server.model_folder import inspect_model_folder
-from teacher_server.protocol import MAX_FRAME_BYTES, ScoreReply, checksum, replies
-from teacher_server.settings import ONLY_TEACHER
-from teacher_server.worker import Worker
-from teacher_server.worker_link import WorkerLink
+from teacher_server.wire.protocol import MAX_FRAME_BYTES, ScoreReply, checksum, replies
+from teacher_server.worker.compute import Worker
+from teacher_server.worker.link import WorkerLink
+from teacher_server.worker.model_folder import inspect_model_folder
 from tests.service.messages import make_hello
 
 _HONEST_FIRST = 2  # answers before the fault

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from teacher_server.backplane import WorkerHello
-from teacher_server.payload import TopKScores, pack_topk
-from teacher_server.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, checksum, token_digest
+from teacher_server.wire.payload import TopKScores, pack_topk
+from teacher_server.wire.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, checksum, token_digest
+from teacher_server.wire.worker_protocol import WorkerHello
 
 V, H = 50, 8  # of the model that `make_hello` announces
 

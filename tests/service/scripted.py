@@ -13,9 +13,9 @@ import numpy as np
 import zmq
 
 from gkd.teacher.client import ZmqTeacher
-from teacher_server.keys import Authenticator, ServerKeys, secure_server
-from teacher_server.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
-from teacher_server.protocol import (
+from teacher_server.wire.keys import Authenticator, ServerKeys, secure_server
+from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
+from teacher_server.wire.protocol import (
     Buffer,
     ClientMessage,
     ErrorReply,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from teacher_server.payload import pack_rows, rows_per_message
-from teacher_server.protocol import (
+from teacher_server.wire.payload import pack_rows, rows_per_message
+from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     Cancel,
     ClientMessage,

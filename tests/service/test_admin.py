@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import ConfigError
-from gkd.preflight_teacher import ask_teacher
+from gkd.preflight.teacher import ask_teacher
 from tests.service.commands import asking, at, n_scored, run
 from tests.service.engine_host import save_engine_model
 from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until

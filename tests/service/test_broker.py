@@ -15,20 +15,9 @@ import numpy as np
 import pytest
 import zmq
 
-from teacher_server.backplane import (
-    Assignment,
-    Dismiss,
-    Done,
-    JobCancel,
-    JobReceived,
-    Part,
-    WorkerHello,
-    from_worker,
-    to_worker,
-)
-from teacher_server.broker import Broker
-from teacher_server.payload import unpack_topk
-from teacher_server.protocol import (
+from teacher_server.broker.broker import Broker
+from teacher_server.wire.payload import unpack_topk
+from teacher_server.wire.protocol import (
     ID_BYTES,
     NO_REQUEST,
     Cancel,
@@ -52,7 +41,18 @@ from teacher_server.protocol import (
     requests,
     token_digest,
 )
-from teacher_server.status import decode_status
+from teacher_server.wire.status import decode_status
+from teacher_server.wire.worker_protocol import (
+    Assignment,
+    Dismiss,
+    Done,
+    JobCancel,
+    JobReceived,
+    Part,
+    WorkerHello,
+    from_worker,
+    to_worker,
+)
 from tests.service.messages import H, V, make_hello, make_reply, make_request, make_scores, make_tokens
 
 pytestmark = pytest.mark.service

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gkd.errors import ConfigError, TeacherError
-from teacher_server.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
+from teacher_server.wire.protocol import NO_REQUEST, Cancel, ErrorReply, ScoreRequest
 from tests.service.harness import connect, random_rollouts
 from tests.service.scripted import N_VOCAB, K, Message, ScriptedServer, answer, client, error, honest, one, run
 

@@ -12,7 +12,7 @@ import pytest
 from gkd.errors import TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import TeacherTopK
-from teacher_server.protocol import Cancel, ScoreRequest
+from teacher_server.wire.protocol import Cancel, ScoreRequest
 from tests.service.harness import random_rollouts, wait_until
 from tests.service.scripted import N_VOCAB, Message, ScriptedServer, answer, client, honest, ignore
 

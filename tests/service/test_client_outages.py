@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherUnavailable
-from teacher_server.keygen import make_keys
-from teacher_server.keys import load_server_keys
-from teacher_server.protocol import ScoreRequest
+from teacher_server.cli.keygen import make_keys
+from teacher_server.wire.keys import load_server_keys
+from teacher_server.wire.protocol import ScoreRequest
 from tests.service.harness import connect, random_rollouts, wait_until
 from tests.service.scripted import N_VOCAB, Message, ScriptedServer, answer, client, error, honest, ignore, run
 

@@ -13,7 +13,7 @@ import pytest
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
-from teacher_server.protocol import STREAM_WINDOW, Cancel, ErrorReply, HeadRequest, Received, ScoreRequest
+from teacher_server.wire.protocol import STREAM_WINDOW, Cancel, ErrorReply, HeadRequest, Received, ScoreRequest
 from tests.service.harness import connect, random_rollouts, wait_until
 from tests.service.scripted import N_HIDDEN, N_VOCAB, Message, one
 from tests.service.scripted_streams import Stream, StreamingServer, matrix

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from teacher_server.gpus import FoundGpus, plan_workers
-from teacher_server.metrics import BrokerMetrics
-from teacher_server.options import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
-from teacher_server.protocol import ClientMessage
+from teacher_server.broker.metrics import BrokerMetrics
+from teacher_server.config.options import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS
+from teacher_server.wire.protocol import ClientMessage
+from teacher_server.worker.gpus import FoundGpus, plan_workers
 from tests.service.harness import ServerProcess, trivial_model
 from tests.unit.test_server_settings import in_file, settings_of
 

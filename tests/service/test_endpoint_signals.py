@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import ConfigError, TeacherError
 from gkd.teacher.base import validate_scores
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import ScoreSummary
 from gkd.types import Rollout, TeacherScores
-from teacher_server.protocol import ScoreRequest
+from teacher_server.wire.protocol import ScoreRequest
 from tests.service.harness import ServerProcess, random_rollouts, wait_until
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error

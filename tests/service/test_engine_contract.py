@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from teacher_server.engines.base import ScoreParams, TokenSequence
-from teacher_server.payload import NO_ID, TopKScores
+from teacher_server.wire.payload import NO_ID, TopKScores
 from tests.service.engine_host import (
     MAX_TOKENS,
     VOCAB,

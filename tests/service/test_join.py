@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from teacher_server.broker import Broker
-from teacher_server.crew import WorkerEvent
+from teacher_server.broker.broker import Broker
+from teacher_server.broker.worker_registry import WorkerEvent
+from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.errors import ServerError
-from teacher_server.gpus import FoundGpus, WorkerPlan, plan_workers
-from teacher_server.supervisor import Supervisor, WorkerCommand
+from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
 from tests.service.commands import asking, at, n_scored, run
 from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
 from tests.unit.test_server_settings import settings_of
@@ -152,7 +152,7 @@ def test_a_slot_that_is_excluded_again_and_again_ends_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would break if a bad card were tried for ever, or one bad answer in a long time ended the server."""
-    monkeypatch.setattr("teacher_server.supervisor._LAST_WORDS_S", 0.05)
+    monkeypatch.setattr("teacher_server.cli.supervisor._LAST_WORDS_S", 0.05)
     plans = plan_workers(settings_of("--model", "m", "--device", "cpu", "--gpus", "7"), FoundGpus((), "", {}))
     broker = Broker("127.0.0.1", 0, f"ipc://{tmp_path}/workers")
     broker.start()
@@ -171,9 +171,9 @@ def test_a_slot_that_is_excluded_again_and_again_ends_the_server(
 
     try:
         exclude("w0.0")
-        monkeypatch.setattr("teacher_server.supervisor._GOOD_TIME_S", 0.0)
+        monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", 0.0)
         exclude("w0.1")  # after a good time: the first again
-        monkeypatch.setattr("teacher_server.supervisor._GOOD_TIME_S", 600.0)
+        monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", 600.0)
         exclude("w0.2")
         with pytest.raises(ServerError, match="GPU 7.*3 times in a row, now because a NaN in logprobs"):
             exclude("w0.3")
@@ -205,7 +205,7 @@ def test_a_dismissed_worker_is_not_replaced_however_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Would break if a worker drained by name came back because its engine's end was untidy, or hung for ever."""
-    monkeypatch.setattr("teacher_server.supervisor._LEAVE_S", 0.2)
+    monkeypatch.setattr("teacher_server.cli.supervisor._LEAVE_S", 0.2)
     broker, supervisor = supervise(tmp_path, "a,stubborn")
     try:
         pids, up = supervisor.pids, ""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.protocol import PROTOCOL_VERSION
+from teacher_server.wire.protocol import PROTOCOL_VERSION
 from tests.service.conftest import TINY_VOCAB, WIDE_VOCAB
 from tests.service.harness import ServerProcess, connect, random_rollouts
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from teacher_server.errors import ServerError
-from teacher_server.model_folder import inspect_model_folder
-from teacher_server.private_endpoint import private_endpoint
+from teacher_server.wire.private_endpoint import private_endpoint
+from teacher_server.worker.model_folder import inspect_model_folder
 from tests.service.harness import command, server_command, trivial_model
 
 pytestmark = pytest.mark.service

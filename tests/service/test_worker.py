@@ -19,19 +19,9 @@ import numpy as np
 import pytest
 import zmq
 
-from teacher_server.backplane import (
-    Assignment,
-    Dismiss,
-    JobCancel,
-    JobReceived,
-    Part,
-    WorkerHello,
-    from_worker,
-    to_worker,
-)
 from teacher_server.engines.base import ScoreParams, Scores, TokenSequence
-from teacher_server.payload import unpack_rows
-from teacher_server.protocol import (
+from teacher_server.wire.payload import unpack_rows
+from teacher_server.wire.protocol import (
     STREAM_WINDOW,
     ErrorReply,
     HeadRequest,
@@ -42,8 +32,18 @@ from teacher_server.protocol import (
     requests,
     token_digest,
 )
-from teacher_server.worker import Worker
-from teacher_server.worker_link import WorkerLink
+from teacher_server.wire.worker_protocol import (
+    Assignment,
+    Dismiss,
+    JobCancel,
+    JobReceived,
+    Part,
+    WorkerHello,
+    from_worker,
+    to_worker,
+)
+from teacher_server.worker.compute import Worker
+from teacher_server.worker.link import WorkerLink
 from tests.service.messages import make_hello, make_request, make_scores, make_tokens
 
 pytestmark = pytest.mark.service
@@ -365,7 +365,7 @@ def test_a_device_that_is_gone_ends_the_worker() -> None:
 
 _HANGS = """
 import sys, time
-from teacher_server.worker_link import WorkerLink
+from teacher_server.worker.link import WorkerLink
 from tests.service.messages import make_hello
 link = WorkerLink("tcp://127.0.0.1:9", make_hello(), compute_timeout_s=0.3)
 with link.computing():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from gkd.checkpoints import CheckpointStore, TrainerState
-from gkd.disk import write_synced
-from gkd.manifest import digest_bytes
 from gkd.roles import FileDigest
+from gkd.run.checkpoints import CheckpointStore, TrainerState
+from gkd.run.disk import write_synced
+from gkd.run.manifest import digest_bytes
 
 FILES = ("common.pt", "rank_0/weights", "rank_1/weights")
 

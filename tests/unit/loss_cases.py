@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 N, H, D, V, V_PADDED, K = 7, 4, 3, 11, 14, 4
 TAILS: tuple[Tail, ...] = ("bucket", "renorm", "drop")

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from gkd.cluster.places import TEACHER, Card, RankPlace, Survey
-from gkd.config import Config
-from gkd.config_load import config_yaml, load_config
-from gkd.config_pools import data_parallel_size, n_engines
-from gkd.metrics import MetricsWriter
+from gkd.cluster.gpu_table import TEACHER, Card, RankPlace, Survey
+from gkd.config.check_pools import data_parallel_size, n_engines
+from gkd.config.load import config_yaml, load_config
+from gkd.config.schema import Config
+from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
+from gkd.metrics.step import step_numbers
+from gkd.metrics.teacher_meter import TeacherMeter
+from gkd.metrics.writer import MetricsWriter
+from gkd.pipeline.staleness import staleness_bound
 from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
-from gkd.schedule import staleness_bound
-from gkd.split.batches import n_chunks as n_chunks_of
-from gkd.split.rates import Rates
-from gkd.stage_report import layout_numbers, rollout_numbers, shares
-from gkd.step_report import step_numbers
-from gkd.teacher_meter import TeacherMeter
+from gkd.tools.split_tuner.batches import n_chunks as n_chunks_of
+from gkd.tools.split_tuner.rates import Rates
 
 PROMPT = 12  # tokens
 

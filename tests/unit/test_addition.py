@@ -111,7 +111,7 @@ def test_impossible_split_sizes_are_refused(n_train: int, n_heldout: int, key: s
 
 
 def test_prompt_file_holds_prompt_and_answer_only(tmp_path: Path) -> None:
-    """If this fails, `gkd.data` cannot read the file, or distillation sees the worked solution."""
+    """If this fails, `gkd.data.prompts` cannot read the file, or distillation sees the worked solution."""
     problems, _ = make_problems(seed=0, n_train=20, n_heldout=1)
     write_jsonl(problems, tmp_path / "train.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()]

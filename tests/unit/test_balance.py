@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.pool import batch_args
-from gkd.balance import TOLERANCE, even_groups, parts, select
+from gkd.data.balance import TOLERANCE, even_groups, parts, select
+from gkd.data.chunks import chunk_sizes
 from gkd.errors import DataError
 from gkd.roles import ScoredChunk
-from gkd.rollout.chunks import chunk_sizes
 from gkd.types import Rollout, TeacherScores
 
 Lengths = list[list[int]]  # by group, the tokens of its sequences

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.batching import check_batch, make_micro_batches, token_records
+from gkd.data.batching import check_batch, make_micro_batches, token_records
 from gkd.errors import DataError, GkdError, TeacherError
 from gkd.types import MicroBatch, Rollout, TeacherScores, TeacherTopK, TokenTargets, VersionSpan
 

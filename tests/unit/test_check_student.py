@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gkd.config import Config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError, ModelError
-from gkd.preflight import check_student
+from gkd.preflight.run import check_student
 from tests.dist.megatron_reference import make_hf_folder
 
 

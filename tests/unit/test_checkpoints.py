@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from gkd.checkpoints import CheckpointStore, TrainerState, read_state, step_of, verified
 from gkd.errors import CheckpointError, DamagedCheckpoint
-from gkd.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
 from gkd.roles import FileDigest
+from gkd.run.checkpoints import CheckpointStore, TrainerState, read_state, step_of, verified
+from gkd.run.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
 from tests.unit.checkpoint_files import FILES, check_actor, commit, written
 from tests.unit.kills import in_child, kill_at
 
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
     """What the store has logged; the project's loggers don't propagate to where caplog listens."""
-    logger = logging.getLogger("gkd.checkpoints")
+    logger = logging.getLogger("gkd.run.checkpoints")
     logger.addHandler(caplog.handler)
     yield lambda: caplog.text
     logger.removeHandler(caplog.handler)
@@ -124,7 +124,7 @@ def test_a_kill_at_every_operation_of_a_save(in_memory: Path) -> None:
 SAVING = """
 import sys
 from pathlib import Path
-from gkd.checkpoints import CheckpointStore, step_of
+from gkd.run.checkpoints import CheckpointStore, step_of
 from tests.unit.checkpoint_files import commit
 
 store = CheckpointStore(Path(sys.argv[1]))
@@ -464,7 +464,7 @@ def test_everything_is_flushed_before_it_is_relied_on(store: CheckpointStore, mo
 FULL_DISK = """
 import sys
 from pathlib import Path
-from gkd.checkpoints import CheckpointStore
+from gkd.run.checkpoints import CheckpointStore
 from gkd.errors import CheckpointError
 from tests.unit.checkpoint_files import commit
 

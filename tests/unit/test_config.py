@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_load import describe_keys, load_config, save_config
-from gkd.config_ranges import BETWEEN, CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, all_keys
+from gkd.config.check import check_config
+from gkd.config.check_values import BETWEEN, CHOICES, NOT_NEGATIVE, POSITIVE, SHARES, all_keys
+from gkd.config.load import describe_keys, load_config, save_config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.preflight_teacher import scores_gib
+from gkd.preflight.teacher import scores_gib
 from gkd.tools.config_page import config_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,7 +301,7 @@ def test_the_gsm8k_example_is_the_split_it_says() -> None:
 
 def test_config_loads_without_heavy_imports() -> None:
     """If it fails, --help and every check take seconds because torch, ray or an engine is loaded for them."""
-    code = "import sys, gkd.config, gkd.config_check; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
+    code = "import sys, gkd.config.check; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import WeightSyncError
 from gkd.weight_sync import coordinator
 from gkd.weight_sync.buckets import TensorSpec

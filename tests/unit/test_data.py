@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from gkd.config import DataConfig
-from gkd.data import eos_token_ids, load_prompts, load_tokenizer
+from gkd.config.schema import DataConfig
+from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ConfigError, ModelError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LossTerm
 from gkd.loss.divergence import DIVERGENCES
 from gkd.loss.divergence_slopes import SLOPES
-from gkd.loss.spec import DIVERGENCE_NAMES, LossTerm
 
 TERMS = [
     LossTerm(name, beta=beta, alpha=alpha) for name in DIVERGENCE_NAMES for beta, alpha in ((0.5, 0.0), (0.1, 0.4))

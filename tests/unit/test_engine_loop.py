@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config import Config, RolloutConfig
+from gkd.config.schema import Config, RolloutConfig
+from gkd.data.chunks import decode_sizes
+from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, DataError, WeightSyncError
-from gkd.rollout.asked import encode_prompts
-from gkd.rollout.chunks import decode_sizes
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.sampling import Request, Sampling
 from gkd.rollout.stream import least_busy

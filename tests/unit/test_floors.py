@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The one place that says which heavy library may be imported where (anywhere in the file, also lazily).
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "megatron": ("gkd/actor/megatron/", "gkd/weight_sync/export.py"),
+    "megatron": ("gkd/actor/megatron/", "gkd/actor/megatron/hf_export.py"),
     "vllm": ("gkd/rollout/", "teacher_server/engines/"),
     "zmq": ("gkd/teacher/", "teacher_server/"),
     "ray": (
@@ -21,25 +21,36 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "gkd/rollout/stream.py",
         "gkd/rollout/worker.py",
         "gkd/actor/worker.py",
-        "gkd/wiring.py",
+        "gkd/launcher.py",
     ),
-    "transformers": ("gkd/data.py", "gkd/actor/megatron/", "gkd/actor/fsdp/", "gkd/quickstart/", "teacher_server/"),
+    "transformers": (
+        "gkd/data/prompts.py",
+        "gkd/actor/megatron/",
+        "gkd/actor/fsdp/",
+        "gkd/quickstart/",
+        "teacher_server/",
+    ),
     "peft": ("gkd/actor/fsdp/lora.py",),
     "accelerate": ("gkd/actor/fsdp/model.py",),
-    "omegaconf": ("gkd/config_load.py",),
+    "omegaconf": ("gkd/config/load.py",),
     "triton": ("gkd/loss/triton_rows.py",),
-    "prometheus_client": ("teacher_server/metrics.py", "teacher_server/serve.py"),
-    "yaml": ("teacher_server/settings.py",),
-    "matplotlib": ("gkd/split/plot.py",),
+    "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
+    "yaml": ("teacher_server/config/settings.py",),
+    "matplotlib": ("gkd/tools/split_tuner/plot.py",),
 }
 HEAVY = frozenset(ALLOWED)
 # All that the trainer may know of the teacher server: what both ends of the wire must agree on.
-SHARED = {"teacher_server.protocol", "teacher_server.payload", "teacher_server.keys", "teacher_server.status"}
+SHARED = {
+    "teacher_server.wire.protocol",
+    "teacher_server.wire.payload",
+    "teacher_server.wire.keys",
+    "teacher_server.wire.status",
+}
 # The local teacher computes what the server's engines compute: with their code, which knows neither sockets nor gkd.
 SAME_NUMBERS = {
-    "gkd/frozen/model.py": {"teacher_server.engines.base", "teacher_server.engines.signals"},
-    "gkd/frozen/reference.py": {"teacher_server.engines.base"},
-    "gkd/frozen/teacher.py": {"teacher_server.engines.base"},
+    "gkd/actor/frozen/model.py": {"teacher_server.engines.base", "teacher_server.engines.signals"},
+    "gkd/actor/frozen/reference.py": {"teacher_server.engines.base"},
+    "gkd/actor/frozen/teacher.py": {"teacher_server.engines.base"},
 }
 # Whatever turns bytes from a socket into code or objects of any type. No network code may so much as name it.
 NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")
@@ -59,47 +70,47 @@ DANGEROUS_NAMES = {"eval", "exec", "compile", "__import__"}  # called by their b
 DANGEROUS_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "allow_pickle"}
 # Floors 0 and 1: nothing heavy at all. torch only where named.
 WITHOUT_TORCH = {
-    "gkd/answering.py",
-    "gkd/background.py",
-    "gkd/balance.py",
-    "gkd/batches_ahead.py",
-    "gkd/config.py",
-    "gkd/config_load.py",
-    "gkd/config_check.py",
-    "gkd/config_pools.py",
-    "gkd/config_ranges.py",
-    "gkd/config_teaching.py",
-    "gkd/config_sharing.py",
+    "gkd/pipeline/generate.py",
+    "gkd/pipeline/background.py",
+    "gkd/data/balance.py",
+    "gkd/pipeline/prefetch.py",
+    "gkd/config/schema.py",
+    "gkd/config/load.py",
+    "gkd/config/check.py",
+    "gkd/config/check_pools.py",
+    "gkd/config/check_values.py",
+    "gkd/config/check_losses.py",
+    "gkd/config/check_colocation.py",
     "gkd/errors.py",
-    "gkd/hf_index.py",
-    "gkd/imports.py",
-    "gkd/lease.py",
+    "gkd/hf/index.py",
+    "gkd/cluster/imports.py",
+    "gkd/pipeline/colocation.py",
     "gkd/log.py",
-    "gkd/disk.py",
-    "gkd/recorded.py",
-    "gkd/replay.py",
-    "gkd/replay_check.py",
+    "gkd/run/disk.py",
+    "gkd/data/rollout_file.py",
+    "gkd/pipeline/replay.py",
+    "gkd/preflight/replay.py",
     "gkd/roles.py",
-    "gkd/schedule.py",
-    "gkd/sources.py",
-    "gkd/stage_report.py",
-    "gkd/step_report.py",
-    "gkd/streaming.py",
-    "gkd/teacher_meter.py",
-    "gkd/sampler.py",
-    "gkd/mixing.py",
-    "gkd/model_splits.py",
-    "gkd/loss/spec.py",
+    "gkd/pipeline/staleness.py",
+    "gkd/pipeline/source.py",
+    "gkd/metrics/pools.py",
+    "gkd/metrics/step.py",
+    "gkd/pipeline/streaming.py",
+    "gkd/metrics/teacher_meter.py",
+    "gkd/data/sampler.py",
+    "gkd/data/mixing.py",
+    "gkd/config/check_parallel.py",
+    "gkd/config/loss_spec.py",
     "gkd/memory/advice.py",
-    "gkd/metrics.py",
-    "gkd/evaluation.py",
-    "gkd/checkpoints.py",
-    "gkd/manifest.py",
-    "gkd/rollout/asked.py",
-    "gkd/rollout/chunks.py",
+    "gkd/metrics/writer.py",
+    "gkd/data/answers.py",
+    "gkd/run/checkpoints.py",
+    "gkd/run/manifest.py",
+    "gkd/data/prompt_codec.py",
+    "gkd/data/chunks.py",
     "gkd/rollout/residency.py",
     "gkd/rollout/usage.py",
-    "gkd/export_folder.py",
+    "gkd/run/export_folder.py",
     "gkd/footprint/__init__.py",
     "gkd/footprint/activations.py",
     "gkd/footprint/batch.py",
@@ -117,29 +128,29 @@ WITHOUT_TORCH = {
     "gkd/footprint/teacher.py",
     "gkd/footprint/turns.py",
     "gkd/footprint/types.py",
-    "gkd/run_folder.py",
-    "gkd/run_start.py",
-    "gkd/same_run.py",
-    "gkd/shared_folder.py",
-    "gkd/saver.py",
-    "gkd/cluster/cards.py",
-    "gkd/cluster/place_table.py",
+    "gkd/run/folder.py",
+    "gkd/run/open.py",
+    "gkd/run/resume_compat.py",
+    "gkd/run/shared_folder.py",
+    "gkd/run/saver.py",
+    "gkd/cluster/gpus.py",
+    "gkd/gpu_map/report.py",
     "gkd/cluster/placement.py",
-    "gkd/cluster/places.py",
+    "gkd/cluster/gpu_table.py",
     "gkd/cluster/processes.py",
     "gkd/cluster/progress.py",
-    "gkd/cluster/running.py",
+    "gkd/gpu_map/running.py",
     "gkd/cluster/stacks.py",
-    "gkd/cluster/verdicts.py",
+    "gkd/gpu_map/findings.py",
     "gkd/tools/check_gpus.py",
     "gkd/tools/memory.py",
     "gkd/tools/split.py",
     "gkd/trainer.py",
     *(
-        f"gkd/split/{name}.py"
+        f"gkd/tools/split_tuner/{name}.py"
         for name in ("batches", "calibration", "engine", "estimate", "fit", "layout", "outcome", "plot", "rates")
     ),
-    *(f"gkd/split/{name}.py" for name in ("run", "search", "simulate", "stream", "table", "teacher")),
+    *(f"gkd/tools/split_tuner/{name}.py" for name in ("run", "search", "simulate", "stream", "table", "teacher")),
     "gkd/teacher/base.py",
     "gkd/teacher/client.py",
     "gkd/teacher/endpoint.py",
@@ -149,28 +160,28 @@ WITHOUT_TORCH = {
     "gkd/teacher/local.py",
     "gkd/teacher/outage.py",
     "gkd/teacher/pending.py",
-    "gkd/teacher/places.py",
+    "gkd/gpu_map/teacher.py",
     "gkd/teacher/queries.py",
     "gkd/teacher/records.py",
     "gkd/teacher/streams.py",
-    "teacher_server/backplane.py",
-    "teacher_server/broker.py",
+    "teacher_server/wire/worker_protocol.py",
+    "teacher_server/broker/broker.py",
     "teacher_server/engines/base.py",
-    "teacher_server/keys.py",
-    "teacher_server/ledger.py",
-    "teacher_server/payload.py",
-    "teacher_server/protocol.py",
+    "teacher_server/wire/keys.py",
+    "teacher_server/broker/request_queue.py",
+    "teacher_server/wire/payload.py",
+    "teacher_server/wire/protocol.py",
 }
 # Floor 4: the wiring. Nobody imports it but itself.
 WIRING = {
     "gkd.main_gkd",
-    "gkd.wiring",
-    "gkd.preflight",
+    "gkd.launcher",
+    "gkd.preflight.run",
     "gkd.tools.check_gpus",
     "gkd.tools.memory",
     "gkd.tools.split",
     "teacher_server.main",
-    "teacher_server.serve",
+    "teacher_server.cli.serve",
 }
 
 
@@ -307,8 +318,15 @@ def test_the_gpu_table_is_pure() -> None:
 
 def test_footprints_are_pure() -> None:
     """If it fails, nobody can ask how much memory a run needs without loading what runs it."""
-    pure = {"gkd.config", "gkd.config_check", "gkd.config_pools", "gkd.config_sharing", "gkd.errors", "gkd.loss.spec"}
-    pure |= {"gkd.hf_index", "gkd.model_splits", "gkd.schedule"}
+    pure = {
+        "gkd.config.schema",
+        "gkd.config.check",
+        "gkd.config.check_pools",
+        "gkd.config.check_colocation",
+        "gkd.errors",
+        "gkd.config.loss_spec",
+    }
+    pure |= {"gkd.hf.index", "gkd.config.check_parallel", "gkd.pipeline.staleness"}
     for path in (ROOT / "gkd" / "footprint").glob("*.py"):
         modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.footprint")}
         assert not any(m not in pure and m.rpartition(".")[0] not in pure for m in modules), (path.name, modules)
@@ -318,7 +336,7 @@ def test_memory_is_pure() -> None:
     """Fails if what looks at memory, or moves states, needs a backend, a pool or an engine."""
     for path in (ROOT / "gkd" / "memory").glob("*.py"):
         modules = {m for m in _imports(path) if m.startswith("gkd.") and not m.startswith("gkd.memory")}
-        known = {"gkd.config", "gkd.config_sharing", "gkd.errors", "gkd.log"}
+        known = {"gkd.config.schema", "gkd.config.check_colocation", "gkd.errors", "gkd.log"}
         assert not any(m not in known and m.rpartition(".")[0] not in known for m in modules), (path.name, modules)
 
 

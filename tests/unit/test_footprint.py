@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from gkd import preflight_memory
-from gkd.config import Config
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
 from gkd.footprint.folder import read_model_folder
@@ -20,6 +19,7 @@ from gkd.footprint.limits import kv_room_bytes
 from gkd.footprint.reference import reference
 from gkd.footprint.rollout import kv_bytes_per_token
 from gkd.footprint.shapes import EXACT, count, read_shape
+from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
 
 GIB = 1 << 30

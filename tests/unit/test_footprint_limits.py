@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gkd.config import Config
-from gkd.config_check import check_config
+from gkd.config.check import check_config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint
 from gkd.footprint.limits import on_card

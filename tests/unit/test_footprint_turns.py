@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Config
-from gkd.config_check import check_config
+from gkd.config.check import check_config
+from gkd.config.schema import Config
 from gkd.footprint import RankFootprint, check, footprint
 from gkd.footprint.limits import on_card
 from gkd.footprint.turns import turns, turns_table

@@ -20,16 +20,16 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from gkd.actor.fsdp.conversion import file_parts
 from gkd.actor.fsdp.model import build_on_meta, layer_list
 from gkd.actor.fsdp.optim import build_adamw
-from gkd.actor.fsdp.preflight import ModelSizes, _counts
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import match_files
-from gkd.actor.hf_files import check_headers, open_tensors, weights_digest
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.pool import ActorPool
-from gkd.config import ActorConfig, Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
+from gkd.config.check_parallel import check_engine_split
+from gkd.config.schema import ActorConfig, Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
 from gkd.errors import ConfigError, ModelError
-from gkd.model_splits import check_engine_split
-from gkd.preflight import check_student
+from gkd.hf.files import check_headers, open_tensors, weights_digest
+from gkd.preflight.fsdp_student import ModelSizes, _counts
+from gkd.preflight.run import check_student
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 

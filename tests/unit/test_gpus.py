@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from teacher_server.errors import SettingsError
-from teacher_server.gpus import FoundGpus, find_gpus, may_need_gpus, own_gpus, parse_nvidia_smi, plan_workers
-from teacher_server.status import Gpu
+from teacher_server.wire.status import Gpu
+from teacher_server.worker.gpus import FoundGpus, find_gpus, may_need_gpus, own_gpus, parse_nvidia_smi, plan_workers
 from tests.unit.test_server_settings import in_file, settings_of
 
 UUIDS = {str(i): f"GPU-{i}{i}" for i in range(8)}
@@ -96,7 +96,7 @@ def test_the_driver_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break if a card that is cut into MIG parts were handed out whole, or a job scheduler's choice ignored."""
     ids, uuids = parse_nvidia_smi(SMI)
     assert ids == ["0", "MIG-cc-3", "MIG-dd-4"] and uuids == {"0": "GPU-aa-1", "1": "GPU-bb-2"}
-    monkeypatch.setattr("teacher_server.gpus._ask_nvidia_smi", lambda: SMI)
+    monkeypatch.setattr("teacher_server.worker.gpus._ask_nvidia_smi", lambda: SMI)
     assert find_gpus({}).ids == tuple(ids)
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "3, 1"}).ids == ("3", "1")
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}).ids == ()

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from gkd.imports import quick_imports
+from gkd.cluster.imports import quick_imports
 
 
 def test_the_collector_rests_and_then_leaves_the_imported_alone() -> None:

@@ -7,12 +7,12 @@ import pytest
 from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
+from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.launcher import INLINE_BYTES, worker_env
 from gkd.roles import ScoreTimes
-from gkd.rollout.chunks import chunk_sizes, encode_sizes
 from gkd.rollout.pool import CHUNK_SIZE
 from gkd.teacher.records import ScoreSummary
 from gkd.types import Rollout, TeacherScores, TeacherTopK
-from gkd.wiring import INLINE_BYTES, worker_env
 
 ONE = np.zeros(1, np.float32)
 ROLLOUT = Rollout(0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), ONE, (), "stop", on_policy=False)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from teacher_server.keygen import make_keys
-from teacher_server.keys import (
+from teacher_server.cli.keygen import make_keys
+from teacher_server.wire.keys import (
     Authenticator,
     Domain,
     KeysError,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ConfigError
-from gkd.preflight import resolve_device
+from gkd.preflight.run import resolve_device
 from gkd.quickstart.summary import as_table, summarise, write_summary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.config_load import load_config
+from gkd.config.load import load_config
 from gkd.roles import PendingScores, RolloutChunk
 from gkd.teacher.local import LocalScoring, deal
 from gkd.teacher.records import RecordingEndpoint, ScoreSummary

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 from gkd.types import TokenTargets

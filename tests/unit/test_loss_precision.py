@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.divergence import DIVERGENCES
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import TAILS, one_thread  # noqa: F401
 
 N, V, K = 16, 32000, 64

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.divergence import DIVERGENCES
-from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, Tail
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import TAILS, distill_loss, one_thread, topk_targets  # noqa: F401
 
 # The same examples in every run: a failure is then one of the change, and not of the day.

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.spec import LossSpec, LossTerm
 from gkd.loss.token_loss import report_names, topk_losses
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import (
     Batch,
     N,

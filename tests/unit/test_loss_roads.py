@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Tail
 from gkd.errors import DataError, NumericsError
 from gkd.loss.distill_loss import DistillLoss
-from gkd.loss.spec import DIVERGENCE_NAMES, LOSS_NAMES, LossSpec, LossTerm, Tail
 from gkd.types import TokenTargets
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import (
     TAILS,
     V_PADDED,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gkd.config import DistillConfig, LossTermConfig
+from gkd.config.loss_spec import DIVERGENCE_NAMES, LossSpec, LossTerm, loss_spec, teacher_signals
+from gkd.config.schema import DistillConfig, LossTermConfig
 from gkd.errors import ConfigError
 from gkd.loss.divergence import DIVERGENCES, outcome_tables
-from gkd.loss.spec import DIVERGENCE_NAMES, LossSpec, LossTerm, loss_spec, teacher_signals
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config import Config
-from gkd.config_load import load_config
-from gkd.config_ranges import all_keys
+from gkd.config.check_values import all_keys
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import ClusterError, GkdError, OutOfMemory
 from gkd.memory.advice import Shortage, advice, engine_advice
 from gkd.memory.fragmentation import Fragmentation

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gkd.data.answers import final_answer, is_correct
 from gkd.errors import CheckpointError
-from gkd.evaluation import final_answer, is_correct
-from gkd.metrics import MetricsWriter, StageTimers, read_metrics
+from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
 
 
 class Clock:

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gkd.mixing import on_policy_places
-from gkd.sampler import PromptSampler
+from gkd.data.mixing import on_policy_places
+from gkd.data.sampler import PromptSampler
 from gkd.types import Prompt
 
 PERCENT = st.integers(0, 100)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gkd.actor import held_states
-from gkd.actor.held_states import HeldStates
+from gkd.actor import offload as held_states
+from gkd.actor.offload import HeldStates
 from gkd.memory.offload_manager import GIB, state_offload_manager
 
 

@@ -1,7 +1,7 @@
 """The loss does not know whether its rows come from padded or from packed sequences.
 
-`gkd.collate` makes both; where attention keeps to the borders of packed sequences, both give the same [N, H] hidden
-states of the loss rows, and nothing after these depends on the way.
+`gkd.data.collate` makes both; where attention keeps to the borders of packed sequences, both give the same [N, H]
+hidden states of the loss rows, and nothing after these depends on the way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gkd.batching import make_micro_batches
+from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
+from gkd.data.batching import make_micro_batches
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
-from gkd.loss.spec import LossSpec, LossTerm, teacher_signals
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import MicroBatch, Rollout, TokenTargets, VersionSpan
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 V, H, D, K = 53, 16, 6, 5
 LENGTHS = [(3, 5), (1, 9), (4, 1), (2, 7)]  # (prompt, response) tokens

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_server.payload import (
+from teacher_server.wire.payload import (
     NO_ID,
     TopKScores,
     check_reply,
@@ -23,7 +23,7 @@ from teacher_server.payload import (
     unpack_tokens,
     unpack_topk,
 )
-from teacher_server.protocol import (
+from teacher_server.wire.protocol import (
     MAX_FRAME_BYTES,
     MAX_ID,
     ProtocolError,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.config.loss_spec import POLICY_GRADIENT_NAMES, LossSpec, LossTerm
 from gkd.errors import ConfigError, DataError
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate, surrogate
-from gkd.loss.spec import POLICY_GRADIENT_NAMES, LossSpec, LossTerm
 from gkd.loss.token_loss import topk_losses
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 from gkd.types import TokenTargets

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_server import protocol
-from teacher_server.backplane import Done, WorkerHello, from_worker, to_worker
-from teacher_server.protocol import (
+from teacher_server.wire import protocol
+from teacher_server.wire.protocol import (
     ClientMessage,
     Codec,
     ErrorReply,
@@ -27,7 +26,8 @@ from teacher_server.protocol import (
     token_digest,
     tokenizer_fingerprint,
 )
-from teacher_server.status import ServerStatus, decode_status, encode_status
+from teacher_server.wire.status import ServerStatus, decode_status, encode_status
+from teacher_server.wire.worker_protocol import Done, WorkerHello, from_worker, to_worker
 from tests.service.messages import make_reply, make_request, make_tokens
 
 

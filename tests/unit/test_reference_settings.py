@@ -14,19 +14,19 @@ import pytest
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.pool import batch_args
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_load import load_config
-from gkd.config_sharing import moves_states, reference_folder, reference_is_actor
-from gkd.data import load_tokenizer
+from gkd.config.check import check_config
+from gkd.config.check_colocation import moves_states, reference_folder, reference_is_actor
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.footprint.shapes import read_shape
 from gkd.footprint.table import footprint_table
-from gkd.frozen.preflight import check_reference
-from gkd.metrics import read_metrics
+from gkd.metrics.writer import read_metrics
+from gkd.preflight.frozen import check_reference
 from gkd.roles import RolloutChunk, ScoredChunk
-from gkd.run_start import open_run_folder
+from gkd.run.open import open_run_folder
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 from tests.unit.test_footprint import GSM8K, QWEN25_15B

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from gkd.actor.step import BatchSums, diagnostics
-from gkd.balance import with_references
-from gkd.batching import check_batch, make_micro_batches
+from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.data.balance import with_references
+from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import DataError, TeacherError
-from gkd.loss.spec import LossSpec, LossTerm
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import Rollout, TeacherScores, TokenTargets
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import (
     Batch,
     N,

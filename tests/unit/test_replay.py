@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Config
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
-from gkd.metrics import read_metrics
-from gkd.replay_check import _check_scores, check_replay
+from gkd.metrics.writer import read_metrics
+from gkd.preflight.replay import _check_scores, check_replay
 from tests.unit.world import World, make
 
 TEACHER = {"name": "t", "fingerprint": "f"}

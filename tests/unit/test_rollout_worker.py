@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.data.chunks import dataset_chunks, decode_sizes, encode_sizes
+from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
 from gkd.memory import oom
 from gkd.memory.usage import GIB
 from gkd.roles import RolloutChunk
-from gkd.rollout.asked import decode_prompts, encode_prompts
-from gkd.rollout.chunks import dataset_chunks, decode_sizes, encode_sizes
 from gkd.rollout.sampling import Sampling, sequence_seed
 from gkd.rollout.usage import EngineUsage
 from gkd.rollout.worker import RolloutWorker

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from gkd.checkpoints import TrainerState
-from gkd.config import Config
-from gkd.config_load import load_config
-from gkd.config_ranges import all_keys
+from gkd.config.check_values import all_keys
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.roles import Sample, TokenRecord
-from gkd.run_folder import RunFolder
-from gkd.run_start import open_run_folder
-from gkd.same_run import FREE_IF_CONSTANT, FREE_ON_RESUME
+from gkd.run.checkpoints import TrainerState
+from gkd.run.folder import RunFolder
+from gkd.run.open import open_run_folder
+from gkd.run.resume_compat import FREE_IF_CONSTANT, FREE_ON_RESUME
 from tests.unit.checkpoint_files import check_actor, written
 from tests.unit.kills import in_child
 

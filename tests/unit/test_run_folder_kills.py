@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import ConfigError
-from gkd.run_folder import RunFolder
+from gkd.run.folder import RunFolder
 from tests.unit.kills import in_child, kill_at
 from tests.unit.test_run_folder import config, open_folder, resumed_step, run_with_checkpoints, save
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gkd.sampler import PromptSampler
+from gkd.data.sampler import PromptSampler
 from gkd.types import Prompt
 
 PROMPTS = [Prompt(i, np.array([i], np.int32)) for i in range(10)]

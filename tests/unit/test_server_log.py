@@ -6,9 +6,9 @@ import json
 import logging
 import sys
 
-from teacher_server.server_log import JsonLines
-from teacher_server.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus
-from teacher_server.status_table import status_table
+from teacher_server.cli.status_table import status_table
+from teacher_server.log import JsonLines
+from teacher_server.wire.status import Gpu, ServerStatus, TeacherStatus, WorkerStatus
 
 
 def test_json_lines_carry_extra_fields_and_tracebacks() -> None:

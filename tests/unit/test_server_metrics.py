@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
 from teacher_server.errors import ServerError
-from teacher_server.metrics import BrokerMetrics, serve_metrics
-from teacher_server.status import ServerStatus
+from teacher_server.wire.status import ServerStatus
 from tests.unit.test_server_log import make_status
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from teacher_server.cli.serve import build_parser
+from teacher_server.config.settings import ServerSettings, read_settings
 from teacher_server.errors import SettingsError
-from teacher_server.serve import build_parser
-from teacher_server.settings import ServerSettings, read_settings
 
 
 def settings_of(*words: str) -> ServerSettings:

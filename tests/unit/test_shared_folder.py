@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import ConfigError
-from gkd.shared_folder import answer, clear, collect, offer
+from gkd.run.shared_folder import answer, clear, collect, offer
 
 
 def test_a_folder_that_is_not_shared_is_found_at_the_start(tmp_path: Path) -> None:

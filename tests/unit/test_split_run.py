@@ -14,11 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
-from gkd.split.fit import line, non_negative, passes
-from gkd.split.rates import Rates, Sizes
-from gkd.split.run import read_run
-from gkd.split.simulate import simulate
-from gkd.stage_report import WITH_EVALUATION
+from gkd.metrics.pools import WITH_EVALUATION
+from gkd.tools.split_tuner.fit import line, non_negative, passes
+from gkd.tools.split_tuner.rates import Rates, Sizes
+from gkd.tools.split_tuner.run import read_run
+from gkd.tools.split_tuner.simulate import simulate
 from tests.unit.split_run import PROMPT, settings, write_run
 
 RATES = Rates(

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import yaml
 
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_load import load_config
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.footprint import check, footprint
-from gkd.split import layout
-from gkd.split.estimate import estimate
-from gkd.split.layout import Hardware, PoolSize, Split
-from gkd.split.rates import Workload, lognormal
-from gkd.split.search import Ranking, search, simulated
-from gkd.split.table import left_out, paste, table
+from gkd.tools.split_tuner import layout
+from gkd.tools.split_tuner.estimate import estimate
+from gkd.tools.split_tuner.layout import Hardware, PoolSize, Split
+from gkd.tools.split_tuner.rates import Workload, lognormal
+from gkd.tools.split_tuner.search import Ranking, search, simulated
+from gkd.tools.split_tuner.table import left_out, paste, table
 from tests.unit.split_run import settings
 from tests.unit.test_split_run import RATES
 
@@ -210,10 +210,10 @@ def test_splits_that_are_too_large_take_no_place_from_those_that_fit(tmp_path: P
 
 def test_a_search_ends_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a large cluster is searched for hours, or a slow one is given up before a split that fits is found."""
-    monkeypatch.setattr("gkd.split.search._BUDGET_S", -1.0)
+    monkeypatch.setattr("gkd.tools.split_tuner.search._BUDGET_S", -1.0)
     given = hardware(8)
     assert search(settings(tmp_path), given, ["sync"], WORK, RATES, check_memory=None).n_simulated == 4
-    monkeypatch.setattr("gkd.split.search._LOOKED_AT", 15)
+    monkeypatch.setattr("gkd.tools.split_tuner.search._LOOKED_AT", 15)
     calls: list[Config] = []
 
     def last_fits(changed: Config) -> list[str]:

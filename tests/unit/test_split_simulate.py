@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.split import stream
-from gkd.split.batches import chunk_times
-from gkd.split.engine import Engine, finish_times
-from gkd.split.rates import Lengths, Rates, Sizes, Workload, lognormal
-from gkd.split.simulate import simulate
-from gkd.split.teacher import Teacher
+from gkd.tools.split_tuner import stream
+from gkd.tools.split_tuner.batches import chunk_times
+from gkd.tools.split_tuner.engine import Engine, finish_times
+from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload, lognormal
+from gkd.tools.split_tuner.simulate import simulate
+from gkd.tools.split_tuner.teacher import Teacher
 
 FREE = Rates(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config import Config
-from gkd.config_check import check_config
-from gkd.config_load import config_yaml, load_config
+from gkd.config.check import check_config
+from gkd.config.load import config_yaml, load_config
+from gkd.config.schema import Config
 from gkd.footprint.models import read_models
-from gkd.split.run import read_run
 from gkd.tools.split import _memory_check, main
+from gkd.tools.split_tuner.run import read_run
 from tests.unit.split_run import settings, write_run
 from tests.unit.test_footprint import QWEN25_15B
 from tests.unit.test_split_run import RATES
@@ -179,7 +179,7 @@ def test_a_calibration_compares_like_with_like(
     student's checkpoints fill the disk.
     """
     launched = Launched()
-    monkeypatch.setattr("gkd.split.calibration.launched", launched)
+    monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", launched)
     assert main([*calibrated, "--json"]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -209,7 +209,7 @@ def test_a_calibration_that_fails_leaves_no_checkpoints(
 ) -> None:
     """Fails if a script cannot tell a failed run (1) from a refused one (2), or the disk stays full."""
     for code, told in ((1, 1), (2, 2)):
-        monkeypatch.setattr("gkd.split.calibration.launched", Launched(code))
+        monkeypatch.setattr("gkd.tools.split_tuner.calibration.launched", Launched(code))
         root = tmp_path / f"runs_{code}"
         assert main([*calibrated, "--calibration-dir", str(root)]) == told
         assert "--calibration-dir" in capsys.readouterr().err

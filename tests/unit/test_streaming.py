@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gkd.checkpoints import TrainerState
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
-from gkd.metrics import StageTimers
+from gkd.metrics.writer import StageTimers
+from gkd.pipeline.streaming import Streaming
 from gkd.roles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.rollout.usage import RolloutUsage
-from gkd.sampler import PromptSampler
-from gkd.streaming import Streaming
+from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 
 PROMPTS = [Prompt(i, np.array([i], np.int32)) for i in range(10)]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gkd.metrics.pools import WORKERS, busy_name
+from gkd.metrics.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
 from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes
-from gkd.split import batches, stream
-from gkd.split.rates import Rates, Sizes, Workload, lognormal
-from gkd.split.teacher import Teacher
-from gkd.stage_report import WORKERS, busy_name
-from gkd.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
+from gkd.tools.split_tuner import batches, stream
+from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
+from gkd.tools.split_tuner.teacher import Teacher
 
 RATES = Rates(0.02, 0.001, 5e-5, 0.01, 0.005, 1e-3, 0.1, 2e-4, 0.05, 0.02)
 WORK = Workload(32, 32, 1, 64, 12.0, 0.0, True, True, lognormal(40, 0.6, 300))

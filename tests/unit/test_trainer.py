@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gkd.data.mixing import on_policy_places
+from gkd.data.sampler import PromptSampler
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
-from gkd.metrics import read_metrics
-from gkd.mixing import on_policy_places
+from gkd.metrics.pools import SINCE_START, WITH_EVALUATION
+from gkd.metrics.writer import read_metrics
 from gkd.roles import RolloutChunk
 from gkd.rollout.usage import RolloutUsage
-from gkd.sampler import PromptSampler
-from gkd.stage_report import SINCE_START, WITH_EVALUATION
 from gkd.types import Prompt
 from tests.unit.world import PROMPTS, World, answers, checkpoints, make
 

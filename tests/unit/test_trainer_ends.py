@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError, ClusterError, LateError, ModelError, TeacherUnavailable
-from gkd.metrics import MetricsWriter, read_metrics
+from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.trainer import LAST_WAIT_S
 from tests.unit.world import PROMPTS, World, checkpoints, make
 

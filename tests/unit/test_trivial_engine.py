@@ -15,7 +15,7 @@ from teacher_server.engines.trivial import (
     trivial_sampled,
     trivial_topk,
 )
-from teacher_server.payload import NO_ID, TopKScores
+from teacher_server.wire.payload import NO_ID, TopKScores
 
 VOCAB = 1009
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, 60).astype(np.int32)

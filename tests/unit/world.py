@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gkd.checkpoints import step_of
-from gkd.config import Config
-from gkd.config_load import load_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
-from gkd.manifest import digest_bytes
 from gkd.roles import (
     FileDigest,
     GreedyReport,
@@ -28,7 +26,9 @@ from gkd.roles import (
     TrainStats,
 )
 from gkd.rollout.usage import EngineUsage, RolloutUsage
-from gkd.run_start import open_run_folder
+from gkd.run.checkpoints import step_of
+from gkd.run.manifest import digest_bytes
+from gkd.run.open import open_run_folder
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
 from tests.unit.checkpoint_files import check_actor, write_actor

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from gkd.actor.fsdp.weights import Place, first_row, full_tensor
-from gkd.config import LoraConfig
+from gkd.config.schema import LoraConfig
 from gkd.errors import ConfigError
 
 _ADAPTER = "default"  # peft's name for an only adapter

@@ -34,8 +34,6 @@ from gkd.actor.fsdp.optim import (
 )
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.actor.hf_files import open_tensors, weights_digest
-from gkd.actor.hf_folder import TensorPlan, exhaust, write_folder
 from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.step import (
@@ -48,20 +46,22 @@ from gkd.actor.step import (
     teacher_head_rows,
     token_counts,
 )
-from gkd.collate import bare
-from gkd.config import LoraConfig
+from gkd.config.loss_spec import LossSpec
+from gkd.config.schema import LoraConfig
+from gkd.data.collate import bare
 from gkd.errors import DataError, ModelError
+from gkd.hf.files import open_tensors, weights_digest
+from gkd.hf.folder import TensorPlan, exhaust, write_folder
 from gkd.log import get_logger
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group, token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
-from gkd.loss.spec import LossSpec
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 log = get_logger("actor.fsdp")
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gkd.actor.fsdp.conversion import FilePart, file_parts
-from gkd.actor.hf_files import check_headers, open_tensors
 from gkd.errors import ModelError
+from gkd.hf.files import check_headers, open_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from gkd.actor.hf_files import check_headers, open_tensors
 from gkd.actor.megatron.hf_config import HfDims
 from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
-from gkd.hf_index import some_names
+from gkd.hf.files import check_headers, open_tensors
+from gkd.hf.index import some_names
 
 
 @torch.no_grad()

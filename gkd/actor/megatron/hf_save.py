@@ -1,7 +1,7 @@
 """The trained student as a HF folder that transformers and vLLM load.
 
 Tensors travel one by one: gathered over TP and EP, sent along the pipeline to rank 0, which writes each as it comes.
-No rank holds more than one besides its own. `gkd.actor.hf_folder` does the writing.
+No rank holds more than one besides its own. `gkd.hf.folder` does the writing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.hf_folder import MAX_SHARD_BYTES, exhaust, write_folder
+from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
 from gkd.actor.megatron.hf_mapping import Shape
 from gkd.actor.megatron.model import StudentModel
 from gkd.errors import ModelError
-from gkd.weight_sync.export import export_plan, iter_hf_tensors
+from gkd.hf.folder import MAX_SHARD_BYTES, exhaust, write_folder
 
 
 def save_hf(

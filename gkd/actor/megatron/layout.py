@@ -16,8 +16,8 @@ import math
 from dataclasses import KW_ONLY, dataclass
 
 from gkd.actor.megatron.hf_config import HfDims
+from gkd.config.check_parallel import Divisible, check_actor_split, check_expert_ranks
 from gkd.errors import ConfigError
-from gkd.model_splits import Divisible, check_actor_split, check_expert_ranks
 
 
 @dataclass(frozen=True, slots=True)

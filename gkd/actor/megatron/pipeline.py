@@ -23,7 +23,7 @@ from torch import Tensor
 from gkd.actor.agree import same_error
 from gkd.actor.megatron.model import StudentModel
 from gkd.actor.step import BatchSums, check_before, empty_micro_batch, token_counts
-from gkd.collate import bare
+from gkd.data.collate import bare
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group

@@ -20,6 +20,7 @@ from gkd.actor.host_copies import HostCopies, Snapshot
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups, probe_groups
+from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
 from gkd.actor.megatron.hf_save import save_hf
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model import build_model
@@ -27,16 +28,15 @@ from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_gra
 from gkd.actor.megatron.pipeline import run_batch, run_logits
 from gkd.actor.optim_spec import OptimSpec
 from gkd.actor.step import BatchSums, diagnostics, evaluation, not_finite, teacher_head_rows
+from gkd.config.loss_spec import LossSpec
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
-from gkd.loss.spec import LossSpec
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.roles import TrainStats
 from gkd.types import MicroBatch
-from gkd.weight_sync.export import export_plan, iter_hf_tensors
-from teacher_server.protocol import Signal
+from teacher_server.wire.protocol import Signal
 
 
 class MegatronStudent:

@@ -1,0 +1,168 @@
+"""Do the sizes agree: pools, layouts, nodes, batches, waits? Pure."""
+
+from __future__ import annotations
+
+from gkd.config.check_colocation import check_sharing
+from gkd.config.schema import Config
+from gkd.errors import ConfigError
+
+
+def data_parallel_size(config: Config) -> int:
+    """Data-parallel groups of the actor pool."""
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    return world // (config.actor.tp * config.actor.pp)
+
+
+def n_engines(config: Config) -> int:
+    """vLLM engines of the rollout pool."""
+    return config.rollout.n_gpus_per_node * config.rollout.nnodes // config.rollout.tp
+
+
+def check_strategy(config: Config) -> None:
+    """Does the student's backend have what is asked of it?"""
+    a = config.actor
+    if a.strategy == "fsdp2":
+        split = {"actor.tp": a.tp, "actor.pp": a.pp, "actor.vpp": a.vpp, "actor.ep": a.ep}
+        for key, size in split.items():
+            if size != 1:
+                problem = "actor.strategy is fsdp2, where every rank is data parallel."
+                raise ConfigError(key, size, problem, "use 1, or actor.strategy=megatron.")
+        if a.recompute == "selective":
+            problem = "actor.strategy is fsdp2, whose attention kernels recompute their scores in any case."
+            raise ConfigError("actor.recompute", a.recompute, problem, "use full, or none.")
+        if a.sequence_parallel:
+            problem = "actor.strategy is fsdp2, which has no tensor-parallel regions."
+            raise ConfigError("actor.sequence_parallel", True, problem, "use false, or actor.strategy=megatron.")
+        return
+    for key, value, is_set in (
+        ("actor.fsdp_cpu_offload", a.fsdp_cpu_offload, a.fsdp_cpu_offload),
+        ("actor.lora.rank", a.lora.rank, a.lora.rank > 0),
+    ):
+        if is_set:
+            raise ConfigError(key, value, "actor.strategy is megatron.", "switch it off, or use actor.strategy=fsdp2.")
+
+
+def check_pools(config: Config) -> None:
+    t, a, r = config.trainer, config.actor, config.rollout
+    world = t.n_gpus_per_node * t.nnodes
+    if world % (a.tp * a.pp):
+        raise ConfigError(
+            "trainer.n_gpus_per_node",
+            t.n_gpus_per_node,
+            f"the actor pool has {t.n_gpus_per_node} x trainer.nnodes {t.nnodes} = {world} ranks, which "
+            f"actor.tp {a.tp} x actor.pp {a.pp} = {a.tp * a.pp} does not divide.",
+            "make the pool a multiple of actor.tp x actor.pp.",
+        )
+    if a.vpp > 1 and a.pp == 1:
+        raise ConfigError(
+            "actor.vpp", a.vpp, "there is no pipeline to interleave with actor.pp 1.", "use 1, or actor.pp > 1."
+        )
+    if a.sequence_parallel and a.tp == 1:
+        raise ConfigError(
+            "actor.sequence_parallel",
+            True,
+            "with actor.tp 1 there are no ranks to split the sequence over.",
+            "use false, or actor.tp > 1.",
+        )
+    if t.n_gpus_per_node % a.tp and t.nnodes > 1:
+        raise ConfigError(
+            "actor.tp",
+            a.tp,
+            f"a tensor-parallel group would span nodes of trainer.n_gpus_per_node {t.n_gpus_per_node} GPUs.",
+            "let actor.tp divide trainer.n_gpus_per_node.",
+        )
+    if r.n_gpus_per_node % r.tp:
+        raise ConfigError(
+            "rollout.tp",
+            r.tp,
+            f"rollout.n_gpus_per_node {r.n_gpus_per_node} is not a multiple of it.",
+            "let rollout.tp divide rollout.n_gpus_per_node; an engine never spans nodes.",
+        )
+
+
+def check_cluster(config: Config) -> None:
+    """Can there be such nodes and GPUs at all?"""
+    t, r, c = config.trainer, config.rollout, config.cluster
+    check_sharing(config)
+    if sorted(c.order) != ["actor", "rollout"]:
+        raise ConfigError(
+            "cluster.order", c.order, "it has to name each pool once.", "use [actor, rollout] or [rollout, actor]."
+        )
+    if "://" in c.ray_address:
+        problem = "that is an address of Ray Client's, and the trainer has to be on a node of the cluster."
+        raise ConfigError(
+            "cluster.ray_address", c.ray_address, problem, "give the HOST:PORT that ray start --head prints."
+        )
+    if not c.ray_address:
+        for key, nnodes in (("trainer.nnodes", t.nnodes), ("rollout.nnodes", r.nnodes)):
+            if nnodes > 1:
+                problem = "a pool's nodes are different ones, and without cluster.ray_address there is only this one."
+                raise ConfigError(key, nnodes, problem, "use 1, or name a Ray cluster in cluster.ray_address.")
+    if not c.gpus:
+        return
+    if min(c.gpus) < 0 or len(set(c.gpus)) < len(c.gpus):
+        raise ConfigError(
+            "cluster.gpus", c.gpus, "a GPU has a number of 0 or more, and is named once.", "write e.g. [0, 1, 2, 3]."
+        )
+    # On several nodes a node may hold one pool only.
+    both, most = t.n_gpus_per_node + r.n_gpus_per_node, max(t.n_gpus_per_node, r.n_gpus_per_node)
+    n_wanted = most if c.ray_address or t.colocate else both
+    if len(c.gpus) < n_wanted:
+        raise ConfigError(
+            "cluster.gpus",
+            c.gpus,
+            f"with trainer.n_gpus_per_node {t.n_gpus_per_node} and rollout.n_gpus_per_node {r.n_gpus_per_node} a node "
+            f"needs {n_wanted}.",
+            "name more, or lower the pools.",
+        )
+
+
+def check_sizes(config: Config) -> None:
+    t = config.trainer
+    dp = data_parallel_size(config)
+    if t.global_batch_size < dp:
+        raise ConfigError(
+            "trainer.global_batch_size",
+            t.global_batch_size,
+            f"the actor pool has {dp} data-parallel groups and each needs a prompt.",
+            f"use at least {dp}, or a larger actor.tp / actor.pp.",
+        )
+    _check_schedule(config)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    budget = config.actor.max_tokens_per_micro_batch
+    if 0 < budget < longest:
+        raise ConfigError(
+            "actor.max_tokens_per_micro_batch",
+            budget,
+            f"one sequence may have data.max_prompt_length + data.max_response_length = {longest} tokens.",
+            f"use 0 or at least {longest}.",
+        )
+    patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
+    if config.teacher.backend == "zmq" and t.stage_timeout_s <= patience:
+        raise ConfigError(
+            "trainer.stage_timeout_s",
+            t.stage_timeout_s,
+            f"a lost teacher is waited for teacher.outage_budget_s + teacher.request_timeout_s = {patience:g} s, and "
+            "the stage would be given up before that, without a checkpoint.",
+            f"use more than {patience:g}.",
+        )
+    if config.weight_sync.transport == "nccl" and t.device == "cpu":
+        raise ConfigError(
+            "weight_sync.transport", "nccl", "trainer.device is cpu and NCCL needs GPUs.", "use auto or gloo."
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    """Does the learning rate have steps to decay in? `OptimSpec` asks again, of the number that the data gives."""
+    o, total_steps = config.actor.optim, config.trainer.total_steps
+    if o.schedule != "wsd":
+        return
+    if not o.decay_steps:
+        raise ConfigError("actor.optim.decay_steps", 0, "schedule wsd needs steps to decay in.", "use at least 1.")
+    if 0 < total_steps < o.warmup_steps + o.decay_steps:
+        raise ConfigError(
+            "actor.optim.decay_steps",
+            o.decay_steps,
+            f"with actor.optim.warmup_steps {o.warmup_steps} these are more than trainer.total_steps {total_steps}.",
+            "shorten one of them.",
+        )

@@ -1,0 +1,149 @@
+"""Rollouts and their scores as a file: what a checkpoint keeps of the data in flight, and what a replay reads. Floor 1.
+
+A file is a `.npz` (NumPy's own format, no pickle): the sequences' numbers as tables of one row a sequence, and
+everything of tokens joined along the tokens. What is read is what was written, to the bit.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from gkd.errors import CheckpointError
+from gkd.run.disk import naming
+from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+
+_FORMAT = 1
+_REASONS = ("stop", "length")
+_TOPK = ("topk_ids", "topk_logprobs", "tail_mass", "counts")
+_SCORES = ("sampled_logprobs", "logits", "hidden")
+_TABLES = ("format", "sequences", "spans", "prompt_ids", "response_ids", "rollout_logprobs")
+
+
+def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequence[TeacherScores] | None) -> None:
+    """Some sequences into a file; takes as much memory again as their scores.
+
+    Args:
+        scores: of each, all with the same tables; None: they are not scored yet.
+
+    Raises:
+        CheckpointError: nothing to write, or the scores are not of these sequences.
+        OSError: it cannot be written.
+    """
+    if not rollouts:
+        raise CheckpointError("a file of recorded rollouts was to hold none")
+    columns = [
+        (
+            r.prompt_id,
+            r.sample_index,
+            len(r.prompt_ids),
+            len(r.response_ids),
+            _REASONS.index(r.finish_reason),
+            r.on_policy,
+        )
+        for r in rollouts
+    ]
+    spans = [(i, s.start, s.stop, s.policy_version) for i, r in enumerate(rollouts) for s in r.version_spans]
+    tables: dict[str, np.ndarray] = {
+        "format": np.array([_FORMAT]),
+        "sequences": np.array(columns, np.int64),
+        "spans": np.array(spans, np.int64).reshape(-1, 4),
+        "prompt_ids": np.concatenate([r.prompt_ids for r in rollouts]),
+        "response_ids": np.concatenate([r.response_ids for r in rollouts]),
+        "rollout_logprobs": np.concatenate([r.rollout_logprobs for r in rollouts]),
+    }
+    if scores is not None:
+        tables |= _score_tables(rollouts, scores)
+    np.savez(file, allow_pickle=False, **tables)
+
+
+def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | None]:
+    """What `write_sequences` was given.
+
+    Raises:
+        CheckpointError: the file cannot be read, is something else, or a part of it.
+    """
+    with naming(path, "read"):
+        opened = path.open("rb")
+    try:
+        with opened, _npz(opened) as file:
+            tables = {key: file[key] for key in file.files}
+        missing = [key for key in _TABLES if key not in tables]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        if tables["format"].tolist() != [_FORMAT]:
+            raise ValueError(f"it has the format {tables['format'].tolist()}, and this version reads [{_FORMAT}]")
+        rollouts = _rollouts(tables)
+        return rollouts, _scores(tables, [len(r.response_ids) for r in rollouts])
+    except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is no whole file of recorded rollouts: {error}") from error
+
+
+def _npz(opened: IO[bytes]) -> np.lib.npyio.NpzFile:
+    loaded = np.load(opened, allow_pickle=False)
+    if not isinstance(loaded, np.lib.npyio.NpzFile):  # a bare array is a whole file, too
+        raise ValueError("it is a bare array")
+    return loaded
+
+
+def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
+    rows = tables["sequences"].tolist()
+    prompts = _split(tables["prompt_ids"], [row[2] for row in rows])
+    lengths = [row[3] for row in rows]
+    responses, logprobs = _split(tables["response_ids"], lengths), _split(tables["rollout_logprobs"], lengths)
+    spans: list[list[VersionSpan]] = [[] for _ in rows]
+    for sequence, start, stop, version in tables["spans"].tolist():
+        spans[sequence].append(VersionSpan(start, stop, version))
+    return [
+        Rollout(
+            prompt_id=row[0],
+            sample_index=row[1],
+            prompt_ids=prompts[i],
+            response_ids=responses[i],
+            rollout_logprobs=logprobs[i],
+            version_spans=tuple(spans[i]),
+            finish_reason=_REASONS[row[4]],
+            on_policy=bool(row[5]),
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> dict[str, np.ndarray]:
+    """Every table of the scores, joined along the response tokens."""
+    joined: dict[str, list[np.ndarray]] = {}
+    for rollout, score in zip(rollouts, scores, strict=True):
+        found = {f"score_{key}": getattr(score, key) for key in _SCORES}
+        if score.topk is not None:
+            found |= {f"score_{key}": getattr(score.topk, key) for key in _TOPK}
+        for key, table in found.items():
+            if table is not None:
+                if len(table) != len(rollout.response_ids):
+                    wanted = len(rollout.response_ids)
+                    raise CheckpointError(f"scores of {len(table)} tokens cannot be of a response of {wanted}")
+                joined.setdefault(key, []).append(table)
+    if not joined or any(len(parts) != len(rollouts) for parts in joined.values()):
+        raise CheckpointError("the scores of sequences that are recorded together have not all the same tables")
+    return {key: np.concatenate(parts) for key, parts in joined.items()}
+
+
+def _scores(tables: dict[str, np.ndarray], lengths: Sequence[int]) -> list[TeacherScores] | None:
+    parts = {key: _split(tables[f"score_{key}"], lengths) for key in (*_TOPK, *_SCORES) if f"score_{key}" in tables}
+    if not parts:
+        return None
+    scores = []
+    for i in range(len(lengths)):
+        mine = {key: part[i] for key, part in parts.items()}
+        topk = {key: mine.pop(key) for key in _TOPK if key in mine}
+        scores.append(TeacherScores(topk=TeacherTopK(**topk) if topk else None, **mine))
+    return scores
+
+
+def _split(table: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    if sum(lengths) != len(table):
+        raise ValueError(f"a table of {len(table)} rows stands for sequences of {sum(lengths)}")
+    return np.split(table, np.cumsum(lengths)[:-1])

@@ -1,0 +1,1 @@
+"""Reports which rank is on which GPU, and what is wrong with the assignment."""

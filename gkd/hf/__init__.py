@@ -1,0 +1,1 @@
+"""Hugging Face model folders: index, safetensors files, sizes from config.json."""

@@ -1,0 +1,89 @@
+"""A HF folder's safetensors files: which tensors they hold, and whether those are the ones a model wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from gkd.errors import ModelError
+from gkd.hf.index import some_names, weight_files
+
+_DTYPES = ("F32", "BF16", "F16")  # safetensors' names; integers and float8 are quantised weights
+_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of each file, for its digest
+
+
+@contextmanager
+def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
+    """Memory-maps a folder's safetensors files: tensor name -> the open file that holds it.
+
+    Raises:
+        ModelError: no safetensors files, a file that the index names is absent, or one is corrupt.
+    """
+    with ExitStack() as stack:
+        tensors: dict[str, Any] = {}
+        for path in weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is not a readable safetensors file ({error}). Copy it again.") from error
+            tensors.update(dict.fromkeys(handle.keys(), handle))
+        yield tensors
+
+
+def weights_digest(folder: Path) -> str:
+    """Tells models apart without reading them whole: xxh3 of each file's name, size, header and a sample of its bytes.
+
+    Weights that were trained further differ all over, so a sample shows it.
+
+    Raises:
+        ModelError: as `open_tensors`.
+    """
+    hasher = xxhash.xxh3_128()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        hasher.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            n_header = int.from_bytes(file.read(8), "little")  # what a safetensors file begins with
+            hasher.update(file.read(min(n_header, size)))
+            for part in range(_SAMPLES):
+                file.seek(size * part // _SAMPLES)
+                hasher.update(file.read(_SAMPLE_BYTES))
+    return hasher.hexdigest()
+
+
+def check_headers(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    model_type: str,
+    is_ignorable: Callable[[str], bool],
+    is_float: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Raises ModelError on the first kind of disagreement between the files and the architecture; names the tensors.
+
+    Args:
+        tensors: as `open_tensors` gives them.
+        expected: tensor name -> shape.
+        is_ignorable: of a name that is not expected: the model can do without it.
+        is_float: of an expected name: it must be of a float type; False for counters and other integers.
+    """
+    if missing := [name for name in expected if name not in tensors]:
+        raise ModelError(f"{folder}: {len(missing)} tensors are missing: {some_names(missing)}.")
+    if unexpected := [name for name in sorted(tensors) if name not in expected and not is_ignorable(name)]:
+        raise ModelError(
+            f"{folder}: {len(unexpected)} tensors do not belong to a {model_type} model: {some_names(unexpected)}."
+        )
+    for name, shape in expected.items():
+        header = tensors[name].get_slice(name)
+        if (actual := tuple(header.get_shape())) != shape:
+            raise ModelError(f"{folder}: {name} has shape {list(actual)}, config.json wants {list(shape)}.")
+        if (dtype := header.get_dtype()) not in _DTYPES and is_float(name):
+            raise ModelError(
+                f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantised weights."
+            )

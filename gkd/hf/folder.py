@@ -1,0 +1,116 @@
+"""A trained student's tensors -> a HF folder that transformers and vLLM load: the disk's half, in one process.
+
+The folder appears under its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gkd.hf.index import INDEX_NAME, SINGLE_NAME
+from gkd.hf.safetensors_file import write_safetensors
+from gkd.run.disk import fsync, fsync_tree
+
+TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
+MAX_SHARD_BYTES = 4 << 30
+# Weights in any format, and their indices, are what the export replaces; the rest is copied.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+_COPIED_FOLDERS = ("additional_chat_templates",)  # of a tokenizer
+
+
+def write_folder(
+    tensors: Iterator[tuple[str, Tensor]],
+    plans: Sequence[Sequence[TensorPlan]],
+    out_dir: Path,
+    source_dir: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes weights, and config, generation config and tokenizer as in `source_dir`; whole, or not at all.
+
+    Args:
+        tensors: what `plans` lists, in their order, on any device; written one by one.
+        plans: (HF name, shape, dtype) by pipeline stage.
+        max_shard_bytes: a file is closed before it would grow past this size.
+
+    Raises:
+        OSError: `out_dir` exists or cannot be written.
+    """
+    if out_dir.exists():
+        raise FileExistsError(f"{out_dir} exists already; choose another folder or remove it")
+    partial = out_dir.with_name(f"{out_dir.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)  # what an interrupted save left
+    partial.mkdir(parents=True)
+    try:
+        _fill(partial, tensors, plans, source_dir, max_shard_bytes)
+        fsync_tree(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is what is in the way
+        raise
+    partial.rename(out_dir)
+    fsync(out_dir.parent)
+
+
+def _fill(
+    partial: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    plans: Sequence[Sequence[TensorPlan]],
+    source_dir: Path,
+    max_shard_bytes: int,
+) -> None:
+    for source in sorted(source_dir.iterdir()):
+        if source.is_dir() and source.name in _COPIED_FOLDERS:
+            shutil.copytree(source, partial / source.name, copy_function=shutil.copyfile)
+        elif source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(source, partial / source.name)  # not its mode: a shared model store is read-only
+    specs = {spec[0]: spec for plan in plans for spec in plan}
+    sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
+    _set_dtype(partial / "config.json", plans[0][0][2])
+    files = _split_into_files(sizes, max_shard_bytes)
+    for file_name, names in files.items():
+        write_safetensors(partial / file_name, [specs[name] for name in names], tensors)
+    if len(files) > 1:
+        weight_map = {name: file_name for file_name, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _split_into_files(sizes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
+    """File name -> tensor names, filled in order; a tensor is never split."""
+    groups: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {SINGLE_NAME: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def _set_dtype(config_path: Path, dtype: torch.dtype) -> None:
+    """Makes config.json say what the exported weights are; both spellings, old readers know only the first."""
+    config = json.loads(config_path.read_text())
+    for key in ("torch_dtype", "dtype"):
+        if key in config or key == "dtype":
+            config[key] = str(dtype).removeprefix("torch.")
+    config_path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def exhaust(iterator: Iterator[object]) -> None:
+    """Runs an iterator to its end for what it does on the way."""
+    deque(iterator, maxlen=0)

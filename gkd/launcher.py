@@ -1,0 +1,255 @@
+"""Start the pools and connect the roles; take everything down again whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from gkd.actor import worker as actor_worker
+from gkd.actor.pool import ActorPool
+from gkd.actor.reference import ReferencePool
+from gkd.actor.worker import ActorWorker
+from gkd.cluster.calls import all_there, gather
+from gkd.cluster.hang import hang_report
+from gkd.cluster.placement import PoolSpec
+from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
+from gkd.cluster.shared_pools import guest_pool
+from gkd.cluster.stacks import rank_env
+from gkd.cluster.startup import Startup
+from gkd.config.check_colocation import reference_folder
+from gkd.config.check_pools import n_engines
+from gkd.config.schema import Config
+from gkd.data.chunks import CHUNK_SIZE
+from gkd.errors import GkdError, LateError
+from gkd.gpu_map import collect as survey
+from gkd.gpu_map.report import place_table
+from gkd.gpu_map.teacher import teacher_rows
+from gkd.log import get_logger
+from gkd.pipeline.staleness import STREAM
+from gkd.preflight.run import Plan
+from gkd.rollout import worker as rollout_worker
+from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.pool import RolloutPool
+from gkd.rollout.worker import RolloutWorker
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.local import LocalScoring
+from gkd.teacher.records import RecordingEndpoint
+from gkd.teacher.scoring import RECORDS, ScoringPool
+from gkd.trainer import Roles
+from gkd.weight_sync.coordinator import WeightSync
+
+log = get_logger("wiring")
+
+ACTOR, ROLLOUT = "actor", "rollout"
+
+# Ray sends the result of a call to whoever made the call, here the driver, if it is smaller than this, and puts it into
+# the object store of the worker's host if not. By default it is 100 kB, which lets many a chunk of rollouts or scores
+# through the driver, twice: it also sends such a thing on as an argument. Any rollout or score is larger than this, and
+# the sizes of a full chunk are smaller.
+INLINE_BYTES = 256
+
+
+@contextmanager
+def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
+    """Both pools up, models loaded, weight-sync group joined; stopped on exit, an interrupt included.
+
+    Raises:
+        ClusterError: resources that can't be had, or a rank that failed, or two of them on one real GPU.
+        LateError: not all were up within trainer.init_timeout_s, or a later call was not answered in its time; says
+            who hangs and where, and the run folder has all stacks.
+    """
+    t = config.trainer
+    cluster = make_cluster(config, on_cpu=plan.device == "cpu")
+    try:
+        slots = make_pools(cluster, config, t.init_timeout_s)
+        startup = Startup(t.init_timeout_s)
+        try:
+            with startup:
+                roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
+            log.info("all ranks are up")
+            yield replace(roles, explained=lambda error: _explained(error, startup, cluster.run, plan))
+        except LateError as error:
+            if error.explained:
+                raise
+            raise _explained(error, startup, cluster.run, plan) from error
+    finally:
+        cluster.close()
+
+
+def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool) -> Roles:
+    """Processes into the reserved slots, models into the processes, and all of them into their groups.
+
+    Raises as `started_roles`.
+    """
+    on_cpu = plan.device == "cpu"
+    env = worker_env(on_cpu)
+    log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, n_engines(config))
+    actor_workers = actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE)
+    actor = ActorPool(actor_workers, config)
+    rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+    rollout = RolloutPool(rollout_workers, config, actor.dp_size)
+    startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
+    # Each rank says where it sits before it builds anything; the table is made while they build.
+    asked = [
+        survey.Asked(actor_slots.spec, config.actor.tp, [w.place.remote(not on_cpu) for w in actor_workers]),
+        survey.Asked(rollout_slots.spec, 1, [w.place.remote(not on_cpu) for w in rollout_workers], shares_with(config)),
+    ]
+    # Both pools build at the same time; neither needs the other before the weight-sync group.
+    building = rollout.init_model(plan.device, plan.eos_ids)
+    if config.trainer.colocate:  # an engine takes its share of what is free, then makes room for the actor
+        gather(building, "init_model", startup.left_s())
+        rollout.offload_states()
+        building = {}
+    actor.check_run_dir(plan.folder.root, startup.left_s())
+    building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
+    _record_places(config, plan, asked, startup.left_s())
+    gather(building, "init_model", startup.left_s())
+    is_local = config.teacher.backend == "local"
+    if is_local:
+        actor.init_teacher(plan.n_vocab, startup.left_s())
+    if reference_folder(config):
+        actor.init_reference(startup.left_s())
+    endpoints = _endpoints(config, plan, actor, actor_slots)
+    startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
+    gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
+    if config.teacher.signal == "hidden" and not is_local:
+        heads = _teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
+        actor.set_teacher_head(heads, startup.left_s())
+    sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
+    timeout_s = config.trainer.stage_timeout_s
+    reference = ReferencePool(actor.workers, endpoints, config) if config.distill.reference_kl_weight else None
+    if is_local:
+        return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s), sync, reference)
+    return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
+
+
+def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:
+    """The same error, with who hangs and where; the stacks of those that do not wait for others are logged."""
+    log.error("%s; asking all ranks where they stand", str(error))
+    try:
+        report = hang_report(run, startup.names, startup.ask(), error.late)
+        file = plan.folder.write_stacks(report.stacks)
+    except (GkdError, RayError, RuntimeError, OSError) as trouble:
+        log.error("nobody knows where the ranks stand: %s: %s", type(trouble).__name__, str(trouble))
+        return LateError(str(error), error.late, explained=True)
+    log.error("stacks of those that others wait for:\n%s", report.telling)
+    text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
+    return LateError(text, error.late, explained=True)
+
+
+def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
+    """(actor, rollout): one process a GPU, and one an engine."""
+    t, r = config.trainer, config.rollout
+    return (
+        PoolSpec(ACTOR, t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
+        PoolSpec(ROLLOUT, r.nnodes, r.n_gpus_per_node // r.tp, gpus_per_worker=r.tp, unit="engine"),
+    )
+
+
+def pools_in_order(config: Config) -> list[PoolSpec]:
+    """Those that have GPUs of their own, the one that gets the low ids first."""
+    actor, rollout = pool_specs(config)
+    if config.trainer.colocate:
+        return [replace(actor, helper_cpus=actor.helper_cpus + 1.0)]  # room for an engine beside each rank
+    return sorted((actor, rollout), key=lambda spec: config.cluster.order.index(spec.name))
+
+
+def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:
+    """Ray, with GPUs or slots for all pools. Raises ClusterError: it can't be started or joined."""
+    own = pools_in_order(config)
+    return Cluster(
+        config.cluster.ray_address,
+        n_slots=sum(spec.n_gpus for spec in own),
+        on_cpu=on_cpu,
+        gpus=config.cluster.gpus,
+        cpus_a_slot=1.0 + max(HELPER_CPUS, *(spec.helper_cpus for spec in own)),
+    )
+
+
+def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, Pool]:
+    """Actor and rollout, by name. Raises as `Cluster.make_pools` and `guest_pool`."""
+    pools = cluster.make_pools(pools_in_order(config), timeout_s)
+    if config.trainer.colocate:
+        pools[ROLLOUT] = guest_pool(pools[ACTOR], pool_specs(config)[1], timeout_s)
+    return pools
+
+
+def shares_with(config: Config) -> str:
+    """The pool whose GPUs the engines use; empty: they have their own."""
+    return ACTOR if config.trainer.colocate else ""
+
+
+def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], timeout_s: float) -> None:
+    """Log the table of ranks and GPUs and keep it in the run folder.
+
+    Raises ClusterError, as `survey.check_can_run`; CheckpointError: the run folder cannot be written.
+    """
+    teacher, found = teacher_rows(config.teacher, plan.device)
+    table = survey.survey(plan.device, asked, teacher, timeout_s=timeout_s, found=found, cluster=config.cluster)
+    plan.folder.write_places(table.to_json())
+    log.log(logging.WARNING if table.verdicts else logging.INFO, "who sits where:\n%s", place_table(table))
+    survey.check_can_run(table)
+
+
+def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:
+    """By data-parallel rank, a handle of the teacher's LM head on that group's node; fetched once a node.
+
+    Nobody else keeps the handles: what they stand for is freed as soon as the actor has it.
+    """
+    heads: dict[str, Any] = {}
+    fetching: dict[str, Any] = {}
+    for i, (endpoint, node) in enumerate(zip(endpoints, nodes, strict=True)):
+        if node not in heads:
+            heads[node] = fetching[_endpoint_name(i)] = endpoint.lm_head.remote()
+    all_there(fetching, "fetching the teacher's LM head", timeout_s)
+    return [heads[node] for node in nodes]
+
+
+def worker_env(on_cpu: bool) -> dict[str, str]:
+    """Environment of the workers: bulk results not to the driver; quiet libraries (the user's own settings win); on
+    CPU, one thread each.
+    """
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
+    env = {key: os.environ.get(key, value) for key, value in env.items()}
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    env["RAY_max_direct_call_object_size"] = str(INLINE_BYTES)
+    if on_cpu:
+        return env | CPU_ENV
+    # So that a number in CUDA_VISIBLE_DEVICES is the card that nvidia-smi, Ray and the teacher call so.
+    return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+
+
+def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> list[Any]:
+    """One scoring endpoint for each data-parallel group, beside that group's last pipeline stage."""
+    each = max(1, (config.teacher.n_server_workers or plan.teacher.n_streams) // actor.dp_size)
+    # A thread scores one chunk of rollouts at a time; one more than fill the window, so that the end of a chunk does
+    # not leave it half empty. A stream's chunks are the samples of one prompt.
+    per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
+    n_threads = -(-each // per_chunk) + 1
+    env = worker_env(plan.device == "cpu")
+    kind: type = ScoringEndpoint
+    args: tuple[Any, ...] = (config, plan.n_vocab, plan.teacher.fingerprint, each)
+    if config.teacher.backend == "local":
+        kind, args, n_threads = RecordingEndpoint, (config,), 1
+    return [
+        ray.remote(concurrency_groups={RECORDS: 1})(kind)
+        .options(
+            num_cpus=HELPER_CPUS,
+            max_concurrency=n_threads,
+            runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i))},
+            scheduling_strategy=slots.beside(rank),
+        )
+        .remote(*args)
+        for i, rank in enumerate(actor.last_stage_ranks())
+    ]
+
+
+def _endpoint_name(dp_rank: int) -> str:
+    return f"scoring endpoint {dp_rank}"

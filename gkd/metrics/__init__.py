@@ -1,0 +1,1 @@
+"""The numbers of each step, and the file they are written to."""

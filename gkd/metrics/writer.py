@@ -1,0 +1,112 @@
+"""Numbers of a run: stage timers that add up, and one JSON line a step.
+
+Names carry a prefix (loss/ teacher/ rollout/ staleness/ weight_sync/ time/ memory/ optim/ eval/ perf/) and a unit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gkd.errors import CheckpointError
+from gkd.run.disk import make_folder, naming, replace_file
+
+
+class StageTimers:
+    """Wall-clock time of each stage of one step.
+
+    Stages follow one another and never nest, so their sum is at most the step's wall time and what is
+    missing is time nobody accounts for; `report` gives that share as `time/accounted_share`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._stages: dict[str, float] = {}
+        self._open: str | None = None
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        if self._open is not None:
+            raise RuntimeError(f"stage {stage} starts inside stage {self._open}; stages do not nest")
+        self._open = stage
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._stages[stage] = self._stages.get(stage, 0.0) + self._clock() - began
+            self._open = None
+
+    def report(self) -> dict[str, float]:
+        """`time/<stage>_s` of each stage, `time/step_s`, `time/accounted_share`."""
+        total = self._clock() - self._start
+        report = {f"time/{stage}_s": seconds for stage, seconds in self._stages.items()}
+        report["time/step_s"] = total
+        report["time/accounted_share"] = sum(self._stages.values()) / total if total > 0 else 1.0
+        return report
+
+
+class MetricsWriter:
+    """Appends one JSON object a line, at once, so a killed run keeps all it reported.
+
+    Args:
+        keep_through: lines of later steps are dropped first: a run that resumes from step 10 reports step 11 once,
+            however far it had come before. -1 = start anew.
+
+    Raises:
+        CheckpointError: the file cannot be written, or (unless it starts anew) a line of it is garbled.
+    """
+
+    def __init__(self, path: Path, keep_through: int) -> None:
+        self._path = path
+        with naming(path):
+            make_folder(path.parent)
+            lines = read_metrics(path) if keep_through >= 0 and path.exists() else []
+            kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= keep_through)
+            replace_file(path, kept.encode())
+            self._file = path.open("ab", buffering=0)  # nothing is left to be written, and to fail, when it is closed
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One line. Raises CheckpointError: it cannot be written; half of it may be there, as after a kill."""
+        # JSON has no NaN; a reader must see null, not a line its parser refuses.
+        clean = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
+        left = (json.dumps({"step": step, **clean}) + "\n").encode()
+        with naming(self._path):
+            while left:
+                left = left[self._file.write(left) :]
+
+    def sync(self) -> None:
+        """Flush what was written to the disk: before a checkpoint that it leads up to. Raises CheckpointError."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl; a last line that a killed run left half-written is left out.
+
+    Raises:
+        CheckpointError: it cannot be read, or a line is not one of ours; names the line.
+    """
+    with naming(path, "read"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line]
+
+
+def _parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
+    try:
+        content = json.loads(line)
+    except ValueError as error:  # JSON's and UTF-8's errors alike
+        problem = f"is garbled ({error})"
+    else:
+        if isinstance(content, dict) and type(content.get("step")) is int:
+            return content
+        problem = "has no step"
+    raise CheckpointError(f"{path}: line {number} {problem}; delete that line, or restore the file, to go on")

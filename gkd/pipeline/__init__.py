@@ -1,0 +1,1 @@
+"""Decides which batch comes next: schedulers, prefetching, streaming, replay, evaluation."""

@@ -1,0 +1,66 @@
+"""Where the loop's batches come from, by `trainer.scheduler` or `trainer.replay`: the Protocol, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from gkd.metrics.writer import StageTimers
+from gkd.roles import PendingScores
+from gkd.run.checkpoints import TrainerState
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What was begun and is not trained on yet: a checkpoint keeps it, so that a resumed run does."""
+
+    position: int  # of the sampler's order, see `TrainerState.sampler_position`
+    unfinished: tuple[int, ...] = ()  # positions whose answers are not finished; they begin again
+    chunks: Mapping[str, Sequence[PendingScores]] = field(default_factory=dict)  # finished ones, by label
+
+
+class BatchSource(Protocol):
+    """Batches, one a step; each is in flight until it has been trained on."""
+
+    @property
+    def max_staleness(self) -> int | None:
+        """The bound that it promises; None: whoever made the batches has chosen how old they are."""
+        ...
+
+    def restore(self, folder: Path, state: TrainerState) -> None:
+        """Go on from a checkpoint, before the first batch.
+
+        Args:
+            folder: with the files of what was in flight; need not be there if nothing was.
+        """
+        ...
+
+    def begin(self, step: int) -> None:
+        """Have answered what may be begun now that the engines have the weights of `step`; returns at once."""
+        ...
+
+    def next(self, step: int) -> list[PendingScores]:
+        """The batch of this step, answered; the teacher was asked about it. Raises ClusterError."""
+        ...
+
+    def trained(self) -> None:
+        """The batch that `next` returned has been trained on."""
+        ...
+
+    def settle(self, timers: StageTimers) -> None:
+        """Block until the engines may be given new weights. Raises ClusterError."""
+        ...
+
+    def in_flight(self, step: int) -> InFlight:
+        """At a checkpoint of `step` optimizer steps: what a run that goes on from there could not make itself."""
+        ...
+
+    def close(self, *, wait: bool) -> None:
+        """Begin nothing more. Calling it again is harmless.
+
+        Args:
+            wait: stop what is being answered, too, and wait until it has stopped. Raises ClusterError.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Checks everything that can be checked before a process starts."""

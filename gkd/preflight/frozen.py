@@ -1,0 +1,108 @@
+"""What the driver can know of a local teacher or a reference before any process starts: its code, headers of its files,
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gkd.actor.frozen.model import head_refusal
+from gkd.actor.fsdp.model import build_on_meta, layer_list
+from gkd.actor.fsdp.probe import probe_on_meta
+from gkd.actor.fsdp.weights import check_weight_files
+from gkd.config.check_colocation import reference_folder
+from gkd.config.schema import Config
+from gkd.data.prompts import load_tokenizer
+from gkd.errors import ConfigError, ModelError
+from gkd.hf.files import weights_digest
+from gkd.teacher.base import TeacherInfo
+from teacher_server.wire.protocol import tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def local_teacher(config: Config, device: str) -> TeacherInfo:
+    """What a server would say of itself, of teacher.path.
+
+    Raises:
+        ConfigError: naming teacher.path: the folder is broken, without a tokenizer, or not a model that can be scored
+            so; or actor.packing, which this model does not bear.
+    """
+    path = config.teacher.path
+    hf = _checked(config, path, "teacher.path")
+    vocab_size, hidden_size = map(int, hf.get_output_embeddings().weight.shape)
+    tokenizer = load_tokenizer(path, "teacher.path", trust_remote_code=config.model.trust_remote_code)
+    return TeacherInfo(
+        teacher="",
+        model_name=Path(path).resolve().name,
+        model_path=str(Path(path).resolve()),
+        fingerprint=weights_digest(Path(path)),
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer.get_vocab()),
+        max_tokens=_max_tokens(hf),
+        n_workers=config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        n_streams=1,
+        engine="local",
+        device=device,
+        dtype=config.model.dtype,
+        protocol_version=0,
+    )
+
+
+def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
+    """Can the model of `reference_folder` say something of the student's tokens?
+
+    Args:
+        tokenizer: of the student.
+
+    Returns:
+        Its fingerprint, so that a resumed run has no other one.
+
+    Raises:
+        ConfigError: naming reference.path or, where that is empty, model.path: the folder is broken, not a model that
+            can be scored so, of another vocabulary, or made for shorter sequences; or actor.packing.
+    """
+    folder, path = reference_folder(config), config.reference.path
+    key = "reference.path" if path else "model.path"
+    hf = _checked(config, folder, key)
+    n_rows, longest = len(hf.get_output_embeddings().weight), config.data.max_prompt_length
+    longest += config.data.max_response_length
+    if n_rows < student_vocab:
+        problem = f"the student can sample {student_vocab} token ids and the reference knows only {n_rows}."
+        raise ConfigError(key, folder, problem, "use a reference with at least as many.")
+    if path:
+        other = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
+        own, its = (tokenizer_fingerprint(each.get_vocab()) for each in (tokenizer, other))
+        if own != its:
+            problem = f"its tokenizer maps tokens to other ids than the student's ({its[:12]} against {own[:12]})."
+            raise ConfigError(key, path, problem, "use a reference of the student's model family.")
+    if longest > _max_tokens(hf):
+        problem = f"prompt and response may have {longest} tokens together, and it was made for {_max_tokens(hf)}."
+        raise ConfigError(key, folder, problem, "lower data.max_response_length, or use another reference.")
+    return weights_digest(Path(folder))
+
+
+def _checked(config: Config, path: str, key: str) -> PreTrainedModel:
+    """The model of a folder without weights, whose files have them. Raises ConfigError naming `key`."""
+    packing, folder = config.actor.packing, Path(path)
+    if not folder.is_dir():
+        raise ConfigError(key, path, "there is no such folder.", "give a local folder in Hugging Face format.")
+    try:
+        trust = config.model.trust_remote_code
+        hf = build_on_meta(folder, dtype=torch.float32, packing=packing, trust_remote_code=trust)
+        check_weight_files(hf, folder)
+        with head_refusal(key, folder):
+            probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=packing, fused=True)
+    except ModelError as error:
+        raise ConfigError(key, path, f"{error}", "name a whole model folder.") from error
+    return hf
+
+
+def _max_tokens(hf: PreTrainedModel) -> int:
+    return getattr(hf.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize

@@ -1,0 +1,175 @@
+"""What can be known before the start of the teacher and of what is asked of it: who answers, does it fit, how much."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.schema import Config
+from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
+from gkd.log import get_logger
+from gkd.pipeline.staleness import staleness_bound
+from gkd.teacher.base import TeacherInfo
+from gkd.teacher.client import ZmqTeacher
+from gkd.types import Rollout
+from teacher_server.wire.protocol import Signal, tokenizer_fingerprint
+
+log = get_logger("preflight")
+
+# How long a running teacher server may take to say who it is.
+TEACHER_HELLO_S = 10.0
+
+# Scores that take more host memory than this are warned of.
+LARGE_SCORES_GIB = 4.0
+
+
+def ask_teacher(config: Config) -> TeacherInfo:
+    """Who answers at the teacher's address.
+
+    Raises:
+        TeacherUnavailable: nobody does.
+        TeacherError: it answered something else than who it is.
+        ConfigError: it has no such teacher, or teacher.keys cannot be used.
+    """
+    teacher = ZmqTeacher(
+        config.teacher.server_ip,
+        config.teacher.server_port,
+        k=config.teacher.topk,
+        temperature=config.teacher.temperature,
+        n_vocab=0,
+        n_in_flight=1,
+        request_timeout_s=config.teacher.request_timeout_s,
+        outage_budget_s=min(TEACHER_HELLO_S, config.teacher.outage_budget_s),
+        name=config.teacher.name,
+        keys=config.teacher.keys,
+    )
+    try:
+        info = teacher.info()
+        if config.teacher.signal == "hidden":
+            _check_head(teacher)
+        return info
+    except TeacherUnavailable as error:
+        where = f"teacher.server_ip = {config.teacher.server_ip}, teacher.server_port = {config.teacher.server_port}"
+        raise TeacherUnavailable(f"{where}: {error}") from error
+    except TeacherError as error:
+        if "refused it: bad_request:" not in str(error):
+            raise
+        raise ConfigError("teacher.name", config.teacher.name, f"{error}.", "use one of the server's names.") from error
+    finally:
+        teacher.close()
+
+
+def _check_head(teacher: ZmqTeacher) -> None:
+    """Ask for the hidden states of one token: a teacher whose logits are more than those times a matrix (a bias, a soft
+    cap) refuses."""
+    token, nothing = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    try:
+        teacher.submit_hidden(Rollout(0, 0, token, token, nothing, (), "length", on_policy=False)).result()
+    except TeacherUnavailable:
+        raise
+    except TeacherError as error:
+        raise ConfigError("teacher.signal", "hidden", f"{error}.", "use topk or logits.") from error
+
+
+def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:
+    """Do the two speak the same token ids, and is the teacher big enough? Returns the ids they share.
+
+    `vocab_size` may differ (models pad their embedding differently around one tokenizer); the map
+    token -> id may not, or every score would be about other words.
+    """
+    if not teacher.tokenizer_fingerprint:
+        raise ConfigError(
+            "teacher.server_port",
+            config.teacher.server_port,
+            f"the teacher's folder {teacher.model_path} holds no tokenizer, so nobody can tell whether its token ids "
+            "mean what the student's mean.",
+            "put the teacher's tokenizer files there and start the server again.",
+        )
+    own = tokenizer_fingerprint(tokenizer.get_vocab())
+    if teacher.tokenizer_fingerprint != own:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"its tokenizer maps tokens to other ids than that of the teacher {teacher.model_path} "
+            f"({own[:12]} against {teacher.tokenizer_fingerprint[:12]}).",
+            "use a student and a teacher of one model family.",
+        )
+    if student_vocab > teacher.vocab_size:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"the student can sample {student_vocab} token ids and the teacher knows only {teacher.vocab_size}.",
+            "cut the student's padded embedding rows, or use a teacher with at least as many.",
+        )
+    n_vocab = student_vocab
+    spec = loss_spec(config.distill, config.teacher.temperature)
+    asks_for_a_list = "topk" in teacher_signals(spec, cast(Signal, config.teacher.signal))
+    if asks_for_a_list and config.teacher.topk > n_vocab:
+        raise ConfigError(
+            "teacher.topk",
+            config.teacher.topk,
+            f"student and teacher share only {n_vocab} token ids.",
+            f"use at most {n_vocab}.",
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if longest > teacher.max_tokens:
+        raise ConfigError(
+            "data.max_response_length",
+            config.data.max_response_length,
+            f"prompt and response may have {longest} tokens together, and the teacher scores at most "
+            f"{teacher.max_tokens}.",
+            "lower data.max_prompt_length or data.max_response_length.",
+        )
+    return n_vocab
+
+
+def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:
+    """Most that the teacher's scores of the batches under way, or of an evaluation, can take on the hosts, GiB.
+
+    They are held once in the object store and once by each tensor-parallel rank that trains on them (ids in 64 bits).
+    """
+    bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
+    logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
+    stored = {"logits": logits, "hidden": hidden, "topk": 8 * topk, "sampled": 4}
+    trained_on = stored | {"topk": 12 * topk}
+    spec = loss_spec(config.distill, config.teacher.temperature)
+    signals = teacher_signals(spec, cast(Signal, config.teacher.signal))
+    held = sum(stored[signal] for signal in signals)
+    used = config.actor.tp * sum(trained_on[signal] for signal in signals)
+    evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
+    batch = config.trainer.global_batch_size * config.rollout.n
+    # What is answered ahead waits in the object store.
+    bytes_per_position = max(batch * ((1 + staleness_bound(config.trainer)) * held + used), evaluated * (held + used))
+    return bytes_per_position * config.data.max_response_length / 2**30
+
+
+def warn_of_the_losses(config: Config, gib: float) -> None:
+    """What is allowed, and may surprise."""
+    if gib > LARGE_SCORES_GIB:
+        log.warning(
+            "teacher.signal %s: the scores of the batches under way, or of an evaluation, may take %.1f GiB of host "
+            "memory, all data-parallel groups together, and while they are written to disk as much again; smaller: "
+            "hidden instead of logits, topk instead of hidden, a smaller teacher.topk or eval.max_prompts",
+            config.teacher.signal,
+            gib,
+        )
+    spec = loss_spec(config.distill, config.teacher.temperature)
+    if spec.uses_samples and config.rollout.top_p < 1.0:
+        names = [term.name for term in spec.policy_gradients]
+        log.warning(
+            "rollout.top_p %g: the tokens outside are never sampled, so %s learns nothing about them",
+            config.rollout.top_p,
+            ", ".join([*names, "the reference's KL"] if spec.has_reference else names),
+        )
+    share = config.distill.on_policy_share
+    unused = "student" if spec.sft and len(spec.terms) == 1 and share else None
+    if len(spec.policy_gradients) == len(spec.terms) and share < 1.0:
+        unused = "dataset"
+    if unused:
+        log.warning(
+            "distill.on_policy_share %g: no loss learns from the %s's responses, and they count in the mean",
+            share,
+            unused,
+        )

@@ -1,0 +1,174 @@
+"""May this run have this folder, and what does it go on from? How another run is kept from overwriting it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from gkd.config.load import config_yaml
+from gkd.config.schema import Config
+from gkd.errors import ConfigError
+from gkd.log import get_logger
+from gkd.run import export_folder
+from gkd.run.checkpoints import STATE, CheckpointStore, step_of, verified
+from gkd.run.disk import TMP, make_folder, naming, replace_file
+from gkd.run.folder import CHECKPOINTS, GOING_BACK, LOCK, ORIGIN, RunFolder, teacher_json
+from gkd.run.manifest import NAME as MANIFEST
+from gkd.run.resume_compat import check_same_reference, check_same_run, check_same_teacher
+
+log = get_logger("run_folder")
+
+
+def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
+    """Take `trainer.run_dir` for this run, and hold it: a new folder, or (unless resume: never) the same run's.
+
+    Reads the whole checkpoint that the run goes on from. A refused run changes nothing.
+
+    Args:
+        teacher: name and fingerprint of the model that scores; a resumed run must have the same fingerprint.
+
+    Raises:
+        ConfigError: it holds another run and trainer.resume is never or a checkpoint of another run, or the teacher or
+            settings that shape the result have changed; trainer.resume is no checkpoint; another process holds it; it
+            is a folder of something else; it cannot be written.
+        CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are; or one
+            cannot be read now.
+    """
+    root = Path(config.trainer.run_dir)
+    if root.exists() and not root.is_dir():
+        raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
+    is_ours = (root / "config.yaml").exists() and (root / "teacher.json").exists()
+    if not is_ours and _holds_another_s(root):
+        problem = "it is not empty and holds no whole run of ours."
+        raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
+    store, named = CheckpointStore(root / CHECKPOINTS), named_checkpoint(config)
+    if named is not None and named.parent == store.root.resolve():
+        named = store.root / named.name
+    elif is_ours and _has_begun(root):
+        if config.trainer.resume != "auto":
+            raise ConfigError(
+                "trainer.run_dir",
+                str(root),
+                "it holds a run already.",
+                "name another folder, or set trainer.resume=auto to go on with that run.",
+            )
+        check_same_run(root / "config.yaml", config)
+        check_same_teacher(root / "teacher.json", teacher, config)
+        check_same_reference(root / "teacher.json", teacher, config)
+    if named is not None:
+        _check_checkpoint(named, teacher, config)
+    try:
+        make_folder(root)
+        lock = _hold(root)
+        try:
+            start = named
+            if config.trainer.resume == "auto":
+                going_back = _noted(root / GOING_BACK, teacher, config)
+                start = going_back or store.newest() or _noted(root / ORIGIN, teacher, config)
+            store.remove_leftovers()
+            export_folder.tidy(root)
+            # Before the config: from that on this is a run, and `auto` must know what it was told to begin with.
+            _note_start(root, start, store, config)
+            replace_file(root / "teacher.json", teacher_json(teacher).encode())
+            replace_file(root / "config.yaml", config_yaml(config).encode())
+        except BaseException:
+            lock.close()
+            raise
+    except OSError as error:
+        raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
+    return RunFolder(root, config, teacher, lock, start)
+
+
+def named_checkpoint(config: Config) -> Path | None:
+    """The folder that trainer.resume names; None where it is auto or never.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no checkpoint.
+    """
+    resume = config.trainer.resume
+    if resume in ("auto", "never"):
+        return None
+    problem = "it is neither auto nor never, and there is no such folder."
+    if os.path.isdir(resume):
+        folder = Path(resume).resolve()
+        if step_of(folder) is not None and any((folder / file).exists() for file in (MANIFEST, STATE)):
+            return folder
+        problem = "that folder is no checkpoint."
+    raise ConfigError("trainer.resume", resume, problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
+
+
+def _noted(file: Path, teacher: Mapping[str, str], config: Config) -> Path | None:
+    """The checkpoint that an earlier start was told to go on from, and has not come to replace by its own work.
+
+    `branched_from`: the other run's that a branch began with, until it has saved one of its own. `going_back`: the
+    run's own, until it is loaded. None: there is no such file.
+    """
+    if not file.exists():
+        return None
+    with naming(file, "read"):
+        text = file.read_text().removesuffix("\n")
+    # Of its own the name alone, so that the run can be moved.
+    folder = file.parent / CHECKPOINTS / text if file.name == GOING_BACK else Path(text)
+    log.info("%s: an earlier start was told to go on from %s, and this one does", file, folder)
+    _check_checkpoint(folder, teacher, config)
+    return folder
+
+
+def _note_start(root: Path, start: Path | None, store: CheckpointStore, config: Config) -> None:
+    """Write down what the run was told to go on from, where `auto` would not find it by itself. Raises OSError."""
+    origin, going_back = root / ORIGIN, root / GOING_BACK
+    if config.trainer.resume == "auto":
+        return  # what is noted still holds
+    if start is not None and start.parent == store.root:
+        replace_file(going_back, f"{start.name}\n".encode())
+        return
+    going_back.unlink(missing_ok=True)
+    if start is None:
+        origin.unlink(missing_ok=True)
+    else:
+        replace_file(origin, f"{start}\n".encode())
+
+
+def _check_checkpoint(folder: Path, teacher: Mapping[str, str], config: Config) -> None:
+    """Is this checkpoint whole, and may a run of this config and teacher go on from it?"""
+    verified(folder)
+    check_same_run(folder / "config.yaml", config)
+    check_same_teacher(folder / "teacher.json", teacher, config)
+    check_same_reference(folder / "teacher.json", teacher, config)
+
+
+def _hold(root: Path) -> TextIO:
+    """Lock the folder for as long as the file stays open; the kernel lets go of it however the process ends."""
+    lock = (root / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ConfigError(
+            "trainer.run_dir", str(root), "another run is writing into it right now.", "wait for it, or name another."
+        ) from error
+    except OSError as error:
+        lock.close()
+        raise ConfigError(
+            "trainer.run_dir",
+            str(root),
+            f"its file system cannot lock files ({error}), so two runs could write into it at once.",
+            "name a folder of a file system that can, or have this one mounted with locks (flock).",
+        ) from error
+    return lock
+
+
+def _holds_another_s(root: Path) -> bool:
+    """Is there anything in it that a start of ours, killed before it had written its config, does not leave?"""
+    ours = {LOCK, ORIGIN, GOING_BACK, "teacher.json"}
+    ours |= {f"{TMP}{name}" for name in (*ours, "config.yaml")}
+    return root.exists() and any(path.name not in ours for path in root.iterdir())
+
+
+def _has_begun(root: Path) -> bool:
+    """Is there anything of a run to lose? A config alone is that of a run that never came to its first number."""
+    metrics = root / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or CheckpointStore(root / CHECKPOINTS).has_any()

@@ -1,0 +1,122 @@
+"""sync, one_step_off, two_step_off in the simulation: `gkd.pipeline.prefetch` in other words, without the work.
+
+A batch goes to all engines at once and each of them is then alone with its share, so there is one calculation for each
+engine and batch, and no queue of events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gkd.data.chunks import CHUNK_SIZE
+from gkd.pipeline.staleness import AHEAD
+from gkd.tools.split_tuner.engine import finish_times
+from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
+from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
+from gkd.tools.split_tuner.teacher import Teacher
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    version: int
+    answered_s: float
+    scored_s: float
+    tokens: np.ndarray  # [m] prompt and response, of all sequences
+    groups: np.ndarray  # [m]
+    response_tokens: float
+    n_answers: int
+    engine_s: float  # of all engines together
+
+
+def run(
+    scheduler: str, sizes: Sizes, workload: Workload, rates: Rates, *, n_steps: int, warm_up: int, seed: int
+) -> Outcome:
+    """Simulates `warm_up` steps and then `n_steps` that count."""
+    ahead = AHEAD[scheduler]
+    rng = np.random.default_rng(seed)
+    teacher, totals = Teacher(rates, sizes.workers), Totals()
+    queue: list[_Batch] = []
+    now_s = free_s = began_s = engine_s = train_total_s = 0.0  # free_s: when the engines have answered all batches
+    next_number, teacher_before_s = 0, 0.0
+    for step in range(warm_up + n_steps):
+        if step == warm_up:
+            began_s, teacher_before_s, totals, engine_s, train_total_s = now_s, teacher.busy_s, Totals(), 0.0, 0.0
+        while next_number <= step + ahead:
+            batch = _answer(next_number, step, max(now_s, free_s), sizes, workload, rates, rng, teacher)
+            free_s, engine_s = batch.answered_s, engine_s + batch.engine_s
+            queue.append(batch)
+            next_number += 1
+        batch = queue.pop(0)
+        answered_s = max(now_s, batch.answered_s)
+        scored_s = max(answered_s, batch.scored_s)
+        train_s = train_seconds(batch.tokens, batch.groups, sizes, workload, rates)
+        trained_s = scored_s + train_s
+        settled_s = max(trained_s, free_s)
+        totals.waited_s["rollout"] += answered_s - now_s + settled_s - trained_s
+        totals.waited_s["teacher"] += scored_s - answered_s
+        totals.waited_s["actor"] += train_s
+        totals.n_steps += 1
+        totals.response_tokens += batch.response_tokens
+        totals.ages[step - batch.version] += batch.n_answers
+        train_total_s += train_s
+        now_s = settled_s + rates.sync_s + rates.other_s
+    busy_s = {"rollout": engine_s, "teacher": teacher.busy_s - teacher_before_s, "actor": train_total_s}
+    return totals.outcome(scheduler, now_s - began_s, busy_s, sizes)
+
+
+def _answer(
+    number: int,
+    version: int,
+    start_s: float,
+    sizes: Sizes,
+    workload: Workload,
+    rates: Rates,
+    rng: np.random.Generator,
+    teacher: Teacher,
+) -> _Batch:
+    """All answers to a batch, and the teacher asked about them."""
+    n_answered = workload.answered(number)
+    place = np.arange(n_answered).repeat(workload.n)  # of each sequence's prompt, among those the student answers
+    engine_of, group_of = place % sizes.engines, place % sizes.dp
+    lengths = workload.lengths.draw(rng, len(place), number)
+    order = np.argsort(engine_of, kind="stable")
+    arrived, engine_s, last_s = np.empty(len(place)), 0.0, 0.0
+    for mine in np.split(order, np.cumsum(np.bincount(engine_of, minlength=sizes.engines))[:-1]):
+        if len(mine):
+            finished = finish_times(lengths[mine], workload.prompt_tokens, workload.max_num_seqs, rates)
+            handed_s = rates.chunk_s * (1 + n_chunks(group_of[mine]))
+            arrived[mine] = chunk_times(finished, group_of[mine]) + handed_s
+            engine_s += float(finished.max())
+            last_s = max(last_s, float(finished.max()) + handed_s)
+    answered_s = start_s + last_s
+    n_dataset = workload.n_prompts - n_answered
+    of_dataset = workload.prompt_tokens + workload.dataset_tokens
+    tokens = np.concatenate([lengths + workload.prompt_tokens, np.full(n_dataset, of_dataset)])
+    groups = np.concatenate([group_of, np.arange(n_answered, workload.n_prompts) % sizes.dp])
+    asked = np.concatenate([start_s + arrived, np.full(n_dataset, start_s)])
+    if not workload.overlap:
+        asked[:] = answered_s
+    in_order = np.argsort(asked, kind="stable")
+    scored_s = answered_s
+    for at_s, n_tokens in zip(asked[in_order].tolist(), tokens[in_order].tolist(), strict=True):
+        scored_s = max(scored_s, teacher.score(at_s, (n_tokens,)))
+    response_tokens = float(lengths.sum()) + n_dataset * workload.dataset_tokens
+    return _Batch(version, answered_s, scored_s, tokens, groups, response_tokens, len(place), engine_s)
+
+
+def n_chunks(groups: np.ndarray, chunk_size: int = CHUNK_SIZE) -> int:
+    """That an engine makes of its sequences, of these data-parallel groups."""
+    return int((-(-np.bincount(groups) // chunk_size)).sum())
+
+
+def chunk_times(finished: np.ndarray, groups: np.ndarray, chunk_size: int = CHUNK_SIZE) -> np.ndarray:
+    """[m]: when each of an engine's sequences leaves it: with the last of its chunk, see `RolloutWorker.generate`."""
+    left = np.full(len(finished), finished.max())
+    for group in np.unique(groups):
+        mine = np.flatnonzero(groups == group)
+        mine = mine[np.argsort(finished[mine], kind="stable")]
+        full = len(mine) - len(mine) % chunk_size
+        left[mine[:full]] = finished[mine[chunk_size - 1 : full : chunk_size]].repeat(chunk_size)
+    return left

@@ -1,0 +1,62 @@
+"""Step times of many splits in closed form: good enough to say which ones are worth a simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gkd.data.chunks import CHUNK_SIZE
+from gkd.pipeline.staleness import AHEAD
+from gkd.tools.split_tuner.rates import Lengths, Rates, Workload
+
+
+def estimate(
+    scheduler: str,
+    dp: np.ndarray,
+    engines: np.ndarray,
+    workers: np.ndarray,
+    workload: Workload,
+    rates: Rates,
+    max_staleness: int,
+) -> np.ndarray:
+    """[splits] float64, seconds of a step; each stage alone, and at most the longest of those that run side by side.
+
+    Args:
+        dp, engines, workers: [splits], of `gkd.tools.split_tuner.rates.Sizes`.
+    """
+    mean = workload.lengths.mean
+    prompts = max(workload.n_answered, 1e-9)
+    n_answers = prompts * workload.n
+    tokens = n_answers * (mean + workload.prompt_tokens)
+    tokens += (workload.n_prompts - workload.n_answered) * (workload.dataset_tokens + workload.prompt_tokens)
+    score_s = (workload.n_sequences * rates.score_s + tokens * rates.score_token_s) / workers
+    train_s = rates.train_s + rates.train_token_s * tokens / dp
+    after_s = rates.sync_s + rates.other_s
+    if scheduler not in AHEAD:  # always as many sequences in an engine as there is room for
+        running = np.minimum(workload.max_num_seqs, np.maximum(1.0, n_answers * (1 + max_staleness) / engines))
+        per_answer = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens + rates.chunk_s / workload.n
+        rollout_s = n_answers / engines * (per_answer + rates.pass_s * mean / running)
+        return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
+    most = np.minimum(np.ceil(prompts / engines) * workload.n, n_answers)
+    # The j-th prompt goes to engine j mod engines, and is of group j mod dp.
+    groups = dp / np.gcd(dp.astype(int), engines.astype(int))
+    longest = _longest(workload.lengths, np.minimum(most, workload.max_num_seqs))
+    passes = np.maximum(longest, most / workload.max_num_seqs * mean + longest / 2 * (most > workload.max_num_seqs))
+    rollout_s = rates.pass_s * passes + most * (rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens)
+    rollout_s = rollout_s + rates.chunk_s * (1 + np.ceil(most / groups / CHUNK_SIZE) * np.minimum(groups, most))
+    late_s = np.maximum(score_s - rollout_s, 0.0) if workload.overlap else score_s
+    if scheduler == "sync":
+        return rollout_s + late_s + train_s + after_s
+    if AHEAD[scheduler] == 1:
+        # The loop waits w for scores, trains, waits for answers; the scores are there `late_s` after those, so
+        # w = late_s - after_s if the answers are last, and half of what is missing if the training is.
+        missing_s = np.maximum((rollout_s + late_s - train_s - after_s) / 2, 0.0)
+        train_is_last = missing_s + train_s > rollout_s
+        missing_s = np.where(train_is_last, missing_s, np.maximum(late_s - after_s, 0.0))
+        return np.maximum(rollout_s, train_s + missing_s) + after_s
+    return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
+
+
+def _longest(lengths: Lengths, n: np.ndarray) -> np.ndarray:
+    """[splits]: about the longest of so many responses."""
+    typical = lengths.tokens.mean(0)
+    return np.interp(100.0 * n / (n + 1), lengths.percent, typical)

@@ -1,0 +1,159 @@
+"""Every way to share out some GPUs among the three pools that the config keys and Ray's packing allow."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from gkd.config.check_pools import data_parallel_size, n_engines
+from gkd.config.schema import Config, TrainerConfig
+from gkd.pipeline.staleness import STREAM
+from gkd.tools.split_tuner.rates import Sizes
+
+# With more GPUs than this, a pool that is larger than a node has whole nodes.
+_EVERY_SIZE = 64
+# Stands for the address of the Ray cluster that a planned run would have. Never pasted, and nobody is asked there.
+_SOME_CLUSTER = "planned:6379"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """`nnodes` x `per_node` GPUs, as a pool's two keys say."""
+
+    nnodes: int
+    per_node: int
+
+    @property
+    def n_gpus(self) -> int:
+        return self.nnodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.n_gpus}" if self.nnodes == 1 else f"{self.n_gpus} ({self.nnodes}x{self.per_node})"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    actor: PoolSize
+    rollout: PoolSize
+    workers: int  # of the teacher
+    teacher_gpus: int  # of those that are shared out; 0: the teacher is elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What there is to share out."""
+
+    n_gpus: int
+    per_node: int  # of a node; the last one may have fewer
+    gpus_per_worker: int  # of the teacher
+    workers_elsewhere: int  # of a teacher with GPUs of its own; 0: it takes some of these
+
+    @property
+    def nodes(self) -> list[int]:
+        """GPUs of each."""
+        whole, rest = divmod(self.n_gpus, self.per_node)
+        return [self.per_node] * whole + [rest] * (rest > 0)
+
+
+def with_split(config: Config, split: Split, scheduler: str) -> Config:
+    """The settings of a run with it, to plan with; a scheduler with a bound of its own has no trainer.max_staleness.
+
+    Where and on which GPUs the measured run was says nothing of the planned one: no cluster.gpus, and a Ray cluster
+    where a pool has several nodes.
+    """
+    changed = copy.deepcopy(config)
+    changed.trainer.nnodes, changed.trainer.n_gpus_per_node = split.actor.nnodes, split.actor.per_node
+    changed.rollout.nnodes, changed.rollout.n_gpus_per_node = split.rollout.nnodes, split.rollout.per_node
+    changed.trainer.scheduler = scheduler
+    changed.cluster.gpus = []
+    if max(split.actor.nnodes, split.rollout.nnodes) > 1:
+        changed.cluster.ray_address = changed.cluster.ray_address or _SOME_CLUSTER
+    if scheduler != STREAM:
+        changed.trainer.max_staleness = TrainerConfig().max_staleness
+    return changed
+
+
+def own_split(config: Config, workers: int, gpus_per_worker: int, *, elsewhere: bool) -> Split:
+    """The one that a run has."""
+    actor = PoolSize(config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    rollout = PoolSize(config.rollout.nnodes, config.rollout.n_gpus_per_node)
+    return Split(actor, rollout, workers, 0 if elsewhere else workers * gpus_per_worker)
+
+
+def sizes(config: Config, split: Split) -> Sizes:
+    """`config` has this split already."""
+    return Sizes(data_parallel_size(config), n_engines(config), split.workers)
+
+
+def actor_unit(config: Config) -> int:
+    """GPUs that the actor pool is a multiple of: whole data-parallel groups, and actor.ep divides a stage's ranks."""
+    return config.actor.pp * math.lcm(config.actor.tp, config.actor.ep)
+
+
+def splits(config: Config, hardware: Hardware) -> Iterator[Split]:
+    """The teacher takes what the others leave. With one elsewhere, those to which no GPU could be added: of two
+    listed ones, none gives both pools at least as many as the other.
+    """
+    found = _shared_out(config, hardware)
+    return _undominated(found) if hardware.workers_elsewhere else found
+
+
+def _shared_out(config: Config, hardware: Hardware) -> Iterator[Split]:
+    a, r = config.actor, config.rollout
+    actors = list(_pool_sizes(actor_unit(config), a.tp, hardware))
+    rollouts = list(_pool_sizes(r.tp, r.tp, hardware))
+    for actor in actors:
+        if actor.n_gpus // (a.tp * a.pp) > config.trainer.global_batch_size:
+            continue  # each data-parallel group needs a prompt
+        for rollout in rollouts:
+            if actor.n_gpus + rollout.n_gpus > hardware.n_gpus:
+                break  # they ascend
+            free = _free(hardware, actor, rollout)
+            if free is None:
+                continue
+            if hardware.workers_elsewhere:
+                yield Split(actor, rollout, hardware.workers_elsewhere, 0)
+            elif workers := sum(size // hardware.gpus_per_worker * n for size, n in free.items()):
+                yield Split(actor, rollout, workers, workers * hardware.gpus_per_worker)
+
+
+def _undominated(found: Iterable[Split]) -> Iterator[Split]:
+    """Those of two pools without another one that has as many GPUs in each and more in one."""
+    most = 0
+    for split in sorted(found, key=lambda s: (-s.actor.n_gpus, -s.rollout.n_gpus)):
+        if split.rollout.n_gpus > most:
+            most = split.rollout.n_gpus
+            yield split
+
+
+def _pool_sizes(unit: int, tp: int, hardware: Hardware) -> Iterator[PoolSize]:
+    """Sizes that are multiples of `unit`, each on as few nodes as can be: no tensor-parallel group spans two."""
+    for n_gpus in range(unit, hardware.n_gpus + 1, unit):
+        if n_gpus <= hardware.per_node:
+            yield PoolSize(1, n_gpus)
+            continue
+        narrowest = hardware.per_node if hardware.n_gpus > _EVERY_SIZE else -(-hardware.per_node // 2)
+        for width in range(hardware.per_node, narrowest - 1, -1):
+            if n_gpus % width == 0 and width % tp == 0:
+                yield PoolSize(n_gpus // width, width)
+                break
+
+
+def _free(hardware: Hardware, actor: PoolSize, rollout: PoolSize) -> Counter[int] | None:
+    """GPUs that a node has left -> how many such nodes; None: the pools do not fit. The wider one first, each of its
+    nodes where it leaves least.
+    """
+    free = Counter(hardware.nodes)
+    for pool in sorted((actor, rollout), key=lambda p: -p.per_node):
+        n_left = pool.nnodes
+        for size in sorted(size for size in free if size >= pool.per_node):
+            n = min(n_left, free[size])
+            free[size] -= n
+            free[size - pool.per_node] += n
+            n_left -= n
+        if n_left:
+            return None
+    return free

@@ -1,0 +1,303 @@
+"""A run folder as the tuner sees it: its settings, its layout, and the rates that its metrics show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gkd.cluster.gpu_table import TEACHER, survey_of
+from gkd.config.check_pools import data_parallel_size, n_engines
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.data.chunks import CHUNK_SIZE
+from gkd.errors import ConfigError
+from gkd.metrics.pools import (
+    DP,
+    ENGINES,
+    LENGTH_MEAN,
+    MAX_NUM_SEQS,
+    NOT_EACH_STEP,
+    PASS_SUMS,
+    QUANTILES,
+    SINCE_START,
+    WITH_EVALUATION,
+    WORKERS,
+    busy_name,
+    quantile_name,
+)
+from gkd.metrics.step import DATASET_TOKENS
+from gkd.metrics.teacher_meter import SEQUENCES, TOKENS
+from gkd.metrics.writer import read_metrics
+from gkd.pipeline.staleness import STREAM, staleness_bound
+from gkd.run.folder import PLACES
+from gkd.tools.split_tuner.fit import line, passes
+from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload
+
+WARM_UP = 2  # steps that are left out: what is loaded, compiled or cached for the first time
+_LEAST = 4  # steps after them
+_STAGES = ("rollout", "teacher", "reference", "train", "weight_sync")
+_OF_TEACHER = (SEQUENCES, TOKENS, *map(busy_name, WORKERS))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run shows."""
+
+    config: Config
+    sizes: Sizes
+    gpus_per_worker: int  # of the teacher
+    workload: Workload
+    rates: Rates
+    step_s: float  # mean, without evaluations and checkpoints
+    n_steps: int  # that it was measured in
+    notes: tuple[str, ...]  # what is assumed
+
+
+def check_plannable(config: Config) -> None:
+    """Raises ConfigError: roles share GPUs, so that there is nothing to be split between them."""
+    shared = {
+        "trainer.colocate": (config.trainer.colocate, "actor and engines take turns on the same GPUs."),
+        "teacher.backend": (config.teacher.backend == "local", "the teacher is on the actor's GPUs."),
+    }
+    for key, (is_so, problem) in shared.items():
+        if is_so:
+            value = "local" if key == "teacher.backend" else True
+            raise ConfigError(key, value, problem, "plan with a run whose three roles have GPUs of their own.")
+
+
+def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int = 0, last: int = 0) -> Run:
+    """The rates of one run, or of several that differ in rollout.max_num_seqs alone (the first one's settings count).
+
+    Args:
+        workers: of the teacher; 0: as many as gpus.json names.
+        gpus_per_worker: of its; 0: as gpus.json says.
+        last: look at so many last steps of each; 0 = all.
+
+    Raises:
+        ConfigError: a folder is no run folder, or its run is a replay or too short since it was last started, or the
+            teacher's workers are not known; see also `check_plannable`.
+        CheckpointError: metrics.jsonl is damaged.
+        ClusterError: gpus.json is damaged.
+    """
+    lines = [line for folder in folders for line in _steps(folder, last)]
+    config = load_config(folders[0] / "config.yaml")
+    check_plannable(config)
+    notes: list[str] = []
+    n_workers, per_worker = _teacher(folders[0], workers, gpus_per_worker, notes)
+    sizes = Sizes(data_parallel_size(config), n_engines(config), n_workers)
+    table = _Table(folders[0], lines)
+    workload = _workload(config, table)
+    rates = _rates(config, sizes, table, notes)
+    step_s = float(np.mean(table["time/step_s"] - table.stages(NOT_EACH_STEP)))
+    return Run(config, sizes, per_worker, workload, rates, step_s, len(lines), tuple(notes))
+
+
+class _Table:
+    """Columns of the steps' lines."""
+
+    def __init__(self, folder: Path, lines: Sequence[dict[str, float]]) -> None:
+        self._folder, self._lines = folder, lines
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """[steps] float64. Raises ConfigError: a line has no such number."""
+        if any(not isinstance(line.get(name), int | float) for line in self._lines):
+            raise self.lacks(name)
+        return np.array([line[name] for line in self._lines], float)
+
+    def lacks(self, name: str) -> ConfigError:
+        """What is to be said of a number that is not there, or is 0 where that cannot be."""
+        steps = [line["step"] for line in self._lines if not isinstance(line.get(name), int | float)]
+        if not steps:
+            zeros = [line["step"] for line in self._lines if not line[name]]
+            problem = f"{len(zeros)} steps of its metrics, the first is {zeros[0]}, have {name} 0: nothing was done."
+            return ConfigError("--run", str(self._folder), problem, "use a run whose pools all had work.")
+        problem = f"{len(steps)} steps of its metrics, the first is {steps[0]}, have no number {name}."
+        return ConfigError("--run", str(self._folder), problem, "use a run that this version of gkd has made.")
+
+    def get(self, name: str) -> np.ndarray:
+        """The same, with 0 where there is none."""
+        return np.array([line.get(name) or 0.0 for line in self._lines], float)
+
+    def stages(self, names: Sequence[str]) -> np.ndarray:
+        return sum((self.get(f"time/{name}_s") for name in names), np.zeros(len(self._lines)))
+
+
+def _steps(folder: Path, last: int) -> list[dict[str, float]]:
+    """The steps that count."""
+    if not (folder / "config.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
+        problem = "it has no config.yaml with a metrics.jsonl: no training has made a step there."
+        raise ConfigError("--run", str(folder), problem, "name the run_dir of one that has.")
+    config = load_config(folder / "config.yaml")
+    if config.trainer.replay:
+        problem = "the run trains on another one's batches, so its engines and its teacher have nothing to do."
+        raise ConfigError("trainer.replay", config.trainer.replay, problem, "use a run that answers its own prompts.")
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "time/step_s" in line and "loss/total" in line]
+    lines = _of_last_start(folder, config, lines)
+    # The engines have nothing to do beside the last steps of a run whose rollouts are ahead.
+    n_last = staleness_bound(config.trainer)
+    lines = [line for line in _with_own_teacher(lines, n_last)[WARM_UP:] if WITH_EVALUATION not in line]
+    if len(lines) < _LEAST:
+        problem = (
+            f"since it was last started it has {len(lines)} steps besides the first {WARM_UP} and the last {n_last}, "
+            "which are left out."
+        )
+        raise ConfigError("--run", str(folder), problem, f"let it make at least {WARM_UP + _LEAST + n_last} steps.")
+    return lines[-last:] if last else lines
+
+
+def _of_last_start(folder: Path, config: Config, lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The steps since the run was last started: it may have been another layout, and another teacher, before that.
+
+    Raises:
+        ConfigError: it was started with another layout, and has made no step since.
+    """
+    if not lines:
+        return lines
+    newest, first = _Table(folder, lines[-1:]), len(lines) - 1
+    for name, value in (
+        (DP, data_parallel_size(config)),
+        (ENGINES, n_engines(config)),
+        (MAX_NUM_SEQS, config.rollout.max_num_seqs),
+    ):
+        if newest[name][0] != value:
+            problem = f"its config.yaml says {name} {value}, its last step was made with {newest[name][0]:g}."
+            raise ConfigError("--run", str(folder), problem, "let it make some steps with these settings.")
+    for since_start in range(int(newest[SINCE_START][0]) - 1, 0, -1):
+        if not first or lines[first - 1].get(SINCE_START) != since_start:
+            break
+        first -= 1
+    return lines[first:]
+
+
+def _with_own_teacher(lines: Sequence[dict[str, float]], delay: int) -> list[dict[str, float]]:
+    """All but the last `delay` steps, with what the teacher did in them, which a step so much later says."""
+    without = [{name: value for name, value in line.items() if name not in _OF_TEACHER} for line in lines]
+    of_teacher = [{name: line[name] for name in _OF_TEACHER if name in line} for line in lines]
+    return [line | teacher for line, teacher in zip(without, of_teacher[delay:], strict=False)]
+
+
+def _teacher(folder: Path, workers: int, gpus_per_worker: int, notes: list[str]) -> tuple[int, int]:
+    """Its workers, and the GPUs of each."""
+    table = folder / PLACES
+    rows = (
+        [row for row in survey_of(table.read_bytes(), str(table)).rows if row.pool == TEACHER] if table.exists() else []
+    )
+    if not rows and not workers:
+        problem = f"{PLACES} of {folder} names none, so nobody knows how many scored its rollouts."
+        raise ConfigError("--teacher-workers", 0, problem, "say how many the teacher server had.")
+    per_worker = gpus_per_worker or max((len(row.cards) for row in rows), default=0)
+    if not per_worker:
+        notes.append(f"a worker of the teacher is taken to have one GPU: {PLACES} names none of its cards")
+    return workers or len(rows), per_worker or 1
+
+
+def _workload(config: Config, table: _Table) -> Workload:
+    sequences, answers = table["rollout/sequences"].sum(), table["rollout/on_policy_sequences"].sum()
+    if not answers:
+        problem = "its steps train on the dataset's responses alone, so there are no rollouts to plan for."
+        raise ConfigError("distill.on_policy_share", config.distill.on_policy_share, problem, "use another run.")
+    # A stream may have steps in which no response was finished; they have no lengths.
+    means = table.get(LENGTH_MEAN)
+    with_lengths = means > 0
+    if not with_lengths.any():
+        raise table.lacks(LENGTH_MEAN)
+    quantiles = np.stack([table.get(quantile_name(q))[with_lengths] for q in QUANTILES], axis=1)
+    if not quantiles.all():  # a response has a token at least
+        raise table.lacks(quantile_name(QUANTILES[int((quantiles == 0).any(axis=0).argmax())]))
+    dataset = sequences - answers
+    return Workload(
+        n_prompts=config.trainer.global_batch_size,
+        n_answered=config.distill.on_policy_share * config.trainer.global_batch_size,
+        n=config.rollout.n,
+        max_num_seqs=config.rollout.max_num_seqs,
+        prompt_tokens=float(table["rollout/prompt_tokens"].sum() / sequences),
+        dataset_tokens=float(table[DATASET_TOKENS].sum() / dataset) if dataset else 0.0,
+        overlap=config.teacher.overlap_rollout,
+        balance=config.actor.balance,
+        lengths=Lengths(np.array(QUANTILES, float), quantiles, float(means[with_lengths].mean())),
+    )
+
+
+def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rates:
+    products = np.zeros((4, 4))
+    for name, (i, j) in PASS_SUMS.items():
+        products[i, j] = products[j, i] = table[name].sum()
+    if not products[0, 0]:
+        raise table.lacks("perf/pass_n")
+    (pass_s, sequence_s, prefill_s), assumed = passes(products)
+    if assumed:
+        notes.append(
+            f"an engine's passes all moved about {products[0, 1] / products[0, 0]:.1f} sequences: a pass is taken to "
+            "last as long with any number of them; --calibrate varies it"
+        )
+    score_s, score_token_s = _scoring(sizes, table, notes)
+    train_s, train_token_s = _training(config, sizes, table, notes)
+    sync_s = float(np.mean(table["time/weight_sync_s"]))
+    if config.trainer.scheduler == STREAM:  # of this, the transfer waits for the end of the engines' passes
+        one_pass_s = products[0, 3] / products[0, 0]
+        sync_s = max(0.0, sync_s - one_pass_s * sizes.engines / (sizes.engines + 1))
+    notes.append("a weight sync is taken to last as long with any number of engines")
+    other_s = max(0.0, float(np.median(table["time/step_s"] - table.stages((*_STAGES, *NOT_EACH_STEP)))))
+    return Rates(
+        pass_s=float(pass_s),
+        sequence_s=float(sequence_s),
+        prefill_s=float(prefill_s),
+        chunk_s=_handing_over(config, sizes, table),
+        score_s=score_s,
+        score_token_s=score_token_s,
+        train_s=train_s,
+        train_token_s=train_token_s,
+        sync_s=sync_s,
+        other_s=other_s,
+    )
+
+
+def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
+    """Seconds of an engine for a chunk. A stream's are its gaps, one chunk a prompt; a batch's are what its answers
+    take longer than the passes of the busiest engine, which has about as many prompts as the others.
+    """
+    if config.trainer.scheduler == STREAM:
+        return float(table["perf/gap_s"].sum() / table["rollout/on_policy_sequences"].sum() * config.rollout.n)
+    more_s = float(np.mean(table["perf/answer_s"] - table["perf/engine_busy_max_s"]))
+    of_engine = math.ceil(config.distill.on_policy_share * config.trainer.global_batch_size / sizes.engines)
+    groups = min(of_engine, sizes.dp // math.gcd(sizes.dp, sizes.engines))
+    n_chunks = groups * math.ceil(math.ceil(of_engine / groups) * config.rollout.n / CHUNK_SIZE) if groups else 0
+    return max(0.0, more_s / (1 + n_chunks))
+
+
+def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
+    """Seconds of a worker for a sequence, and for a token of it."""
+    columns = [table.get(busy_name(n)) for n in WORKERS]
+    sequences, tokens = table.get(SEQUENCES), table.get(TOKENS)
+    timed = columns[0] > 0  # not those whose scores came out of a checkpoint
+    if not timed.any():
+        raise table.lacks(busy_name(1))
+    if not tokens[timed].any():
+        raise table.lacks(TOKENS)
+    for i in range(1, len(columns)):  # no more questions were open at a time than the last number that is there
+        columns[i] = np.maximum(columns[i], columns[i - 1])
+    below = max(i for i, n in enumerate(WORKERS) if n <= sizes.workers)
+    above = min(below + 1, len(WORKERS) - 1)
+    share = min(1.0, (sizes.workers - WORKERS[below]) / max(1, WORKERS[above] - WORKERS[below]))
+    busy_s = (columns[below] * (1 - share) + columns[above] * share)[timed]
+    fitted = line(tokens[timed], busy_s, sequences[timed])
+    if fitted.is_assumed:
+        notes.append("scoring is taken as proportional to the tokens: the steps' mean lengths differ too little")
+    return fitted.fixed, fitted.slope
+
+
+def _training(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
+    """Seconds of a step, and of a token of its largest data-parallel group; a reference's pass, which the same ranks
+    make right before it, included.
+    """
+    tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"]) / sizes.dp
+    if not config.actor.balance:
+        tokens = table["perf/group_tokens_max"]
+    fitted = line(tokens, table["time/train_s"] + table.get("time/reference_s"))
+    if fitted.is_assumed:
+        notes.append("training is taken as proportional to the tokens: the steps' tokens differ too little")
+    return fitted.fixed, fitted.slope

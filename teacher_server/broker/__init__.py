@@ -1,0 +1,1 @@
+"""The broker: one thread between clients and workers."""

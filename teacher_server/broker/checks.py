@@ -1,0 +1,95 @@
+"""Is this answer one to that request? What the broker asks of every reply before a client sees it.
+
+A worker that fails here has sent bad data: it is excluded, and its work is done again elsewhere. So
+a sick card, a wrong build or a damaged network buffer costs time and never a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from teacher_server.broker.request_queue import Job
+from teacher_server.wire.payload import check_reply, check_scores
+from teacher_server.wire.protocol import (
+    Buffer,
+    ErrorReply,
+    HeadRequest,
+    ProtocolError,
+    RowsReply,
+    ScoreReply,
+    ScoreRequest,
+    ServerMessage,
+)
+from teacher_server.wire.worker_protocol import WorkerHello
+
+_WORKER_ERRORS = ("engine", "bad_request", "damaged", "deadline")
+
+
+def check_answer(
+    job: Job, hello: WorkerHello, reply: ServerMessage, frames: Sequence[Buffer], *, final: bool
+) -> ScoreReply | RowsReply | ErrorReply:
+    """`reply`, if worker `hello` may say it about `job`; updates the job's place in its stream.
+
+    Args:
+        frames: all after the header.
+        final: it came as the end of the job, not as a part of it.
+
+    Raises:
+        ProtocolError: another request, other tokens, another model, a row missing or twice, damage, a NaN, numbers
+            that are no probabilities.
+    """
+    if isinstance(reply, ErrorReply):
+        _same("request_id", reply.request_id, job.request.request_id)
+        if reply.code not in _WORKER_ERRORS or not final or frames:
+            raise ProtocolError(f"a worker cannot say {reply.code!r} here")
+        return reply
+    if not isinstance(reply, ScoreReply | RowsReply):
+        raise ProtocolError(f"{type(reply).__name__} is no answer to work")
+    _same("request_id", reply.request_id, job.request.request_id)
+    _same("token_digest", reply.token_digest, job.digest)
+    _same("model_fingerprint", reply.model_fingerprint, hello.model_fingerprint)
+    _same("worker", reply.worker, hello.name)
+    if isinstance(reply, ScoreReply):
+        _check_scores(job, reply)
+        if not final:
+            raise ProtocolError("scores come whole, not in parts")
+    else:
+        _check_rows(job, hello, reply, final=final)
+    check_reply(reply, frames)
+    if isinstance(reply, ScoreReply) and isinstance(job.request, ScoreRequest):
+        check_scores(reply, frames, job.request.n_vocab or hello.vocab_size)
+    return reply
+
+
+def _check_scores(job: Job, reply: ScoreReply) -> None:
+    request = job.request
+    if not isinstance(request, ScoreRequest):
+        raise ProtocolError("scores for an LM head")
+    _same("signal", reply.signal, request.signal)
+    _same("n_rows", reply.n_rows, request.n_response)
+    _same("k", reply.k, request.k)
+    _same("wire", reply.wire, request.wire)
+    _same("adaptive", reply.adaptive, request.mass > 0)
+
+
+def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) -> None:
+    request = job.request
+    if isinstance(request, HeadRequest):
+        signal, n_rows, n_cols = "head", hello.vocab_size, hello.hidden_size
+    else:
+        signal, n_rows = request.signal, request.n_response
+        n_cols = hello.hidden_size if signal == "hidden" else request.n_vocab or hello.vocab_size
+    _same("signal", reply.signal, signal)
+    _same("n_rows", reply.n_rows, n_rows)
+    _same("n_cols", reply.n_cols, n_cols)
+    _same("stream_id", reply.stream_id, job.stream_id)
+    _same("index", reply.index, job.n_parts)
+    _same("start", reply.start, job.n_rows)
+    _same("last", final, reply.stop == reply.n_rows)
+    job.n_parts, job.n_rows = job.n_parts + 1, reply.stop
+
+
+def _same(what: str, got: object, expected: object) -> None:
+    if got != expected:
+        shown = (value.hex() if isinstance(value, bytes) else value for value in (got, expected))
+        raise ProtocolError("{} is {}, expected {}".format(what, *shown))

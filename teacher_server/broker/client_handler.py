@@ -1,0 +1,132 @@
+"""What the broker does with a client's message: admit work, describe the server, drain it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import zmq
+
+from teacher_server.broker.outbox import Post
+from teacher_server.broker.request_queue import Job, Ledger
+from teacher_server.broker.status_board import StatusBoard
+from teacher_server.broker.teachers import Teachers
+from teacher_server.broker.worker_registry import Crew
+from teacher_server.wire.protocol import (
+    ID_BYTES,
+    NO_REQUEST,
+    Cancel,
+    DrainReply,
+    DrainRequest,
+    HeadRequest,
+    InfoRequest,
+    Ping,
+    Pong,
+    ProtocolError,
+    Received,
+    ScoreRequest,
+    StatusRequest,
+    Work,
+    requests,
+    token_digest,
+)
+from teacher_server.wire.status import encode_status
+from teacher_server.wire.worker_protocol import JobCancel, JobReceived
+
+log = logging.getLogger(__name__)
+
+
+class FrontDesk:
+    """Answers every message at once, or admits it to the ledger."""
+
+    def __init__(
+        self, epoch: bytes, ledger: Ledger, teachers: Teachers, board: StatusBoard, post: Post, crew: Crew
+    ) -> None:
+        self._epoch, self._ledger, self._teachers = epoch, ledger, teachers
+        self._board, self._post, self._crew = board, post, crew
+
+    def on_message(self, client: bytes, frames: list[zmq.Frame]) -> None:
+        request_id = NO_REQUEST
+        try:
+            if not frames:
+                raise ProtocolError("empty message")
+            message = requests.decode(frames[0].buffer)
+            if isinstance(message, Ping):
+                self._pong(client)
+                return
+            request_id = message.request_id
+            if isinstance(message, ScoreRequest | HeadRequest):
+                self._submit(client, message, frames)
+            elif isinstance(message, Received):
+                self._received(client, message)
+            elif isinstance(message, Cancel):
+                self._cancel(client, request_id)
+            elif isinstance(message, InfoRequest):
+                teacher = self._teachers.resolve(message.teacher)
+                self._post.reply(client, self._teachers.info(request_id, teacher, self._ledger))
+            elif isinstance(message, StatusRequest):
+                self._post.to_client(client, encode_status(request_id, self._board.now()))
+            else:
+                self._drain(client, message)
+        except LookupError as error:
+            self._post.refuse(client, request_id, "bad_request", str(error.args[0]))
+        except ProtocolError as error:
+            self._post.refuse(client, request_id, "damaged", str(error))
+
+    def _submit(self, client: bytes, request: Work, frames: list[zmq.Frame]) -> None:
+        digest = bytes(ID_BYTES)
+        if isinstance(request, ScoreRequest):
+            if len(frames) != 2 or len(frames[1]) != 4 * request.total_length:
+                raise ProtocolError(f"expected one frame of {request.total_length} token ids")
+            digest = token_digest(frames[1].buffer)
+        elif len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames with a request that has none")
+        teacher = self._teachers.resolve(request.teacher)
+        if self._board.draining and self._ledger.find_request(client, request.request_id) is None:
+            text = "the server finishes its work and leaves"
+            self._post.refuse(client, request.request_id, "draining", text, retry_after_s=1.0)
+            return
+        n_bytes = sum(len(frame) for frame in frames)
+        admission = self._ledger.submit(client, teacher, request, frames, digest, n_bytes, time.monotonic())
+        if admission == "full":
+            text = f"{self._ledger.n_queued} requests ({self._ledger.queued_bytes} bytes) are waiting"
+            self._post.refuse(client, request.request_id, "busy", text, retry_after_s=0.2)
+
+    def _received(self, client: bytes, message: Received) -> None:
+        job = self._ledger.find_request(client, message.request_id)
+        if job is None or job.worker is None or job.stream_id != message.stream_id:
+            return  # about an attempt that has ended
+        job.deadline_s = time.monotonic() + job.request.deadline_s  # somebody does wait for the rest
+        n_messages = min(message.n_messages, job.n_parts)  # or a client could open the window as wide as it likes
+        header = JobReceived(job_id=job.job_id, stream_id=message.stream_id, n_messages=n_messages)
+        self._post.to_worker(job.worker, header)
+
+    def _cancel(self, client: bytes, request_id: bytes) -> None:
+        job = self._ledger.find_request(client, request_id)
+        if job is not None:
+            self._ledger.cancel(job)
+            self.tell_cancelled(job)
+
+    def tell_cancelled(self, job: Job) -> None:
+        """Let the worker that has a dropped job, if one has, stop working on it."""
+        if job.worker is not None:
+            self._post.to_worker(job.worker, JobCancel(job_id=job.job_id))
+
+    def _drain(self, client: bytes, message: DrainRequest) -> None:
+        if message.worker:
+            n_left = self._crew.let_leave(message.worker)
+        else:
+            n_left = self._ledger.n_jobs
+            if not self._board.draining:
+                log.info("draining: %d requests left", n_left)
+            self._board.draining = True
+        self._post.reply(client, DrainReply(request_id=message.request_id, n_left=n_left))
+
+    def _pong(self, client: bytes) -> None:
+        pong = Pong(
+            epoch=self._epoch,
+            n_workers=len(self._ledger.workers),
+            n_queued=self._ledger.n_queued,
+            draining=self._board.draining,
+        )
+        self._post.reply(client, pong)

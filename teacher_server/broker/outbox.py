@@ -1,0 +1,62 @@
+"""The broker's way out: every message it sends to a client or a worker leaves through here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from teacher_server.broker.metrics import BrokerMetrics
+from teacher_server.broker.request_queue import Job
+from teacher_server.broker.status_board import StatusBoard
+from teacher_server.wire.protocol import ErrorCode, ErrorReply, ServerMessage, replies
+from teacher_server.wire.worker_protocol import BrokerMessage, to_worker
+
+log = logging.getLogger(__name__)
+
+
+class Post:
+    """Sends without blocking; a peer that is gone or does not read asks again by itself if it still lives."""
+
+    def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics | None) -> None:
+        self._front, self._board, self._metrics = front, board, metrics
+        self._socket_of: dict[bytes, zmq.Socket[bytes]] = {}  # of each worker
+
+    def learn(self, worker: bytes, socket: zmq.Socket[bytes]) -> None:
+        """From now on `worker` is reached through `socket`."""
+        self._socket_of[worker] = socket
+
+    def unlearn(self, worker: bytes) -> None:
+        self._socket_of.pop(worker, None)
+
+    def to_client(self, client: bytes, frames: Sequence[Any]) -> None:
+        self._send(self._front, client, frames)
+
+    def reply(self, client: bytes, message: ServerMessage) -> None:
+        self.to_client(client, [replies.encode(message)])
+
+    def refuse(
+        self, client: bytes, request_id: bytes, code: ErrorCode, text: str, *, retry_after_s: float = 0.0
+    ) -> None:
+        """Answer with an error, and count it."""
+        self._board.n_errors[code] += 1
+        if self._metrics is not None:
+            self._metrics.refused(code)
+        self.reply(client, ErrorReply(request_id=request_id, code=code, text=text[:4096], retry_after_s=retry_after_s))
+
+    def refuse_job(self, job: Job, code: ErrorCode, text: str) -> None:
+        self.refuse(job.client, job.request.request_id, code, text)
+
+    def to_worker(self, worker: bytes, message: BrokerMessage, payload: Sequence[Any] = ()) -> None:
+        """A worker that cannot be reached is found by its silence, and what it had is done elsewhere."""
+        socket = self._socket_of.get(worker)
+        if socket is not None:
+            self._send(socket, worker, [to_worker.encode(message), *payload])
+
+    def _send(self, socket: zmq.Socket[bytes], identity: bytes, frames: Sequence[Any]) -> None:
+        try:
+            socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # EHOSTUNREACH: gone. EAGAIN: does not read.
+            log.warning("could not send to %s: %s", identity.hex(), error.strerror)

@@ -1,0 +1,87 @@
+"""What the broker tells about itself: counters, and a status that other threads may read at any time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+
+from teacher_server.broker.request_queue import Ledger
+from teacher_server.broker.teachers import Teachers
+from teacher_server.wire.protocol import ErrorCode
+from teacher_server.wire.status import ServerStatus, WorkerStatus
+
+_REFRESH_S = 0.5
+_RATE_S = 10.0  # time constant of tokens/s
+
+
+class StatusBoard:
+    """`latest` is replaced, never changed, so a reader needs no lock."""
+
+    def __init__(self, epoch: bytes, ledger: Ledger, teachers: Teachers) -> None:
+        self.n_answered = 0
+        self.n_lost_workers = 0
+        self.n_errors: Counter[ErrorCode] = Counter()
+        self.excluded: dict[str, str] = {}
+        self.draining = False
+        self._epoch, self._ledger, self._teachers = epoch, ledger, teachers
+        self._started_s = self._refreshed_s = time.monotonic()
+        self._tokens_before: dict[bytes, int] = {}
+        self.latest = self._build(self._started_s)
+
+    def tick(self, now_s: float) -> None:
+        """Measure rates and renew `latest`, if it is time."""
+        elapsed_s = now_s - self._refreshed_s
+        if elapsed_s < _REFRESH_S:
+            return
+        share = 1 - math.exp(-elapsed_s / _RATE_S)
+        for identity, worker in self._ledger.workers.items():
+            rate = (worker.n_tokens_done - self._tokens_before.get(identity, 0)) / elapsed_s
+            worker.tokens_per_s += share * (rate - worker.tokens_per_s)
+        self._tokens_before = {key: worker.n_tokens_done for key, worker in self._ledger.workers.items()}
+        self._refreshed_s = now_s
+        self.latest = self._build(now_s)
+
+    def now(self) -> ServerStatus:
+        """A status of this moment; from the broker's thread only."""
+        self.latest = self._build(time.monotonic())
+        return self.latest
+
+    def _build(self, now_s: float) -> ServerStatus:
+        ledger = self._ledger
+        return ServerStatus(
+            epoch=self._epoch.hex(),
+            uptime_s=now_s - self._started_s,
+            draining=self.draining,
+            n_queued=ledger.n_queued,
+            queued_bytes=ledger.queued_bytes,
+            n_answered=self.n_answered,
+            n_errors={str(code): count for code, count in self.n_errors.items()},
+            n_retried=ledger.n_retried,
+            n_lost_workers=self.n_lost_workers,
+            excluded=dict(self.excluded),
+            teachers=self._teachers.statuses(ledger),
+            workers=[
+                WorkerStatus(
+                    name=worker.hello.name,
+                    teacher=worker.hello.teacher,
+                    state="draining" if worker.leaving else "ready",
+                    host=worker.hello.host,
+                    pid=worker.hello.pid,
+                    engine=worker.hello.engine,
+                    device=worker.hello.device,
+                    dtype=worker.hello.dtype,
+                    gpus=worker.hello.gpus,
+                    n_in_flight=len(worker.outstanding),
+                    tokens_in_flight=worker.n_tokens,
+                    n_done=worker.n_done,
+                    n_tokens=worker.n_tokens_done,
+                    tokens_per_s=worker.tokens_per_s,
+                    queue_s=worker.queue_s,
+                    compute_s=worker.compute_s,
+                    last_heard_s=max(0.0, now_s - worker.last_heard_s),
+                    cuda_visible_devices=worker.hello.cuda_visible_devices,
+                )
+                for worker in ledger.workers.values()
+            ],
+        )

@@ -1,0 +1,1 @@
+"""The commands: serve, worker, status, drain, keygen."""

@@ -1,0 +1,118 @@
+"""`python -m teacher_server keygen DIR`: make keys for a server, its clients and its workers.
+
+What the folder holds is in `keys.py`. Run it again to add names; it never overwrites a key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from teacher_server.config.settings import check_name
+from teacher_server.wire.keys import DOMAINS, Domain, KeysError, Role, read_key_file
+
+_EXAMPLES = """example:
+  a server, one trainer, and workers on two more hosts:
+    python -m teacher_server keygen keys --client trainer --worker host7 --worker host8
+    python -m teacher_server --model /models/teacher --host 10.0.0.5 --worker-port 15556 --keys keys
+  then copy each folder that it names to its host, over a channel you trust, and delete it here.
+
+  take a key back: delete keys/clients/trainer.key; a running server notices within about a second.
+"""
+_NOTE = "# CURVE {} key of {}, made by `python -m teacher_server keygen`\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Raises KeysError."""
+    parser = argparse.ArgumentParser(
+        prog="python -m teacher_server keygen",
+        description="Make keys, or add names to those that are there.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="DIR", help="the server's key folder, for its --keys")
+    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="may ask; may be repeated")
+    parser.add_argument("--worker", action="append", default=[], metavar="NAME", help="may work; may be repeated")
+    args = parser.parse_args(argv)
+    for line in make_keys(Path(args.folder), args.client, args.worker):
+        print(line)
+    return 0
+
+
+def make_keys(folder: Path, clients: Sequence[str], workers: Sequence[str]) -> list[str]:
+    """Make what is missing; returns lines that say what was made and what to copy where.
+
+    Raises:
+        KeysError: a bad name, a file that cannot be written, or half of a pair that is there already.
+    """
+    try:
+        for name in (*clients, *workers):
+            check_name(name, "--client or --worker")
+        for sub in ("", *DOMAINS, "bundles"):
+            (folder / sub).mkdir(mode=0o700, parents=True, exist_ok=True)
+        lines = [_server_pair(folder)]
+        for name in dict.fromkeys(clients):
+            lines.append(_peer_pair(folder, "client", name))
+        for name in dict.fromkeys(workers):
+            lines.append(_peer_pair(folder, "worker", name))
+    except OSError as error:
+        raise KeysError(f"{error.filename or folder}: {error.strerror}. Fix: choose a folder you may write.") from error
+    return lines
+
+
+def _server_pair(folder: Path) -> str:
+    secret_file = folder / "server.key_secret"
+    if secret_file.exists():
+        public, _ = read_key_file(secret_file)
+        done = f"{folder}: the server's key is there already"
+    else:
+        public, secret = zmq.curve_keypair()
+        _write(secret_file, "secret", "the server", public, secret)
+        done = f"{folder}: made the server's key; stays here: --keys {folder}"
+    _write_server_public(folder, public)
+    return done
+
+
+def _write_server_public(folder: Path, public: bytes) -> None:
+    file = folder / "server.key"
+    if not file.exists():
+        _write(file, "public", "the server", public)
+    elif read_key_file(file)[0] != public:
+        raise KeysError(f"{file}: is another server's key. Fix: delete it, and copy the new one to its host.")
+
+
+def _peer_pair(folder: Path, role: Role, name: str) -> str:
+    domain: Domain = "clients" if role == "client" else "workers"
+    allowed, bundle = folder / domain / f"{name}.key", folder / "bundles" / name
+    if allowed.exists():
+        return f"{role} {name}: its key is there already ({allowed}); delete that file first to make it another"
+    secret_file = bundle / f"{role}.key_secret"
+    if secret_file.exists():
+        raise KeysError(f"{secret_file}: is there, but not {allowed}. Fix: delete it to make {name} another key.")
+    bundle.mkdir(mode=0o700, exist_ok=True)
+    public, secret = zmq.curve_keypair()
+    _write_server_public(bundle, read_key_file(folder / "server.key")[0])
+    _write(secret_file, "secret", f"{role} {name}", public, secret)
+    _write(allowed, "public", f"{role} {name}", public)  # last: whoever may come in has got a key
+    use = f"teacher.keys: {name}" if role == "client" else f"worker --keys {name}"
+    return f"{role} {name}: made; copy the folder {bundle} to its host ({use}), then delete it here"
+
+
+def _write(file: Path, kind: str, whose: str, public: bytes, secret: bytes | None = None) -> None:
+    """Whole or not at all, never over another file, and a secret is at no moment readable by others."""
+    text = _NOTE.format(kind, whose) + f'curve\n    public-key = "{public.decode()}"\n'
+    if secret is not None:
+        text += f'    secret-key = "{secret.decode()}"\n'
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if secret is None else 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(text)
+        os.link(partial, file)
+    finally:
+        partial.unlink()

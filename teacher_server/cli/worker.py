@@ -1,0 +1,191 @@
+"""`python -m teacher_server worker`: check the folder, load the engine, join a broker, serve until told to leave.
+
+The server starts its own workers with this very command; on another host you do. What it needs
+there is the model folder, and with keys its bundle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from teacher_server.config.options import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS, add_flags, given_flags
+from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
+from teacher_server.errors import SettingsError
+from teacher_server.log import log_to_stderr
+from teacher_server.wire.keys import load_peer_keys
+from teacher_server.wire.worker_protocol import SERVERS_OWN_NAME, WorkerHello
+from teacher_server.worker.compute import CREDIT_BATCHES, Worker
+from teacher_server.worker.gpus import own_gpus
+from teacher_server.worker.link import WorkerLink
+from teacher_server.worker.model_folder import ModelFolder, inspect_model_folder, read_tokenizer_fingerprint
+from teacher_server.worker.process import SignalWatch, die_with_parent
+
+if TYPE_CHECKING:
+    from teacher_server.engines.base import Engine
+
+log = logging.getLogger(__name__)
+
+N_STREAMS = 64  # sequences in flight that keep a worker busy: two batches of the default size at 250 tokens each
+_OPTIONS = (*TEACHER_OPTIONS, KEYS, COMPUTE_TIMEOUT_S, LOG_FORMAT)
+_EXAMPLES = """examples:
+  two more GPUs of another host for the server on 10.0.0.5, which was started with --worker-port 15556 --keys keys:
+    python -m teacher_server worker --broker 10.0.0.5:15556 --model /models/teacher --gpus 0,1 \\
+        --tensor-parallel-size 2 --keys bundles/host7
+
+  the first signal (SIGTERM, Ctrl-C) lets it finish what it holds and leave; the second ends it at once.
+exit code: 0 left after it had finished, 1 the broker did not want it or its engine failed, 2 wrong settings
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m teacher_server worker",
+        description="Join a teacher server with one more copy of its model.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--broker", required=True, metavar="HOST:PORT", help="the server's --worker-port")
+    parser.add_argument("--model", required=True, metavar="PATH", help="model folder, the same as the other workers'")
+    parser.add_argument("--teacher", default=ONLY_TEACHER, metavar="NAME", help="(default: %(default)s)")
+    parser.add_argument("--name", metavar="NAME", help="in the status table (default: host and pid)")
+    parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)  # die with this process
+    add_flags(parser, _OPTIONS, "this worker")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code, see `_EXAMPLES`. Raises ServerError."""
+    args = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # While it loads there is nothing to finish. These two may reach the whole group: a server ends its workers itself.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN if args.parent_pid else signal.SIG_DFL)
+    values = {option.key: option.default for option in _OPTIONS} | given_flags(args, _OPTIONS)
+    name = _name(args)
+    log_to_stderr(name, values["log_format"])
+    if args.parent_pid:
+        die_with_parent(args.parent_pid)
+    endpoint = _endpoint(args.broker)
+    check_name(args.teacher, "--teacher")
+    keys = load_peer_keys(values["keys"], "worker") if values["keys"] else None
+    folder = inspect_model_folder(args.model, needs_weights=values["engine"] != "trivial")
+    _limit_process(values)
+    tokenizer = read_tokenizer_fingerprint(folder)
+    engine = _load(folder, values)
+    hello = _hello(name, args.teacher, folder, tokenizer, engine, values)
+    link = WorkerLink(endpoint, hello, keys=keys, compute_timeout_s=values["compute_timeout_s"])
+    leave_on = (signal.SIGTERM,) if args.parent_pid else (signal.SIGTERM, signal.SIGINT)
+    SignalWatch(leave_on, lambda count: _on_signal(count, link))
+    log.info("loaded %s on %s (%s, %s)", folder.name, engine.device, engine.name, engine.dtype)
+    return _serve(engine, link, hello, values["max_batch_tokens"])
+
+
+def _name(args: argparse.Namespace) -> str:
+    host = socket.gethostname()
+    name = args.name or f"{host}-{os.getpid()}"
+    if not 1 <= len(name) <= 128 or not name.isprintable():
+        raise SettingsError(f"--name {name!r}: not 1 to 128 printable characters.")
+    if SERVERS_OWN_NAME.fullmatch(name) and not args.parent_pid:
+        raise SettingsError(f"--name {name}: the server names its own workers so. Fix: choose another.")
+    return name
+
+
+def _endpoint(broker: str) -> str:
+    """ZMQ endpoint of HOST:PORT; the server's own workers get an ipc:// one."""
+    if broker.startswith("ipc://"):
+        return broker
+    return tcp_endpoint("--broker", broker)
+
+
+def _limit_process(values: dict[str, Any]) -> None:
+    """Before torch is imported: it reads these once."""
+    os.environ["OMP_NUM_THREADS"] = str(values["threads"])
+    gpus = values["gpus"]
+    if gpus is not None and len(gpus) != values["tensor_parallel_size"]:
+        raise SettingsError(
+            f"--gpus {','.join(gpus)}: a worker is one model copy, on --tensor-parallel-size "
+            f"{values['tensor_parallel_size']} GPUs. Fix: start one worker per group."
+        )
+    if gpus is not None and values["device"] != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # so that numbers are those of nvidia-smi
+
+
+def _load(folder: ModelFolder, values: dict[str, Any]) -> Engine:
+    from teacher_server.engines.load import EngineSettings, load_engine  # after `_limit_process`
+
+    max_tokens = values["max_tokens"] or folder.max_tokens
+    if max_tokens > folder.max_tokens:
+        raise SettingsError(f"--max-tokens {max_tokens}: the model takes {folder.max_tokens}.")
+    return load_engine(
+        EngineSettings(
+            model=folder.path,
+            engine=values["engine"],
+            device=values["device"],
+            dtype=values["dtype"],
+            tensor_parallel_size=values["tensor_parallel_size"],
+            threads=values["threads"],
+            max_tokens=max_tokens,
+            max_batch_tokens=values["max_batch_tokens"],
+            gpu_memory_utilization=values["gpu_memory_utilization"],
+        )
+    )
+
+
+def _hello(
+    name: str, teacher: str, folder: ModelFolder, tokenizer: str, engine: Engine, values: dict[str, Any]
+) -> WorkerHello:
+    return WorkerHello(
+        name=name,
+        teacher=teacher,
+        host=socket.gethostname()[:128],
+        pid=os.getpid(),
+        model_name=folder.name[:128],
+        model_path=folder.path,
+        model_fingerprint=folder.fingerprint,
+        tokenizer_fingerprint=tokenizer,
+        vocab_size=engine.vocab_size,
+        hidden_size=engine.hidden_size,
+        max_tokens=engine.max_tokens,
+        engine=engine.name,
+        device=engine.device,
+        dtype=engine.dtype,
+        gpus=own_gpus(
+            engine.device,
+            values["gpus"] or (),
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+            values["tensor_parallel_size"],
+        ),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        credit_tokens=CREDIT_BATCHES * values["max_batch_tokens"],
+        n_streams=N_STREAMS,
+    )
+
+
+def _serve(engine: Engine, link: WorkerLink, hello: WorkerHello, max_batch_tokens: int) -> int:
+    try:
+        why = Worker(engine, link, hello.model_fingerprint, hello.name, max_batch_tokens).run()
+    except RuntimeError as error:  # logged with its traceback each time
+        why = f"its engine fails again and again: {error}"
+    link.close()
+    if why:
+        log.error("ending: %s", why)
+        return 1
+    log.info("dismissed")
+    return 0
+
+
+def _on_signal(count: int, link: WorkerLink) -> None:
+    if count == 1:
+        log.info("signal: leaving when what is here is finished")
+        link.leave()
+    else:
+        log.warning("second signal: ending at once")
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""The server's settings: one table of options, read from flags and YAML."""

@@ -1,0 +1,206 @@
+"""Command line and YAML file -> what the server runs: checked, complete, frozen.
+
+    flag  >  teachers.NAME.key of the file  >  key of the file  >  default
+
+Nothing here looks at GPUs or model folders; `gpus.py` and `model_folder.py` do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from teacher_server.config.options import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, file_values, given_flags
+from teacher_server.errors import SettingsError
+from teacher_server.log import LogFormat
+
+ONLY_TEACHER = "default"  # its name where --model or `model:` gives no other
+_OWN_OPTIONS = (*TEACHER_OPTIONS, N_WORKERS)
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSettings:
+    """One teacher: a model and how its workers run it. See `options.TEACHER_OPTIONS`."""
+
+    name: str
+    model: str  # folder; empty: all its workers join from elsewhere
+    engine: str
+    device: str
+    dtype: str
+    gpus: tuple[str, ...] | None
+    tensor_parallel_size: int
+    n_workers: int | None
+    threads: int
+    max_tokens: int
+    max_batch_tokens: int
+    gpu_memory_utilization: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The whole server. See `options.SERVER_OPTIONS`."""
+
+    teachers: tuple[TeacherSettings, ...]
+    gpus: tuple[str, ...] | None  # to be dealt among the teachers
+    host: str
+    address: str  # IPv4 of `host`
+    port: int
+    worker_port: int | None
+    keys: str | None
+    insecure: bool
+    max_queue_mib: int
+    worker_timeout_s: float
+    compute_timeout_s: float
+    metrics_port: int | None
+    metrics_host: str
+    log_format: LogFormat
+    ready_file: Path | None
+    share_gpus: bool
+
+
+def read_settings(args: argparse.Namespace) -> ServerSettings:
+    """Raises SettingsError naming the flag or key that is wrong, and the fix."""
+    flags = given_flags(args, (*SERVER_OPTIONS, *_OWN_OPTIONS))
+    config = read_yaml(args.config) if args.config is not None else {}
+    where = str(args.config)
+    in_file = file_values(config, (*SERVER_OPTIONS, *_OWN_OPTIONS), where, ("model", "teachers"))
+    models, own = _teachers(args, config, where)
+    defaults = {option.key: option.default for option in (*SERVER_OPTIONS, *_OWN_OPTIONS)}
+    common = defaults | in_file | flags
+    teachers = []
+    for name, model in models.items():
+        values = defaults | in_file | own.get(name, {}) | flags
+        # The common `gpus` are dealt among the teachers; only the file can give one teacher its own.
+        values["gpus"] = None if "gpus" in flags else own.get(name, {}).get("gpus")
+        fields = {option.key: values[option.key] for option in _OWN_OPTIONS}
+        teachers.append(TeacherSettings(name=name, model=model, **fields))
+    fields = {option.key: common[option.key] for option in SERVER_OPTIONS}
+    fields["ready_file"] = Path(fields["ready_file"]) if fields["ready_file"] else None
+    address = _ipv4("--host", fields["host"])
+    settings = ServerSettings(teachers=tuple(teachers), gpus=common["gpus"], address=address, **fields)
+    _check(settings)
+    return settings
+
+
+def _teachers(
+    args: argparse.Namespace, config: Mapping[Any, Any], where: str
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """({name: model folder}, {name: its own values in the file})"""
+    models: dict[str, str] = {}
+    own: dict[str, dict[str, Any]] = {}
+    in_file = config.get("teachers") or {}
+    if not isinstance(in_file, dict):
+        raise SettingsError(f"{where}: teachers: not a mapping of names. Fix: teachers: {{math: {{model: PATH}}}}.")
+    for name, values in in_file.items():
+        place = f"{where}: teachers.{name}"
+        if not isinstance(values, dict):
+            raise SettingsError(f"{place}: {values!r} is not a mapping. Fix: {name}: {{model: PATH}}.")
+        models[check_name(name, place)] = _path(values.get("model", ""), f"{place}.model")
+        own[name] = file_values(values, _OWN_OPTIONS, place, ("model",))
+    for flag, text in ((f"{where}: model", config.get("model")), ("--model", args.model)):
+        if text is not None:
+            if own:
+                raise SettingsError(f"{flag}: there are `teachers` in {where}, too. Fix: use one of the two.")
+            models[ONLY_TEACHER] = _path(text, flag)
+    given: set[str] = set()
+    for text in args.teacher or ():
+        name, _, model = text.partition("=")
+        if args.model is not None or "model" in config:
+            raise SettingsError(f"--teacher {text}: there is a model without a name, too. Fix: use one of the two.")
+        if name in given:
+            raise SettingsError(f"--teacher {text}: {name} is given twice.")
+        given.add(check_name(name, f"--teacher {text}"))
+        models[name] = model or models.get(name, "")
+    if not models:
+        raise SettingsError("no teacher. Fix: give --model PATH, --teacher NAME=PATH or --config FILE.")
+    return models, own
+
+
+def read_yaml(path: str) -> dict[Any, Any]:
+    """The mapping in a YAML file. Raises SettingsError: no file, no YAML, no mapping, or a key that stands twice."""
+    try:
+        content = yaml.load(Path(path).read_bytes(), _StrictLoader)  # a SafeLoader
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"--config {path}: not a mapping of settings.")
+    return content
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML takes the last of two equal keys, so that a teacher named twice would vanish silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} stands twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _check(settings: ServerSettings) -> None:
+    """What no setting can tell alone."""
+    for teacher in settings.teachers:
+        if teacher.n_workers == 0 and settings.worker_port is None:
+            raise SettingsError("--n-workers 0: no worker could ever join. Fix: add --worker-port.")
+        if not teacher.model and teacher.n_workers != 0:
+            raise SettingsError(f"teacher {teacher.name}: no model. Fix: --teacher {teacher.name}=PATH.")
+        if teacher.engine in ("hf", "trivial") and teacher.tensor_parallel_size > 1:
+            raise SettingsError(
+                f"--tensor-parallel-size {teacher.tensor_parallel_size} with --engine {teacher.engine} "
+                f"(teacher {teacher.name}): only vllm splits a model. Fix: --engine vllm."
+            )
+    if settings.insecure and settings.keys:
+        raise SettingsError("--insecure with --keys: with keys nothing is insecure. Fix: drop one of them.")
+    if not ipaddress.ip_address(settings.address).is_loopback and not settings.keys and not settings.insecure:
+        raise SettingsError(
+            f"--host {settings.host}: reachable from other machines, and without keys whoever gets there may use it. "
+            "Fix: use 127.0.0.1, or --keys DIR (made by `python -m teacher_server keygen DIR`), or --insecure in a "
+            "trusted network."
+        )
+    _ipv4("--metrics-host", settings.metrics_host)
+    ports = [port for port in (settings.port, settings.worker_port, settings.metrics_port) if port]
+    if len(set(ports)) < len(ports):
+        raise SettingsError("--port, --worker-port and --metrics-port are not different. Fix: change one, or use 0.")
+
+
+def _ipv4(flag: str, host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"{flag} {host}: not an IPv4 address or known name ({error}).") from error
+
+
+def tcp_endpoint(flag: str, address: str) -> str:
+    """`tcp://HOST:PORT` of HOST:PORT. Raises SettingsError."""
+    host, _, port = address.rpartition(":")
+    if not _HOST.fullmatch(host) or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise SettingsError(f"{flag} {address}: not HOST:PORT, like 10.0.0.5:15556.")
+    return f"tcp://{host}:{port}"
+
+
+def check_name(name: object, where: str) -> str:
+    """The name, if it is one. Raises SettingsError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SettingsError(f"{where}: {name!r} is no name. Fix: up to 64 letters, digits and . _ -")
+    return name
+
+
+def _path(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise SettingsError(f"{where}: {value!r} is not a folder.")
+    return value

@@ -1,0 +1,1 @@
+"""Messages between client, broker and workers: headers, payloads, keys, sockets. The trainer imports this."""

@@ -1,0 +1,362 @@
+"""Protocol v1 between a client (the trainer) and the teacher server: every header, and their codec.
+
+A message is a list of byte frames. The first is the header, `b"GKT" + version, xxh3-64 of the body,
+msgpack body`; the others are raw little-endian arrays of at most 4 MiB each (`teacher_server.wire.payload`
+says what is in them), which need no copy to send or to forward. The header carries a checksum of
+every frame, so a damaged message is an error and never other numbers.
+
+    client -> server                         server -> client
+    ScoreRequest  [header, token ids]        ScoreReply  [header, planes...]     topk, sampled: one message
+                                             RowsReply   [header, rows] ...      logits, hidden: a stream,
+    HeadRequest   [header]                                                       and the LM head
+    Received      [header]                   (lets the stream go on)
+    Cancel        [header]
+    InfoRequest   [header]                   InfoReply   [header]
+    StatusRequest [header]                   StatusReply [header, msgpack]
+    DrainRequest  [header]                   DrainReply  [header]
+    Ping          [header]                   Pong        [header]
+                                             ErrorReply  [header]                to any of them
+
+Both sides run the same checks (`Codec.encode` decodes what it wrote), and every way to fail is a
+`ProtocolError`. Floor 0: no zmq, no torch.
+
+Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Annotated, Generic, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 4 << 20  # frames of 1-4 MiB travel about three times as fast as one of 32 MiB
+MAX_HEADER_BYTES = 64 << 10
+MAX_TOKENS = MAX_FRAME_BYTES // 4  # so that the int32 token ids of a sequence fit one frame
+MAX_ID = (1 << 24) - 1  # the low uint16 and high uint8 planes of fp16 mode hold 24 bits
+MAX_K = 1 << 16
+MAX_ENTRIES = 1 << 25  # R * K of one reply: 160 MiB in fp16 mode, 256 MiB in fp32 mode
+MAX_FRAMES = 256  # of one message
+ID_BYTES = 16  # of request ids and token digests
+NO_REQUEST = bytes(ID_BYTES)  # request_id of an error that answers an unreadable request
+STREAM_WINDOW = 8  # messages of a stream on their way, not yet `Received`; 32 MiB
+
+_MAGIC = b"GKT"
+_PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
+_BODY_AT = len(_PREFIX) + 8
+
+Signal = Literal["topk", "sampled", "logits", "hidden"]
+Wire = Literal["fp16", "fp32"]  # compact (2 bytes a number), or as exact as the engine computed it
+RowDtype = Literal["float16", "bfloat16", "float32"]
+ErrorCode = Literal["busy", "draining", "deadline", "damaged", "bad_request", "worker_lost", "engine"]
+Buffer = bytes | memoryview
+Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID + 1)]
+Checksum = Annotated[int, msgspec.Meta(ge=0)]  # uint64, the largest integer of msgpack
+Checksums = Annotated[list[Checksum], msgspec.Meta(max_length=MAX_FRAMES)]  # one per frame after the header
+
+
+class ProtocolError(Exception):
+    """A message that is not valid protocol v1: damaged, of another version, or out of range."""
+
+
+def check_seconds(**values: float) -> None:
+    """Raises ValueError, which the codec turns into ProtocolError, unless all are finite and >= 0."""
+    # A NaN passes msgspec's `ge`/`le`, because it compares false with everything.
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} = {value} is not a finite number >= 0")
+
+
+class Header(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of every header; a subclass's `tag` says which message it is."""
+
+
+# Client -> server
+
+
+class ScoreRequest(Header, tag="score", kw_only=True):
+    """Score the response of one sequence; its only frame holds the P + R token ids, int32.
+
+    signal: what is wanted of each of the R positions that predict a response token
+        topk     the K most probable ids, their logprobs and the mass of all others; with `mass` > 0 only as many
+                 of the K as it takes to reach that mass
+        sampled  the logprob of the response token itself
+        logits   all V logits / temperature, each row shifted so that its largest is 0
+        hidden   the H final hidden states, from which `HeadRequest`'s matrix makes the logits
+    """
+
+    request_id: Id  # random, the client's; a resend carries the same one
+    signal: Signal
+    teacher: Name = ""  # which of the server's teachers; may be empty if there is one
+    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # of topk
+    mass: float = 0.0  # of topk: 0 = all K of them
+    temperature: float = 1.0  # logits are divided by it before they are normalised
+    n_vocab: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # keep ids < n_vocab, then normalise; 0 = all
+    prompt_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # P
+    total_length: Annotated[int, msgspec.Meta(ge=2, le=MAX_TOKENS)]  # P + R
+    wire: Wire
+    deadline_s: float  # after this long on the server nobody waits for the answer any more
+    checksum: Checksum  # of the token frame
+
+    def __post_init__(self) -> None:
+        check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, mass=self.mass)
+        if not 1e-4 <= self.temperature <= 1e4:
+            raise ValueError(f"temperature = {self.temperature} is not in [1e-4, 1e4]")
+        if self.prompt_length >= self.total_length:
+            raise ValueError(f"no response: prompt_length {self.prompt_length} >= total_length {self.total_length}")
+        if (self.k > 0) != (self.signal == "topk"):
+            raise ValueError(f"k = {self.k} with signal {self.signal}: topk wants one >= 1, the others 0")
+        if self.mass > 1 or (self.mass > 0 and self.signal != "topk"):
+            raise ValueError(f"mass = {self.mass} with signal {self.signal}: topk may have one up to 1, the others 0")
+        if 0 < self.n_vocab < self.k:
+            raise ValueError(f"k = {self.k} is more than n_vocab = {self.n_vocab}")
+        if self.n_response * self.k > MAX_ENTRIES:
+            raise ValueError(f"{self.n_response} rows x k = {self.k} is more than {MAX_ENTRIES} entries")
+
+    @property
+    def n_response(self) -> int:
+        return self.total_length - self.prompt_length
+
+
+class HeadRequest(Header, tag="head_request", kw_only=True):
+    """Send the LM head, [V, H], as a stream: with the `hidden` signal it is the exact distribution."""
+
+    request_id: Id
+    teacher: Name = ""
+    wire: Wire
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(deadline_s=self.deadline_s)
+
+
+class Received(Header, tag="received"):
+    """`n_messages` of the stream `stream_id` have arrived; up to `STREAM_WINDOW` more may be sent."""
+
+    request_id: Id
+    stream_id: Id
+    n_messages: Count
+
+
+class Cancel(Header, tag="cancel"):
+    """Nobody waits for this request any more. Not answered."""
+
+    request_id: Id
+
+
+class InfoRequest(Header, tag="info_request"):
+    """Which model answers here, and with what limits?"""
+
+    request_id: Id
+    teacher: Name = ""
+
+
+class StatusRequest(Header, tag="status_request"):
+    """Who works here, on which GPUs, and how busy is everyone?"""
+
+    request_id: Id
+
+
+class DrainRequest(Header, tag="drain_request"):
+    """Finish what you have and leave: one worker by its name, or the whole server (empty)."""
+
+    request_id: Id
+    worker: Name = ""
+
+
+class Ping(Header, tag="ping"):
+    """Are you alive, and still the same server process?"""
+
+
+# Server -> client
+
+
+class ScoreReply(Header, tag="scores", kw_only=True):
+    """A whole answer to `topk` or `sampled`; `payload.score_planes` says what the frames hold."""
+
+    request_id: Id
+    token_digest: Id  # xxh3-128 of the token ids, computed by the worker from what it scored
+    model_fingerprint: Name
+    worker: Name
+    signal: Literal["topk", "sampled"]
+    n_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # R; row j predicts response token j
+    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0
+    n_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_ENTRIES)] = 0  # R * K, or fewer with a mass target
+    adaptive: bool = False  # rows have counts of their own
+    wire: Wire
+    checksums: Checksums
+    queue_s: float  # from arrival at the broker to the start of the forward pass
+    compute_s: float  # of the whole batch this sequence was scored in
+
+    def __post_init__(self) -> None:
+        check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
+        most = self.n_rows * self.k
+        if (self.k > 0) != (self.signal == "topk") or (self.adaptive and self.k == 0):
+            raise ValueError(f"k = {self.k}, adaptive = {self.adaptive} with signal {self.signal}")
+        if not (min(self.n_rows, most) if self.adaptive else most) <= self.n_entries <= min(most, MAX_ENTRIES):
+            raise ValueError(f"{self.n_entries} entries in {self.n_rows} rows of k = {self.k}")
+
+
+class RowsReply(Header, tag="rows"):
+    """Rows [start, stop) of a matrix, in one frame; the message with stop == n_rows is the last."""
+
+    request_id: Id
+    token_digest: Id  # as in ScoreReply; zeros for the LM head
+    model_fingerprint: Name
+    worker: Name
+    stream_id: Id  # another one after a retry, whose first message starts at row 0 again
+    signal: Literal["logits", "hidden", "head"]
+    index: Count  # of this message in its stream
+    start: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
+    stop: Rows
+    n_rows: Rows
+    n_cols: Rows
+    dtype: RowDtype
+    checksums: Checksums
+    queue_s: float
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
+        if not self.start < self.stop <= self.n_rows:
+            raise ValueError(f"rows {self.start} to {self.stop} of {self.n_rows}")
+
+
+class ErrorReply(Header, tag="error"):
+    """No answer. After busy, draining, deadline and damaged ask again; the others are final."""
+
+    request_id: Id
+    code: ErrorCode
+    text: Text
+    retry_after_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_seconds(retry_after_s=self.retry_after_s)
+
+
+class InfoReply(Header, tag="info"):
+    """What is being served. `tokenizer_fingerprint` is empty if the model folder holds no tokenizer."""
+
+    request_id: Id
+    protocol_version: Count
+    teacher: Name
+    model_name: Name
+    model_path: Text
+    model_fingerprint: Name
+    tokenizer_fingerprint: Name
+    vocab_size: Count  # rows of the LM head, which may be more than the tokenizer has tokens
+    hidden_size: Count
+    max_tokens: Count  # longest P + R
+    n_workers: Count
+    n_streams: Count  # sequences that its workers want in flight, all together
+    engine: Name
+    device: Name
+    dtype: Name
+
+
+class StatusReply(Header, tag="status"):
+    """Its frame is a `status.ServerStatus`."""
+
+    request_id: Id
+    checksums: Checksums
+
+
+class DrainReply(Header, tag="drain"):
+    """No new work is taken; `n_left` requests are still being finished."""
+
+    request_id: Id
+    n_left: Count
+
+
+class Pong(Header, tag="pong"):
+    """Alive. A new `epoch` means a restarted server, which has forgotten every earlier request."""
+
+    epoch: Id
+    n_workers: Count
+    n_queued: Count
+    draining: bool = False
+
+
+Work = ScoreRequest | HeadRequest
+ClientMessage = (
+    ScoreRequest | HeadRequest | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
+)  # fmt: skip
+ServerMessage = ScoreReply | RowsReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
+M = TypeVar("M")
+
+# Everything msgspec may raise on hostile bytes; it lets a bare UnicodeDecodeError through on bad UTF-8.
+REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError, RecursionError)
+
+
+class Codec(Generic[M]):
+    """Header <-> bytes for one closed set of messages; decodes nothing outside the set."""
+
+    def __init__(self, messages: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, header: M) -> bytes:
+        """Header frame. Raises ProtocolError for values the other side would refuse."""
+        try:
+            body = self._encoder.encode(header)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"cannot encode {type(header).__name__}: {error}") from error
+        frame = _PREFIX + checksum(body).to_bytes(8, "little") + body
+        self.decode(frame)
+        return frame
+
+    def decode(self, frame: Buffer) -> M:
+        """Header. Raises ProtocolError on damage, another version, unknown fields, bad ranges."""
+        frame = memoryview(frame)
+        if not _BODY_AT < frame.nbytes <= MAX_HEADER_BYTES:
+            raise ProtocolError(f"header of {frame.nbytes} bytes, expected {_BODY_AT + 1} to {MAX_HEADER_BYTES}")
+        if frame[:3] != _MAGIC:
+            raise ProtocolError("not a teacher protocol message (bad magic): is another service on this port?")
+        if frame[3] != PROTOCOL_VERSION:
+            raise ProtocolError(f"the peer speaks protocol {frame[3]}, this side {PROTOCOL_VERSION}: upgrade one")
+        body = frame[_BODY_AT:]
+        if checksum(body) != int.from_bytes(frame[4:_BODY_AT], "little"):
+            raise ProtocolError("header checksum does not match")
+        try:
+            return self._decoder.decode(body)
+        except REFUSALS as error:
+            raise ProtocolError(f"header refused: {error}") from error
+
+
+requests: Codec[ClientMessage] = Codec(ClientMessage)
+replies: Codec[ServerMessage] = Codec(ServerMessage)
+
+
+def as_frame(array: np.ndarray) -> memoryview:
+    """The bytes of a C-contiguous array, not copied."""
+    return array.data.cast("B")
+
+
+def checksum(data: Buffer) -> int:
+    """xxh3-64 of one contiguous frame; finds damage, not malice."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def token_digest(token_ids: Buffer | np.ndarray) -> bytes:
+    """xxh3-128 of the int32 token ids (or of their frame), 16 bytes: proves which sequence a reply is about."""
+    if isinstance(token_ids, np.ndarray):
+        token_ids = as_frame(np.ascontiguousarray(token_ids, dtype="<i4"))
+    return xxhash.xxh3_128_digest(token_ids)
+
+
+def tokenizer_fingerprint(vocab: Mapping[str, int]) -> str:
+    """sha256 over the sorted (id, token) pairs, hex: equal exactly if the two vocabularies are."""
+    digest = hashlib.sha256()
+    for token_id, token in sorted((token_id, token) for token, token_id in vocab.items()):
+        raw = token.encode("utf-8", "surrogatepass")
+        digest.update(f"{token_id}:{len(raw)}:".encode() + raw)
+    return digest.hexdigest()

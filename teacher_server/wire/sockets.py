@@ -1,0 +1,52 @@
+"""Options that every socket of the server shares: limits, heartbeats, errors instead of silence."""
+
+from __future__ import annotations
+
+import errno
+
+import zmq
+
+from teacher_server.errors import ServerError
+from teacher_server.wire.protocol import MAX_FRAME_BYTES
+
+HANDSHAKE_S = 5.0  # a peer that does not finish its handshake in this time is cut off
+# A black-holed TCP connection says nothing by itself: ZMTP's own heartbeats find it and reconnect.
+_BEAT_MS, _BEAT_TIMEOUT_MS = 500, 2000
+# Replies that a client does not read pile up; past this many they are dropped, and it asks again.
+CLIENT_BACKLOG = 4096
+
+
+def set_common_options(socket: zmq.Socket[bytes]) -> None:
+    """Frame limit, heartbeats, handshake limit; before bind or connect."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _BEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+    socket.setsockopt(zmq.LINGER, 0)
+
+
+def make_router(context: zmq.Context[zmq.Socket[bytes]], *, backlog: int) -> zmq.Socket[bytes]:
+    """A ROUTER for peers with identities of their own choice.
+
+    Args:
+        backlog: messages kept for a peer that does not read; 0 = no limit (something else bounds them).
+    """
+    socket = context.socket(zmq.ROUTER)
+    set_common_options(socket)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a client that reconnects takes over its old identity
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to someone gone is an error we see
+    socket.setsockopt(zmq.SNDHWM, backlog)
+    return socket
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str, flag: str) -> int:
+    """Bind; returns the TCP port (0 for other transports). Raises ServerError that names `flag`."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        fix = "stop the process that holds it, or choose another" if error.errno == zmq.EADDRINUSE else "change"
+        if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+            flag = "--host: this machine has no such address"
+        raise ServerError(f"cannot listen on {endpoint}: {error.strerror}. Fix: {fix} {flag}.") from error
+    port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+    return int(port) if endpoint.startswith("tcp:") else 0

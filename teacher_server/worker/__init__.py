@@ -1,0 +1,1 @@
+"""A worker process: batches requests, runs the engine, sends replies."""

@@ -1,0 +1,222 @@
+"""A worker's line to the broker: a thread that owns the DEALER, so that heartbeats go on during a forward pass.
+
+    broker <--DEALER--> link thread --inbox (queue)--> compute thread
+                                    <--outbox (inproc)--
+
+A connection is an identity: when one breaks, nobody knows what was on its way, so the worker starts
+anew under another identity, and the broker gives its old work out again. Without that a lost
+assignment or a lost reply would wait for its deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from teacher_server.wire.keys import PeerKeys, secure_peer
+from teacher_server.wire.protocol import ID_BYTES, ProtocolError
+from teacher_server.wire.sockets import set_common_options
+from teacher_server.wire.worker_protocol import (
+    Assignment,
+    Dismiss,
+    Done,
+    JobCancel,
+    JobReceived,
+    Part,
+    WorkerHello,
+    from_worker,
+    to_worker,
+)
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.5
+_TICK_S = 0.05  # how late a hello, a wish to leave or a hung batch may be noticed
+_RECONNECT_MS, _RECONNECT_MAX_MS = 100, 1000
+_PATIENCE = 3  # broken handshakes in a row before the log says what may be wrong
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Work(NamedTuple):
+    job: Assignment
+    frames: list[zmq.Frame]  # [request header, token frame], or only the header
+
+
+class NewConnection(NamedTuple):
+    """What was assigned before is with others now."""
+
+
+class End(NamedTuple):
+    """The line has ended, and with it the worker's purpose. `why` is empty after a drain."""
+
+    why: str
+
+
+Arrival = Work | JobReceived | JobCancel | NewConnection | End
+
+
+class WorkerLink:
+    """Connects and says hello at once, and goes on trying while the broker is away.
+
+    `inbox` yields what the compute thread has to know.
+
+    Args:
+        compute_timeout_s: a batch that takes longer hangs; the process ends itself, and who watches it starts another.
+    """
+
+    def __init__(
+        self, endpoint: str, hello: WorkerHello, *, keys: PeerKeys | None = None, compute_timeout_s: float = 600.0
+    ) -> None:
+        self.inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._endpoint, self._hello, self._keys = endpoint, hello, keys
+        self._compute_timeout_s = compute_timeout_s
+        self._busy_since_s: float | None = None
+        self._leaving = self._connected = self._closing = False
+        self._n_broken = 0  # handshakes in a row that did not succeed
+        self._next_hello_s = 0.0
+        hello.nonce = os.urandom(8)
+        self._context = zmq.Context()
+        outbox = f"inproc://outbox-{os.urandom(8).hex()}"
+        self._outbox_out = self._context.socket(zmq.PULL)
+        self._outbox_out.setsockopt(zmq.RCVHWM, 0)
+        self._outbox_out.bind(outbox)
+        self._outbox_in = self._context.socket(zmq.PUSH)
+        self._outbox_in.setsockopt(zmq.SNDHWM, 0)
+        self._outbox_in.connect(outbox)
+        self._connect()
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self._thread.start()
+
+    # The compute thread's side
+
+    def answer(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+        """Send a reply [header, frames...] to whoever asked; only the compute thread calls it.
+
+        The buffers are not copied: do not write to them afterwards.
+        """
+        message = Done(job_id=job_id) if final else Part(job_id=job_id)
+        self._outbox_in.send_multipart([from_worker.encode(message), *frames], copy=False)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Watch over what happens inside: see `compute_timeout_s`."""
+        self._busy_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since_s = None
+
+    def leave(self) -> None:
+        """Ask for no more work and be dismissed when none is left; may be called from a signal handler."""
+        self._leaving = True
+
+    def close(self) -> None:
+        """Release the sockets, letting what was answered leave for a moment; bounded."""
+        self._closing = True
+        self._thread.join(timeout=5.0)
+        self._outbox_in.close(linger=0)
+        self._context.destroy(linger=0)
+
+    # The link thread's side
+
+    def _connect(self) -> None:
+        self._dealer = self._context.socket(zmq.DEALER)
+        set_common_options(self._dealer)
+        self._dealer.setsockopt(zmq.IDENTITY, b"w" + os.urandom(ID_BYTES - 1))
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        # The credit bounds what is under way; a mark in messages could only lose some of it.
+        self._dealer.setsockopt(zmq.SNDHWM, 0)
+        self._dealer.setsockopt(zmq.RCVHWM, 0)
+        if self._keys is not None:
+            secure_peer(self._dealer, self._keys)
+        self._monitor = self._dealer.get_monitor_socket(_WATCHED)
+        self._dealer.connect(self._endpoint)
+        self._next_hello_s = 0.0
+
+    def _run(self) -> None:
+        end = End("its link stopped by a bug, see the log")
+        try:
+            end = self._serve()
+            self._dealer.close(linger=1000)
+        except Exception:
+            log.exception("link stopped by a bug")
+        finally:
+            self.inbox.put(end)
+
+    def _serve(self) -> End:
+        while True:
+            self._check_computing()
+            now_s = time.monotonic()
+            if self._closing or (self._leaving and not self._connected):
+                return End("")  # what it held is with others
+            # Not while nobody listens: a night of hellos would all arrive in the morning.
+            if self._connected and (now_s >= self._next_hello_s or self._leaving != self._hello.leaving):
+                self._hello.leaving = self._leaving
+                self._dealer.send(from_worker.encode(self._hello))
+                self._next_hello_s = now_s + HEARTBEAT_S
+            ready = dict(self._poller().poll(int(_TICK_S * 1000)))
+            if self._outbox_out in ready:
+                self._dealer.send_multipart(self._outbox_out.recv_multipart(copy=False), copy=False)
+            if self._dealer in ready:
+                end = self._receive(self._dealer.recv_multipart(copy=False))
+                if end is not None:
+                    return end
+            if self._monitor in ready:
+                end = self._on_connection(recv_monitor_message(self._monitor)["event"])
+                if end is not None:
+                    return end
+
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        for socket in (self._dealer, self._outbox_out, self._monitor):
+            poller.register(socket, zmq.POLLIN)
+        return poller
+
+    def _receive(self, frames: list[zmq.Frame]) -> End | None:
+        try:
+            message = to_worker.decode(frames[0].buffer)
+        except ProtocolError as error:
+            log.error("dropped a message of the broker: %s", error)
+            return None
+        if isinstance(message, Dismiss):
+            return End(message.why)
+        self.inbox.put(Work(message, frames[1:]) if isinstance(message, Assignment) else message)
+        return None
+
+    def _on_connection(self, event: int) -> End | None:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return End(f"the broker at {self._endpoint} does not allow this worker's key")
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            log.info("connected to %s", self._endpoint)
+            self._connected, self._n_broken, self._next_hello_s = True, 0, 0.0
+            return None
+        if self._connected:
+            log.warning("lost the connection to %s, trying again", self._endpoint)
+        self._n_broken += not self._connected
+        if self._n_broken == _PATIENCE:
+            hint = "it has another server.key" if self._keys else "it may want --keys, or be another service"
+            log.error("%s hangs up during the handshake, trying on: %s", self._endpoint, hint)
+        self._connected = False
+        self._dealer.disable_monitor()
+        self._monitor.close(linger=0)
+        self._dealer.close(linger=0)
+        time.sleep(min(_RECONNECT_MAX_MS, _RECONNECT_MS << min(self._n_broken, 8)) / 1000)
+        self._connect()
+        self.inbox.put(NewConnection())
+        return None
+
+    def _check_computing(self) -> None:
+        since_s = self._busy_since_s
+        if since_s is not None and time.monotonic() - since_s > self._compute_timeout_s:
+            log.critical("a batch has taken more than %g s: ending this worker", self._compute_timeout_s)
+            os._exit(3)  # the compute thread hangs, so nothing gentler would end

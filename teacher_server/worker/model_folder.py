@@ -1,0 +1,137 @@
+"""A model folder checked in milliseconds, without torch: is it whole, and which model is it?
+
+A wrong path or a truncated download should stop the server before the first worker starts, and not
+after minutes of loading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from teacher_server.errors import ServerError
+from teacher_server.wire.protocol import MAX_TOKENS, tokenizer_fingerprint
+
+_SAMPLE_BYTES = 4 << 10
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    path: str  # absolute
+    name: str
+    max_tokens: int  # the model's position limit
+    fingerprint: str  # 32 hex digits, see `_fingerprint`
+
+
+def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolder:
+    """Raises ServerError if the folder is missing, has no readable config or no whole safetensors weights.
+
+    Args:
+        needs_weights: False for the trivial engine, which reads config.json only.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ServerError(
+            f"model folder {path}: no such folder. Fix: give a local folder with config.json and *.safetensors."
+        )
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config", config)
+    max_tokens = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
+    if not isinstance(max_tokens, int) or max_tokens < 2:
+        raise ServerError(f"model folder {path}: config.json has no max_position_embeddings, so it is no causal LM.")
+    weights = _weight_files(folder) if needs_weights else []
+    for file in weights:
+        _check_safetensors(file)
+    resolved = folder.resolve()
+    return ModelFolder(str(resolved), resolved.name, min(max_tokens, MAX_TOKENS), _fingerprint(folder, weights))
+
+
+def read_tokenizer_fingerprint(folder: ModelFolder) -> str:
+    """Of the folder's tokenizer; empty if it holds none. Raises ServerError if it does not load."""
+    if not any((Path(folder.path) / file).is_file() for file in _TOKENIZER_FILES):
+        return ""
+    from transformers import AutoTokenizer
+
+    try:
+        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder.path).get_vocab())
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ServerError(f"model folder {folder.path}: its tokenizer does not load: {error}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise ServerError(f"model folder {file.parent}: {file.name} is missing. Fix: copy the whole folder.") from error
+    except (OSError, ValueError) as error:
+        raise ServerError(f"model folder {file.parent}: {file.name} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ServerError(f"model folder {file.parent}: {file.name} is not a JSON object.")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ServerError(f"model folder {folder}: {index.name} has no weight_map.")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise ServerError(f"model folder {folder}: missing weights: {', '.join(missing) or '*.safetensors'}.")
+    return files
+
+
+def _check_safetensors(file: Path) -> None:
+    """8 bytes header length, JSON header, data: the largest data offset must be the file's end."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            header = _read_header(stream, size)
+            end = stream.tell() + max(stop for _, stop in _tensors(header))
+        if end != size:
+            raise ValueError(f"{size} bytes, its header says {end}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        fix = "Fix: copy or download it again."
+        raise ServerError(f"model folder {file.parent}: {file.name} is damaged ({error}). {fix}") from error
+
+
+def _read_header(stream: BinaryIO, size: int) -> dict[str, Any]:
+    """Leaves the stream at the first byte of data."""
+    n_header = int.from_bytes(stream.read(8), "little")
+    if not 2 <= n_header <= size - 8:
+        raise ValueError("its header is cut off")
+    header: dict[str, Any] = json.loads(stream.read(n_header))
+    return header
+
+
+def _tensors(header: dict[str, Any]) -> list[tuple[int, int]]:
+    """(first byte, end byte) of each tensor, from the first byte of data, in the order of their names."""
+    entries = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for _, entry in entries]
+
+
+def _fingerprint(folder: Path, weights: list[Path]) -> str:
+    """sha256 of config.json and, of each weight file, name, header, and some bytes of every tensor.
+
+    Not of all bytes: hashing 60 GB takes longer than loading them. Of every tensor, because a merged
+    adapter or a frozen part leaves whole tensors as they were.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in weights:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = _read_header(stream, size)
+            data_at = stream.tell()
+            digest.update(f"{file.name}:{size}:{json.dumps(header, sort_keys=True)}".encode())
+            for first, stop in _tensors(header):
+                stream.seek(data_at + max(first, (first + stop - _SAMPLE_BYTES) // 2))  # its middle
+                digest.update(stream.read(min(_SAMPLE_BYTES, stop - first)))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,203 @@
+"""The actor pool's states between its calls: real Ray actors of the real class, with real students in gloo groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from gkd.actor.pool import ActorPool
+from gkd.actor.worker import BESIDE, ActorWorker
+from gkd.cluster.calls import gather
+from gkd.cluster.pools import Pool
+from gkd.config.load import load_config
+from gkd.errors import ClusterError, NumericsError
+from gkd.launcher import worker_env
+from gkd.memory.states import KINDS
+from gkd.roles import RolloutChunk, ScoredChunk, TrainStats
+from gkd.types import TeacherScores, TeacherTopK
+from gkd.weight_sync.buckets import plan_buckets
+from tests.bench.student_case import save_model, sequences
+from tests.dist.slots import actor_slots
+
+pytestmark = pytest.mark.dist
+
+N_RANKS = 2
+KEEP = {"is_offload_states": False}
+
+
+class Rank(ActorWorker):
+    """A rank that tells what it has on its device."""
+
+    def held(self) -> dict[str, int]:
+        return self._student.states.device_bytes()
+
+    def poison(self) -> None:
+        """Weights that are no numbers."""
+        self._held.reload_states()
+        for tensor in self._student._live_states()["params"]:  # type: ignore[attr-defined]
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(float("nan"))
+        self._held.offload_states()
+
+
+@pytest.fixture(scope="module")
+def slots() -> Iterator[Pool]:
+    with actor_slots(N_RANKS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    return folder
+
+
+class Actor:
+    """A pool whose ranks have a student."""
+
+    def __init__(self, slots: Pool, model: Path, *overrides: str) -> None:
+        base = ["data.train_files=[a]", f"model.path={model}", "model.dtype=float32", "trainer.run_dir=none"]
+        sizes = [f"trainer.n_gpus_per_node={N_RANKS}", "actor.micro_batch_size=4", "actor.optim.lr=0.01"]
+        self.workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
+        self.config = load_config(None, [*base, *sizes, *overrides])
+        self.pool = ActorPool(self.workers, self.config)
+        gather(self.pool.init_model("cpu", 9, 120), "init_model", 120)
+
+    def held(self) -> dict[str, int]:
+        """Bytes on the devices of all ranks."""
+        ranks = ray.get([worker.held.remote() for worker in self.workers])
+        return {kind: sum(rank[kind] for rank in ranks) for kind in KINDS}
+
+    def is_away(self) -> bool:
+        return not any(self.held().values())
+
+    def export(self, meta: dict[str, Any] | None = None) -> None:
+        """As a weight sync does, of which nobody is the receiver. Some ranks may have no part in it."""
+        (ranks,) = self.pool.exporters()
+        plan = plan_buckets(ray.get(ranks[0].export_plan.remote()), 1 << 20)
+        sent = {str(i): worker.send_weights.remote(plan, False, meta=meta) for i, worker in enumerate(ranks)}
+        gather(sent, "export", 60)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+def batch() -> list[ScoredChunk]:
+    rollouts, scores = sequences("even")
+    scores = [_descending(score) for score in scores]
+    chunks = []
+    for rank in range(N_RANKS):
+        kept, scored = rollouts[rank:4:N_RANKS], scores[rank:4:N_RANKS]
+        sizes = RolloutChunk(
+            dp_rank=rank,
+            ref=ray.put(kept),
+            n_sequences=len(kept),
+            n_prompt_tokens=sum(len(r.prompt_ids) for r in kept),
+            n_response_tokens=sum(len(r.response_ids) for r in kept),
+            n_cut=0,
+            policy_version=0,
+            sample_index=np.array([r.sample_index for r in kept], np.int32),
+            n_tokens=np.array([r.n_tokens for r in kept], np.int32),
+        )
+        chunks.append(ScoredChunk(sizes, ray.put(scored), 0.8, 0))
+    return chunks
+
+
+def _descending(scores: TeacherScores) -> TeacherScores:
+    """As a teacher lists them."""
+    assert scores.topk is not None
+    order = np.argsort(-scores.topk.topk_logprobs, axis=1)
+    ids, logprobs = (np.take_along_axis(t, order, 1) for t in (scores.topk.topk_ids, scores.topk.topk_logprobs))
+    return TeacherScores(TeacherTopK(ids, logprobs, scores.topk.tail_mass))
+
+
+def numbers(stats: TrainStats) -> tuple[Any, ...]:
+    losses = {name: value for name, value in stats.extra.items() if name.startswith("loss/")}
+    return stats.loss, stats.grad_norm, stats.n_loss_tokens, losses
+
+
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_states_are_where_the_settings_and_the_calls_say(slots: Pool, model: Path, backend: str) -> None:
+    """Fails if a call leaves states elsewhere than it was told to, needs what is away, changes a number, or hangs
+    because not all ranks were called.
+    """
+    some = batch()
+    plain = Actor(slots, model, f"actor.strategy={backend}")
+    try:
+        expected = [numbers(plain.pool.train_step(some)), numbers(plain.pool.evaluate(some))]
+        expected.append(numbers(plain.pool.train_step(some)))
+        assert all(n > 0 for kind, n in plain.held().items() if kind != "grads"), "without the setting nothing moves"
+        unmoved = numbers(plain.pool.evaluate(some))
+        plain.export({"is_offload_states": True})
+        assert numbers(plain.pool.evaluate(some)) == unmoved, "the first move, and not of all ranks"
+        plain.pool.reload_states()
+        _moves_by_hand(plain)
+        assert numbers(plain.pool.evaluate(some)) == unmoved
+        assert plain.held()["params"] > 0, "brought back by the call, and left there"
+        # Ranks that a sync calls and ranks that it does not have their states in different places.
+        plain.pool.offload_states(["params"])
+        plain.export()
+        assert plain.pool.train_step(some, meta=KEEP).loss > 0
+        plain.export()
+        assert plain.pool.train_step(some, meta=KEEP).loss > 0
+    finally:
+        plain.close()
+    moved = Actor(slots, model, f"actor.strategy={backend}", "actor.offload_train=true")
+    try:
+        assert moved.is_away(), "from the start on"
+        first = moved.pool.train_step(some)
+        cost = moved.pool.memory_numbers()
+        assert moved.is_away() and {"time/train/onload", "time/train/offload"} <= cost.keys()
+        assert 0 < cost["time/train/meeting"] <= cost["time/train/onload"] + cost["time/train/offload"]
+        assert cost["memory/train/before_onload"] == 0 < cost["memory/train/after_onload"]
+        got = [numbers(first), numbers(moved.pool.evaluate(some, meta=KEEP))]
+        assert moved.held()["params"] > 0 == moved.held()["optimizer"], "only what an evaluation needs"
+        moved.export()
+        got.append(numbers(moved.pool.train_step(some, meta=KEEP)))
+        assert got == expected and moved.held()["optimizer"] > 0
+        moved.export()
+        moved.pool.offload_states()
+        assert moved.is_away()
+        _fails(moved, some)
+    finally:
+        moved.close()
+
+
+def _moves_by_hand(actor: Actor) -> None:
+    before = actor.held()
+    pending = actor.pool.offload_states(["optimizer"], blocking=False)
+    pending.wait()
+    pending.wait()
+    assert actor.held() == before | {"optimizer": 0}
+    actor.pool.offload_states()
+    actor.pool.offload_states()
+    assert actor.is_away()
+    back = actor.pool.reload_states(["params"], blocking=False)
+    back.wait()
+    assert actor.held() == dict.fromkeys(KINDS, 0) | {"params": before["params"]}
+    with pytest.raises(ClusterError, match="params, grads, optimizer"):
+        actor.pool.offload_states(["weights"])
+    actor.pool.offload_states(non_blocking=True)
+    actor.pool.settle_states()
+    actor.pool.settle_states()
+    assert actor.is_away()
+    # Nobody waits for these: the next call does.
+    actor.pool.reload_states(non_blocking=True)
+    actor.pool.offload_states(non_blocking=True)
+
+
+def _fails(actor: Actor, some: list[ScoredChunk]) -> None:
+    """An error inside a call: the states end where the call said, and can be moved as before."""
+    ray.get([worker.poison.remote() for worker in actor.workers])
+    for meta, away in ((None, True), (KEEP, False)):
+        with pytest.raises(NumericsError):
+            actor.pool.train_step(some, meta=meta)
+        assert actor.is_away() == away
+    with pytest.raises(ClusterError, match="is_offload_states, not is_offload"):
+        actor.pool.evaluate(some, meta={"is_offload": True})

@@ -1,0 +1,186 @@
+"""Students over several ranks whose states go away after every call of a worker, against the same who keep theirs.
+
+The calls ask for what `gkd.actor.worker` asks for: a sync comes to some ranks alone, an evaluation needs the weights.
+Real gloo ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from gkd.actor.offload import HeldStates
+from gkd.actor.shard_writer import write
+from gkd.memory.states import GRADS, KINDS, OPTIMIZER, PARAMS
+from gkd.types import MicroBatch
+from tests.dist.helpers import run_gloo
+from tests.dist.megatron_reference import VOCAB, make_hf_folder, make_micro_batches
+from tests.dist.student_cases import CPU, build_student, share, weights
+
+pytestmark = pytest.mark.dist
+
+N_RANKS, N_STEPS, TEACHER_WIDTH = 2, 2, 5
+# name -> (backend, model, how Megatron's ranks share it, what the teacher gives)
+CASES: dict[str, tuple[str, str, dict[str, int], str]] = {
+    "ep2": ("megatron", "qwen3_moe", {"ep": 2}, "topk"),
+    "tp2": ("megatron", "qwen3", {"tp": 2}, "hidden"),
+    "pp2_tied": ("megatron", "qwen2_tied", {"pp": 2}, "hidden"),
+    "fsdp2": ("fsdp2", "qwen3", {}, "hidden"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("layouts")
+    for _, kind, _, _ in CASES.values():
+        if not (root / kind).exists():
+            make_hf_folder(root / kind, kind)
+    return run_gloo(_measure_all, N_RANKS, root, timeout_s=200.0)
+
+
+def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    """Runs in a rank: by case, what calls gave without and with moves."""
+    from megatron.core import parallel_state
+
+    measured = {}
+    for name in CASES:
+        measured[name] = [_Run(root, name, rank, world_size, moves).calls() for moves in (False, True)]
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+    return measured
+
+
+class _Run:
+    """One rank's calls, and what it has on the device within and after each."""
+
+    def __init__(self, root: Path, name: str, rank: int, world_size: int, moves: bool) -> None:
+        backend, self.kind, layout, self.signal = CASES[name]
+        self.root, self.rank, self.folder = root, rank, root / f"{name}_{moves}"
+        self.folder.mkdir(exist_ok=True)
+        self.model = root / self.kind
+        self.student = build_student(
+            backend, self.model, rank, world_size, dtype=torch.bfloat16, signals=(self.signal,), **layout
+        )
+        self.is_split = {"tp", "pp"} & layout.keys()
+        self.exports = backend == "fsdp2" or self.student.layout.exports
+        self.held = HeldStates(self.student, CPU, automatic=moves, timeout_s=60)
+        self.within: list[tuple[str, dict[str, int]]] = []
+        self.after: list[dict[str, int]] = []
+        if moves:
+            self.held.offload_states()
+
+    @contextmanager
+    def call(self, infix: str, include: list[str] | None = None, *, alone: bool = False) -> Iterator[None]:
+        with self.held.needed(infix, include, alone=alone):
+            self.within.append((infix, _on_device(self.student)))
+            yield
+        self.after.append(_on_device(self.student))
+
+    def calls(self) -> dict[str, Any]:
+        """All of a run."""
+        student, numbers = self.student, list[float]()
+        if self.signal == "hidden":
+            with self.call("teacher_head", [PARAMS], alone=True):
+                student.set_teacher_head(np.random.default_rng(8).normal(size=(VOCAB, TEACHER_WIDTH)))
+        for step in range(N_STEPS):
+            with self.call("train"):
+                stats = student.train_step(self.batches(step))
+            numbers += [stats.loss, stats.grad_norm]
+            with self.call("evaluate", [PARAMS]):
+                numbers.append(student.evaluate(self.batches(step)).loss)
+            sent = self.sync()
+        with self.call("save", [PARAMS, OPTIMIZER]):
+            snapshot = student.snapshot()
+        write(self.folder / "checkpoint", self.rank, snapshot)  # beside whatever the rank does next
+        dist.barrier()
+        with self.call("load"):
+            student.load_checkpoint(self.folder / "checkpoint")
+        with self.call("train"):
+            numbers.append(student.train_step(self.batches(N_STEPS)).loss)
+        with self.call("export", [PARAMS]):
+            student.save_hf(self.folder / "hf", self.model)
+        dist.barrier()
+        files = sorted(file for file in self.folder.rglob("*.safetensors"))
+        return {
+            "numbers": numbers,
+            "sent": {name: tensor.view(torch.int16).numpy() for name, tensor in (sent | self.sync()).items()},
+            "files": {str(file.relative_to(self.folder)): file.read_bytes() for file in files},
+            "within": self.within,
+            "after": self.after,
+        }
+
+    def sync(self) -> dict[str, torch.Tensor]:
+        """What this rank sends; others are not called."""
+        if not self.exports:
+            return {}
+        with self.call("sync", [PARAMS], alone=True):
+            return weights(self.student)
+
+    def batches(self, step: int) -> list[MicroBatch]:
+        batches = make_micro_batches(step)
+        if self.signal == "hidden":
+            batches = [_with_hidden(batch) for batch in batches]
+        return batches if self.is_split else share(batches, self.rank, N_RANKS)
+
+
+def _on_device(student: Any) -> dict[str, int]:
+    """Bytes by kind, counted here: what cannot be moved has to be seen, too."""
+    live, seen = student._live_states(), set[int]()
+    sizes = dict.fromkeys(KINDS, 0)
+    for kind in KINDS:
+        for tensor in live[kind]:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            if storage._cdata not in seen:
+                sizes[kind] += storage.nbytes()
+                seen.add(storage._cdata)
+    return sizes
+
+
+def _with_hidden(batch: MicroBatch) -> MicroBatch:
+    """The teacher's hidden states in place of its scores."""
+    targets = batch.targets
+    assert targets is not None
+    hidden = torch.randn(
+        (len(targets), TEACHER_WIDTH), generator=torch.Generator().manual_seed(int(batch.tokens.sum()))
+    )
+    return replace(batch, targets=replace(targets, topk_ids=None, topk_logprobs=None, tail_mass=None, hidden=hidden))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moving_after_every_call_changes_nothing(ranks: list[dict[str, Any]], name: str) -> None:
+    """Fails if a layout has states that do not come back: a number, a weight that is sent, or a byte of a checkpoint or
+    of the exported model is another.
+    """
+    for rank in ranks:
+        kept, moved = rank[name]
+        assert moved["numbers"] == kept["numbers"] and all(np.isfinite(kept["numbers"]))
+        assert moved["sent"].keys() == kept["sent"].keys()
+        assert all(np.array_equal(moved["sent"][key], kept["sent"][key]) for key in kept["sent"])
+        assert moved["files"] == kept["files"] and len(kept["files"]) >= N_RANKS + 1
+    assert any(rank[name][0]["sent"] for rank in ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_has_what_it_needs_and_leaves_nothing(ranks: list[dict[str, Any]], name: str) -> None:
+    """Fails if a part of a student of this layout, or its teacher's LM head, is not found and stays on the device, or
+    more is brought than a call needs.
+    """
+    for rank in ranks:
+        kept, moved = rank[name]
+        assert not any(any(sizes.values()) for sizes in moved["after"])
+        whole = kept["after"][-1]
+        for infix, sizes in moved["within"]:
+            assert sizes[PARAMS] > 0, infix
+            if infix in ("evaluate", "sync", "export", "teacher_head"):
+                assert sizes[GRADS] == sizes[OPTIMIZER] == 0, infix
+            elif infix != "train":
+                assert sizes[OPTIMIZER] == whole[OPTIMIZER] > 0, infix

@@ -1,0 +1,125 @@
+"""What a step says of each pool, and whom its line names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gkd.metrics.pools import LENGTH_MEAN, quantile_name, rollout_numbers, shares, waited_for
+from gkd.metrics.step import step_line, step_numbers
+from gkd.roles import RolloutChunk, ScoredChunk, SyncReport, TrainStats
+from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
+
+
+def scored(n: int, dp_rank: int) -> ScoredChunk:
+    sizes = np.full(n, 5, np.int32)
+    chunk = RolloutChunk(dp_rank, None, n, 2 * n, 3 * n, 0, 0, sample_index=sizes, n_tokens=sizes)
+    return ScoredChunk(chunk, None, None, 8)
+
+
+def numbers(rollout_s: float, teacher_s: float, train_s: float, step_s: float) -> dict[str, float]:
+    times = {"rollout": rollout_s, "teacher": teacher_s, "train": train_s, "weight_sync": 0.1, "step": step_s}
+    return {f"time/{name}_s": seconds for name, seconds in times.items()}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "times", "pool", "share"),
+    [
+        ("sync", (6.0, 1.0, 3.0, 10.0), "rollout", 0.6),
+        ("sync", (3.0, 1.0, 6.0, 10.0), "actor", 0.6),
+        ("sync", (2.0, 5.0, 3.0, 10.0), "teacher", 0.5),
+        # the engines work beside the training, and are still not done when it is
+        ("one_step_off", (3.0, 0.5, 6.0, 10.0), "rollout", 0.3),
+        ("two_step_off", (0.2, 2.0, 7.0, 10.0), "teacher", 0.2),
+        ("stream", (1.0, 0.1, 8.0, 10.0), "rollout", 0.1),
+        ("stream", (0.2, 0.1, 9.0, 10.0), "actor", 0.9),
+        ("one_step_off", (0.0, 0.0, 9.0, 10.0), "actor", 0.9),
+    ],
+)
+def test_the_line_names_the_pool_that_holds_the_others_up(
+    scheduler: str, times: tuple[float, float, float, float], pool: str, share: float
+) -> None:
+    """Fails if the step line sends its reader to give GPUs to a pool that has enough."""
+    m = numbers(*times)
+    m |= shares(m, scheduler)
+    assert waited_for(m, scheduler) == (pool, pytest.approx(share))
+    assert {name: m[f"perf/bound_by_{name}"] for name in ("rollout", "teacher", "actor")} == {
+        name: float(name == pool) for name in ("rollout", "teacher", "actor")
+    }
+    line = step_line(3, 9, m | {"loss/total": 1.0, "optim/grad_norm": 2.0, "rollout/response_tokens": 5}, scheduler)
+    assert line.endswith(f"waits for {pool} {share:.0%}")
+
+
+@pytest.mark.parametrize("stage", ["eval", "checkpoint", "record"])
+def test_an_evaluation_or_a_checkpoint_changes_nobody_s_part(stage: str) -> None:
+    """Fails if a step with one of them names another pool than the steps around it."""
+    usual = numbers(0.6, 0.1, 1.2, 2.0)
+    with_more = usual | {f"time/{stage}_s": 20.0, "time/step_s": 22.0}
+    assert shares(with_more, "one_step_off") == pytest.approx(shares(usual, "one_step_off"))
+    assert shares(usual, "one_step_off")["perf/bound_by_rollout"] == 1.0
+    busy = shares(with_more | {"perf/engines": 2.0, "perf/pass_s": 1.0}, "stream")["perf/rollout_busy_share"]
+    assert busy == pytest.approx(0.25 if stage == "eval" else 0.5 / 22.0)
+
+
+def test_a_reference_is_the_actors_work() -> None:
+    """Fails if a step whose actor computes a reference for longest is said to wait for another pool."""
+    m = numbers(3.0, 0.5, 2.5, 10.0) | {"time/reference_s": 2.5}
+    assert waited_for(shares(m, "sync"), "sync") == ("actor", pytest.approx(0.5))
+
+
+def test_an_engine_counts_what_its_passes_move_and_read() -> None:
+    """Fails if a pass is said to move sequences that still wait, or a prompt is read twice."""
+    now = [0.0]
+    meter = PassMeter(2, clock=lambda: now[0])
+
+    def one_pass() -> None:
+        now[0] += 0.5
+
+    for n_prompt in (7, 5, 3):
+        meter.added(n_prompt)
+    meter.time_pass(one_pass)  # two of three begin
+    meter.finished(1)
+    now[0] += 0.125  # which is handed over
+    meter.time_pass(one_pass)  # the third begins
+    now[0] += 5.0
+    meter.paused(12)
+    meter.time_pass(one_pass)  # 12 tokens are read again
+    usage = meter.taken()
+    assert (usage.busy_s, usage.gap_s) == (1.5, 0.125) and usage.response_lengths.tolist() == [1]
+    rows = np.array([[1, 2, 12, 0.5], [1, 2, 3, 0.5], [1, 2, 12, 0.5]])
+    np.testing.assert_allclose(usage.products, rows.T @ rows)
+    meter.added(4)
+    meter.dropped(0)
+    meter.added(6)
+    meter.time_pass(one_pass)
+    np.testing.assert_allclose(meter.taken().products[0], [1, 1, 6, 0.5])
+    meter.dropped(0)
+    now[0] += 5.0
+    meter.added(1)
+    meter.time_pass(one_pass)
+    assert meter.taken().gap_s == 0.0  # nothing was left to be moved
+    assert meter.taken().products[0, 0] == 0
+
+
+def test_the_pool_s_numbers_are_sums_and_quantiles() -> None:
+    """Fails if the tuner fits its rates to other passes than the engines made."""
+    row = np.array([1.0, 3.0, 10.0, 0.5])
+    engines = [
+        EngineUsage(0.5, 0.25, np.outer(row, row), np.array([10, 20], np.int32)),
+        EngineUsage(1.0, 0.5, 2 * np.outer(row, row), np.array([30], np.int32)),
+    ]
+    m = rollout_numbers(RolloutUsage(engines, 1.25))
+    assert (m["perf/pass_n"], m["perf/pass_b"], m["perf/pass_bs"], m["perf/pass_pp"]) == (3, 9, 4.5, 300)
+    assert (m["perf/engine_busy_max_s"], m["perf/answer_s"], m[LENGTH_MEAN]) == (1.0, 1.25, 20)
+    assert m["perf/gap_s"] == 0.75
+    assert [m[quantile_name(q)] for q in (0, 50, 100)] == [10, 20, 30]
+    assert shares(m | numbers(1, 0, 0, 2), "sync")["perf/rollout_busy_share"] == pytest.approx(1.5 / 2 / 2)
+    idle = rollout_numbers(RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0))
+    assert LENGTH_MEAN not in idle and idle["perf/pass_n"] == 0
+
+
+def test_the_heaviest_group_is_the_one_with_most_tokens() -> None:
+    """Fails if the training's rate is taken per token of another group than the one that the step waits for."""
+    batch = [scored(2, 0), scored(1, 1), scored(2, 1)]
+    m = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), {})
+    assert m["perf/group_tokens_max"] == 15
