@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.optim_spec import OptimSpec
 from gkd.cluster.imports import quick_imports
 from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import Config, OptimConfig
 from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
-    from gkd.actor.base import Student
+    from gkd.actor.common.base import Student
 
 
 def build_student(

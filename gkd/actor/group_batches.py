@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gkd.actor.agree import same_error
-from gkd.actor.base import Student
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.base import Student
 from gkd.config.schema import ActorConfig
 from gkd.data.balance import select, with_references
 from gkd.data.batching import check_batch, make_micro_batches

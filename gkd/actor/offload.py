@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gkd.actor.base import Student
+from gkd.actor.common.base import Student
 from gkd.errors import ClusterError, GkdError
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
@@ -257,5 +257,5 @@ def _for_others(problem: Exception | None) -> GkdError | None:
 
 
 def _is_everybodys(error: BaseException) -> bool:
-    """Do all ranks have this error? The students see to it (`gkd.actor.agree`); a rank that breaks is alone with it."""
+    """Return whether all ranks raise this error (`gkd.actor.common.agree`); a rank that breaks raises alone."""
     return isinstance(error, GkdError) and not isinstance(error, ClusterError)

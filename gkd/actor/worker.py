@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from gkd.actor.build import build_student
+from gkd.actor.common.group_probe import probe_group
+from gkd.actor.common.shard_writer import BackgroundWriter
 from gkd.actor.group_batches import group_batches
-from gkd.actor.group_probe import probe_group
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, HeldStates, check_meta
 from gkd.actor.rank_memory import RankMemory
-from gkd.actor.shard_writer import BackgroundWriter
 from gkd.cluster.assignment import free_port, this_place
 from gkd.cluster.gpu_table import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
@@ -46,7 +46,7 @@ from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
-    from gkd.actor.base import Student
+    from gkd.actor.common.base import Student
     from gkd.actor.frozen.model import FrozenModel
     from gkd.actor.frozen.teacher import LocalTeacher
     from gkd.actor.fsdp.student import FsdpStudent

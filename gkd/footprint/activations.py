@@ -58,7 +58,7 @@ class Kernels:
         return 2 * _FLOAT32 if self.on_cpu else self.itemsize
 
     def _in_one_call(self, shape: ModelShape) -> bool:
-        """Does a kernel take the pack as it is, from copies of q, k and v? See `gkd.actor.attention`."""
+        """Does a kernel take the pack as it is, from copies of q, k and v? See `gkd.actor.common.attention`."""
         takes = self.itemsize < _FLOAT32 and shape.head_dim <= 256 and shape.head_dim % 8 == 0
         return self.packed and not self.on_cpu and takes
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gkd.actor.host_copies import Snapshot
-from gkd.actor.shard_writer import BackgroundWriter, write
-from gkd.actor.shards import ShardReader, file_name
+from gkd.actor.common.host_copies import Snapshot
+from gkd.actor.common.shard_writer import BackgroundWriter, write
+from gkd.actor.common.shards import ShardReader, file_name
 from gkd.data.batching import make_micro_batches
 from tests.bench.student_case import make_student, save_model, sequences
 from tests.bench.teacher_report import Figure, Part, Table

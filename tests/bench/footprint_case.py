@@ -168,7 +168,7 @@ def _train(rank: int, world_size: int, config: Config, n_steps: int, device: str
 
 def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any, Meter]:
     """The student of `gkd.actor.worker`, and a meter that began before it, after its imports."""
-    from gkd.actor.optim_spec import OptimSpec
+    from gkd.actor.common.optim_spec import OptimSpec
 
     actor, where = config.actor, torch.device(device)
     common: dict[str, Any] = {

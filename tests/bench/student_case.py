@@ -149,7 +149,7 @@ def _step(
 
 def make_student(backend: str, folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A student of one rank."""
-    from gkd.actor.optim_spec import OptimSpec
+    from gkd.actor.common.optim_spec import OptimSpec
 
     settings: dict[str, Any] = {
         "optim": OptimSpec(lr=LR, weight_decay=0.0, clip_grad=1.0),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gkd.actor.shard_writer import write
+from gkd.actor.common.shard_writer import write
 from gkd.config.schema import LoraConfig
 from tests.dist.helpers import free_port
 from tests.dist.megatron_reference import make_micro_batches

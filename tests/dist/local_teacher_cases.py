@@ -26,10 +26,10 @@ TAKES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
 
 def teach(rank: int, root: Path) -> dict[str, Any]:
     """Runs in a rank of two."""
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.frozen.teacher import LocalTeacher
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
 
     layout = ParallelLayout(tp=1, pp=2, world_size=2, rank=rank)
     student = MegatronStudent(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gkd.actor.shard_writer import write
-from gkd.actor.shards import ShardReader
+from gkd.actor.common.shard_writer import write
+from gkd.actor.common.shards import ShardReader
 from tests.dist.megatron_reference import make_micro_batches
 
 DEEP = "deep"  # the folder of a model with layers enough for four chunks
@@ -55,9 +55,9 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
     """A student of the HF folder `root / case.kind`; replaces the Megatron groups of the last one."""
     from megatron.core import parallel_state
 
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
 
     world_size, tp, pp, vpp, sequence_parallel = LAYOUTS[case.layout]

@@ -31,7 +31,7 @@ def build_student(
     **changes: Any,
 ) -> Any:
     """A student with the settings of `train_reference`; ranks are data parallel, if Megatron's are not told else."""
-    from gkd.actor.optim_spec import OptimSpec
+    from gkd.actor.common.optim_spec import OptimSpec
 
     optim = OptimSpec(lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
     settings = {"optim": optim, "loss": LossSpec(), "dtype": torch.float32, "device": CPU, "seed": 1} | changes

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gkd.actor.optim_spec import OptimSpec
-from gkd.actor.shard_writer import write
+from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.shard_writer import write
 from gkd.config.load import load_config
 from gkd.config.loss_spec import LossSpec
 from tests.dist.frozen_cases import frozen_weights

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.actor.agree import same_error
+from gkd.actor.common.agree import same_error
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError
@@ -69,9 +69,9 @@ def _with_nan(share: Share, table: str) -> Share:
 
 def _layout(rank: int, root: Path, name: str) -> dict[str, Any]:
     """Runs in a rank: good step, bad ones, good step; and a student that saw the good ones only."""
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
 
     tp, pp = LAYOUTS[name]
     layout = ParallelLayout(tp=tp, pp=pp, world_size=2, rank=rank)

@@ -167,7 +167,7 @@ def _measure(rank: int, world_size: int, root: Path) -> list[float]:
 def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     from megatron.core import parallel_state
 
-    from gkd.actor.optim_spec import OptimSpec
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
     from gkd.data.batching import make_micro_batches
     from tests.bench.footprint_case import full_sequences
@@ -241,9 +241,9 @@ def _held(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int, i
     """Runs in a rank: (parameters, numbers in the gradient buffers, numbers that the optimizer updates), by layout."""
     from megatron.core import parallel_state
 
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
 
     found = {}

@@ -241,7 +241,7 @@ def _resumed_with(build: Any, root: Path, *, fewer: bool) -> None:
 def _write(student: Any, folder: Path) -> None:
     import torch.distributed as dist
 
-    from gkd.actor.shard_writer import write
+    from gkd.actor.common.shard_writer import write
 
     write(folder, dist.get_rank(), student.snapshot())
     dist.barrier()

@@ -113,10 +113,10 @@ def _world(rank: int, world_size: int, root: Path, names: list[str], n_steps: in
 
 
 def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron import attention, pipeline
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
 
     layout = ParallelLayout(tp=case.tp, pp=case.pp, world_size=case.world_size, rank=rank, vpp=case.vpp)

@@ -81,9 +81,9 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
     """Runs in a rank: (loss, gradients) by (layout, kind, signal)."""
     from megatron.core import parallel_state
 
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
 
     measured: dict[tuple[str, str, str], Any] = {}
     for name in names:

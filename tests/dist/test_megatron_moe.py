@@ -78,9 +78,9 @@ def _student(
     """A student in the layout called `name`; replaces the Megatron groups of the last one."""
     from megatron.core import parallel_state
 
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
 
     if parallel_state.model_parallel_is_initialized():

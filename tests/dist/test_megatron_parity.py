@@ -68,9 +68,9 @@ def _measure_all(rank: int, world_size: int, root: Path, names: list[str]) -> di
 
 def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int]) -> dict[str, dict[str, Any]]:
     """Runs in a rank: differences from the reference, per kind."""
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
 
     _, tp, pp = spec

@@ -51,7 +51,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of losses after a mov
 
 def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Saves HF folders from two layouts and provokes the errors that need a world."""
-    from gkd.actor.shard_writer import write
+    from gkd.actor.common.shard_writer import write
     from gkd.errors import CheckpointError, ClusterError, DataError, ModelError, NumericsError
 
     result: dict[str, Any] = {}
@@ -179,13 +179,13 @@ def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: 
 
     Also if it reads a part that it needs nothing of: those are not in the checkpoint.
     """
-    from gkd.actor.host_copies import HostCopies
+    from gkd.actor.common.host_copies import HostCopies
+    from gkd.actor.common.shard_writer import write
+    from gkd.actor.common.shards import Piece, ShardReader
     from gkd.actor.megatron.checkpoint import _read_vocab, _recut, part_shape
     from gkd.actor.megatron.hf_config import read_hf_dims
     from gkd.actor.megatron.hf_mapping import SplitVocab, stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
-    from gkd.actor.shard_writer import write
-    from gkd.actor.shards import Piece, ShardReader
 
     make_hf_folder(tmp_path, "qwen2_tied", n_layers=1)
     dims = replace(read_hf_dims(tmp_path), n_heads=24, n_kv_heads=12, head_dim=2)

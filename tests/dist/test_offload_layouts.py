@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from gkd.actor.common.shard_writer import write
 from gkd.actor.offload import HeldStates
-from gkd.actor.shard_writer import write
 from gkd.memory.states import GRADS, KINDS, OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
 from tests.dist.helpers import run_gloo

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gkd.actor.shard_writer import write
+from gkd.actor.common.shard_writer import write
 from gkd.memory.states import KINDS, OPTIMIZER, PARAMS
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import make_hf_folder, make_micro_batches

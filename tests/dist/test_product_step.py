@@ -89,9 +89,9 @@ def _product(rank: int, world_size: int, root: Path, names: list[str]) -> dict[s
 
 
 def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, Any]:
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
     from gkd.config.loss_spec import LossSpec
     from gkd.data.batching import make_micro_batches
 

@@ -11,9 +11,9 @@ import pytest
 import ray
 import torch
 
-from gkd.actor.host_copies import HostCopies
+from gkd.actor.common.host_copies import HostCopies
+from gkd.actor.common.shards import Piece
 from gkd.actor.pool import ActorPool
-from gkd.actor.shards import Piece
 from gkd.actor.worker import BESIDE, ActorWorker
 from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ClusterError, ConfigError

@@ -142,7 +142,7 @@ def _resumes(build: Any, mine: Any, rank: int, folder: Path) -> bool:
     """Does a second student go on to the bit where the first was saved?"""
     import torch.distributed as dist
 
-    from gkd.actor.shard_writer import write
+    from gkd.actor.common.shard_writer import write
 
     first, second = build(), build()
     for step in range(2):

@@ -103,9 +103,9 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, int
     """Runs in a rank: (loss, gradients) by (layout, which assignment to ranks, micro-batch size, fused)."""
     from megatron.core import parallel_state
 
+    from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
-    from gkd.actor.optim_spec import OptimSpec
 
     rollouts, scores = _scored_batch()
     measured = {}

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from gkd.actor.common.shard_writer import write
 from gkd.actor.fsdp import host_run
-from gkd.actor.shard_writer import write
 from tests.dist.frozen_cases import PLAIN, build, sequences
 from tests.dist.helpers import free_port
 from tests.dist.megatron_reference import make_hf_folder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gkd.actor.host_copies import HostCopies, Snapshot
-from gkd.actor.shards import Piece
+from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.shards import Piece
 
 CPU = torch.device("cpu")
 WHOLE = torch.arange(1000, dtype=torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.actor.attention import causal_attention
+from gkd.actor.common.attention import causal_attention
 
 LENGTHS = (5, 1, 9, 2)
 

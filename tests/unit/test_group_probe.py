@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gkd.actor.group_probe import distinct_groups, probe_group
+from gkd.actor.common.group_probe import distinct_groups, probe_group
 from gkd.errors import ClusterError
 
 MEMBERS = [1, 3]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gkd.actor.host_copies import HostCopies
-from gkd.actor.shard_writer import write
-from gkd.actor.shards import Piece, ShardReader
+from gkd.actor.common.host_copies import HostCopies
+from gkd.actor.common.shard_writer import write
+from gkd.actor.common.shards import Piece, ShardReader
 from tests.unit.shard_pieces import CPU, WHOLE, address
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gkd.actor.step import check_micro_batch
+from gkd.actor.common.step import check_micro_batch
 from gkd.errors import DataError
 from gkd.types import MicroBatch
 from tests.dist.megatron_reference import make_micro_batches, pack

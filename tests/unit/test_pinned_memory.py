@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from gkd.actor.common.host_copies import HostCopies
+from gkd.actor.common.shards import Piece
 from gkd.actor.fsdp import host_run
-from gkd.actor.host_copies import HostCopies
-from gkd.actor.shards import Piece
 from gkd.errors import OutOfMemory
 from gkd.memory.advice import Shortage
 from gkd.memory.host_buffer import HostBuffer, host_slabs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gkd.actor.step import BatchSums, diagnostics
+from gkd.actor.common.step import BatchSums, diagnostics
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.data.balance import with_references
 from gkd.data.batching import check_batch, make_micro_batches

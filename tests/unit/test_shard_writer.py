@@ -18,9 +18,9 @@ import safetensors.torch
 import torch
 import xxhash
 
-from gkd.actor.host_copies import HostCopies
-from gkd.actor.shard_writer import BackgroundWriter, write
-from gkd.actor.shards import ShardReader, file_name
+from gkd.actor.common.host_copies import HostCopies
+from gkd.actor.common.shard_writer import BackgroundWriter, write
+from gkd.actor.common.shards import ShardReader, file_name
 from gkd.errors import CheckpointError
 from tests.unit.shard_pieces import CPU, WHOLE, address, piece_of, snapshot_of
 
@@ -135,9 +135,9 @@ def test_read_only_and_full_devices_are_named(tmp_path: Path) -> None:
 _CHILD = """
     import sys, torch
     from pathlib import Path
-    from gkd.actor.shard_writer import BackgroundWriter
-    from gkd.actor.host_copies import HostCopies
-    from gkd.actor.shards import Piece
+    from gkd.actor.common.shard_writer import BackgroundWriter
+    from gkd.actor.common.host_copies import HostCopies
+    from gkd.actor.common.shards import Piece
 
     pieces = [Piece("w", "param", 0, 0, torch.ones(1_000_000))]
     snapshot = HostCopies(torch.device("cpu")).snapshot(pieces, {"step": 1, "world_size": 1}, {})

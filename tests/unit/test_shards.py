@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gkd.actor.shard_writer import write
-from gkd.actor.shards import Piece, ShardReader, file_name
+from gkd.actor.common.shard_writer import write
+from gkd.actor.common.shards import Piece, ShardReader, file_name
 from gkd.errors import CheckpointError
 from tests.unit.shard_pieces import WHOLE, piece_of, snapshot_of
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gkd.actor.common.shards import DTYPES, Piece, ShardReader
 from gkd.actor.fsdp.weights import Place, local_rows
-from gkd.actor.shards import DTYPES, Piece, ShardReader
 from gkd.errors import CheckpointError
 
 KIND = "teacher"  # of the pieces, and the key of what the meta data say of them

@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gkd.actor.agree import same_error
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.step import empty_micro_batch
 from gkd.actor.frozen import checkpoint
 from gkd.actor.frozen.refresh import blend, check_plan
 from gkd.actor.fsdp.attention import Pack
@@ -33,8 +35,6 @@ from gkd.actor.fsdp.model import build_on_meta, layer_list, reset, reshard, shar
 from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import full_tensor, load_weights, local_rows, match_files
-from gkd.actor.host_copies import HostCopies, Snapshot
-from gkd.actor.step import empty_micro_batch
 from gkd.data.batching import make_micro_batches
 from gkd.errors import ConfigError, TeacherError
 from gkd.hf.files import open_tensors

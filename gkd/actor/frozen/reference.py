@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from gkd.actor.agree import same_error
+from gkd.actor.common.agree import same_error
 from gkd.actor.frozen.model import FrozenModel
 from gkd.actor.fsdp.student import FsdpStudent
 from gkd.config.check_colocation import reference_folder

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.base import Student
+from gkd.actor.common.base import Student
+from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.frozen.model import FrozenModel, Table
 from gkd.actor.frozen.shares import by_chunk
-from gkd.actor.host_copies import Snapshot
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.loss_spec import loss_spec, teacher_signals
 from gkd.config.schema import Config

@@ -1,4 +1,4 @@
-"""Packed sequences in transformers' models: `gkd.actor.attention` under a name that their configs can ask for.
+"""Packed sequences in transformers' models: `gkd.actor.common.attention` under a name that their configs can ask for.
 
 transformers makes no mask for an attention function it does not know, so what this one does not do must be refused:
 a model that counts on it would train on something else.
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from gkd.actor.attention import causal_attention
+from gkd.actor.common.attention import causal_attention
 from gkd.errors import ConfigError, ModelError
 
 PACKED_ATTENTION = "gkd_packed"

@@ -1,7 +1,7 @@
 """What an fsdp2 rank puts into a checkpoint, and how any number of ranks gets its own part back out.
 
 fully_shard gives each rank some rows of every parameter: flattened they are one range of the whole, and with the two
-moments they are the pieces of `gkd.actor.shards`, under the parameters' HF names. Frozen weights are
+moments they are the pieces of `gkd.actor.common.shards`, under the parameters' HF names. Frozen weights are
 not in it; they come from the model's folder again. No arithmetic is done on the way: bits stay.
 
 With as many ranks as before the resume is bit-exact, random generators included.
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.agree import same_error
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.rng import restore_rng, rng_state
+from gkd.actor.common.same_student import check_same_student
+from gkd.actor.common.shards import KINDS, Piece, ShardReader
 from gkd.actor.fsdp.weights import Place, first_row
-from gkd.actor.host_copies import HostCopies, Snapshot
-from gkd.actor.rng import restore_rng, rng_state
-from gkd.actor.same_student import check_same_student
-from gkd.actor.shards import KINDS, Piece, ShardReader
 from gkd.errors import CheckpointError
 
 

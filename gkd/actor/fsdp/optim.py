@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gkd.actor.optim_spec import OptimSpec
+from gkd.actor.common.optim_spec import OptimSpec
 
 
 def build_adamw(params: Iterable[nn.Parameter], spec: OptimSpec) -> torch.optim.AdamW:

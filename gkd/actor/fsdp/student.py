@@ -17,8 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.agree import same_error
-from gkd.actor.base import no_phase
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.base import no_phase
+from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.step import (
+    BatchSums,
+    check_before,
+    diagnostics,
+    empty_micro_batch,
+    evaluation,
+    not_finite,
+    teacher_head_rows,
+    token_counts,
+)
 from gkd.actor.fsdp import checkpoint
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.lora import add_adapters, disabled_adapters, init_adapters
@@ -34,18 +46,6 @@ from gkd.actor.fsdp.optim import (
 )
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
-from gkd.actor.host_copies import HostCopies, Snapshot
-from gkd.actor.optim_spec import OptimSpec
-from gkd.actor.step import (
-    BatchSums,
-    check_before,
-    diagnostics,
-    empty_micro_batch,
-    evaluation,
-    not_finite,
-    teacher_head_rows,
-    token_counts,
-)
 from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import LoraConfig
 from gkd.data.collate import bare

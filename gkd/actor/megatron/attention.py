@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from gkd.actor.attention import causal_attention
+from gkd.actor.common.attention import causal_attention
 
 
 class CausalSdpaAttention(MegatronModule):

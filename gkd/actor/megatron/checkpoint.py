@@ -1,9 +1,9 @@
 """What a Megatron rank puts into a checkpoint, and how any layout gets its own part back out.
 
 A DistributedOptimizer gives each DP rank a flat range of each TP part of a parameter: float32 weights and the two
-moments. Those ranges are the pieces of `gkd.actor.shards`, named after the parameter's first HF tensor. Names are
-global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size the old
-parts that a rank needs are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the
+moments. Those ranges are the pieces of `gkd.actor.common.shards`, named after the parameter's first HF tensor. Names
+are global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size the old parts
+that a rank needs are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the
 way: bits stay.
 
 In the same layout the resume is bit-exact, random generators included; in another one the generators, which
@@ -24,13 +24,13 @@ from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from gkd.actor.agree import same_error
-from gkd.actor.host_copies import HostCopies, Snapshot
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.rng import restore_rng, rng_state
+from gkd.actor.common.same_student import check_same_student
+from gkd.actor.common.shards import KINDS, Piece, ShardReader
 from gkd.actor.megatron.hf_mapping import Shape, SplitVocab, TensorEntry, held_entries
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.rng import restore_rng, rng_state
-from gkd.actor.same_student import check_same_student
-from gkd.actor.shards import KINDS, Piece, ShardReader
 
 _TRACKER = "megatron."  # before the names of Megatron's own generators
 

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from gkd.actor.base import no_phase
+from gkd.actor.common.base import no_phase
 from gkd.actor.megatron.experts import expert_settings
 from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
 from gkd.actor.megatron.hf_load import load_hf_weights

@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from gkd.actor.optim_spec import OptimSpec
+from gkd.actor.common.optim_spec import OptimSpec
 
 
 class GroupStepAdamW(torch.optim.Optimizer):

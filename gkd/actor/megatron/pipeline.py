@@ -20,9 +20,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from gkd.actor.agree import same_error
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.step import BatchSums, check_before, empty_micro_batch, token_counts
 from gkd.actor.megatron.model import StudentModel
-from gkd.actor.step import BatchSums, check_before, empty_micro_batch, token_counts
 from gkd.data.collate import bare
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss

@@ -15,8 +15,10 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from gkd.actor.base import no_phase
-from gkd.actor.host_copies import HostCopies, Snapshot
+from gkd.actor.common.base import no_phase
+from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite, teacher_head_rows
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups, probe_groups
@@ -26,8 +28,6 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logits
-from gkd.actor.optim_spec import OptimSpec
-from gkd.actor.step import BatchSums, diagnostics, evaluation, not_finite, teacher_head_rows
 from gkd.config.loss_spec import LossSpec
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean

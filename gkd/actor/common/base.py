@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.actor.host_copies import Snapshot
+from gkd.actor.common.host_copies import Snapshot
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.states import States
 from gkd.roles import TrainStats

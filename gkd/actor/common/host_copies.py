@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gkd.actor.shards import Piece
+from gkd.actor.common.shards import Piece
 from gkd.memory.host_buffer import host_slabs
 
 # A power of two, because torch rounds pinned memory up to one: 17 GiB in one tensor would take 32 GiB. All that

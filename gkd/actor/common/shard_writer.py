@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from gkd.actor.host_copies import Snapshot
-from gkd.actor.shards import DTYPES, FORMAT, file_name
+from gkd.actor.common.host_copies import Snapshot
+from gkd.actor.common.shards import DTYPES, FORMAT, file_name
 from gkd.errors import CheckpointError
 from gkd.roles import FileDigest
 

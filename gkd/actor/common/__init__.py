@@ -1,0 +1,1 @@
+"""Shared by both student backends: training step, checkpoint shards, attention, agreement on errors."""

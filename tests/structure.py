@@ -1,0 +1,136 @@
+"""Print the package structure: `python -m tests.structure [--json FILE] [--root DIR]`.
+
+A unit is a package (a folder with `__init__.py`) or a module in the root of `gkd` or `teacher_server`. An edge is an
+import from one unit to another, lazy imports included, imports under `TYPE_CHECKING` not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TOP = ("gkd", "teacher_server")
+
+
+def source_files(root: Path = ROOT) -> list[Path]:
+    """Return the product's Python files, sorted."""
+    return sorted(path for top in TOP for path in (root / top).rglob("*.py"))
+
+
+def imported_names(path: Path, *, type_checking: bool = False) -> set[str]:
+    """Return the dotted names a file imports, `from a import b` as both `a` and `a.b`.
+
+    Args:
+        type_checking: include imports under `if TYPE_CHECKING`.
+    """
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and not type_checking and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            pending += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        pending += ast.iter_child_nodes(node)
+    return found
+
+
+def module_name(path: Path, root: Path = ROOT) -> str:
+    """Return the dotted name of a file; a package's own for its `__init__.py`."""
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def file_imports(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return module -> modules of the project that it imports; packages count only if they alone are meant."""
+    files = {module_name(path, root): path for path in source_files(root)}
+    return {
+        name: {m for m in imported_names(path) if m in files and m != name and files[m].name != "__init__.py"}
+        for name, path in files.items()
+    }
+
+
+def unit_of(module: str, packages: Iterable[str]) -> str:
+    """Return the package that holds a module, or the module itself if it lies in a root folder."""
+    parent = module if module in packages else module.rpartition(".")[0]
+    return module if parent in TOP else parent
+
+
+def unit_imports(root: Path = ROOT) -> dict[str, set[str]]:
+    """Return unit -> units that it imports."""
+    packages = {module_name(path, root) for path in source_files(root) if path.name == "__init__.py"}
+    edges: dict[str, set[str]] = {}
+    for module, used in file_imports(root).items():
+        unit = unit_of(module, packages)
+        edges.setdefault(unit, set()).update({unit_of(other, packages) for other in used} - {unit})
+    return {unit: used - set(TOP) for unit, used in edges.items() if unit not in TOP}
+
+
+def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of nodes that import each other (strongly connected components of two nodes or more)."""
+    reach: dict[str, set[str]] = {}
+    for start in edges:
+        seen: set[str] = set()
+        pending = [start]
+        while pending:
+            new = edges.get(pending.pop(), set()) - seen
+            seen |= new
+            pending += new
+        reach[start] = seen
+    groups = {tuple(sorted({b for b in reach[a] if a in reach.get(b, ())})) for a in edges if a in reach[a]}
+    return [list(group) for group in sorted(groups)]
+
+
+def summary(root: Path = ROOT) -> dict[str, object]:
+    """Return the figures of the tree at `root`."""
+    lengths = {path: len(path.read_text().splitlines()) for path in source_files(root)}
+    functions = [length for path in lengths for length in _function_lengths(path)]
+    longest = max(lengths, key=lambda path: lengths[path])
+    units, files = unit_imports(root), file_imports(root)
+    return {
+        "files": len(lengths),
+        "lines": sum(lengths.values()),
+        "median_file_lines": statistics.median(lengths.values()),
+        "longest_file": [longest.relative_to(root).as_posix(), lengths[longest]],
+        "files_over_300_lines": sum(n > 300 for n in lengths.values()),
+        "median_function_lines": statistics.median(functions),
+        "longest_function_lines": max(functions),
+        "files_in_gkd_root": len(list((root / "gkd").glob("*.py"))),
+        "units": len(units),
+        "edges_between_units": sum(len(used) for used in units.values()),
+        "cycles_between_units": cycles(units),
+        "cycles_between_files": cycles(files),
+    }
+
+
+def _function_lengths(path: Path) -> Iterator[int]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to measure")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--edges", action="store_true", help="print each unit's imports, too")
+    args = parser.parse_args()
+    figures = summary(args.root)
+    for name, value in figures.items():
+        print(f"{name:24} {value}")
+    if args.edges:
+        for unit, used in sorted(unit_imports(args.root).items()):
+            print(f"{unit}: {', '.join(sorted(used))}")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
