@@ -25,6 +25,7 @@ from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.check_colocation import reference_folder
 from gkd.config.check_pools import n_engines
+from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.errors import GkdError, LateError
@@ -32,7 +33,6 @@ from gkd.gpu_map import collect as survey
 from gkd.gpu_map.report import place_table
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
-from gkd.pipeline.staleness import STREAM
 from gkd.preflight.run import Plan
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.engine_start import CPU_ENV

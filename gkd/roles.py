@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gkd.rollout.usage import RolloutUsage
 from gkd.types import Prompt
 
 
@@ -61,6 +60,15 @@ class ScoredChunk:
     times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
     # Of the reference's logprobs, list of [R] float32 in the same order; None: nobody asked for them.
     reference: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What was begun and is not trained on yet: a checkpoint keeps it, so that a resumed run does."""
+
+    position: int  # of the sampler's order, see `TrainerState.sampler_position`
+    unfinished: tuple[int, ...] = ()  # positions whose answers are not finished; they begin again
+    chunks: Mapping[str, Sequence[PendingScores]] = field(default_factory=dict)  # finished ones, by label
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +134,26 @@ class Recording:
     """Files that are being written: whose -> the handle of their digests."""
 
     refs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """One engine since it was last asked."""
+
+    busy_s: float  # in passes
+    gap_s: float  # between passes while sequences were left to be moved: finished ones were handed over
+    products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
+    response_lengths: np.ndarray  # [finished sequences] int32, tokens
+    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> the largest value, by phase
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutUsage:
+    """The pool since it was last asked."""
+
+    engines: Sequence[EngineUsage]
+    answer_s: float  # in `generate`, from its first call to an engine to the last chunk
+    memory: Mapping[str, float] = field(default_factory=dict)  # of the engines the largest values
 
 
 class RolloutStream(Protocol):

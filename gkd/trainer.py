@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from gkd.config.check_colocation import moves_states
+from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
 from gkd.data.sampler import PromptSampler
 from gkd.errors import CheckpointError, ClusterError, LateError, NumericsError, TeacherUnavailable
@@ -28,7 +29,6 @@ from gkd.pipeline.generate import Answering
 from gkd.pipeline.prefetch import BatchesAhead
 from gkd.pipeline.replay import BatchRecorder, Replay
 from gkd.pipeline.source import BatchSource
-from gkd.pipeline.staleness import STREAM, staleness_bound
 from gkd.pipeline.streaming import Streaming
 from gkd.roles import ActorRole, ReferenceRole, RolloutRole, ScoredChunk, ScoringRole, WeightSyncRole
 from gkd.run.checkpoints import IN_FLIGHT

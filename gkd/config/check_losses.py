@@ -8,9 +8,9 @@ from typing import cast
 
 from gkd.config.check_colocation import reference_is_actor
 from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config, ReferenceConfig, TeacherConfig, TrainerConfig
 from gkd.errors import ConfigError
-from gkd.pipeline.staleness import AHEAD, STREAM
 from teacher_server.wire.protocol import Signal
 
 

@@ -6,9 +6,9 @@ import dataclasses
 from typing import get_args
 
 from gkd.config.loss_spec import LOSS_NAMES
+from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.pipeline.staleness import AHEAD, STREAM
 from teacher_server.wire.protocol import MAX_K, Signal
 
 CHOICES = {

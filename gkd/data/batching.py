@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from gkd.data.collate import MicroBatches
+from gkd.data.score_checks import validate_scores
 from gkd.errors import DataError
 from gkd.roles import TokenRecord
-from gkd.teacher.base import validate_scores
 from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
 
@@ -43,7 +43,7 @@ def check_batch(
     Raises:
         DataError: names rank, prompt and sample: no prompt or no response token (nothing to learn), a token id out of
             range, or, where the student wrote the response, not one finite logprob for each of its tokens.
-        TeacherError: likewise; see `gkd.teacher.base.validate_scores`.
+        TeacherError: likewise; see `gkd.data.score_checks.validate_scores`.
     """
     if scores is not None and len(scores) != len(rollouts):
         raise DataError(f"{where}: {len(scores)} sequences are scored, expected the {len(rollouts)} rollouts")

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from gkd.config.check_parallel import check_engine_split
 from gkd.config.check_pools import n_engines
+from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint
-from gkd.pipeline.staleness import AHEAD, STREAM
 
 _FLOAT32 = 4
 # Tokens that vLLM computes at once, by its own default where it is used offline; on CUDA that of the largest cards, on

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
 from gkd.data.mixing import on_policy_places
 from gkd.data.sampler import PromptSampler
 from gkd.metrics.writer import StageTimers
 from gkd.pipeline.background import Background, Foreground, Result
 from gkd.pipeline.generate import Answering
-from gkd.pipeline.source import InFlight
-from gkd.pipeline.staleness import AHEAD
-from gkd.roles import PendingScores, ScoringRole
+from gkd.roles import InFlight, PendingScores, ScoringRole
 from gkd.run.checkpoints import TrainerState
 
 

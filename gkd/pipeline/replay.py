@@ -14,11 +14,10 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.metrics.writer import StageTimers
-from gkd.pipeline.source import InFlight
-from gkd.pipeline.staleness import STREAM
-from gkd.roles import PendingScores, Recording, ScoredChunk, ScoringRole
+from gkd.roles import InFlight, PendingScores, Recording, ScoredChunk, ScoringRole
 from gkd.run.checkpoints import TrainerState, step_folder
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.run.folder import RunFolder

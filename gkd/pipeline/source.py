@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from gkd.metrics.writer import StageTimers
-from gkd.roles import PendingScores
+from gkd.roles import InFlight, PendingScores
 from gkd.run.checkpoints import TrainerState
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """What was begun and is not trained on yet: a checkpoint keeps it, so that a resumed run does."""
-
-    position: int  # of the sampler's order, see `TrainerState.sampler_position`
-    unfinished: tuple[int, ...] = ()  # positions whose answers are not finished; they begin again
-    chunks: Mapping[str, Sequence[PendingScores]] = field(default_factory=dict)  # finished ones, by label
 
 
 class BatchSource(Protocol):

@@ -17,14 +17,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.data.mixing import on_policy_places
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError, LateError
 from gkd.metrics.writer import StageTimers
-from gkd.pipeline.source import InFlight
-from gkd.pipeline.staleness import StreamLedger, staleness_bound
-from gkd.roles import PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoringRole
+from gkd.pipeline.staleness import StreamLedger
+from gkd.roles import InFlight, PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoringRole
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 

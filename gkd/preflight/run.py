@@ -16,11 +16,11 @@ from gkd.config.check import check_config
 from gkd.config.check_colocation import gpus_wanted, reference_folder
 from gkd.config.check_parallel import check_engine_split
 from gkd.config.check_pools import n_engines
+from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError
 from gkd.log import get_logger
-from gkd.pipeline.staleness import STREAM
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses

@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 
 from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
-from gkd.pipeline.staleness import staleness_bound
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout

@@ -14,10 +14,11 @@ import numpy as np
 
 from gkd.config.schema import RolloutConfig
 from gkd.errors import ClusterError, DataError
+from gkd.roles import EngineUsage
 from gkd.rollout.engine_start import start_vllm
 from gkd.rollout.residency import PARTS, WEIGHTS, Residency, check_level
 from gkd.rollout.sampling import Request, Sampling, vllm_params
-from gkd.rollout.usage import EngineUsage, PassMeter
+from gkd.rollout.usage import PassMeter
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.transfer import GroupSpec

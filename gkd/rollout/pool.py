@@ -16,10 +16,9 @@ from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, LateError
 from gkd.memory.timeline import merge
-from gkd.roles import GreedyReport, RolloutChunk
+from gkd.roles import GreedyReport, RolloutChunk, RolloutUsage
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.stream import EngineStreams, next_chunk
-from gkd.rollout.usage import RolloutUsage
 from gkd.types import Prompt
 
 

@@ -10,30 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 
-
-@dataclass(frozen=True, slots=True)
-class EngineUsage:
-    """One engine since it was last asked."""
-
-    busy_s: float  # in passes
-    gap_s: float  # between passes while sequences were left to be moved: finished ones were handed over
-    products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
-    response_lengths: np.ndarray  # [finished sequences] int32, tokens
-    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> the largest value, by phase
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutUsage:
-    """The pool since it was last asked."""
-
-    engines: Sequence[EngineUsage]
-    answer_s: float  # in `generate`, from its first call to an engine to the last chunk
-    memory: Mapping[str, float] = field(default_factory=dict)  # of the engines the largest values
+from gkd.roles import EngineUsage
 
 
 class PassMeter:

@@ -27,13 +27,12 @@ from gkd.log import get_logger
 from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
 from gkd.memory.usage import GIB
-from gkd.roles import Sample
+from gkd.roles import EngineUsage, Sample
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES
 from gkd.rollout.residency import KV_CACHE, WEIGHTS
 from gkd.rollout.sampling import Sampling
-from gkd.rollout.usage import EngineUsage
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
 from gkd.weight_sync.transfer import GroupSpec

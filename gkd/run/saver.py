@@ -18,8 +18,7 @@ from pathlib import Path
 
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.log import get_logger
-from gkd.pipeline.source import InFlight
-from gkd.roles import ActorRole, FileDigest, PendingScores, Recording, ScoringRole
+from gkd.roles import ActorRole, FileDigest, InFlight, PendingScores, Recording, ScoringRole
 from gkd.run.checkpoints import ACTOR, IN_FLIGHT, TrainerState
 from gkd.run.disk import naming
 from gkd.run.folder import RunFolder

@@ -14,8 +14,9 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
+from gkd.data.score_checks import MASS_SLACK, validate_topk
 from gkd.errors import TeacherError
-from gkd.teacher.base import MASS_SLACK, TeacherInfo, validate_topk
+from gkd.teacher.base import TeacherInfo
 from gkd.types import TeacherTopK
 from teacher_server.wire.payload import unpack_sampled, unpack_topk
 from teacher_server.wire.protocol import (

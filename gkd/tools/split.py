@@ -18,11 +18,11 @@ from typing import Any
 from gkd.cluster.gpus import card_bytes
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import check
 from gkd.footprint.models import read_models
-from gkd.pipeline.staleness import AHEAD, STREAM
 from gkd.tools.split_tuner import layout
 from gkd.tools.split_tuner.calibration import SCHEDULER, calibrate, calibration_folder
 from gkd.tools.split_tuner.layout import Hardware

@@ -15,6 +15,8 @@ import numpy as np
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Signal, Wire
 
+ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreParams:

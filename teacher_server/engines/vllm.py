@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from teacher_server.engines.base import RowStream, ScoreParams, Scores, TokenSequence
+from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import row_dtype
 from teacher_server.errors import ServerError
 from teacher_server.wire.protocol import RowDtype, Wire
 
 MAX_SEQUENCES = 128  # of one forward pass; vLLM samples one token for each, from [128, V] float32
-ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose children are vLLM's workers
 _EXTENSION = "teacher_server.engines.vllm_extension"
 
 

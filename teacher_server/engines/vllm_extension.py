@@ -23,10 +23,9 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from teacher_server.engines.base import RowStream, ScoreParams
+from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams
 from teacher_server.engines.signals import score_hidden
 from teacher_server.engines.streams import MatrixStream
-from teacher_server.engines.vllm import ENGINE_PID
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 

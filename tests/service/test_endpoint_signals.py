@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gkd.config.load import load_config
+from gkd.data.score_checks import validate_scores
 from gkd.errors import ConfigError, TeacherError
-from gkd.teacher.base import validate_scores
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import ScoreSummary

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gkd.data.score_checks import validate_scores, validate_topk
 from gkd.errors import TeacherError
-from gkd.teacher.base import validate_scores, validate_topk
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 

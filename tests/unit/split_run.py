@@ -10,14 +10,14 @@ import numpy as np
 from gkd.cluster.gpu_table import TEACHER, Card, RankPlace, Survey
 from gkd.config.check_pools import data_parallel_size, n_engines
 from gkd.config.load import config_yaml, load_config
+from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
-from gkd.pipeline.staleness import staleness_bound
-from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes, SyncReport, TrainStats
-from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
+from gkd.roles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
+from gkd.rollout.usage import PassMeter
 from gkd.tools.split_tuner.batches import n_chunks as n_chunks_of
 from gkd.tools.split_tuner.rates import Rates
 

@@ -7,8 +7,8 @@ import pytest
 
 from gkd.metrics.pools import LENGTH_MEAN, quantile_name, rollout_numbers, shares, waited_for
 from gkd.metrics.step import step_line, step_numbers
-from gkd.roles import RolloutChunk, ScoredChunk, SyncReport, TrainStats
-from gkd.rollout.usage import EngineUsage, PassMeter, RolloutUsage
+from gkd.roles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, SyncReport, TrainStats
+from gkd.rollout.usage import PassMeter
 
 
 def scored(n: int, dp_rank: int) -> ScoredChunk:

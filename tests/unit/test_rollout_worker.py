@@ -18,9 +18,8 @@ from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
 from gkd.memory import oom
 from gkd.memory.usage import GIB
-from gkd.roles import RolloutChunk
+from gkd.roles import EngineUsage, RolloutChunk
 from gkd.rollout.sampling import Sampling, sequence_seed
-from gkd.rollout.usage import EngineUsage
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.config.load import load_config
-from gkd.pipeline.staleness import StreamLedger, staleness_bound
+from gkd.config.schedulers import staleness_bound
+from gkd.pipeline.staleness import StreamLedger
 
 
 def test_each_scheduler_promises_a_bound() -> None:

@@ -16,8 +16,7 @@ from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
 from gkd.metrics.writer import StageTimers
 from gkd.pipeline.streaming import Streaming
-from gkd.roles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, ScoredChunk
-from gkd.rollout.usage import RolloutUsage
+from gkd.roles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 

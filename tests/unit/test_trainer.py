@@ -18,8 +18,7 @@ from gkd.data.sampler import PromptSampler
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
 from gkd.metrics.pools import SINCE_START, WITH_EVALUATION
 from gkd.metrics.writer import read_metrics
-from gkd.roles import RolloutChunk
-from gkd.rollout.usage import RolloutUsage
+from gkd.roles import RolloutChunk, RolloutUsage
 from gkd.types import Prompt
 from tests.unit.world import PROMPTS, World, answers, checkpoints, make
 

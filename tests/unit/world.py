@@ -15,17 +15,18 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
 from gkd.roles import (
+    EngineUsage,
     FileDigest,
     GreedyReport,
     PendingScores,
     Recording,
     RolloutChunk,
     RolloutStream,
+    RolloutUsage,
     ScoredChunk,
     SyncReport,
     TrainStats,
 )
-from gkd.rollout.usage import EngineUsage, RolloutUsage
 from gkd.run.checkpoints import step_of
 from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gkd.config.schedulers import AHEAD
 from gkd.data.chunks import CHUNK_SIZE
-from gkd.pipeline.staleness import AHEAD
 from gkd.tools.split_tuner.engine import finish_times
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload

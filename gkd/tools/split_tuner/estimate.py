@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gkd.config.schedulers import AHEAD
 from gkd.data.chunks import CHUNK_SIZE
-from gkd.pipeline.staleness import AHEAD
 from gkd.tools.split_tuner.rates import Lengths, Rates, Workload
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from gkd.config.check_pools import data_parallel_size, n_engines
+from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config, TrainerConfig
-from gkd.pipeline.staleness import STREAM
 from gkd.tools.split_tuner.rates import Sizes
 
 # With more GPUs than this, a pool that is larger than a node has whole nodes.

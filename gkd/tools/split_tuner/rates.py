@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.pipeline.staleness import staleness_bound
 
 
 @dataclass(frozen=True, slots=True)

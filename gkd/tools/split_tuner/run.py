@@ -12,6 +12,7 @@ import numpy as np
 from gkd.cluster.gpu_table import TEACHER, survey_of
 from gkd.config.check_pools import data_parallel_size, n_engines
 from gkd.config.load import load_config
+from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.errors import ConfigError
@@ -32,7 +33,6 @@ from gkd.metrics.pools import (
 from gkd.metrics.step import DATASET_TOKENS
 from gkd.metrics.teacher_meter import SEQUENCES, TOKENS
 from gkd.metrics.writer import read_metrics
-from gkd.pipeline.staleness import STREAM, staleness_bound
 from gkd.run.folder import PLACES
 from gkd.tools.split_tuner.fit import line, passes
 from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gkd.pipeline.staleness import STREAM, StreamLedger
+from gkd.config.schedulers import STREAM
+from gkd.pipeline.staleness import StreamLedger
 from gkd.tools.split_tuner.engine import Engine
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload

@@ -1,0 +1,184 @@
+"""Check that teacher scores can belong to a rollout: shapes, dtypes, ids, probability mass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gkd.errors import TeacherError
+from gkd.types import Rollout, TeacherScores, TeacherTopK
+from teacher_server.wire.protocol import Signal
+
+MASS_SLACK = 1e-3  # what float32 sums and a float16 tail may add to or take from a row's probability
+_FP16_ROUNDING = 2.0**-11  # of a float16 number, as a part of it
+_MIN_FP16 = -65504.0
+_FP16_INF = 0x7C00  # bits of float16's infinity; larger ones are NaN
+_SIGN = 0x8000  # bit of a negative float16 number
+T = TypeVar("T")
+
+
+def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int | None = None) -> None:
+    """Refuse scores that no distribution over `n_vocab` tokens can have.
+
+    The mass of a row may be off by 1e-3 and by what rounding its logprobs to float16 can do: a logprob
+    of size |l| moves by up to |l| / 2^11, so the mass by up to sum(p |l|) / 2^11.
+
+    Args:
+        scores: [R, K] ids and logprobs, [R] tail_mass, with a mass target [R] counts.
+        n_vocab: ids must be below it.
+        where: names the sequence in the error, e.g. ``prompt 17, sample 2``.
+        n_rows: the R expected, if known.
+
+    Raises:
+        TeacherError: wrong shape or dtype, NaN or infinity, an id out of range or twice in a row, logprobs not
+            descending, a tail outside [0, 1], a mass above 1, mass and tail that are not 1 together, a count outside
+            1..K, or past a count something else than -1 and -inf.
+    """
+    ids, logprobs, tail, counts = scores.topk_ids, scores.topk_logprobs, scores.tail_mass, scores.counts
+    if ids.ndim != 2 or ids.shape != logprobs.shape or ids.size == 0 or (n_rows is not None and len(ids) != n_rows):
+        expected = "[R, K]" if n_rows is None else f"[{n_rows}, K]"
+        raise TeacherError(f"{where}: ids {ids.shape} and logprobs {logprobs.shape}, expected {expected} twice")
+    if tail.shape != ids.shape[:1] or (counts is not None and counts.shape != tail.shape):
+        shape = "none" if counts is None else counts.shape
+        raise TeacherError(f"{where}: tail {tail.shape} and counts {shape}, expected [{len(ids)}]")
+    if not np.issubdtype(ids.dtype, np.integer) or logprobs.dtype != np.float32 or tail.dtype != np.float32:
+        raise TeacherError(
+            f"{where}: ids {ids.dtype}, logprobs {logprobs.dtype} and tail {tail.dtype}, expected integers and float32"
+        )
+    if counts is None:
+        _check_entries(where, ids, logprobs, n_vocab)
+    else:
+        _check_counted_entries(where, scores, counts, n_vocab)
+    _check_mass(where, logprobs, tail)
+
+
+def validate_scores(
+    scores: TeacherScores,
+    rollout: Rollout,
+    n_vocab: int,
+    wanted: Sequence[Signal],
+    where: str,
+    hidden_size: int | None = None,
+    *,
+    with_reference: bool = False,
+) -> None:
+    """Refuse scores that cannot be those of `rollout`. What comes from the network was checked there; this is the last
+    look before training, at one pass over each table.
+
+    Args:
+        n_vocab: ids are below it, and rows of logits have this many.
+        wanted: the tables that must be there; what else is there is not looked at.
+        where: names rank and sequence in the error, e.g. ``actor rank 3: prompt 17, sample 2``.
+        hidden_size: D of the teacher; None: any.
+        with_reference: a reference's logprobs must be there, too.
+
+    Raises:
+        TeacherError: a table is missing, has another shape or dtype, or holds what `validate_topk` refuses; a logprob
+            of a response token is above 0 or not finite; a logit is NaN or +inf, or a whole row -inf; a hidden state
+            is NaN or infinite.
+    """
+    n_rows = len(rollout.response_ids)
+    for signal in wanted:
+        if signal == "topk":
+            validate_topk(_there(scores.topk, signal, where), n_vocab, where, n_rows=n_rows)
+        elif signal == "sampled":
+            _check_logprobs(where, signal, _there(scores.sampled_logprobs, signal, where), n_rows)
+        elif signal == "logits":
+            logits = _there(scores.logits, signal, where)
+            _check_table(where, signal, logits, (n_rows, n_vocab), (np.float32, np.float16))
+            _check_logits(where, logits)
+        else:
+            hidden = _there(scores.hidden, signal, where)
+            _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
+            # Finite float32 numbers cannot overflow a float64 sum.
+            _refuse_rows(where, ~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
+    if with_reference:
+        if scores.reference_logprobs is None:
+            raise TeacherError(f"{where}: there are no logprobs of the reference, and the loss needs them")
+        _check_logprobs(f"{where}: the reference", "sampled", scores.reference_logprobs, n_rows)
+
+
+def _there(table: T | None, signal: Signal, where: str) -> T:
+    if table is None:
+        raise TeacherError(f"{where}: there is no {signal} table among the teacher's scores, and the loss needs one")
+    return table
+
+
+def _check_logprobs(where: str, signal: Signal, logprobs: np.ndarray, n_rows: int) -> None:
+    """[R] float32 of the response tokens."""
+    _check_table(where, signal, logprobs, (n_rows,), (np.float32,))
+    _refuse_rows(where, ~np.isfinite(logprobs), "the response token's logprob is NaN or infinite")
+    _refuse_rows(where, logprobs > MASS_SLACK, "the response token's logprob is above 0")
+
+
+def _check_table(
+    where: str, signal: Signal, table: np.ndarray, shape: tuple[int | None, ...], dtypes: tuple[type[np.floating], ...]
+) -> None:
+    """None in `shape`: any number."""
+    fits = table.ndim == len(shape) and all(n in (None, got) for n, got in zip(shape, table.shape, strict=True))
+    if not fits or table.dtype not in dtypes:
+        kinds = " or ".join(dtype.__name__ for dtype in dtypes)
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise TeacherError(f"{where}: {signal} is {table.dtype} {list(table.shape)}, expected {kinds} [{expected}]")
+
+
+def _check_logits(where: str, logits: np.ndarray) -> None:
+    """[R, V]. A row's largest logit shows a NaN and +inf anywhere in it, and that all of it is -inf."""
+    if logits.dtype == np.float32:
+        bad = ~np.isfinite(logits.max(1))
+    else:  # by the bits: numpy takes a hundred times as long for the largest of float16 numbers
+        bits = np.ascontiguousarray(logits).view(np.uint16)
+        largest, negative = bits.view(np.int16).max(1), bits.max(1)  # of positive numbers; of negative ones by size
+        bad = (largest >= _FP16_INF) | (negative > _SIGN + _FP16_INF) | (bits.min(1) == _SIGN + _FP16_INF)
+    _refuse_rows(where, bad, "a logit is NaN or +inf, or all of them are -inf")
+
+
+def _check_mass(where: str, logprobs: np.ndarray, tail: np.ndarray) -> None:
+    # A logprob far above 0 overflows to an infinite mass, which is refused like any other above 1.
+    with np.errstate(over="ignore"):
+        p = np.exp(logprobs)
+        mass = p.sum(1)
+    total, slack = mass + tail, np.full(len(mass), MASS_SLACK)
+    doubtful = ~((np.abs(total - 1) <= slack) & (mass <= 1 + slack))  # true of a NaN, too
+    if doubtful.any():  # seldom: the sum below costs more than all the rest
+        some = p[doubtful]
+        slack[doubtful] -= _FP16_ROUNDING * (some * np.maximum(logprobs[doubtful], _MIN_FP16)).sum(1)
+    _refuse_rows(where, ~(mass <= 1 + slack), f"probability mass is up to {mass.max():.6g}, more than 1")
+    _refuse_rows(where, ~((tail >= 0) & (tail <= 1)), "the tail's probability is outside [0, 1]")
+    worst = float(total[np.abs(total - 1).argmax()])
+    _refuse_rows(where, ~(np.abs(total - 1) <= slack), f"listed mass and tail are together {worst:.6g}, not 1")
+
+
+def _check_entries(where: str, ids: np.ndarray, logprobs: np.ndarray, n_vocab: int) -> None:
+    """Rows that are full: [R, K] both."""
+    _refuse_rows(where, ~np.isfinite(logprobs), "a logprob is NaN or infinite")
+    _refuse_rows(where, (ids < 0) | (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
+    ordered = np.sort(ids, axis=1)
+    _refuse_rows(where, ordered[:, 1:] == ordered[:, :-1], "a token id comes twice")
+    _refuse_rows(where, logprobs[:, 1:] > logprobs[:, :-1], "logprobs do not descend")
+
+
+def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, n_vocab: int) -> None:
+    """Rows of a mass target: the first `counts` entries are real, the rest is filling."""
+    ids, logprobs = scores.topk_ids, scores.topk_logprobs
+    k = ids.shape[1]
+    if not np.issubdtype(counts.dtype, np.integer):
+        raise TeacherError(f"{where}: counts {counts.dtype}, expected integers")
+    _refuse_rows(where, (counts < 1) | (counts > k), f"a count is outside 1 to {k}")
+    listed = np.arange(k) < counts[:, None]  # [R, K]
+    filling = (ids == -1) & (logprobs == -np.inf)
+    _refuse_rows(where, ~(listed | filling), "an entry past its row's count is not -1 and -inf")
+    # What fills a row gets ids of its own and the last logprob, so that the checks of full rows apply.
+    last = np.take_along_axis(logprobs, counts[:, None].astype(np.int64) - 1, axis=1)
+    full_ids = np.where(listed, ids, n_vocab + np.arange(k))
+    _refuse_rows(where, listed & (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
+    _check_entries(where, full_ids, np.where(listed, logprobs, last), n_vocab + k)
+
+
+def _refuse_rows(where: str, bad: Any, problem: str) -> None:
+    """`bad` is [R] or [R, anything] bool."""
+    if bad.any():
+        bad = bad if bad.ndim == 1 else bad.any(1)
+        raise TeacherError(f"{where}: response position {int(bad.argmax())} ({int(bad.sum())} in all): {problem}")

@@ -1,0 +1,159 @@
+"""Which package may import which, and which library may be imported where. Read from every file's syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.structure import ROOT, cycles, file_imports, imported_names, source_files, unit_imports
+
+# A package or root module imports only what stands above it. So the loop (`gkd.trainer`) sees its roles as Protocols,
+# `gkd.footprint` predicts memory without a backend, and the teacher server installs without the trainer.
+_ORDER = """
+teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
+teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.main teacher_server.__main__
+gkd.errors gkd.log gkd.types gkd.config gkd.roles
+gkd.run gkd.metrics gkd.data gkd.pipeline gkd.trainer
+gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
+gkd.rollout gkd.teacher gkd.gpu_map
+gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
+gkd.preflight gkd.launcher gkd.main_gkd
+gkd.tools.split_tuner gkd.tools gkd.quickstart
+"""
+ORDER = tuple(_ORDER.split())
+
+# Library -> files that may import it, also lazily.
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "megatron": ("gkd/actor/megatron/",),
+    "vllm": ("gkd/rollout/", "teacher_server/engines/"),
+    "zmq": ("gkd/teacher/link.py", "teacher_server/"),
+    "ray": ("gkd/cluster/", "gkd/rollout/", "gkd/actor/worker.py", "gkd/launcher.py"),
+    "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "gkd/quickstart/", "teacher_server/"),
+    "torch": (
+        *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/hf/", "gkd/loss/", "gkd/memory/"),
+        *("gkd/preflight/", "gkd/quickstart/", "gkd/rollout/", "gkd/weight_sync/"),
+        *("teacher_server/engines/", "teacher_server/worker/gpus.py"),
+    ),
+    "peft": ("gkd/actor/fsdp/lora.py",),
+    "accelerate": ("gkd/actor/fsdp/model.py",),
+    "omegaconf": ("gkd/config/load.py",),
+    "triton": ("gkd/loss/triton_rows.py",),
+    "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
+    "yaml": ("teacher_server/config/settings.py",),
+    "matplotlib": ("gkd/tools/split_tuner/plot.py",),
+}
+# The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
+FROM_SERVER = ("teacher_server.wire.",)
+FROM_SERVER_IN = {"gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals")}
+
+# Whatever turns bytes from a socket into code or into objects of any type.
+NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")
+NOT_NETWORK_CODE = ("teacher_server/engines/",)  # loads models; opens no socket
+DANGEROUS_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "pickletools"}
+DANGEROUS_NAMES = {"eval", "exec", "compile", "__import__"}  # called by their bare name
+DANGEROUS_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "allow_pickle"}
+
+FILES = {path.relative_to(ROOT).as_posix(): path for path in source_files()}
+
+
+def test_packages_import_in_one_direction() -> None:
+    """If it fails, two packages can no longer be read, tested or replaced one after the other."""
+    edges = unit_imports()
+    assert set(edges) == set(ORDER), "list each package once in ORDER"
+    wrong = [
+        f"{unit} imports {used}" for unit in ORDER for used in edges[unit] if ORDER.index(used) > ORDER.index(unit)
+    ]
+    assert not wrong
+    assert not cycles(file_imports())
+
+
+def test_libraries_stay_behind_their_adapters() -> None:
+    """If it fails, a light process (driver, `--help`, a unit test) starts to load an engine or torch."""
+    imports = {name: {module.partition(".")[0] for module in imported_names(path)} for name, path in FILES.items()}
+    wrong = [
+        f"{name} imports {library}"
+        for name, used in imports.items()
+        for library in used & LIBRARIES.keys()
+        if not name.startswith(LIBRARIES[library])
+    ]
+    assert not wrong
+    unused = {
+        (library, place)
+        for library, places in LIBRARIES.items()
+        for place in places
+        if not any(library in used for name, used in imports.items() if name.startswith(place))
+    }
+    assert not unused, "these rules allow what no file does"
+
+
+def test_the_trainer_imports_only_the_wire_of_the_server() -> None:
+    """If it fails, the teacher server can no longer be installed and run on a host of its own."""
+    wrong = []
+    for name, path in FILES.items():
+        if name.startswith("gkd/"):
+            allowed = FROM_SERVER + tuple(m for p, ms in FROM_SERVER_IN.items() if name.startswith(p) for m in ms)
+            modules = {m for m in imported_names(path, type_checking=True) if m.startswith("teacher_server")}
+            wrong += [f"{name}: {m}" for m in modules if not f"{m}.".startswith(allowed)]
+    assert not wrong
+
+
+def test_network_code_cannot_run_what_it_receives() -> None:
+    """If it fails, a process that reaches a port may be able to run its own code on this machine."""
+    names = [name for name in FILES if name.startswith(NETWORK_CODE) and not name.startswith(NOT_NETWORK_CODE)]
+    assert len(names) > 40
+    assert not [f"{name} {danger}" for name in names for danger in _dangers(ast.parse(FILES[name].read_text()))]
+
+
+def _dangers(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Name):
+            names = {node.id} & DANGEROUS_NAMES
+        elif isinstance(node, ast.Attribute | ast.keyword):
+            attribute = node.attr if isinstance(node, ast.Attribute) else node.arg
+            names = {str(attribute)} & DANGEROUS_ATTRIBUTES
+            if attribute == "load" and ast.unparse(node).endswith("torch.load"):
+                names.add("torch.load")
+        else:
+            continue
+        for name in names:
+            named = name in DANGEROUS_NAMES | DANGEROUS_ATTRIBUTES | {"torch.load"}
+            if named or DANGEROUS_MODULES & set(name.split(".")):
+                yield f"line {node.lineno}: {name}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "import cloudpickle as c",
+        "from pickle import loads",
+        "from multiprocessing.reduction import pickle",
+        "def f():\n    import marshal",
+        "import shelve",
+        "torch.load(file)",
+        "load = torch.load",
+        "from torch import load",
+        "socket.recv_pyobj()",
+        "socket.send_pyobj(1)",
+        "np.load(file, allow_pickle=True)",
+        "eval(text)",
+        "exec(text)",
+        "list(map(eval, texts))",
+    ],
+)
+def test_dangerous_calls_are_found(code: str) -> None:
+    """If it fails, the test above passes whatever the network code does."""
+    assert list(_dangers(ast.parse(code))), code
+    for harmless in ("model.eval()", "json.load(file)", "re.compile(text)", "msgspec.msgpack.decode(b)"):
+        assert not list(_dangers(ast.parse(harmless))), harmless
+
+
+def test_cycles_are_found() -> None:
+    """If it fails, the first test passes whatever imports whatever."""
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
