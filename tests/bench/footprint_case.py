@@ -79,7 +79,7 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
         save_model(model, tied=case.tied)
     world_size = config.trainer.n_gpus_per_node
     with _environment():
-        found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s)
+        found = run_gloo(_train, world_size, config, case.n_steps, device, timeout_s=timeout_s, start="spawn")
     shape = json.loads((model / "config.json").read_text())
     actors = [_as_metered(part) for part in footprint(config, shape) if part.role == "actor"]
     keeps = config.actor.strategy == "megatron"
