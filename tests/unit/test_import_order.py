@@ -51,7 +51,7 @@ FROM_SERVER_IN = {"gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_
 # Whatever turns bytes from a socket into code or into objects of any type.
 NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")
 NOT_NETWORK_CODE = ("teacher_server/engines/",)  # loads models; opens no socket
-DANGEROUS_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "pickletools"}
+DANGEROUS_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 DANGEROUS_NAMES = {"eval", "exec", "compile", "__import__"}  # called by their bare name
 DANGEROUS_ATTRIBUTES = {"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized", "allow_pickle"}
 
