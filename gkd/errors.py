@@ -60,7 +60,7 @@ class OutOfMemory(ClusterError):
     """
 
 
-class LateError(ClusterError):
+class RankTimeout(ClusterError):
     """Some ranks have not answered in time; they may hang.
 
     Args:

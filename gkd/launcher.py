@@ -28,7 +28,7 @@ from gkd.config.check_pools import n_engines
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE
-from gkd.errors import GkdError, LateError
+from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect as survey
 from gkd.gpu_map.report import place_table
 from gkd.gpu_map.teacher import teacher_rows
@@ -62,7 +62,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
 
     Raises:
         ClusterError: resources that can't be had, or a rank that failed, or two of them on one real GPU.
-        LateError: not all were up within trainer.init_timeout_s, or a later call was not answered in its time; says
+        RankTimeout: not all were up within trainer.init_timeout_s, or a later call was not answered in its time; says
             who hangs and where, and the run folder has all stacks.
     """
     t = config.trainer
@@ -75,7 +75,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
                 roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
             log.info("all ranks are up")
             yield replace(roles, explained=lambda error: _explained(error, startup, cluster.run, plan))
-        except LateError as error:
+        except RankTimeout as error:
             if error.explained:
                 raise
             raise _explained(error, startup, cluster.run, plan) from error
@@ -130,7 +130,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
 
 
-def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> LateError:
+def _explained(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
     """The same error, with who hangs and where; the stacks of those that do not wait for others are logged."""
     log.error("%s; asking all ranks where they stand", str(error))
     try:
@@ -138,10 +138,10 @@ def _explained(error: LateError, startup: Startup, run: str, plan: Plan) -> Late
         file = plan.folder.write_stacks(report.stacks)
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
         log.error("nobody knows where the ranks stand: %s: %s", type(trouble).__name__, str(trouble))
-        return LateError(str(error), error.late, explained=True)
+        return RankTimeout(str(error), error.late, explained=True)
     log.error("stacks of those that others wait for:\n%s", report.telling)
     text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
-    return LateError(text, error.late, explained=True)
+    return RankTimeout(text, error.late, explained=True)
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:

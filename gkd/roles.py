@@ -25,7 +25,7 @@ class RolloutChunk:
     n_sequences: int
     n_prompt_tokens: int
     n_response_tokens: int
-    n_cut: int  # responses that ran into max_response_length
+    n_truncated: int  # responses that ran into max_response_length
     policy_version: int  # oldest version that wrote a part of it; the current one if no version did
     on_policy: bool = True  # False: the dataset's responses
     sample_index: np.ndarray = field(kw_only=True)  # [n_sequences] int32, see `Rollout`; in the order of the rollouts

@@ -18,18 +18,18 @@ from gkd.config.check_colocation import moves_states
 from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
 from gkd.data.sampler import PromptSampler
-from gkd.errors import CheckpointError, ClusterError, LateError, NumericsError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, NumericsError, RankTimeout, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers
 from gkd.metrics.step import staleness_numbers, step_line, step_numbers, with_rate
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
-from gkd.pipeline.colocation import Lease
-from gkd.pipeline.generate import Answering
-from gkd.pipeline.prefetch import BatchesAhead
-from gkd.pipeline.replay import BatchRecorder, Replay
+from gkd.pipeline.colocation import GpuSharing
+from gkd.pipeline.generate import Generation
+from gkd.pipeline.prefetch import PrefetchedBatches
+from gkd.pipeline.replay import BatchRecorder, ReplayedBatches
 from gkd.pipeline.source import BatchSource
-from gkd.pipeline.streaming import Streaming
+from gkd.pipeline.streaming import StreamedBatches
 from gkd.roles import ActorRole, ReferenceRole, RolloutRole, ScoredChunk, ScoringRole, WeightSyncRole
 from gkd.run.checkpoints import IN_FLIGHT
 from gkd.run.folder import RunFolder
@@ -53,7 +53,7 @@ class Roles:
     scoring: ScoringRole
     weight_sync: WeightSyncRole
     reference: ReferenceRole | None = None  # None: distill.reference_kl_weight is 0
-    explained: Callable[[LateError], LateError] = lambda error: error
+    explained: Callable[[RankTimeout], RankTimeout] = lambda error: error
 
 
 class Trainer:
@@ -74,8 +74,8 @@ class Trainer:
         self.new_timers = new_timers
         self.total_steps = total_steps
         self.step = self._started_at = 0
-        self.lease = Lease(roles.actor, roles.rollout, shared=config.trainer.colocate)
-        self.answering = Answering(config, roles.rollout, roles.scoring)
+        self.lease = GpuSharing(roles.actor, roles.rollout, shared=config.trainer.colocate)
+        self.answering = Generation(config, roles.rollout, roles.scoring)
         self.source = self._source(PromptSampler(train_prompts, shuffle=config.data.shuffle, seed=config.data.seed))
         self._stream_is_open = self._evaluated_beside_it = False
         self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
@@ -114,7 +114,7 @@ class Trainer:
                     metrics.write(self.step, numbers)
                 log.info(step_line(self.step, self.total_steps, numbers, self.config.trainer.scheduler))
             self._end(metrics)
-        except LateError as late:
+        except RankTimeout as late:
             error = self.roles.explained(late)  # first of all: they may not hang much longer
             self._keep_what_can_be_kept(error, metrics)
             raise error from None
@@ -305,10 +305,10 @@ class Trainer:
     def _source(self, sampler: PromptSampler) -> BatchSource:
         config, roles = self.config, self.roles
         if config.trainer.replay:
-            return Replay(config, roles.scoring)
+            return ReplayedBatches(config, roles.scoring)
         if config.trainer.scheduler == STREAM:
-            return Streaming(config, roles.rollout, roles.scoring, sampler, self.total_steps)
-        return BatchesAhead(config, self.answering, roles.scoring, sampler, self.total_steps)
+            return StreamedBatches(config, roles.rollout, roles.scoring, sampler, self.total_steps)
+        return PrefetchedBatches(config, self.answering, roles.scoring, sampler, self.total_steps)
 
     def _tried(self, what: str, work: Callable[[], object]) -> bool:
         """Do it, but an error in it is logged alone: another one is already on its way to the user."""

@@ -43,7 +43,7 @@ def _as_it_is(phase: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class HeldStates:
+class OffloadController:
     """A strategy of `state_offload_manager`. Its moves are collectives: the ranks meet before and after each, so that
     none computes while another one still moves; and if one cannot move its states, all of them know.
 
@@ -231,7 +231,7 @@ class _Call:
     a meeting again.
     """
 
-    def __init__(self, held: HeldStates, alone: bool) -> None:
+    def __init__(self, held: OffloadController, alone: bool) -> None:
         self._held, self.alone = held, alone
 
     def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:

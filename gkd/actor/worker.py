@@ -25,7 +25,7 @@ from gkd.actor.common.group_probe import probe_group
 from gkd.actor.common.shard_writer import BackgroundWriter
 from gkd.actor.group_batches import group_batches
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, HeldStates, check_meta
+from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, OffloadController, check_meta
 from gkd.actor.rank_memory import RankMemory
 from gkd.cluster.assignment import free_port, this_place
 from gkd.cluster.gpu_table import RankPlace
@@ -137,7 +137,7 @@ class ActorWorker:
             self._student = self._build_student(total_steps)
         ARENA.add("actor states", self._student.states.allocated)
         moves = moves_states(config)
-        self._held = HeldStates(
+        self._held = OffloadController(
             self._student,
             self._device,
             automatic=moves,
@@ -280,7 +280,7 @@ class ActorWorker:
             lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores and,
                 where there is a reference, of each a list of its logprobs. The driver passes handles; Ray fetches what
                 they stand for from the object store.
-            meta: what becomes of the states after the call, see `HeldStates.needed`.
+            meta: what becomes of the states after the call, see `OffloadController.needed`.
         """
         with self._memory.during("training step"):
             batches = self._micro_batches(takes, lists, with_reference=self._loss.has_reference)[0]
@@ -364,7 +364,7 @@ class ActorWorker:
             return send(self._group, buckets, self._student.export(), with_digests=with_digests)
 
     def memory_numbers(self) -> dict[str, float]:
-        """See `RankMemory.take`; and what it cost to move states, see `HeldStates.take_metrics`."""
+        """See `RankMemory.take`; and what it cost to move states, see `OffloadController.take_metrics`."""
         return self._memory.take() | self._held.take_metrics()
 
     def _frozen_bytes(self) -> int:
@@ -381,7 +381,7 @@ class ActorWorker:
         *,
         alone: bool = False,
     ) -> Iterator[None]:
-        """In this phase, with the states that it needs, see `HeldStates.needed`."""
+        """In this phase, with the states that it needs, see `OffloadController.needed`."""
         needed = self._held.needed(infix, include, meta, alone=alone)
         with self._memory.during(phase), needed, self._memory.diagnosed(phase):  # explained before they go
             yield

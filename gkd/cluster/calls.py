@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from gkd.errors import ClusterError, GkdError, LateError
+from gkd.errors import ClusterError, GkdError, RankTimeout
 
 Key = TypeVar("Key")
 
@@ -28,7 +28,7 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
     Raises:
         GkdError: the typed error a worker raised, as it raised it.
         ClusterError: a worker died, or failed in an unforeseen way (with its traceback).
-        LateError: one has not answered in time; names all such.
+        RankTimeout: one has not answered in time; names all such.
     """
     deadline = time.monotonic() + timeout_s
     names = {ref: name for name, ref in refs.items()}
@@ -38,7 +38,7 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not done:
             late = sorted(names[ref] for ref in pending)
-            raise LateError(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
+            raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
         results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
     return {name: results[name] for name in refs}
 
@@ -54,7 +54,7 @@ class Pending:
         self._refs, self._what, self._timeout_s = dict(refs), what, timeout_s
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Results by name; returns and raises as `gather`. Harmless when repeated, also after a LateError.
+        """Results by name; returns and raises as `gather`. Harmless when repeated, also after a RankTimeout.
 
         Args:
             timeout_s: from now; None = what it was made with.
@@ -69,7 +69,7 @@ def all_there(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
     _, pending = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s, fetch_local=False)
     late = sorted(name for name, ref in refs.items() if ref in pending)
     if late:
-        raise LateError(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
+        raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
 
 
 def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, list[Any]]:
@@ -78,7 +78,7 @@ def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
     A call that fails has its error as its last item; see `fetch`.
 
     Raises:
-        LateError: one has not ended in time; names it.
+        RankTimeout: one has not ended in time; names it.
     """
     deadline = time.monotonic() + timeout_s
     items: dict[str, list[Any]] = {name: [] for name in streams}
@@ -88,7 +88,7 @@ def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=left_s, fetch_local=False)
         if not ready:
             late = sorted(pending.values())
-            raise LateError(f"{what}: no end within {timeout_s:.0f} s on: {', '.join(late)}", late)
+            raise RankTimeout(f"{what}: no end within {timeout_s:.0f} s on: {', '.join(late)}", late)
         try:
             items[pending[ready[0]]].append(next(ready[0]))
         except StopIteration:

@@ -84,7 +84,7 @@ class PoolNeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Finding:
     """Something that is wrong, whom it is about, and what to do."""
 
     kind: Kind
@@ -97,13 +97,13 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class GpuMap:
     """The whole table with its verdicts; `gpus.json` of a run, and what `check_gpus --json` prints."""
 
     device: str  # "cpu" | "cuda"
     pools: tuple[PoolNeed, ...]
     rows: tuple[RankPlace, ...]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Finding, ...]
     notes: tuple[str, ...] = ()  # what was not looked at, and why; what is not wrong but could be better
     gpus: tuple[int, ...] = ()  # cluster.gpus, ascending
     order: tuple[str, ...] = ()  # cluster.order; empty: of a table made before there was one
@@ -113,10 +113,10 @@ class Survey:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def survey_of(data: bytes, where: str) -> Survey:
-    """Raises ClusterError: these bytes are no `Survey.to_json`."""
+def survey_of(data: bytes, where: str) -> GpuMap:
+    """Raises ClusterError: these bytes are no `GpuMap.to_json`."""
     try:
-        return msgspec.json.decode(data, type=Survey)
+        return msgspec.json.decode(data, type=GpuMap)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ClusterError(f"{where} is not the GPU table of a run: {error}") from error
 

@@ -50,7 +50,7 @@ def describe(
     Args:
         names: of the ranks that there should be, as in `stacks.RANK_ENV`.
         progress: of those that have told how far they are.
-        late: whose answers are missing, see `LateError`.
+        late: whose answers are missing, see `RankTimeout`.
         silent: nodes that could not be asked.
     """
     found = {stack.rank for stack in stacks}

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from gkd.cluster.progress import UP, Progress
-from gkd.errors import LateError
+from gkd.errors import RankTimeout
 from gkd.log import get_logger
 
 log = get_logger("startup")
@@ -81,9 +81,11 @@ class Startup(AbstractContextManager["Startup"]):
     ) -> None:
         self._ended.set()
         self._thread.join(_ASK_S + 1.0)
-        if isinstance(error, LateError) and self.left_s() < _EARLY_S:
+        if isinstance(error, RankTimeout) and self.left_s() < _EARLY_S:
             text = f"not all ranks were up within trainer.init_timeout_s = {self.timeout_s:g} s: {error}"
-            raise LateError(text) from error  # of whomever it was waiting for first: any rank may be the one that hangs
+            raise RankTimeout(
+                text
+            ) from error  # of whomever it was waiting for first: any rank may be the one that hangs
 
     def _tell(self) -> None:
         told: dict[str, str] = {}

@@ -17,8 +17,8 @@ from gkd.errors import DataError
 from gkd.roles import RolloutChunk
 from gkd.types import Prompt, Rollout
 
-# dp_rank, n_sequences, n_cut, on_policy, n_prompt_tokens, n_response_tokens, policy_version; after it the sequences'
-# sample_index and then their n_tokens, all int32.
+# dp_rank, n_sequences, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, policy_version; then
+# sample_index and n_tokens of the sequences, all int32.
 _SIZES = struct.Struct("<iii?3xqqq")
 # Finished sequences of one data-parallel group that leave an engine together: enough that the driver handles a few
 # bytes a sequence, few enough that the teacher starts long before the rollout ends.
@@ -33,7 +33,7 @@ def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) 
         n_sequences=len(rollouts),
         n_prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
         n_response_tokens=sum(len(r.response_ids) for r in rollouts),
-        n_cut=sum(r.finish_reason == "length" for r in rollouts),
+        n_truncated=sum(r.finish_reason == "length" for r in rollouts),
         policy_version=policy_version,
         on_policy=rollouts[0].on_policy,
         sample_index=np.array([r.sample_index for r in rollouts], "<i4"),
@@ -46,7 +46,7 @@ def encode_sizes(chunk: RolloutChunk) -> bytes:
     head = _SIZES.pack(
         chunk.dp_rank,
         chunk.n_sequences,
-        chunk.n_cut,
+        chunk.n_truncated,
         chunk.on_policy,
         chunk.n_prompt_tokens,
         chunk.n_response_tokens,
@@ -63,7 +63,7 @@ def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
     """
     if len(data) < _SIZES.size:
         raise DataError(f"the sizes of a chunk of rollouts are {len(data)} bytes, expected at least {_SIZES.size}")
-    dp_rank, n, n_cut, on_policy, n_prompt_tokens, n_response_tokens, version = _SIZES.unpack_from(data)
+    dp_rank, n, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, version = _SIZES.unpack_from(data)
     if len(data) != _SIZES.size + 8 * n:
         raise DataError(f"the sizes of a chunk of {n} rollouts are {len(data)} bytes, expected {_SIZES.size + 8 * n}")
     sample_index, n_tokens = np.frombuffer(data, "<i4", offset=_SIZES.size).reshape(2, n)
@@ -73,7 +73,7 @@ def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
         n_sequences=n,
         n_prompt_tokens=n_prompt_tokens,
         n_response_tokens=n_response_tokens,
-        n_cut=n_cut,
+        n_truncated=n_truncated,
         policy_version=version,
         on_policy=on_policy,
         sample_index=sample_index,

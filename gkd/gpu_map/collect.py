@@ -8,7 +8,7 @@ from typing import Any
 
 from gkd.cluster.assignment import sort_visible_gpus, this_place
 from gkd.cluster.calls import gather
-from gkd.cluster.gpu_table import PoolNeed, RankPlace, Survey, Verdict
+from gkd.cluster.gpu_table import Finding, GpuMap, PoolNeed, RankPlace
 from gkd.cluster.placement import PoolSpec
 from gkd.config.schema import ClusterConfig
 from gkd.errors import ClusterError
@@ -62,8 +62,8 @@ def survey(
     *,
     timeout_s: float,
     cluster: ClusterConfig,
-    found: Sequence[Verdict] = (),
-) -> Survey:
+    found: Sequence[Finding] = (),
+) -> GpuMap:
     """The table and its verdicts; blocks until every rank has answered.
 
     Args:
@@ -78,7 +78,7 @@ def survey(
     rows = (*places(asked, timeout_s), *teacher)
     pools = tuple(pool.need for pool in asked)
     gpus = tuple(sorted(cluster.gpus))
-    return Survey(
+    return GpuMap(
         device=device,
         pools=pools,
         rows=rows,
@@ -101,7 +101,7 @@ def scattered(rows: Sequence[RankPlace], gpus: Sequence[int]) -> Iterator[str]:
             )
 
 
-def check_can_run(table: Survey) -> None:
+def check_can_run(table: GpuMap) -> None:
     """Raises ClusterError: two ranks on one real GPU, which NCCL refuses or waits on for ever, or one outside of
     cluster.gpus, where the teacher may be.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from gkd.cluster.gpu_table import TEACHER, Card, PoolNeed, RankPlace, Verdict, visible_ids
+from gkd.cluster.gpu_table import TEACHER, Card, Finding, PoolNeed, RankPlace, visible_ids
 
 # A card that nobody uses has less than this taken, by its driver.
 IDLE_MIB = 1024
@@ -14,7 +14,7 @@ Device = str | tuple[str, str]  # UUID, or where no driver tells one: node or ho
 
 def judge(
     rows: Sequence[RankPlace], pools: Sequence[PoolNeed], *, loaded: bool = False, gpus: Sequence[int] = ()
-) -> list[Verdict]:
+) -> list[Finding]:
     """All that is wrong, worst first; empty: nothing is.
 
     Args:
@@ -58,7 +58,7 @@ def _by_device(
     return users
 
 
-def _shared(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed]) -> list[Verdict]:
+def _shared(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed]) -> list[Finding]:
     # By Ray's node and not by host: nodes that are simulated on one host have logical GPUs of the same ids.
     found = []
     for device, users in _by_device(ranks, needs, lambda row: row.node or row.host).items():
@@ -66,7 +66,7 @@ def _shared(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed]) -> list[V
             pools = {row.pool for row in users}
             seen = [row.cuda_visible_devices for row in ranks if row.pool in pools]
             found.append(
-                Verdict(
+                Finding(
                     kind="shared_gpu",
                     ranks=_labels(users),
                     problem=f"{_names(users)} work on one GPU, {_device(device)}; CUDA_VISIBLE_DEVICES of the ranks of "
@@ -84,13 +84,13 @@ def _meant_to(users: Sequence[RankPlace], needs: Mapping[str, PoolNeed]) -> bool
     return len(pools) == 2 and any(needs[pool].shares_with in pools for pool in pools)
 
 
-def _overlaps(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed], teacher: Sequence[RankPlace]) -> list[Verdict]:
+def _overlaps(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed], teacher: Sequence[RankPlace]) -> list[Finding]:
     own = _by_device(ranks, needs, lambda row: row.host)
     found = []
     for device, workers in _by_device(teacher, needs, lambda row: row.host).items():
         if users := own.get(device):
             found.append(
-                Verdict(
+                Finding(
                     kind="teacher_overlap",
                     ranks=(*_labels(users), *_labels(workers)),
                     problem=f"{_names(users)} on {users[0].host} work on a GPU of the teacher's, {_device(device)} "
@@ -101,7 +101,7 @@ def _overlaps(ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed], teacher
     return found
 
 
-def _outside(ranks: Sequence[RankPlace], gpus: Sequence[int]) -> list[Verdict]:
+def _outside(ranks: Sequence[RankPlace], gpus: Sequence[int]) -> list[Finding]:
     allowed = set(map(str, gpus))
     others = [row for row in ranks if allowed and row.ray_gpu_ids and not allowed.issuperset(row.ray_gpu_ids)]
     if not others:
@@ -110,7 +110,7 @@ def _outside(ranks: Sequence[RankPlace], gpus: Sequence[int]) -> list[Verdict]:
     given = "; ".join(f"{row.label}: {_ids(row)}" for row in others)
     shown = ",".join(map(str, gpus))
     return [
-        Verdict(
+        Finding(
             kind="outside_gpus",
             ranks=_labels(others),
             problem=f"Ray gave GPUs that are not in cluster.gpus [{shown}], on {hosts} ({given}).",
@@ -120,7 +120,7 @@ def _outside(ranks: Sequence[RankPlace], gpus: Sequence[int]) -> list[Verdict]:
     ]
 
 
-def _too_few(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Verdict]:
+def _too_few(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Finding]:
     found = []
     for pool in pools:
         mine = [row for row in ranks if row.pool == pool.name]
@@ -130,7 +130,7 @@ def _too_few(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Verd
         if poor:
             sees = ", ".join(f"{row.label} sees {len(row.cards)} ({row.cuda_visible_devices!r})" for row in poor)
             found.append(
-                Verdict(
+                Finding(
                     kind="too_few_gpus",
                     ranks=_labels(poor),
                     problem=f"each rank of {pool.name} wants {pool.gpus_per_rank} GPUs: {sees}.",
@@ -140,7 +140,7 @@ def _too_few(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Verd
             )
         if len(mine) < pool.n_ranks:
             found.append(
-                Verdict(
+                Finding(
                     kind="too_few_gpus",
                     ranks=(),
                     problem=f"{pool.name} wants {pool.n_ranks} ranks of {pool.gpus_per_rank} GPUs, and there are "
@@ -151,7 +151,7 @@ def _too_few(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Verd
     return found
 
 
-def _not_as_ray_says(ranks: Sequence[RankPlace]) -> list[Verdict]:
+def _not_as_ray_says(ranks: Sequence[RankPlace]) -> list[Finding]:
     given = [row for row in ranks if row.ray_gpu_ids]
     unset = [row for row in given if row.cuda_visible_devices is None]
     others = [
@@ -162,7 +162,7 @@ def _not_as_ray_says(ranks: Sequence[RankPlace]) -> list[Verdict]:
     found = []
     if unset:
         found.append(
-            Verdict(
+            Finding(
                 kind="unset",
                 ranks=_labels(unset),
                 problem=f"CUDA_VISIBLE_DEVICES is not set for {_names(unset)}: they see every GPU of their machine, "
@@ -173,7 +173,7 @@ def _not_as_ray_says(ranks: Sequence[RankPlace]) -> list[Verdict]:
     if others:
         pairs = "; ".join(f"{row.label}: {row.cuda_visible_devices!r}, Ray gave {_ids(row)!r}" for row in others)
         found.append(
-            Verdict(
+            Finding(
                 kind="reordered",
                 ranks=_labels(others),
                 problem=f"CUDA_VISIBLE_DEVICES names other GPUs than Ray gave, or in another order ({pairs}).",
@@ -184,7 +184,7 @@ def _not_as_ray_says(ranks: Sequence[RankPlace]) -> list[Verdict]:
     return found
 
 
-def _split_groups(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Verdict]:
+def _split_groups(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list[Finding]:
     found = []
     for pool in pools:
         groups: dict[int, list[RankPlace]] = {}
@@ -195,7 +195,7 @@ def _split_groups(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list
             if len({row.node or row.host for row in group}) > 1:
                 where = ", ".join(f"{row.label} on {row.host} ({row.node[:8]})" for row in group)
                 found.append(
-                    Verdict(
+                    Finding(
                         kind="split_tp_group",
                         ranks=_labels(group),
                         problem=f"one tensor-parallel group sits on different nodes: {where}.",
@@ -207,7 +207,7 @@ def _split_groups(ranks: Sequence[RankPlace], pools: Sequence[PoolNeed]) -> list
 
 def _memory_taken(
     ranks: Sequence[RankPlace], needs: Mapping[str, PoolNeed], teacher: Sequence[RankPlace], *, loaded: bool
-) -> list[Verdict]:
+) -> list[Finding]:
     ours = {(row.host, row.pid) for row in (*ranks, *teacher)}
     the_teachers = _by_device(teacher, needs, lambda row: row.host)
     found = []
@@ -222,7 +222,7 @@ def _memory_taken(
             who = f"process {', '.join(map(str, strangers))}" if strangers else "another process, unseen from here,"
             much = f" {taken_mib / 1024:.1f} GiB of" if taken_mib else ""
             found.append(
-                Verdict(
+                Finding(
                     kind="memory_taken",
                     ranks=(row.label,),
                     problem=f"{who} holds{much} GPU {card.id} ({card.uuid}) on {row.host}, which {row.label} works on.",

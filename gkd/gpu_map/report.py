@@ -1,10 +1,10 @@
-"""A `Survey` as text for people. Pure."""
+"""A `GpuMap` as text for people. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gkd.cluster.gpu_table import Card, RankPlace, Survey
+from gkd.cluster.gpu_table import Card, GpuMap, RankPlace
 
 _HEADS = (
     *("POOL", "RANK", "LOCAL", "HOST", "PID", "CUDA_VISIBLE_DEVICES", "RAY'S IDS", "VISIBLE", "CURRENT"),
@@ -12,7 +12,7 @@ _HEADS = (
 )
 
 
-def place_table(survey: Survey) -> str:
+def place_table(survey: GpuMap) -> str:
     """One row a rank, then what the settings say, notes and verdicts; as wide as it has to be."""
     rows = [_HEADS, *(_cells(row) for row in survey.rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

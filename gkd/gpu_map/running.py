@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gkd.cluster.gpu_table import TEACHER, Card, RankPlace, Survey, Verdict
+from gkd.cluster.gpu_table import TEACHER, Card, Finding, GpuMap, RankPlace
 from gkd.cluster.processes import look_at, root_among
 from gkd.gpu_map.findings import judge, used_cards
 
 
-def look_again(saved: Survey, host: str, machine: Sequence[Card], teacher: Sequence[RankPlace]) -> Survey:
+def look_again(saved: GpuMap, host: str, machine: Sequence[Card], teacher: Sequence[RankPlace]) -> GpuMap:
     """The saved table with what is so now. Reads /proc of this machine.
 
     Args:
@@ -31,7 +31,7 @@ def look_again(saved: Survey, host: str, machine: Sequence[Card], teacher: Seque
     rows = [_refreshed(row, now) if row.host == host else row for row in ranks]
     rows += [_refreshed(row, now) if row.host == host else row for row in teacher]
     verdicts = [
-        Verdict(
+        Finding(
             kind="process_gone",
             ranks=(row.label,),
             problem=f"{row.label}, process {row.pid} on {host}, is not there any more.",
@@ -69,7 +69,7 @@ def _refreshed(row: RankPlace, now: Mapping[str, Card]) -> RankPlace:
     return replace(row, cards=tuple(cards))
 
 
-def _on_other_cards(saved: Survey, machine: Sequence[Card], owners: Mapping[int, RankPlace]) -> list[Verdict]:
+def _on_other_cards(saved: GpuMap, machine: Sequence[Card], owners: Mapping[int, RankPlace]) -> list[Finding]:
     """Ranks of the pools that compute on a GPU that is not theirs: NCCL or CUDA begun on the wrong one."""
     needs = {pool.name: pool for pool in saved.pools}
     found = []
@@ -83,7 +83,7 @@ def _on_other_cards(saved: Survey, machine: Sequence[Card], owners: Mapping[int,
             in_parts = any((other.uuid or "").startswith("MIG-") for other in own)  # the driver names the whole card
             if not in_parts and card.uuid not in {other.uuid for other in own}:
                 found.append(
-                    Verdict(
+                    Finding(
                         kind="wrong_gpu",
                         ranks=(row.label,),
                         problem=f"{row.label} (process {pid}) computes on GPU {card.id} ({card.uuid}), and its own is "

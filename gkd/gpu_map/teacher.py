@@ -9,7 +9,7 @@ import os
 import socket
 from dataclasses import replace
 
-from gkd.cluster.gpu_table import TEACHER, Card, RankPlace, Verdict
+from gkd.cluster.gpu_table import TEACHER, Card, Finding, RankPlace
 from gkd.cluster.gpus import machine_cards
 from gkd.config.schema import TeacherConfig
 from gkd.errors import TeacherError
@@ -78,7 +78,7 @@ def worker_places(status: ServerStatus) -> list[RankPlace]:
     return rows
 
 
-def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlace], list[Verdict]]:
+def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlace], list[Finding]]:
     """The rows of its workers, or why there are none; blocks for some seconds at most. A local teacher has none: it is
     where the actor's ranks are.
 
@@ -93,7 +93,7 @@ def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlace], 
     try:
         rows = worker_places(ask_status(teacher))
     except TeacherError as error:
-        silent = Verdict(
+        silent = Finding(
             kind="teacher_silent",
             ranks=(),
             problem=f"nobody can tell which GPUs are the teacher's: {error}.",

@@ -44,7 +44,7 @@ def step_numbers(
         DATASET_TOKENS: float(sum(c.rollouts.n_response_tokens for c in batch if not c.rollouts.on_policy)),
         "rollout/response_length_mean": n_tokens / n_sequences,
         "perf/group_tokens_max": float(_heaviest(batch)),
-        "rollout/cut_share": sum(c.rollouts.n_cut for c in batch) / n_sequences,
+        "rollout/cut_share": sum(c.rollouts.n_truncated for c in batch) / n_sequences,
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
         **staleness,

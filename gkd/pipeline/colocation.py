@@ -18,7 +18,7 @@ from gkd.roles import ActorRole, RolloutRole
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 
 
-class Lease:
+class GpuSharing:
     """Two blocks that take turns; where the pools have GPUs of their own they do nothing."""
 
     def __init__(self, actor: ActorRole, rollout: RolloutRole, *, shared: bool) -> None:

@@ -9,7 +9,7 @@ from gkd.roles import PendingScores, RolloutChunk, RolloutRole, ScoringRole
 from gkd.types import Prompt
 
 
-class Answering:
+class Generation:
     """The way from prompts to scores that are on their way."""
 
     def __init__(self, config: Config, rollout: RolloutRole, scoring: ScoringRole) -> None:

@@ -21,7 +21,7 @@ from gkd.data.mixing import on_policy_places
 from gkd.data.sampler import PromptSampler
 from gkd.metrics.writer import StageTimers
 from gkd.pipeline.background import Background, Foreground, Result
-from gkd.pipeline.generate import Answering
+from gkd.pipeline.generate import Generation
 from gkd.roles import InFlight, PendingScores, ScoringRole
 from gkd.run.checkpoints import TrainerState
 
@@ -33,11 +33,11 @@ class _Batch:
     answered: Result[list[PendingScores]] = field(repr=False)
 
 
-class BatchesAhead:
+class PrefetchedBatches:
     """Implements `gkd.pipeline.source.BatchSource`; steps s to s + ahead are begun before step s trains."""
 
     def __init__(
-        self, config: Config, answering: Answering, scoring: ScoringRole, sampler: PromptSampler, total_steps: int
+        self, config: Config, answering: Generation, scoring: ScoringRole, sampler: PromptSampler, total_steps: int
     ) -> None:
         self._config, self._answering, self._scoring, self._sampler = config, answering, scoring, sampler
         self._total_steps = total_steps

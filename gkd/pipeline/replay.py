@@ -61,7 +61,7 @@ class BatchRecorder:
             fsync(self._root)
 
 
-class Replay:
+class ReplayedBatches:
     """Implements `gkd.pipeline.source.BatchSource`: the batches of another run, in its order; nothing is answered."""
 
     max_staleness = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 
-class StreamLedger:
+class StreamScheduler:
     """Which prompts of a stream are being answered, which are finished, and which a step takes.
 
     Each prompt is known by its position in the sampler's order; one that version v may have begun to answer is due in

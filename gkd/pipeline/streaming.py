@@ -1,4 +1,4 @@
-"""stream: prompts go to the engines one by one, and a step takes what is finished (`StreamLedger`).
+"""stream: prompts go to the engines one by one, and a step takes what is finished (`StreamScheduler`).
 
     begin    admit what the bound on staleness allows
     next     wait for enough finished prompts, and for those that must not get older; the dataset's responses of this
@@ -21,9 +21,9 @@ from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.data.mixing import on_policy_places
 from gkd.data.sampler import PromptSampler
-from gkd.errors import ClusterError, LateError
+from gkd.errors import ClusterError, RankTimeout
 from gkd.metrics.writer import StageTimers
-from gkd.pipeline.staleness import StreamLedger
+from gkd.pipeline.staleness import StreamScheduler
 from gkd.roles import InFlight, PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoringRole
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
@@ -32,7 +32,7 @@ LABEL = "stream"
 _WAIT_S = 0.5  # of the thread, before it looks whether it is to end
 
 
-class Streaming:
+class StreamedBatches:
     """Implements `gkd.pipeline.source.BatchSource` over one `RolloutStream`."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Streaming:
         self._size = config.trainer.global_batch_size
         self.max_staleness = staleness_bound(config.trainer)
         self._on_policy = functools.lru_cache(4 * (self.max_staleness + 2))(self._places_of_the_student)
-        self._ledger = StreamLedger(self._on_policy, self.max_staleness, total_steps)
+        self._ledger = StreamScheduler(self._on_policy, self.max_staleness, total_steps)
         self._pending: dict[int, PendingScores] = {}  # finished prompts, by position
         self._taken: list[int] = []  # the batch that is being trained on
         self._changed = threading.Condition()  # guards all of the above
@@ -120,7 +120,7 @@ class Streaming:
         """The positions of this step's batch, as soon as they are finished.
 
         Raises:
-            ClusterError: an engine died. LateError: nothing has finished for trainer.stage_timeout_s.
+            ClusterError: an engine died. RankTimeout: nothing has finished for trainer.stage_timeout_s.
         """
         timeout_s = self._config.trainer.stage_timeout_s
         with self._changed:
@@ -132,7 +132,7 @@ class Streaming:
                     heard, n_finished = time.monotonic(), len(self._pending)
                 if not self._changed.wait(timeout=max(0.0, heard + timeout_s - time.monotonic())):
                     waiting = self._ledger.unfinished
-                    raise LateError(
+                    raise RankTimeout(
                         f"rollout: no prompt of the {len(waiting)} in the stream finished within {timeout_s:.0f} s; "
                         f"the first ones are {waiting[:5]} of the order"
                     )

@@ -85,9 +85,9 @@ def preflight(config: Config) -> Plan:
     )
     if dropped:
         log.warning("%d training prompts are over data.max_prompt_length and left out (truncation: drop)", dropped)
-    n_cut = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
-    if n_cut:
-        log.warning("%d dataset responses are over data.max_response_length and cut there, without an end", n_cut)
+    n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
+    if n_truncated:
+        log.warning("%d dataset responses are over data.max_response_length and cut there, without an end", n_truncated)
     val = _held_out(config, tokenizer)
     total_steps = planned_steps(config, len(train))
     check_stream_fits(config, total_steps)

@@ -14,7 +14,7 @@ from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.prompt_codec import encode_prompts
-from gkd.errors import ClusterError, LateError
+from gkd.errors import ClusterError, RankTimeout
 from gkd.memory.timeline import merge
 from gkd.roles import GreedyReport, RolloutChunk, RolloutUsage
 from gkd.rollout.sampling import Sampling
@@ -53,7 +53,7 @@ class RolloutPool:
             places: place of each prompt in the whole batch.
 
         Raises:
-            ClusterError: an engine died. LateError: all were silent for trainer.stage_timeout_s.
+            ClusterError: an engine died. RankTimeout: all were silent for trainer.stage_timeout_s.
         """
         config = self._config
         sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
@@ -73,7 +73,7 @@ class RolloutPool:
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)
             if not ready:
                 late = sorted(streams.values())
-                raise LateError(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(late)}", late)
+                raise RankTimeout(f"rollout: nothing finished for {timeout_s:.0f} s on: {', '.join(late)}", late)
             heard = time.monotonic()
             chunk = next_chunk(ready[0], f"generate on {streams[ready[0]]}", timeout_s)
             if chunk is None:

@@ -13,7 +13,7 @@ import ray
 from gkd.cluster.calls import fetch, gather
 from gkd.data.chunks import decode_sizes
 from gkd.data.prompt_codec import encode_prompts
-from gkd.errors import ClusterError, GkdError, LateError
+from gkd.errors import ClusterError, GkdError, RankTimeout
 from gkd.log import get_logger
 from gkd.roles import RolloutChunk
 from gkd.rollout.sampling import Sampling
@@ -33,7 +33,7 @@ def next_chunk(items: Any, what: str, timeout_s: float) -> RolloutChunk | None:
         None: the call has ended.
 
     Raises:
-        LateError: the second object does not come.
+        RankTimeout: the second object does not come.
         GkdError: the call failed; see `fetch`.
     """
     try:
@@ -42,7 +42,7 @@ def next_chunk(items: Any, what: str, timeout_s: float) -> RolloutChunk | None:
         return None
     ready, _ = ray.wait([items], num_returns=1, timeout=timeout_s, fetch_local=False)
     if not ready:
-        raise LateError(f"{what}: half of a chunk has come, and nothing after it for {timeout_s:g} s")
+        raise RankTimeout(f"{what}: half of a chunk has come, and nothing after it for {timeout_s:g} s")
     try:
         sizes = next(items)
     except StopIteration:  # a failed call leaves one item, and it holds the error

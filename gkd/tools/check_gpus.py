@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gkd.cluster.gpu_table import Survey, Verdict, survey_of
+from gkd.cluster.gpu_table import Finding, GpuMap, survey_of
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if table.verdicts else 0
 
 
-def check(config: Config) -> Survey:
+def check(config: Config) -> GpuMap:
     """The table of the pools that training would have; takes and frees their GPUs.
 
     Raises:
@@ -79,7 +79,7 @@ def check(config: Config) -> Survey:
             raise
         # Too few GPUs to start Ray for: there are no ranks to ask, but the teacher may sit on what is missing.
         teacher, found = teacher_rows(config.teacher, "cuda")
-        return Survey(device="cuda", pools=(), rows=tuple(teacher), verdicts=(_too_few(error), *found))
+        return GpuMap(device="cuda", pools=(), rows=tuple(teacher), verdicts=(_too_few(error), *found))
     teacher, found = teacher_rows(config.teacher, device)
     on_cpu = device == "cpu"
     cluster = make_cluster(config, on_cpu=on_cpu)
@@ -102,7 +102,7 @@ def check(config: Config) -> Survey:
         cluster.close()
 
 
-def look_at_run(run_dir: Path) -> Survey:
+def look_at_run(run_dir: Path) -> GpuMap:
     """The table of a job that runs, as it is now; its ranks are not disturbed.
 
     Raises:
@@ -135,9 +135,9 @@ def _those_that_can_be_had(cluster: Cluster, specs: Sequence[PoolSpec]) -> dict[
     return pools
 
 
-def _too_few(error: GkdError) -> Verdict:
+def _too_few(error: GkdError) -> Finding:
     problem, _, fix = str(error).partition(" Fix: ")
-    return Verdict(kind="too_few_gpus", ranks=(), problem=problem, fix=fix)
+    return Finding(kind="too_few_gpus", ranks=(), problem=problem, fix=fix)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

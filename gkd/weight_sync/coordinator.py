@@ -28,7 +28,7 @@ class WeightSync:
         timeout_s: for the groups to come together.
 
     Raises:
-        LateError: a rank did not come.
+        RankTimeout: a rank did not come.
     """
 
     def __init__(

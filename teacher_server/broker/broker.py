@@ -3,7 +3,7 @@
     clients  DEALER --tcp--> ROUTER front | ledger | ROUTER back <--ipc-- DEALER  workers this server started
                                                    | ROUTER join <--tcp-- DEALER  workers of other hosts
 
-`FrontDesk` says what to do with a client's message, `Crew` with a worker's, `Ledger` who does what
+`ClientHandler` says what to do with a client's message, `WorkerRegistry` with a worker's, `RequestQueue` who does what
 next. Replies are checked and then forwarded as they came, without a copy. All sides bring explicit
 random identities: automatic ones repeat after a restart, and then a reply can reach the wrong
 requester. There is no message the broker waits for, so none whose loss could wedge it.
@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from teacher_server.broker.client_handler import FrontDesk
+from teacher_server.broker.client_handler import ClientHandler
 from teacher_server.broker.metrics import BrokerMetrics
-from teacher_server.broker.outbox import Post
-from teacher_server.broker.request_queue import Ledger
+from teacher_server.broker.outbox import Outbox
+from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
-from teacher_server.broker.worker_registry import Crew, WorkerEvent
+from teacher_server.broker.worker_registry import WorkerEvent, WorkerRegistry
 from teacher_server.wire.keys import Authenticator, ServerKeys, secure_server
 from teacher_server.wire.protocol import ID_BYTES
 from teacher_server.wire.sockets import CLIENT_BACKLOG, bind, make_router
@@ -107,11 +107,11 @@ class Broker:
             self._control_out.connect(control)
             self._cleanup = stack.pop_all()
         self._control_lock = threading.Lock()
-        self._ledger, known = Ledger(epoch[:8], max_queue_bytes), Teachers(teachers or {})
+        self._ledger, known = RequestQueue(epoch[:8], max_queue_bytes), Teachers(teachers or {})
         self._board = StatusBoard(epoch, self._ledger, known)
-        self._post = Post(self._front, self._board, metrics)
-        self._crew = Crew(self._ledger, known, self._board, self._post, metrics)
-        self._desk = FrontDesk(epoch, self._ledger, known, self._board, self._post, self._crew)
+        self._post = Outbox(self._front, self._board, metrics)
+        self._crew = WorkerRegistry(self._ledger, known, self._board, self._post, metrics)
+        self._desk = ClientHandler(epoch, self._ledger, known, self._board, self._post, self._crew)
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
 
     def start(self) -> None:

@@ -7,11 +7,11 @@ import time
 
 import zmq
 
-from teacher_server.broker.outbox import Post
-from teacher_server.broker.request_queue import Job, Ledger
+from teacher_server.broker.outbox import Outbox
+from teacher_server.broker.request_queue import Job, RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
-from teacher_server.broker.worker_registry import Crew
+from teacher_server.broker.worker_registry import WorkerRegistry
 from teacher_server.wire.protocol import (
     ID_BYTES,
     NO_REQUEST,
@@ -36,11 +36,17 @@ from teacher_server.wire.worker_protocol import JobCancel, JobReceived
 log = logging.getLogger(__name__)
 
 
-class FrontDesk:
+class ClientHandler:
     """Answers every message at once, or admits it to the ledger."""
 
     def __init__(
-        self, epoch: bytes, ledger: Ledger, teachers: Teachers, board: StatusBoard, post: Post, crew: Crew
+        self,
+        epoch: bytes,
+        ledger: RequestQueue,
+        teachers: Teachers,
+        board: StatusBoard,
+        post: Outbox,
+        crew: WorkerRegistry,
     ) -> None:
         self._epoch, self._ledger, self._teachers = epoch, ledger, teachers
         self._board, self._post, self._crew = board, post, crew

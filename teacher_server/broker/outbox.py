@@ -17,7 +17,7 @@ from teacher_server.wire.worker_protocol import BrokerMessage, to_worker
 log = logging.getLogger(__name__)
 
 
-class Post:
+class Outbox:
     """Sends without blocking; a peer that is gone or does not read asks again by itself if it still lives."""
 
     def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics | None) -> None:

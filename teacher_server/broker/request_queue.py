@@ -81,7 +81,7 @@ class Worker:
         self.n_tokens -= self.outstanding.pop(job_id, 0)
 
 
-class Ledger:
+class RequestQueue:
     """All jobs and workers of one broker.
 
     Args:

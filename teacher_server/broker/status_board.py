@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 
-from teacher_server.broker.request_queue import Ledger
+from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.broker.teachers import Teachers
 from teacher_server.wire.protocol import ErrorCode
 from teacher_server.wire.status import ServerStatus, WorkerStatus
@@ -18,7 +18,7 @@ _RATE_S = 10.0  # time constant of tokens/s
 class StatusBoard:
     """`latest` is replaced, never changed, so a reader needs no lock."""
 
-    def __init__(self, epoch: bytes, ledger: Ledger, teachers: Teachers) -> None:
+    def __init__(self, epoch: bytes, ledger: RequestQueue, teachers: Teachers) -> None:
         self.n_answered = 0
         self.n_lost_workers = 0
         self.n_errors: Counter[ErrorCode] = Counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from teacher_server.broker.request_queue import Ledger
+from teacher_server.broker.request_queue import RequestQueue
 from teacher_server.wire.protocol import PROTOCOL_VERSION, ErrorReply, InfoReply
 from teacher_server.wire.status import TeacherStatus
 from teacher_server.wire.worker_protocol import WorkerHello
@@ -60,7 +60,7 @@ class Teachers:
                 )
         return ""
 
-    def info(self, request_id: bytes, name: str, ledger: Ledger) -> InfoReply | ErrorReply:
+    def info(self, request_id: bytes, name: str, ledger: RequestQueue) -> InfoReply | ErrorReply:
         """The description of a resolved teacher, or `busy` while none of its workers is there."""
         hellos = [worker.hello for worker in ledger.workers.values() if worker.hello.teacher == name]
         if not hellos:
@@ -84,7 +84,7 @@ class Teachers:
             dtype=hellos[0].dtype,
         )
 
-    def statuses(self, ledger: Ledger) -> list[TeacherStatus]:
+    def statuses(self, ledger: RequestQueue) -> list[TeacherStatus]:
         """One entry a teacher, those without workers included."""
         return [
             TeacherStatus(

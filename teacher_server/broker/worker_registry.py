@@ -11,8 +11,8 @@ import zmq
 
 from teacher_server.broker.checks import check_answer
 from teacher_server.broker.metrics import BrokerMetrics
-from teacher_server.broker.outbox import Post
-from teacher_server.broker.request_queue import Job, Ledger
+from teacher_server.broker.outbox import Outbox
+from teacher_server.broker.request_queue import Job, RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.wire.protocol import ErrorReply, ProtocolError, RowsReply, ScoreRequest, replies
@@ -41,11 +41,11 @@ class WorkerEvent(NamedTuple):
     text: str
 
 
-class Crew:
+class WorkerRegistry:
     """All workers of one broker."""
 
     def __init__(
-        self, ledger: Ledger, teachers: Teachers, board: StatusBoard, post: Post, metrics: BrokerMetrics | None
+        self, ledger: RequestQueue, teachers: Teachers, board: StatusBoard, post: Outbox, metrics: BrokerMetrics | None
     ) -> None:
         self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._ledger, self._teachers, self._board, self._post, self._metrics = ledger, teachers, board, post, metrics

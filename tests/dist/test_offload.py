@@ -100,7 +100,7 @@ def batch() -> list[ScoredChunk]:
             n_sequences=len(kept),
             n_prompt_tokens=sum(len(r.prompt_ids) for r in kept),
             n_response_tokens=sum(len(r.response_ids) for r in kept),
-            n_cut=0,
+            n_truncated=0,
             policy_version=0,
             sample_index=np.array([r.sample_index for r in kept], np.int32),
             n_tokens=np.array([r.n_tokens for r in kept], np.int32),

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gkd.actor.offload import HeldStates
+from gkd.actor.offload import OffloadController
 from gkd.errors import DataError
 from gkd.memory.oom import diagnosed
 from gkd.memory.states import OPTIMIZER, PARAMS, States
@@ -58,7 +58,7 @@ def _explained(rank: int, reports: Path) -> dict[str, Any]:
     states = States(CPU, lambda: found)
     found = {PARAMS: [torch.ones(1000)]}
     student = cast(Any, SimpleNamespace(states=states))
-    held = HeldStates(student, CPU, automatic=True, timeout_s=60, diagnosed=explains)
+    held = OffloadController(student, CPU, automatic=True, timeout_s=60, diagnosed=explains)
     held.offload_states()
 
     def call(meta: dict[str, Any] | None = None) -> None:
@@ -80,7 +80,7 @@ def _apart(rank: int) -> list[Any]:
     """A call that rank 0 alone is in moves its states, and then all ranks need theirs."""
     found = {PARAMS: [torch.ones(1000)], OPTIMIZER: [torch.ones(10)]}
     states = States(CPU, lambda: found)
-    held = HeldStates(cast(Any, SimpleNamespace(states=states)), CPU, automatic=False, timeout_s=60)
+    held = OffloadController(cast(Any, SimpleNamespace(states=states)), CPU, automatic=False, timeout_s=60)
     result: list[Any] = []
     if rank == 0:
         with held.needed("sync", [PARAMS], TO_HOST, alone=True):
@@ -97,7 +97,7 @@ def _given_back(rank: int) -> int:
     states = States(CPU, lambda: found)
     found = {PARAMS: [torch.ones(1000)]}
     student = cast(Any, SimpleNamespace(states=states))
-    held = HeldStates(student, torch.device("cuda", 0), automatic=True, timeout_s=60)
+    held = OffloadController(student, torch.device("cuda", 0), automatic=True, timeout_s=60)
     states.offload()
     with _scarce(rank == 0), pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
@@ -111,7 +111,7 @@ def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     del world_size
     found = {PARAMS: [torch.ones(1000)]}
     states = States(CPU, lambda: found)
-    held = HeldStates(cast(Any, SimpleNamespace(states=states)), CPU, automatic=True, timeout_s=60)
+    held = OffloadController(cast(Any, SimpleNamespace(states=states)), CPU, automatic=True, timeout_s=60)
     result: dict[str, Any] = {}
 
     def block() -> None:

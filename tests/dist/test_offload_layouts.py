@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from gkd.actor.common.shard_writer import write
-from gkd.actor.offload import HeldStates
+from gkd.actor.offload import OffloadController
 from gkd.memory.states import GRADS, KINDS, OPTIMIZER, PARAMS
 from gkd.types import MicroBatch
 from tests.dist.helpers import run_gloo
@@ -72,7 +72,7 @@ class _Run:
         )
         self.is_split = {"tp", "pp"} & layout.keys()
         self.exports = backend == "fsdp2" or self.student.layout.exports
-        self.held = HeldStates(self.student, CPU, automatic=moves, timeout_s=60)
+        self.held = OffloadController(self.student, CPU, automatic=moves, timeout_s=60)
         self.within: list[tuple[str, dict[str, int]]] = []
         self.after: list[dict[str, int]] = []
         if moves:

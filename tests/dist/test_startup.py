@@ -19,7 +19,7 @@ from gkd.cluster.hang import HangReport, hang_report
 from gkd.cluster.pools import Pool
 from gkd.cluster.startup import Startup
 from gkd.config.load import load_config
-from gkd.errors import LateError
+from gkd.errors import RankTimeout
 from gkd.launcher import worker_env
 from tests.dist.slots import actor_slots
 
@@ -59,7 +59,7 @@ def slots() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateError, HangReport, list[str], list[str]]:
+def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTimeout, HangReport, list[str], list[str]]:
     """A start that is given up: its error, the report, the lines told on the way; then one more report, with the late
     rank stopped.
     """
@@ -71,7 +71,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
     startup = Startup(timeout_s=4, tell_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gkd.cluster.startup.log.info", lambda text, *args: told.append(text % args))
-        with pytest.raises(LateError) as raised, startup:
+        with pytest.raises(RankTimeout) as raised, startup:
             startup.watch(slots.named(workers))
             gather(actor.init_model("cpu", 600, startup.left_s()), "init_model", startup.left_s())
     report = hang_report(slots.run, startup.names, startup.ask(), raised.value.late)
@@ -84,12 +84,14 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[LateErr
 def test_a_wait_may_end_just_before_the_deadline(left_s: float, named: bool) -> None:
     """Fails if the setting is named only where the clocks of Ray and Python agree, or where it was not to blame."""
     startup = Startup(timeout_s=left_s)
-    with pytest.raises(LateError) as raised, startup:
-        raise LateError("no answer", ["actor rank 0"])
+    with pytest.raises(RankTimeout) as raised, startup:
+        raise RankTimeout("no answer", ["actor rank 0"])
     assert ("trainer.init_timeout_s" in str(raised.value)) == named
 
 
-def test_the_error_names_the_setting_and_who_is_late(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
+def test_the_error_names_the_setting_and_who_is_late(
+    hung: tuple[RankTimeout, HangReport, list[str], list[str]],
+) -> None:
     """Fails if a start that hangs goes on for ever, or ends without saying after how long and for whom it waited."""
     text = str(hung[0])
     assert "trainer.init_timeout_s = 4" in text
@@ -97,7 +99,7 @@ def test_the_error_names_the_setting_and_who_is_late(hung: tuple[LateError, Hang
 
 
 def test_the_rank_that_the_others_wait_for_is_told_from_them(
-    hung: tuple[LateError, HangReport, list[str], list[str]],
+    hung: tuple[RankTimeout, HangReport, list[str], list[str]],
 ) -> None:
     """Fails if, of many ranks that hang, the user is not pointed at the one whose fault it is, and its line of code."""
     culprit, others = hung[1].lines
@@ -112,7 +114,7 @@ def test_the_rank_that_the_others_wait_for_is_told_from_them(
     assert hung[1].stacks.count("in barrier") == N_RANKS - 1
 
 
-def test_the_start_tells_how_far_each_rank_is(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
+def test_the_start_tells_how_far_each_rank_is(hung: tuple[RankTimeout, HangReport, list[str], list[str]]) -> None:
     """Fails if a long start is silent, or its lines do not follow what the ranks do."""
     last = hung[2][-1]
     assert last.startswith(f"0 of {N_RANKS} ranks are up, ") and " s left" in last
@@ -120,7 +122,7 @@ def test_the_start_tells_how_far_each_rank_is(hung: tuple[LateError, HangReport,
     assert f"1 reading from a disk that does not answer (actor rank {LATE} " in last
 
 
-def test_what_gives_no_stack_says_why(hung: tuple[LateError, HangReport, list[str], list[str]]) -> None:
+def test_what_gives_no_stack_says_why(hung: tuple[RankTimeout, HangReport, list[str], list[str]]) -> None:
     """Fails if a process that is stopped, or one that was never started, is passed over or keeps the report waiting."""
     lines = hung[3]
     assert "actor rank 9: has no process: Ray has not started it" in lines

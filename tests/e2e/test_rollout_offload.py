@@ -17,7 +17,7 @@ from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster
 from gkd.config.load import load_config
-from gkd.errors import ClusterError, LateError
+from gkd.errors import ClusterError, RankTimeout
 from gkd.launcher import worker_env
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
@@ -113,7 +113,7 @@ def test_errors_come_out_of_the_handle(pools: Pools) -> None:
     finally:
         stream.close()
     later = rollout.offload_states(blocking=False)
-    with pytest.raises(LateError, match="offload_states: no answer within 0 s from: rollout engine"):
+    with pytest.raises(RankTimeout, match="offload_states: no answer within 0 s from: rollout engine"):
         later.wait(0.0)
     assert _sums(later.wait()) == {"params": 0, "kv_cache": 0}
     assert rollout.greedy([Prompt(0, np.array([5, 6], np.int32), "w2")], n_samples=1).samples

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gkd.actor.offload import HeldStates
+from gkd.actor.offload import OffloadController
 from gkd.memory.host_buffer import host_slabs
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 
@@ -64,7 +64,7 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
     try:
         student = cast(Any, SimpleNamespace(states=states))
         with pytest.raises(torch.OutOfMemoryError):
-            HeldStates(student, CUDA, automatic=True, timeout_s=60).reload_states()
+            OffloadController(student, CUDA, automatic=True, timeout_s=60).reload_states()
     finally:
         dist.destroy_process_group()
     assert torch.cuda.memory_reserved(CUDA) == reserved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from teacher_server.broker.request_queue import Admission, Ledger
+from teacher_server.broker.request_queue import Admission, RequestQueue
 from teacher_server.wire.protocol import ID_BYTES, ScoreRequest
 from teacher_server.wire.worker_protocol import WorkerHello
 from tests.service.messages import make_hello, make_request, make_tokens
@@ -19,13 +19,13 @@ def request(total_length: int = 40, **changes: Any) -> ScoreRequest:
 
 
 def submit(
-    ledger: Ledger, client: bytes, one: ScoreRequest, n_bytes: int = 0, now_s: float = 0.0, teacher: str = ""
+    ledger: RequestQueue, client: bytes, one: ScoreRequest, n_bytes: int = 0, now_s: float = 0.0, teacher: str = ""
 ) -> Admission:
     return ledger.submit(client, teacher, one, [], bytes(ID_BYTES), n_bytes, now_s)
 
 
-def make_ledger(max_queue_bytes: int = 1 << 20, max_attempts: int = 3) -> Ledger:
-    return Ledger(b"epoch---", max_queue_bytes, max_attempts)
+def make_ledger(max_queue_bytes: int = 1 << 20, max_attempts: int = 3) -> RequestQueue:
+    return RequestQueue(b"epoch---", max_queue_bytes, max_attempts)
 
 
 def test_dispatch_respects_credit_and_order() -> None:

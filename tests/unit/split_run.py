@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gkd.cluster.gpu_table import TEACHER, Card, RankPlace, Survey
+from gkd.cluster.gpu_table import TEACHER, Card, GpuMap, RankPlace
 from gkd.config.check_pools import data_parallel_size, n_engines
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schedulers import staleness_bound
@@ -47,7 +47,7 @@ def write_run(
     (folder / "config.yaml").write_text(config_yaml(config))
     row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "cards": (Card(id="0"),)}
     rows = tuple(RankPlace(pool=TEACHER, rank=i, **row) for i in range(workers))  # type: ignore[arg-type]
-    (folder / "gpus.json").write_bytes(Survey(device="cpu", pools=(), rows=rows, verdicts=()).to_json())
+    (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, verdicts=()).to_json())
     metrics = MetricsWriter(folder / "metrics.jsonl", -1)
     rng = np.random.default_rng(0)
     draw = lengths or (lambda rng, n: np.clip(rng.lognormal(3.5, 0.6, n), 1, 300).astype(int))

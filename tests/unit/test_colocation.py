@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from gkd.metrics.writer import StageTimers
-from gkd.pipeline.colocation import Lease
+from gkd.pipeline.colocation import GpuSharing
 
 
 class Noted:
@@ -24,8 +24,8 @@ class Noted:
         self._calls.append(f"{self._name} back")
 
 
-def lease(calls: list[str], *, shared: bool) -> Lease:
-    return Lease(cast(Any, Noted("actor", calls)), cast(Any, Noted("engines", calls)), shared=shared)
+def lease(calls: list[str], *, shared: bool) -> GpuSharing:
+    return GpuSharing(cast(Any, Noted("actor", calls)), cast(Any, Noted("engines", calls)), shared=shared)
 
 
 def test_one_side_goes_before_the_other_comes() -> None:

@@ -17,7 +17,7 @@ import pytest
 from gkd import main_gkd
 from gkd.cluster import gpus as cards_module
 from gkd.cluster.assignment import this_place
-from gkd.cluster.gpu_table import TEACHER, Card, PoolNeed, RankPlace, Survey
+from gkd.cluster.gpu_table import TEACHER, Card, GpuMap, PoolNeed, RankPlace
 from gkd.cluster.gpus import machine_cards, parse_cards, visible_cards, with_processes
 from gkd.cluster.processes import look_at, root_among
 from gkd.config.load import load_config, save_config
@@ -168,7 +168,7 @@ def test_a_job_that_runs_is_looked_at_again(processes: tuple[int, int, int]) -> 
 
     rows = (place(0, rank), place(1, ended.pid), place(2, 1, host="there"))
     need = PoolNeed(name="actor", n_ranks=3, gpus_per_rank=1)
-    saved = Survey(device="cuda", pools=(need,), rows=rows, verdicts=())
+    saved = GpuMap(device="cuda", pools=(need,), rows=rows, verdicts=())
     well = [replace(cards[0], pids=(rank, child, 999_999_999), memory_free_mib=1), *cards[1:]]
     table = look_again(replace(saved, rows=(rows[0], rows[2]), pools=(replace(need, n_ranks=2),)), "here", well, [])
     assert table.verdicts == () and table.rows[0].cards[0].memory_free_mib == 1
@@ -287,7 +287,7 @@ def test_a_run_folder_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     save_config(config, tmp_path / "config.yaml")
     mine = replace(this_place("actor", 0), cuda_visible_devices="0", ray_gpu_ids=("0",), cards=(Card(id="0"),))
     need = PoolNeed(name="actor", n_ranks=1, gpus_per_rank=1)
-    table = Survey(device="cpu", pools=(need,), rows=(mine,), verdicts=())
+    table = GpuMap(device="cpu", pools=(need,), rows=(mine,), verdicts=())
     (tmp_path / "gpus.json").write_bytes(table.to_json())
     assert check_gpus.main(["--running", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gkd.cluster.gpu_table import TEACHER, Card, PoolNeed, RankPlace, Survey, survey_of
+from gkd.cluster.gpu_table import TEACHER, Card, GpuMap, PoolNeed, RankPlace, survey_of
 from gkd.errors import ClusterError
 from gkd.gpu_map.collect import check_can_run, scattered
 from gkd.gpu_map.findings import judge
@@ -237,7 +237,7 @@ def test_the_run_stops_where_it_could_only_hang() -> None:
     """Fails if NCCL is left to hang on a shared card, or logical GPUs keep a run on CPUs from starting."""
     rows = (row("actor", 0, 0), row("actor", 1, 0))
     verdicts = tuple(judge(rows, [replace(ACTOR, tp=1)]))
-    table = Survey(device="cuda", pools=(ACTOR,), rows=rows, verdicts=verdicts)
+    table = GpuMap(device="cuda", pools=(ACTOR,), rows=rows, verdicts=verdicts)
     with pytest.raises(ClusterError, match="actor 0, actor 1 work on one GPU, GPU-0"):
         check_can_run(table)
     check_can_run(replace(table, device="cpu"))
@@ -247,7 +247,7 @@ def test_the_run_stops_where_it_could_only_hang() -> None:
 def test_the_table_and_its_file() -> None:
     """Fails if a column is lost on the way to people or to gpus.json, or a teacher's name steers the terminal."""
     rows = (*RIGHT[:3], teacher(4, name="w\x1b[2J"))
-    table = Survey(device="cuda", pools=(ACTOR, ROLLOUT), rows=rows, verdicts=(), notes=("2 ranks",))
+    table = GpuMap(device="cuda", pools=(ACTOR, ROLLOUT), rows=rows, verdicts=(), notes=("2 ranks",))
     lines = place_table(table).splitlines()
     assert lines[0].split()[:6] == ["POOL", "RANK", "LOCAL", "HOST", "PID", "CUDA_VISIBLE_DEVICES"]
     words = lines[3].split()
@@ -274,7 +274,7 @@ def test_a_rank_outside_of_the_allowed_gpus(known: bool) -> None:
     assert [(verdict.kind, verdict.ranks) for verdict in verdicts] == [("outside_gpus", ("actor 0", "rollout 0"))]
     assert "not in cluster.gpus [1,2], on a (actor 0: 0; rollout 0: 2,3)" in verdicts[0].problem
     assert "CUDA_VISIBLE_DEVICES=1,2 ray start" in verdicts[0].fix
-    table = Survey(device="cpu", pools=(ACTOR, ROLLOUT), rows=tuple(rows), verdicts=tuple(verdicts), gpus=(1, 2))
+    table = GpuMap(device="cpu", pools=(ACTOR, ROLLOUT), rows=tuple(rows), verdicts=tuple(verdicts), gpus=(1, 2))
     with pytest.raises(ClusterError, match="not in cluster.gpus"):
         check_can_run(table)
     again = look_again(survey_of(table.to_json(), "x"), "elsewhere", [], [])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gkd.actor import offload as held_states
-from gkd.actor.offload import HeldStates
+from gkd.actor.offload import OffloadController
 from gkd.memory.offload_manager import GIB, state_offload_manager
 
 
@@ -118,7 +118,7 @@ def test_what_stays_by_design_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(held_states.log, "warning", lambda text, gib, *_: said.append(gib))
     on_device = [0]
     student: Any = SimpleNamespace(states=SimpleNamespace(allocated=lambda: on_device[0]))
-    held = HeldStates(student, torch.device("cpu"), automatic=True, timeout_s=1.0, staying=lambda: GIB)
+    held = OffloadController(student, torch.device("cpu"), automatic=True, timeout_s=1.0, staying=lambda: GIB)
     for n_bytes in (GIB, GIB + GIB // 2, GIB + GIB // 2, 2 * GIB):
         monkeypatch.setattr(held, "allocated_bytes", lambda n_bytes=n_bytes: n_bytes)
         held._name_who_stays()

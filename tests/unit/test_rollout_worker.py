@@ -129,7 +129,7 @@ def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk
         chunk = decode_sizes(sizes, "handle")
         assert chunk.ref == "handle"
         assert chunk.sample_index.tolist() == [r.sample_index for r in rollouts]
-        assert chunk.n_tokens.tolist() == [r.n_tokens for r in rollouts] and chunk.n_cut == 0
+        assert chunk.n_tokens.tolist() == [r.n_tokens for r in rollouts] and chunk.n_truncated == 0
         assert chunk.n_prompt_tokens == len(rollouts)
         assert (chunk.n_sequences, chunk.n_response_tokens) == (len(rollouts), 2 * len(rollouts))
         assert len(rollouts) <= chunk_size and chunk.policy_version == 7 and chunk.on_policy
@@ -151,7 +151,7 @@ def test_dataset_responses_go_to_the_group_of_their_place(dp_size: int, chunk_si
         assert 0 < len(rollouts) <= chunk_size
         assert (chunk.n_sequences, chunk.n_prompt_tokens) == (len(rollouts), len(rollouts))
         assert chunk.n_response_tokens == sum(r.prompt_id + 1 for r in rollouts)
-        assert (chunk.n_cut, chunk.policy_version, chunk.on_policy) == (0, 8, False)
+        assert (chunk.n_truncated, chunk.policy_version, chunk.on_policy) == (0, 8, False)
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
         for r in rollouts:
             assert (r.on_policy, r.version_spans, r.finish_reason) == (False, (), "stop")
@@ -189,7 +189,7 @@ def test_a_dataset_response_without_its_end_counts_as_cut() -> None:
     ((rollouts, chunk),) = dataset_chunks(
         [cut], [0], n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids=frozenset({3})
     )
-    assert (rollouts[0].finish_reason, chunk.n_cut) == ("length", 1)
+    assert (rollouts[0].finish_reason, chunk.n_truncated) == ("length", 1)
 
 
 def test_a_prompt_that_was_loaded_without_response_is_named() -> None:

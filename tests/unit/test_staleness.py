@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gkd.config.load import load_config
 from gkd.config.schedulers import staleness_bound
-from gkd.pipeline.staleness import StreamLedger
+from gkd.pipeline.staleness import StreamScheduler
 
 
 def test_each_scheduler_promises_a_bound() -> None:
@@ -23,9 +23,9 @@ def test_each_scheduler_promises_a_bound() -> None:
         assert staleness_bound(config.trainer) == bound
 
 
-def ledger_of(sizes: list[int], bound: int, n_steps: int, next_batch: int = 0) -> StreamLedger:
+def ledger_of(sizes: list[int], bound: int, n_steps: int, next_batch: int = 0) -> StreamScheduler:
     """Batch b has the positions 10 b, 10 b + 1, ...; as many as sizes, over and over, say."""
-    return StreamLedger(
+    return StreamScheduler(
         lambda batch: [10 * batch + i for i in range(sizes[batch % len(sizes)])], bound, n_steps, next_batch
     )
 

@@ -15,7 +15,7 @@ from gkd.config.load import load_config
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
 from gkd.metrics.writer import StageTimers
-from gkd.pipeline.streaming import Streaming
+from gkd.pipeline.streaming import StreamedBatches
 from gkd.roles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
@@ -106,11 +106,11 @@ class Engines:
         return self.restorable
 
 
-def make(engines: Engines, *overrides: str, total_steps: int = 9) -> Streaming:
+def make(engines: Engines, *overrides: str, total_steps: int = 9) -> StreamedBatches:
     settings = ["trainer.scheduler=stream", "trainer.global_batch_size=2", "rollout.temperature=0.5", "data.seed=10"]
     config = load_config(None, [*settings, f"rollout.n={N}", "trainer.stage_timeout_s=5", *overrides])
     sampler = PromptSampler(PROMPTS, shuffle=False, seed=10)
-    return Streaming(config, engines, engines, sampler, total_steps)
+    return StreamedBatches(config, engines, engines, sampler, total_steps)
 
 
 def places(batch: Sequence[PendingScores]) -> list[int]:

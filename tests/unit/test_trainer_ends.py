@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.errors import CheckpointError, ClusterError, LateError, ModelError, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, ModelError, RankTimeout, TeacherUnavailable
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.trainer import LAST_WAIT_S
 from tests.unit.world import PROMPTS, World, checkpoints, make
@@ -36,17 +36,17 @@ def test_a_late_rank_is_looked_at_before_anything_else(tmp_path: Path, monkeypat
     order: list[str] = []
 
     def hang(*_: object) -> None:
-        raise LateError("train_step: no answer", ["actor rank 1"])
+        raise RankTimeout("train_step: no answer", ["actor rank 1"])
 
-    def look(error: LateError) -> LateError:
+    def look(error: RankTimeout) -> RankTimeout:
         order.append(f"looked {error.late} {world.waits_s}")
-        return LateError(f"{error}\n  actor rank 1 hangs", error.late, explained=True)
+        return RankTimeout(f"{error}\n  actor rank 1 hangs", error.late, explained=True)
 
     trainer = make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2")
     trainer.roles = replace(trainer.roles, explained=look)
     step = world.train_step
     monkeypatch.setattr(world, "train_step", lambda batch: hang() if trainer.step == 3 else step(batch))
-    with pytest.raises(LateError, match="actor rank 1 hangs") as raised:
+    with pytest.raises(RankTimeout, match="actor rank 1 hangs") as raised:
         trainer.fit()
     assert order == ["looked ('actor rank 1',) []"] and raised.value.explained
     assert world.waits_s == [pytest.approx(LAST_WAIT_S, abs=1)]

@@ -38,11 +38,11 @@ PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
 
 
 def answers(
-    prompt: Prompt, n: int, n_response_tokens: int, n_cut: int, version: int, *, on_policy: bool = True
+    prompt: Prompt, n: int, n_response_tokens: int, n_truncated: int, version: int, *, on_policy: bool = True
 ) -> RolloutChunk:
     """Answers to one prompt; what stands for their handle is the prompt's id."""
     sizes = np.zeros(n, np.int32)  # the loop does not look at each sequence's
-    numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_cut, version, on_policy)
+    numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_truncated, version, on_policy)
     return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes)
 
 

@@ -1,7 +1,7 @@
 """Simulates `trainer.scheduler: stream`: `gkd.pipeline.streaming` and `gkd.rollout.engine_loop`, without the work.
 
-Which prompts a step takes is decided by the run's own `StreamLedger`. One event of the queue is "the next sequence of
-this engine is finished"; what the loop does comes in between, at its own times.
+The run's own `StreamScheduler` chooses the prompts of each step. An event of the queue is "the next sequence of this
+engine is finished"; the loop's own actions come in between, at their own times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gkd.config.schedulers import STREAM
-from gkd.pipeline.staleness import StreamLedger
+from gkd.pipeline.staleness import StreamScheduler
 from gkd.tools.split_tuner.engine import Engine
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
@@ -36,7 +36,7 @@ class _Run:
         self._max_staleness = max_staleness
         self._rng = np.random.default_rng(seed)
         # No step may find the stream at its end, so the run goes on after those that are simulated.
-        self._ledger = StreamLedger(self._positions, max_staleness, total_steps + max_staleness + 1)
+        self._ledger = StreamScheduler(self._positions, max_staleness, total_steps + max_staleness + 1)
         self._version = 0
         self._engines = [Engine(rates, workload.max_num_seqs) for _ in range(sizes.engines)]
         self._events: list[tuple[float, int, int]] = []  # (time, engine, which of its plans)
