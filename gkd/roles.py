@@ -43,10 +43,10 @@ class PendingScores:
 
 @dataclass(frozen=True, slots=True)
 class ScoreTimes:
-    """When the teacher was asked about a chunk, and when it had answered each sequence; seconds, the host's clock."""
+    """Times of a scored chunk: submission, and completion of each sequence. Seconds since the epoch, host clock."""
 
-    asked_s: float
-    answered_s: tuple[float, ...]  # [n_sequences]
+    submitted_s: float
+    completed_s: tuple[float, ...]  # [n_sequences]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +138,22 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """One engine since it was last asked."""
+    """Counters of one engine since the previous `usage` call."""
 
-    busy_s: float  # in passes
-    gap_s: float  # between passes while sequences were left to be moved: finished ones were handed over
+    busy_s: float  # in forward passes
+    gap_s: float  # between passes while sequences were unfinished: finished rollouts were handed over
     products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
     response_lengths: np.ndarray  # [finished sequences] int32, tokens
-    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> the largest value, by phase
+    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> peak value
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutUsage:
-    """The pool since it was last asked."""
+    """Counters of the rollout pool since the previous `usage` call."""
 
     engines: Sequence[EngineUsage]
-    answer_s: float  # in `generate`, from its first call to an engine to the last chunk
-    memory: Mapping[str, float] = field(default_factory=dict)  # of the engines the largest values
+    generate_s: float  # time in `generate`, from its first call to an engine to its last chunk
+    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> maximum over the engines
 
 
 class RolloutStream(Protocol):
@@ -163,12 +163,12 @@ class RolloutStream(Protocol):
     `version_spans` say who wrote which part.
     """
 
-    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
+    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         """Give prompts to the engines, to the least busy one each; returns at once.
 
         Args:
-            places: a number for each prompt that no other one of the stream has; modulo the number of data-parallel
-                groups it is the group that scores it, and with `seed` it makes the seeds of its samples.
+            prompt_indices: one number per prompt, unique in the stream. Modulo the number of data-parallel groups it
+                selects the group that scores the prompt; with `seed` it determines the seeds of the samples.
         """
         ...
 
@@ -185,12 +185,12 @@ class RolloutStream(Protocol):
 
 class RolloutRole(Protocol):
     def generate(
-        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
+        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
     ) -> Iterator[RolloutChunk]:
-        """Chunks as they finish. All rollouts of a prompt go to one data-parallel group, fixed by its place.
+        """Chunks as they finish. All rollouts of a prompt go to one data-parallel group, fixed by its index.
 
         Args:
-            places: place of each prompt in the whole batch.
+            prompt_indices: index of each prompt in the whole batch.
         """
         ...
 
@@ -201,7 +201,9 @@ class RolloutRole(Protocol):
         """
         ...
 
-    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+    def dataset(
+        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
+    ) -> list[RolloutChunk]:
         """The dataset's responses to these prompts as finished chunks, one sequence a prompt, groups as above.
 
         Their version is `policy_version`, the current one: a dataset response is never stale.

@@ -83,7 +83,7 @@ def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
 
 def dataset_chunks(
     prompts: Sequence[Prompt],
-    places: Sequence[int],
+    prompt_indices: Sequence[int],
     *,
     n: int,
     dp_size: int,
@@ -91,11 +91,11 @@ def dataset_chunks(
     policy_version: int,
     eos_ids: Collection[int],
 ) -> Iterator[tuple[list[Rollout], RolloutChunk]]:
-    """The dataset's responses, one a prompt, as finished rollouts; group by group, in the order of their places.
+    """The dataset's responses, one a prompt, as finished rollouts; group by group, in the order of their indices.
 
     Args:
-        places: place of each prompt in the whole batch; modulo dp_size it is the group that trains on it.
-        n: `rollout.n`: a prompt's sequences are numbered from place * n, as if the student had answered.
+        prompt_indices: index of each prompt in the whole batch; modulo dp_size it is the group that trains on it.
+        n: `rollout.n`: a prompt's sequences are numbered from prompt_index * n, as if the student had answered.
         policy_version: the current one. No policy wrote a dataset response, so it is never stale.
         eos_ids: a response that does not end with one of these was cut.
 
@@ -103,16 +103,16 @@ def dataset_chunks(
         DataError: a prompt was loaded without its response.
     """
     groups: dict[int, list[Rollout]] = defaultdict(list)
-    for prompt, place in zip(prompts, places, strict=True):
+    for prompt, prompt_index in zip(prompts, prompt_indices, strict=True):
         response = prompt.response_ids
         if response is None:
             raise DataError(
                 f"prompt {prompt.prompt_id} has no dataset response; it was loaded without data.response_key"
             )
-        groups[place % dp_size].append(
+        groups[prompt_index % dp_size].append(
             Rollout(
                 prompt_id=prompt.prompt_id,
-                sample_index=place * n,
+                sample_index=prompt_index * n,
                 prompt_ids=prompt.token_ids,
                 response_ids=response,
                 rollout_logprobs=np.zeros(len(response), np.float32),

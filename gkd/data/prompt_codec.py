@@ -16,7 +16,7 @@ from gkd.types import Prompt
 _MAX = 2**31 - 1
 
 
-def encode_prompts(prompts: Sequence[Prompt], places: Sequence[int]) -> bytes:
+def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> bytes:
     """Ids and tokens of some prompts, and the place of each in the whole batch; int32.
 
     Raises:
@@ -24,16 +24,16 @@ def encode_prompts(prompts: Sequence[Prompt], places: Sequence[int]) -> bytes:
     """
     if not prompts:
         raise DataError("an engine was to be asked for nothing: a list of prompts is empty")
-    rows = [(p.prompt_id, place, len(p.token_ids)) for p, place in zip(prompts, places, strict=True)]
+    rows = [(p.prompt_id, index, len(p.token_ids)) for p, index in zip(prompts, prompt_indices, strict=True)]
     numbers = np.concatenate([[len(rows)], np.ravel(rows), *(p.token_ids for p in prompts)])
     if int(numbers.min()) < 0 or int(numbers.max()) > _MAX:
         span = f"[{int(numbers.min())}, {int(numbers.max())}]"
-        raise DataError(f"ids, places and tokens of prompts span {span}; they travel as numbers from 0 to {_MAX}.")
+        raise DataError(f"ids, indices and tokens of prompts span {span}; they travel as numbers from 0 to {_MAX}.")
     return numbers.astype("<i4").tobytes()
 
 
 def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
-    """(prompts, their places) that `encode_prompts` was given.
+    """(prompts, their indices) that `encode_prompts` was given.
 
     Raises:
         DataError: the data end too early or too late, or are no such numbers.

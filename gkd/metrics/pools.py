@@ -65,7 +65,7 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
     numbers["perf/gap_s"] = sum(engine.gap_s for engine in engines)
     numbers[ENGINES] = float(len(engines))
     numbers["perf/engine_busy_max_s"] = max((engine.busy_s for engine in engines), default=0.0)
-    numbers["perf/answer_s"] = usage.answer_s
+    numbers["perf/answer_s"] = usage.generate_s
     numbers |= usage.memory
     if lengths.size:
         points = np.percentile(lengths, QUANTILES)

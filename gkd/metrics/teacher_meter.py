@@ -36,7 +36,7 @@ class TeacherMeter:
     def add(self, batch: Sequence[ScoredChunk]) -> None:
         """Scores that have come; those of a checkpoint have no times and are no work."""
         new = [
-            np.stack([np.full(len(c.times.answered_s), c.times.asked_s), c.times.answered_s, c.rollouts.n_tokens])
+            np.stack([np.full(len(c.times.completed_s), c.times.submitted_s), c.times.completed_s, c.rollouts.n_tokens])
             for c in batch
             if c.times is not None
         ]

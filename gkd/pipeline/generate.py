@@ -38,8 +38,8 @@ class Generation:
         from_dataset = sorted(set(range(len(prompts))) - set(on_policy))
         if from_dataset:
             asked = [prompts[i] for i in from_dataset]
-            yield from self._rollout.dataset(asked, places=from_dataset, policy_version=policy_version)
+            yield from self._rollout.dataset(asked, prompt_indices=from_dataset, policy_version=policy_version)
         if on_policy:
             asked = [prompts[i] for i in on_policy]
             temperature = self._config.rollout.temperature
-            yield from self._rollout.generate(asked, places=on_policy, n=n, temperature=temperature, seed=seed)
+            yield from self._rollout.generate(asked, prompt_indices=on_policy, n=n, temperature=temperature, seed=seed)

@@ -72,7 +72,7 @@ class StreamedBatches:
             self._ledger.admit(again, step)
             positions = [*again, *self._ledger.begin(step)]
         if positions:
-            self._stream.admit(self._prompts(positions), places=positions)
+            self._stream.admit(self._prompts(positions), prompt_indices=positions)
 
     def next(self, step: int) -> list[PendingScores]:
         from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
@@ -111,7 +111,9 @@ class StreamedBatches:
         """The dataset's responses of this step, so that each step has its share of both kinds."""
         batch = range(step * self._size, (step + 1) * self._size)
         places = sorted(set(batch) - set(self._on_policy(step)))
-        return self._rollout.dataset(self._prompts(places), places=places, policy_version=step) if places else []
+        return (
+            self._rollout.dataset(self._prompts(places), prompt_indices=places, policy_version=step) if places else []
+        )
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
         return [prompt for position in positions for prompt in self._sampler.take(position, 1)]

@@ -70,12 +70,12 @@ class RolloutEngine:
         self._residency = Residency(self._call_workers, can_sleep=can_sleep)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int] | None = None
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int] | None = None
     ) -> Iterator[Rollout]:
         """Yield rollouts as they finish, in any order; `sampling.n` for each prompt. Arguments as of `add`.
 
         Args:
-            places: by default, each prompt's place here.
+            prompt_indices: index of each prompt in its batch; None: 0, 1, 2, ...
 
         Raises:
             DataError: a prompt leaves no room for a response.
@@ -84,7 +84,7 @@ class RolloutEngine:
         owner = object()
         n_left = len(prompts) * sampling.n
         try:
-            self.add(owner, prompts, sampling, places or range(len(prompts)))
+            self.add(owner, prompts, sampling, prompt_indices or range(len(prompts)))
             while n_left:
                 self.step()
                 for rollout in self.take(owner):
@@ -93,14 +93,16 @@ class RolloutEngine:
         finally:  # the caller stopped early, or a step failed: leave nothing running in the engine
             self.drop(owner)
 
-    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> None:
+    def add(
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+    ) -> None:
         """Begin `sampling.n` sequences for each prompt; `step` moves them.
 
         Every sequence has a seed of its own, made from (seed, sample_index), so what it says does not depend on
         which engine it ran on or, beyond rounding, on what ran beside it.
 
         Args:
-            places: place of each prompt in its batch, which makes sample_index.
+            prompt_indices: index of each prompt in its batch, which determines sample_index.
 
         Raises:
             DataError: a prompt leaves no room for a response. Those before it have begun.
@@ -114,8 +116,8 @@ class RolloutEngine:
             # What an earlier call left there would change the batches of this one, and with them its rounding: a
             # resumed run would not write what the uninterrupted one wrote. Samples of one prompt still share it.
             self._forget_prefixes()
-        for place, prompt in zip(places, prompts, strict=True):
-            for index in range(place * sampling.n, (place + 1) * sampling.n):
+        for prompt_index, prompt in zip(prompt_indices, prompts, strict=True):
+            for index in range(prompt_index * sampling.n, (prompt_index + 1) * sampling.n):
                 self._serial += 1
                 request_id = str(self._serial)
                 params = vllm_params(sampling, index, self._eos_ids)

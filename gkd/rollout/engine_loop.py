@@ -34,7 +34,9 @@ class Steppable(Protocol):
 
     @property
     def n_running(self) -> int: ...
-    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> None: ...
+    def add(
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+    ) -> None: ...
     def step(self) -> None: ...
     def take(self, owner: Hashable) -> list[Rollout]: ...
     def drop(self, owner: Hashable) -> None: ...
@@ -69,7 +71,7 @@ class EngineLoop:
         self._explained = explained
         self._changed = threading.Condition()  # guards all below
         self._posted: deque[_Posted] = deque()
-        self._backlog: deque[tuple[Prompt, int]] = deque()  # with their places; the engine has not got them yet
+        self._backlog: deque[tuple[Prompt, int]] = deque()  # with their prompt indices; the engine has not got them yet
         self._guests: dict[Hashable, list[Rollout]] = {}  # what has finished for each `generate`
         self._state = "new"  # "new" | "running" | "ending" | "ended"; nothing is posted in the last two
         self._closing = False
@@ -106,14 +108,14 @@ class EngineLoop:
         finally:
             self._end()
 
-    def admit(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
+    def admit(self, prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> None:
         """Give the stream more prompts; returns at once. They begin in this order, each when there is room for it. One
         that the engine refuses when its turn comes ends the stream.
 
         Raises:
             ClusterError: the stream is closed. If it failed: what it failed with.
         """
-        placed = list(zip(prompts, places, strict=True))
+        placed = list(zip(prompts, prompt_indices, strict=True))
         with self._changed:
             self._check_open()
             self._backlog.extend(placed)
@@ -133,14 +135,16 @@ class EngineLoop:
         result: T = posted.result.result()
         return result
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> Iterator[Rollout]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+    ) -> Iterator[Rollout]:
         """As `RolloutEngine.generate`, beside the stream."""
         guest = object()
         n_left = len(prompts) * sampling.n
         with self._changed:
             self._guests[guest] = []
         try:
-            self.call(lambda: self._engine.add(guest, prompts, sampling, places))
+            self.call(lambda: self._engine.add(guest, prompts, sampling, prompt_indices))
             while n_left:
                 with self._changed:
                     self._changed.wait_for(lambda: self._guests[guest] or self._state == "ended")

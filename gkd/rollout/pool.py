@@ -33,7 +33,7 @@ class RolloutPool:
         self.workers, self._config, self._dp_size = list(workers), config, dp_size
         self._eos_ids: frozenset[int] = frozenset()
         self._stream: EngineStreams | None = None
-        self._answer_s = 0.0  # in `generate`, since `usage` was last called
+        self._generate_s = 0.0  # in `generate`, since `usage` was last called
 
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
         """Start building all engines; returns refs by name, to be gathered."""
@@ -45,12 +45,12 @@ class RolloutPool:
         }
 
     def generate(
-        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
+        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
     ) -> Iterator[RolloutChunk]:
         """Chunks in order of completion, from all engines.
 
         Args:
-            places: place of each prompt in the whole batch.
+            prompt_indices: index of each prompt in the whole batch.
 
         Raises:
             ClusterError: an engine died. RankTimeout: all were silent for trainer.stage_timeout_s.
@@ -61,7 +61,7 @@ class RolloutPool:
         for engine, worker in enumerate(self.workers):
             mine = range(engine, len(prompts), len(self.workers))
             if mine:
-                asked = encode_prompts([prompts[j] for j in mine], [places[j] for j in mine])
+                asked = encode_prompts([prompts[j] for j in mine], [prompt_indices[j] for j in mine])
                 stream = worker.generate.options(num_returns="streaming").remote(
                     asked, self._dp_size, sampling, CHUNK_SIZE
                 )
@@ -80,7 +80,7 @@ class RolloutPool:
                 del streams[ready[0]]
             else:
                 yield chunk
-        self._answer_s += time.monotonic() - began
+        self._generate_s += time.monotonic() - began
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> EngineStreams:
         """Raises ClusterError: a stream is open already, or an engine died or did not answer in time."""
@@ -91,7 +91,9 @@ class RolloutPool:
         self._stream = EngineStreams(self.workers, sampling, self._dp_size, config.trainer.stage_timeout_s)
         return self._stream
 
-    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+    def dataset(
+        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
+    ) -> list[RolloutChunk]:
         """The dataset's responses as finished chunks; nothing is asked of an engine.
 
         Raises:
@@ -99,7 +101,7 @@ class RolloutPool:
         """
         chunks = dataset_chunks(
             prompts,
-            places,
+            prompt_indices,
             n=self._config.rollout.n,
             dp_size=self._dp_size,
             chunk_size=CHUNK_SIZE,
@@ -125,9 +127,9 @@ class RolloutPool:
         """Raises ClusterError: an engine died."""
         refs = {f"rollout engine {i}": worker.usage.remote() for i, worker in enumerate(self.workers)}
         engines = gather(refs, "usage", self._config.trainer.stage_timeout_s)
-        answer_s, self._answer_s = self._answer_s, 0.0
+        generate_s, self._generate_s = self._generate_s, 0.0
         found = list(engines.values())
-        return RolloutUsage(found, answer_s, merge([engine.memory for engine in found]))
+        return RolloutUsage(found, generate_s, merge([engine.memory for engine in found]))
 
     def offload_states(
         self,

@@ -93,7 +93,7 @@ class EngineStreams:
             self.close()
             raise
 
-    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
+    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         """Raises ClusterError: the stream is closed. DataError: a number too large, see `encode_prompts`."""
         with self._lock:
             if self._closed:
@@ -101,7 +101,9 @@ class EngineStreams:
             shares: dict[int, list[int]] = defaultdict(list)
             for j, engine in enumerate(least_busy(len(prompts), self._unfinished)):
                 shares[engine].append(j)
-            asked = {e: encode_prompts([prompts[j] for j in s], [places[j] for j in s]) for e, s in shares.items()}
+            asked = {
+                e: encode_prompts([prompts[j] for j in s], [prompt_indices[j] for j in s]) for e, s in shares.items()
+            }
             for engine, share in shares.items():
                 ref = self._workers[engine].admit.remote(asked[engine])
                 self._admitted.append((ref, self._names[engine]))

@@ -113,11 +113,11 @@ class RolloutWorker:
         in a streamed item, stood for. The driver owns streamed items themselves.)
 
         Args:
-            asked: prompts and their places, see `encode_prompts`; a place modulo dp_size is the group that scores it.
+            asked: prompts and their indices, see `encode_prompts`; an index modulo dp_size is the group that scores it.
         """
-        prompts, places = decode_prompts(asked)
+        prompts, prompt_indices = decode_prompts(asked)
         finished: dict[int, list[Rollout]] = defaultdict(list)
-        for rollout in self._answers(prompts, sampling, places):
+        for rollout in self._answers(prompts, sampling, prompt_indices):
             dp_rank = rollout.sample_index // sampling.n % dp_size
             finished[dp_rank].append(rollout)
             if len(finished[dp_rank]) == chunk_size:
@@ -309,13 +309,15 @@ class RolloutWorker:
         self._settle()
         return what()
 
-    def _answers(self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> Iterator[Rollout]:
+    def _answers(
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+    ) -> Iterator[Rollout]:
         self._wake()
         if self._loop is not None:
-            yield from self._loop.generate(prompts, sampling, places)
+            yield from self._loop.generate(prompts, sampling, prompt_indices)
         else:
             with self._diagnosed("generating"):
-                yield from self._engine.generate(prompts, sampling, places)
+                yield from self._engine.generate(prompts, sampling, prompt_indices)
         self._do(lambda: self._note("generating"))
 
     def _open_loop(self) -> EngineLoop:

@@ -91,21 +91,21 @@ class ScoringEndpoint(RecordingEndpoint):
         if self._gone is not None:  # the run ends: what waited for a thread must not wait for the teacher once more
             raise self._gone
         teacher = self._client()
-        asked_s = time.time()
-        answered_s = [asked_s] * len(rollouts)
+        submitted_s = time.time()
+        completed_s = [submitted_s] * len(rollouts)
         try:
             if self._signals == ("logits",):
                 # One stream a thread: each sequence's rows are large, and what came too early would wait in memory.
                 scores = []
                 for index, rollout in enumerate(rollouts):
                     scores.append(TeacherScores(logits=self._logits(teacher, rollout)))
-                    answered_s[index] = time.time()
+                    completed_s[index] = time.time()
             else:
-                scores = self._all_at_once(teacher, rollouts, answered_s)
+                scores = self._all_at_once(teacher, rollouts, completed_s)
         except TeacherUnavailable as error:
             self._gone = error
             raise
-        return scores, summary_of(scores, ScoreTimes(asked_s, tuple(answered_s))).encode()
+        return scores, summary_of(scores, ScoreTimes(submitted_s, tuple(completed_s))).encode()
 
     def lm_head(self) -> np.ndarray:
         """[n_vocab, D] float32: hidden states @ lm_head.T are the teacher's logits, not yet divided by the temperature.
@@ -124,18 +124,18 @@ class ScoringEndpoint(RecordingEndpoint):
         return head
 
     def _all_at_once(
-        self, teacher: ZmqTeacher, rollouts: Sequence[Rollout], answered_s: list[float]
+        self, teacher: ZmqTeacher, rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
         """Every request of every sequence handed to the client, which keeps `n_in_flight` of them at the server.
 
-        Writes into `answered_s` when each sequence's last answer came.
+        Writes into `completed_s` when each sequence's last answer came.
         """
         asked: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, its table)
         try:
             for index, rollout in enumerate(rollouts):
                 for signal in self._signals:
                     future = self._submit(teacher, rollout, signal)
-                    future.add_done_callback(functools.partial(_note_time, answered_s, index))
+                    future.add_done_callback(functools.partial(_note_time, completed_s, index))
                     asked.append((index, _FIELDS[signal], future))
             for future in wait([future for *_, future in asked], return_when=FIRST_EXCEPTION).done:
                 future.result()  # raises what ended the wait early
@@ -161,5 +161,5 @@ class ScoringEndpoint(RecordingEndpoint):
         return logits
 
 
-def _note_time(answered_s: list[float], index: int, _: Future[Any]) -> None:
-    answered_s[index] = time.time()
+def _note_time(completed_s: list[float], index: int, _: Future[Any]) -> None:
+    completed_s[index] = time.time()

@@ -38,15 +38,15 @@ class ScoreSummary:
     times: ScoreTimes | None = field(default=None, compare=False)  # None: from a checkpoint, or a local teacher
 
     def encode(self) -> bytes:
-        times = () if self.times is None else (self.times.asked_s, *self.times.answered_s)
+        times = () if self.times is None else (self.times.submitted_s, *self.times.completed_s)
         head = _SUMMARY.pack(float("nan") if self.mass is None else self.mass, self.n_bytes)
         return head + np.array(times, "<f8").tobytes()
 
     @classmethod
     def decode(cls, data: bytes) -> ScoreSummary:
         mass, n_bytes = _SUMMARY.unpack_from(data)
-        asked_s, *answered_s = np.frombuffer(data, "<f8", offset=_SUMMARY.size).tolist() or (None,)
-        times = None if asked_s is None else ScoreTimes(asked_s, tuple(answered_s))
+        submitted_s, *completed_s = np.frombuffer(data, "<f8", offset=_SUMMARY.size).tolist() or (None,)
+        times = None if submitted_s is None else ScoreTimes(submitted_s, tuple(completed_s))
         return cls(None if math.isnan(mass) else mass, n_bytes, times)
 
 

@@ -106,7 +106,7 @@ def counted() -> Iterator[Counters]:
 def measure(roles: Roles, prompts: Sequence[Prompt], n: int, counters: Counters) -> dict[str, int]:
     """One batch down the road; what it added to the counters."""
     before = counters.look()
-    answers = roles.rollout.generate(prompts, places=range(len(prompts)), n=n, temperature=1.0, seed=1)
+    answers = roles.rollout.generate(prompts, prompt_indices=range(len(prompts)), n=n, temperature=1.0, seed=1)
     pending = [roles.scoring.submit(chunk) for chunk in answers]
     batch = roles.scoring.collect(pending)
     roles.actor.train_step(batch)

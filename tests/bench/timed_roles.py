@@ -81,8 +81,10 @@ class TimedEngine(RolloutEngine):
     def n_running(self) -> int:
         return len(self._queue) + len(self._moving)
 
-    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> None:
-        for place, prompt in zip(places, prompts, strict=True):
+    def add(
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+    ) -> None:
+        for place, prompt in zip(prompt_indices, prompts, strict=True):
             for index in range(place * sampling.n, (place + 1) * sampling.n):
                 n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))

@@ -43,7 +43,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     prompts = _prompts()
     sampling = Sampling(N_SAMPLES, 0.7, 1.0, 10, seed=11)
     together = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
-    alone = list(engine.generate([prompts[4]], sampling, places=[4]))
+    alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
     result: dict[str, Any] = {"together": together, "alone": alone}
 
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)

@@ -40,7 +40,7 @@ class Pools:
         """Tokens and logprobs, to the bit."""
         rng = np.random.default_rng(5)
         prompts = [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(8)]
-        chunks = self.rollout.generate(prompts, places=range(8), n=2, temperature=0.7, seed=3)
+        chunks = self.rollout.generate(prompts, prompt_indices=range(8), n=2, temperature=0.7, seed=3)
         rollouts = [rollout for chunk in chunks for rollout in ray.get(chunk.ref)]
         return sorted((r.sample_index, r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts)
 

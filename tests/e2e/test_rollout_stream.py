@@ -127,16 +127,16 @@ def test_weights_are_pushed_while_the_stream_writes(pools: Pools) -> None:
         reader = Reader(stream)
         try:
             for place in range(0, N_FIRST, 4):
-                stream.admit(prompts[place : place + 4], places=range(place, place + 4))
+                stream.admit(prompts[place : place + 4], prompt_indices=range(place, place + 4))
             first = list(reader.until(3))
             pools.actor.train_step([_scored(chunk) for chunk in first[:3]])
             report = pools.sync.push(1)
             at_push = len(reader.chunks)
             greedy = pools.rollout.greedy(prompts[:5], n_samples=2)
-            beside = list(pools.rollout.generate(prompts[:4], places=range(4), n=1, temperature=0.0, seed=0))
+            beside = list(pools.rollout.generate(prompts[:4], prompt_indices=range(4), n=1, temperature=0.0, seed=0))
             at_end = len(reader.chunks)
             before = counters.look()
-            stream.admit(prompts[N_FIRST:], places=range(N_FIRST, N_ALL))
+            stream.admit(prompts[N_FIRST:], prompt_indices=range(N_FIRST, N_ALL))
             chunks = list(reader.until(N_ALL))
             after = counters.look()
         finally:
@@ -170,17 +170,17 @@ def test_a_closed_stream_leaves_the_engines_to_the_next(pools: Pools) -> None:
     """Fails if what a closed stream has left is answered later, or a stream can only be opened once."""
     prompts = _prompts(40)
     stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
-    stream.admit(prompts, places=range(40))
+    stream.admit(prompts, prompt_indices=range(40))
     stream.close()
     stream.close()
     assert stream.finished(5.0) == []
     with pytest.raises(ClusterError, match="closed"):
-        stream.admit(prompts, places=range(40))
-    (generated,) = pools.rollout.generate(prompts[7:8], places=[7], n=N, temperature=1.0, seed=5)
+        stream.admit(prompts, prompt_indices=range(40))
+    (generated,) = pools.rollout.generate(prompts[7:8], prompt_indices=[7], n=N, temperature=1.0, seed=5)
 
     stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
     assert stream.finished(0.1) == []
-    stream.admit(prompts[7:8], places=[7])
+    stream.admit(prompts[7:8], prompt_indices=[7])
     (streamed,) = stream.finished(60.0)
     stream.close()
     one, other = (sorted(ray.get(chunk.ref), key=lambda r: r.sample_index) for chunk in (streamed, generated))
@@ -212,13 +212,13 @@ def test_half_a_chunk_is_not_waited_for_for_ever(pools: Pools) -> None:
 def test_a_refused_prompt_and_a_dead_engine_are_named(pools: Pools) -> None:
     """Fails if a run waits for ever for what an engine refused, or for an engine that is not there any more."""
     stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
-    stream.admit([Prompt(77, np.full(200, 5, np.int32))], places=[0])
+    stream.admit([Prompt(77, np.full(200, 5, np.int32))], prompt_indices=[0])
     with pytest.raises(DataError, match="prompt 77"):
         Reader(stream).until(1)
     stream.close()
 
     stream = pools.rollout.open_stream(n=N, temperature=1.0, seed=5)
-    stream.admit(_prompts(40), places=range(40))
+    stream.admit(_prompts(40), prompt_indices=range(40))
     workers: list[Any] = pools.rollout.workers
     ray.kill(workers[1])
     with pytest.raises(ClusterError, match="rollout engine 1"):

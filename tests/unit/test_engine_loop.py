@@ -63,9 +63,11 @@ class Engine:
     def n_running(self) -> int:
         return len(self.running)
 
-    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int]) -> None:
+    def add(
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+    ) -> None:
         self.threads.add(threading.get_ident())
-        for prompt, place in zip(prompts, places, strict=True):
+        for prompt, place in zip(prompts, prompt_indices, strict=True):
             if prompt.prompt_id > 10**6:
                 assert self.refusal.wait(PATIENCE_S)
                 raise DataError(f"prompt {prompt.prompt_id} is refused")

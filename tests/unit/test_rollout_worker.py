@@ -68,10 +68,10 @@ class Engine:
         self.calls.append("drop")
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, places: Sequence[int] | None = None
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int] | None = None
     ) -> Iterator[Rollout]:
         self.calls.append("generate")
-        for prompt, place in reversed(list(zip(prompts, places or range(len(prompts)), strict=True))):
+        for prompt, place in reversed(list(zip(prompts, prompt_indices or range(len(prompts)), strict=True))):
             ids, reason = self.answers[prompt.prompt_id]
             for index in range(place * sampling.n, (place + 1) * sampling.n):
                 yield Rollout(
@@ -118,10 +118,10 @@ def test_an_answer_is_right_only_if_it_ends_by_itself_after_the_marker() -> None
 @pytest.mark.parametrize(("dp_size", "chunk_size"), [(1, 3), (2, 4), (4, 16)])
 def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk_size: int) -> None:
     """If it fails, a data-parallel group trains on another group's rollouts, twice on some, or never on others."""
-    places = [0, 2, 3, 5]  # what one of two engines is given of a batch of six
+    prompt_indices = [0, 2, 3, 5]  # what one of two engines is given of a batch of six
     items: list[Any] = list(
         worker([([1, 2], "stop")] * 4).generate(
-            encode_prompts(prompts(4), places), dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size
+            encode_prompts(prompts(4), prompt_indices), dp_size, Sampling(3, 1.0, 1.0, 9, 0), chunk_size
         )
     )
     seen: list[int] = []
@@ -135,16 +135,18 @@ def test_every_sample_leaves_once_for_the_group_of_its_place(dp_size: int, chunk
         assert len(rollouts) <= chunk_size and chunk.policy_version == 7 and chunk.on_policy
         assert {r.sample_index // 3 % dp_size for r in rollouts} == {chunk.dp_rank}
         seen += [r.sample_index for r in rollouts]
-    assert sorted(seen) == [place * 3 + j for place in places for j in range(3)]
+    assert sorted(seen) == [place * 3 + j for place in prompt_indices for j in range(3)]
 
 
 @pytest.mark.parametrize(("dp_size", "chunk_size"), [(1, 3), (2, 2), (4, 16)])
 def test_dataset_responses_go_to_the_group_of_their_place(dp_size: int, chunk_size: int) -> None:
     """If it fails, a group's share of a mixed batch depends on who answers, or a response is taken for a rollout."""
-    places = [0, 1, 4, 5, 6, 9]
+    prompt_indices = [0, 1, 4, 5, 6, 9]
     rows = [Prompt(i, np.array([i], np.int32), "42", np.array([1] * i + [3], np.int32)) for i in range(6)]
     chunks = list(
-        dataset_chunks(rows, places, n=3, dp_size=dp_size, chunk_size=chunk_size, policy_version=8, eos_ids={3, 9})
+        dataset_chunks(
+            rows, prompt_indices, n=3, dp_size=dp_size, chunk_size=chunk_size, policy_version=8, eos_ids={3, 9}
+        )
     )
     seen: list[tuple[int, int]] = []
     for rollouts, chunk in chunks:
@@ -159,7 +161,7 @@ def test_dataset_responses_go_to_the_group_of_their_place(dp_size: int, chunk_si
             assert r.rollout_logprobs.tolist() == [0.0] * len(r.response_ids)
             assert r.response_ids.tolist() == rows[r.prompt_id].response_ids.tolist()  # type: ignore[union-attr]
         seen += [(r.prompt_id, r.sample_index) for r in rollouts]
-    assert sorted(seen) == [(i, place * 3) for i, place in enumerate(places)]
+    assert sorted(seen) == [(i, place * 3) for i, place in enumerate(prompt_indices)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 16])
@@ -204,8 +206,8 @@ def test_prompts_reach_an_engine_whole_and_without_what_it_does_not_need() -> No
     asked = [Prompt(i * 10**8, np.arange(i, i + n, dtype=np.int32), "secret") for i, n in enumerate((3, 1, 400))]
     data = encode_prompts(asked, [7, 0, 2**30])
     assert len(data) == 4 + 3 * 12 + 404 * 4
-    got, places = decode_prompts(data)
-    assert places == [7, 0, 2**30]
+    got, prompt_indices = decode_prompts(data)
+    assert prompt_indices == [7, 0, 2**30]
     for prompt, wanted in zip(got, asked, strict=True):
         assert prompt.prompt_id == wanted.prompt_id and (prompt.answer, prompt.response_ids) == (None, None)
         assert prompt.token_ids.dtype == np.int32 and np.array_equal(prompt.token_ids, wanted.token_ids)

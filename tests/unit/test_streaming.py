@@ -60,9 +60,9 @@ class Engines:
         self.n_opened += 1
         return self
 
-    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
-        self.admitted.append(list(places))
-        self.prompts |= {place: prompt.prompt_id for place, prompt in zip(places, prompts, strict=True)}
+    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
+        self.admitted.append(list(prompt_indices))
+        self.prompts |= {place: prompt.prompt_id for place, prompt in zip(prompt_indices, prompts, strict=True)}
 
     def finished(self, timeout_s: float) -> list[RolloutChunk]:
         with self._changed:
@@ -75,9 +75,11 @@ class Engines:
     def close(self) -> None:
         self.n_closed += 1
 
-    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
-        self.from_dataset += places
-        return [chunk(place, policy_version, on_policy=False) for place in places]
+    def dataset(
+        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
+    ) -> list[RolloutChunk]:
+        self.from_dataset += prompt_indices
+        return [chunk(place, policy_version, on_policy=False) for place in prompt_indices]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a stream answers no batches")

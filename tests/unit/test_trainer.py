@@ -124,8 +124,8 @@ class Streams(World):
     def open_stream(self, *, n: int, temperature: float, seed: int) -> Streams:
         return self
 
-    def admit(self, prompts: Sequence[Prompt], *, places: Sequence[int]) -> None:
-        for prompt, place in zip(prompts, places, strict=True):
+    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
+        for prompt, place in zip(prompts, prompt_indices, strict=True):
             self._answered.append(
                 replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([place]))
             )

@@ -73,17 +73,19 @@ class World:
         self._recording_left, self._recording_scored = 0, False
 
     def generate(
-        self, prompts: Sequence[Prompt], *, places: Sequence[int], n: int, temperature: float, seed: int
+        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
     ) -> Iterator[RolloutChunk]:
         self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
-        self.places.append(list(places))
+        self.places.append(list(prompt_indices))
         for prompt in prompts:
             self.events.append("chunk")
             yield answers(prompt, n, 2 * n, 0, self.engine_version - self.lag)
 
-    def dataset(self, prompts: Sequence[Prompt], *, places: Sequence[int], policy_version: int) -> list[RolloutChunk]:
+    def dataset(
+        self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
+    ) -> list[RolloutChunk]:
         self.events.append(f"dataset v={policy_version}")
-        self.places.append(list(places))
+        self.places.append(list(prompt_indices))
         return [answers(prompt, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> RolloutStream:
