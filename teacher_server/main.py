@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -26,10 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command's exit code; 2 after a ServerError, which is one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and words[0] in ("serve", "worker", "status", "drain", "keygen") else "serve"
+    if name in ("status", "drain", "keygen"):  # the server and its workers install handlers of their own
+        # A shell that starts a command with `&` in a script has it ignore SIGINT.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _command(name)(words)
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # of a command that asks and waits; the server and its workers have handlers
+    except KeyboardInterrupt:
         return 130

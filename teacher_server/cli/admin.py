@@ -22,7 +22,8 @@ _STATUS_EXAMPLES = """examples:
   python -m teacher_server status --server 10.0.0.5:15555 --keys bundles/trainer --watch
   python -m teacher_server status --json | jq '.workers[].tokens_per_s'
 
-exit code: 0, or 2 if nobody answers (one line on stderr says why)
+exit code: 0 (also if SIGINT, which is Ctrl-C, ends --watch), 2 if no server replies (one line on stderr says why),
+130 if SIGINT ends it without --watch
 """
 _DRAIN_EXAMPLES = """examples:
   let the whole server finish its work and end; come back when it has:
@@ -31,7 +32,7 @@ _DRAIN_EXAMPLES = """examples:
     python -m teacher_server drain --worker w0.0 --wait
 
 exit code: 0 done (without --wait: it has begun), 1 the server was gone before its work was, 2 an error,
-also if the server is silent for --timeout while it is waited for
+also if the server is silent for --timeout while it is waited for, 130 if SIGINT, which is Ctrl-C, ends it
 """
 
 

@@ -67,17 +67,24 @@ def test_status_shows_workers_and_their_gpus(server: ServerProcess) -> None:
     assert all(0 <= worker["last_heard_s"] < 3 for worker in workers.values())
 
 
-def test_watch_goes_on_until_ctrl_c(server: ServerProcess) -> None:
-    """Would break if the live table stopped after one look, or ended in a traceback."""
+@pytest.mark.parametrize("ignored", [False, True], ids=["in front", "behind `&` of a script"])
+def test_watch_goes_on_until_ctrl_c(server: ServerProcess, ignored: bool) -> None:
+    """Would break if the live table stopped after one look, ended in a traceback, or never where SIGINT was ignored."""
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
     watching = subprocess.Popen(
-        command("status", *at(server), "--watch", "0.1", "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command("status", *at(server), "--watch", "0.1", "--json"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # not what the tests themselves have inherited
     )
-    assert watching.stdout is not None and watching.stderr is not None
-    epochs = {json.loads(watching.stdout.readline())["epoch"] for _ in range(3)}
-    watching.send_signal(signal.SIGINT)
-    assert watching.wait(timeout=10) == 0 and len(epochs) == 1 and watching.stderr.read() == b""
-    watching.stdout.close()
-    watching.stderr.close()
+    try:
+        assert watching.stdout is not None and watching.stderr is not None
+        epochs = {json.loads(watching.stdout.readline())["epoch"] for _ in range(3)}
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=10) == 0 and len(epochs) == 1 and watching.stderr.read() == b""
+    finally:
+        watching.kill()
+        watching.communicate()
 
 
 def test_metrics_are_served(server: ServerProcess) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -196,13 +197,20 @@ def test_a_ready_file_that_cannot_be_written(tiny_model: Path, tmp_path: Path) -
     assert "Fix: name a file" in run_to_its_error(tiny_model, "--ready-file", str(tmp_path / "file" / "ready.json"))
 
 
-def test_folders_of_dead_servers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket's; the one that pytest-xdist gives a test does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_folders_of_dead_servers_are_removed(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would break if killed servers filled the temporary folder, or a start took the socket of one that lives."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(timeout=20)
-    dead, heard = tmp_path / f"teacher_server.{ended.pid}.a", tmp_path / f"teacher_server.{ended.pid}.b"
-    alive, other = tmp_path / f"teacher_server.{os.getppid()}.c", tmp_path / "teacher_server.notes"
+    dead, heard = short_path / f"teacher_server.{ended.pid}.a", short_path / f"teacher_server.{ended.pid}.b"
+    alive, other = short_path / f"teacher_server.{os.getppid()}.c", short_path / "teacher_server.notes"
     for folder in (dead, heard, alive, other):
         folder.mkdir()
     (dead / "workers").touch()
@@ -211,5 +219,5 @@ def test_folders_of_dead_servers_are_removed(tmp_path: Path, monkeypatch: pytest
         elsewhere.listen()
         own = Path(private_endpoint(stack).removeprefix("ipc://")).parent
         assert own.name.startswith(f"teacher_server.{os.getpid()}.") and own.stat().st_mode & 0o077 == 0
-        assert {*tmp_path.iterdir()} == {heard, alive, other, own}
+        assert {*short_path.iterdir()} == {heard, alive, other, own}
     assert not own.exists()
