@@ -76,7 +76,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
             log.info("all ranks are up")
             yield replace(roles, explained=lambda error: _explained(error, startup, cluster.run, plan))
         except RankTimeout as error:
-            if error.explained:
+            if error.diagnosed:
                 raise
             raise _explained(error, startup, cluster.run, plan) from error
     finally:
@@ -138,10 +138,10 @@ def _explained(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> Ra
         file = plan.folder.write_stacks(report.stacks)
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
         log.error("nobody knows where the ranks stand: %s: %s", type(trouble).__name__, str(trouble))
-        return RankTimeout(str(error), error.late, explained=True)
+        return RankTimeout(str(error), error.late, diagnosed=True)
     log.error("stacks of those that others wait for:\n%s", report.telling)
     text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
-    return RankTimeout(text, error.late, explained=True)
+    return RankTimeout(text, error.late, diagnosed=True)
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:

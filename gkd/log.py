@@ -1,4 +1,4 @@
-"""Log lines of every process of the project: time, role, message, to stderr."""
+"""Logging for all processes of the project: time, name and message, to stderr."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger that prints `12:34:56 [name] message`; calling it again changes nothing."""
+    """Return the logger `gkd.<name>`, which prints `12:34:56 [gkd.<name>] message`. Idempotent."""
     logger = logging.getLogger(f"gkd.{name}")
     root = logging.getLogger("gkd")
     if not root.handlers:

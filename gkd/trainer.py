@@ -19,6 +19,7 @@ from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
 from gkd.data.sampler import PromptSampler
 from gkd.errors import CheckpointError, ClusterError, NumericsError, RankTimeout, TeacherUnavailable
+from gkd.handles import ScoredChunk
 from gkd.log import get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers
 from gkd.metrics.step import staleness_numbers, step_line, step_numbers, with_rate
@@ -30,7 +31,7 @@ from gkd.pipeline.prefetch import PrefetchedBatches
 from gkd.pipeline.replay import BatchRecorder, ReplayedBatches
 from gkd.pipeline.source import BatchSource
 from gkd.pipeline.streaming import StreamedBatches
-from gkd.roles import ActorRole, ReferenceRole, RolloutRole, ScoredChunk, ScoringRole, WeightSyncRole
+from gkd.roles import ActorRole, ReferenceRole, RolloutRole, ScoringRole, WeightSyncRole
 from gkd.run.checkpoints import IN_FLIGHT
 from gkd.run.folder import RunFolder
 from gkd.run.saver import Saver

@@ -11,8 +11,8 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
 from gkd.data.balance import parts
+from gkd.handles import FileDigest, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
-from gkd.roles import FileDigest, ScoredChunk, TrainStats
 from gkd.run import shared_folder
 
 

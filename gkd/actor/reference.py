@@ -18,7 +18,7 @@ from typing import Any
 from gkd.cluster.calls import Pending
 from gkd.config.check_colocation import reference_is_actor
 from gkd.config.schema import Config
-from gkd.roles import ScoredChunk
+from gkd.handles import ScoredChunk
 from gkd.teacher.local import dealt_out
 from gkd.teacher.scoring import RECORDS
 

@@ -35,10 +35,10 @@ from gkd.config.loss_spec import loss_spec, teacher_signals
 from gkd.config.schema import Config
 from gkd.data.batching import token_records
 from gkd.data.collate import MicroBatches
+from gkd.handles import FileDigest, TrainStats
 from gkd.log import get_logger
 from gkd.memory.states import OPTIMIZER, PARAMS, Moves
 from gkd.memory.usage import ARENA, log_gpu_memory_usage
-from gkd.roles import FileDigest, TrainStats
 from gkd.run import shared_folder
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, TensorSpec

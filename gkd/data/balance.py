@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gkd.errors import DataError
-from gkd.roles import ScoredChunk
+from gkd.handles import ScoredChunk
 from gkd.types import Rollout, TeacherScores
 
 # The heaviest group may have this share of the mean more: below it another move costs more than it gains.

@@ -15,7 +15,7 @@ import torch
 from gkd.data.collate import MicroBatches
 from gkd.data.score_checks import validate_scores
 from gkd.errors import DataError
-from gkd.roles import TokenRecord
+from gkd.handles import TokenRecord
 from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
 

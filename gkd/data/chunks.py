@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gkd.errors import DataError
-from gkd.roles import RolloutChunk
+from gkd.handles import RolloutChunk
 from gkd.types import Prompt, Rollout
 
 # dp_rank, n_sequences, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, policy_version; then

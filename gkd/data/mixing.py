@@ -16,13 +16,13 @@ import numpy as np
 _STREAM = 1
 
 
-def on_policy_places(step: int, batch_size: int, share: float, seed: int) -> list[int]:
-    """Places in batch number `step` of the prompts that the student answers.
+def on_policy_indices(step: int, batch_size: int, share: float, seed: int) -> list[int]:
+    """Return the indices in batch number `step` of the prompts that the student generates responses for.
 
     Args:
         step: optimizer steps made before this batch, from 0.
-        share: `distill.on_policy_share`, in [0, 1]; 1 gives every place, 0 none.
-        seed: `data.seed`; (seed, step) decides which places.
+        share: `distill.on_policy_share`, in [0, 1]; 1 selects every index, 0 none.
+        seed: `data.seed`; (seed, step) determines the indices.
 
     Returns:
         Ascending; floor((step + 1) * share * batch_size) - floor(step * share * batch_size) of them.
@@ -30,5 +30,5 @@ def on_policy_places(step: int, batch_size: int, share: float, seed: int) -> lis
     # The decimal that was written: as a float, 0.29 of 100 prompts would be 28.
     each = Fraction(repr(share)) * batch_size
     count = int((step + 1) * each) - int(step * each)
-    places = np.random.default_rng([seed, step, _STREAM]).permutation(batch_size)[:count]
-    return sorted(places.tolist())
+    indices = np.random.default_rng([seed, step, _STREAM]).permutation(batch_size)[:count]
+    return sorted(indices.tolist())

@@ -11,7 +11,7 @@ import numpy as np
 from gkd.config.check_pools import data_parallel_size
 from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
-from gkd.roles import RolloutUsage
+from gkd.handles import RolloutUsage
 
 # Points of the distribution of response lengths that are kept, per cent.
 QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gkd.handles import ScoredChunk, SyncReport, TrainStats
 from gkd.metrics.pools import shares, waited_for
 from gkd.metrics.writer import StageTimers
-from gkd.roles import ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from gkd.handles import ScoredChunk
 from gkd.metrics.pools import WORKERS, busy_name
-from gkd.roles import ScoredChunk
 
 SEQUENCES = "perf/teacher_sequences"  # answered in the window
 TOKENS = "perf/teacher_tokens"  # of these, prompt and response

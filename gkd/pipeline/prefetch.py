@@ -17,12 +17,13 @@ from pathlib import Path
 
 from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
-from gkd.data.mixing import on_policy_places
+from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
+from gkd.handles import InFlight, PendingScores
 from gkd.metrics.writer import StageTimers
 from gkd.pipeline.background import Background, Foreground, Result
 from gkd.pipeline.generate import Generation
-from gkd.roles import InFlight, PendingScores, ScoringRole
+from gkd.roles import ScoringRole
 from gkd.run.checkpoints import TrainerState
 
 
@@ -87,7 +88,7 @@ class PrefetchedBatches:
         """Everything that depends on which batch it is, and nothing on when it is answered."""
         size, seed = self._config.trainer.global_batch_size, self._config.data.seed
         prompts = self._sampler.take(number * size, size)
-        on_policy = on_policy_places(number, size, self._config.distill.on_policy_share, seed)
+        on_policy = on_policy_indices(number, size, self._config.distill.on_policy_share, seed)
         return self._answering.submitted(
             prompts, on_policy, n=self._config.rollout.n, seed=seed + number, policy_version=version
         )

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
+from gkd.handles import InFlight, PendingScores, Recording, ScoredChunk
 from gkd.metrics.writer import StageTimers
-from gkd.roles import InFlight, PendingScores, Recording, ScoredChunk, ScoringRole
+from gkd.roles import ScoringRole
 from gkd.run.checkpoints import TrainerState, step_folder
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.run.folder import RunFolder
@@ -51,7 +52,7 @@ class BatchRecorder:
         if self._under_way is None:
             return
         (step, work, recording), self._under_way = self._under_way, None
-        files = self._scoring.recorded(recording, wait=True) or {}
+        files = self._scoring.record_finished(recording, wait=True) or {}
         final = self._root / step_folder(step)
         with naming(final):
             write_synced(work / MANIFEST, Manifest(step, files).to_bytes())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from gkd.handles import InFlight, PendingScores
 from gkd.metrics.writer import StageTimers
-from gkd.roles import InFlight, PendingScores
 from gkd.run.checkpoints import TrainerState
 
 

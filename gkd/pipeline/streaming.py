@@ -19,12 +19,13 @@ from pathlib import Path
 
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.data.mixing import on_policy_places
+from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError, RankTimeout
+from gkd.handles import InFlight, PendingScores, RolloutChunk
 from gkd.metrics.writer import StageTimers
 from gkd.pipeline.staleness import StreamScheduler
-from gkd.roles import InFlight, PendingScores, RolloutChunk, RolloutRole, RolloutStream, ScoringRole
+from gkd.roles import RolloutRole, RolloutStream, ScoringRole
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 
@@ -104,7 +105,7 @@ class StreamedBatches:
 
     def _places_of_the_student(self, batch: int) -> list[int]:
         """Positions of the prompts that it answers, in the batch of the sampler's order with this number."""
-        places = on_policy_places(batch, self._size, self._config.distill.on_policy_share, self._config.data.seed)
+        places = on_policy_indices(batch, self._size, self._config.distill.on_policy_share, self._config.data.seed)
         return [batch * self._size + place for place in places]
 
     def _dataset(self, step: int) -> list[RolloutChunk]:

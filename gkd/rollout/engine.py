@@ -14,7 +14,7 @@ import numpy as np
 
 from gkd.config.schema import RolloutConfig
 from gkd.errors import ClusterError, DataError
-from gkd.roles import EngineUsage
+from gkd.handles import EngineUsage
 from gkd.rollout.engine_start import start_vllm
 from gkd.rollout.residency import PARTS, WEIGHTS, Residency, check_level
 from gkd.rollout.sampling import Request, Sampling, vllm_params

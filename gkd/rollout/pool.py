@@ -15,8 +15,8 @@ from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, RankTimeout
+from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage
 from gkd.memory.timeline import merge
-from gkd.roles import GreedyReport, RolloutChunk, RolloutUsage
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.stream import EngineStreams, next_chunk
 from gkd.types import Prompt

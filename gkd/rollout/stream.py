@@ -14,8 +14,8 @@ from gkd.cluster.calls import fetch, gather
 from gkd.data.chunks import decode_sizes
 from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, GkdError, RankTimeout
+from gkd.handles import RolloutChunk
 from gkd.log import get_logger
-from gkd.roles import RolloutChunk
 from gkd.rollout.sampling import Sampling
 from gkd.types import Prompt
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gkd.roles import EngineUsage
+from gkd.handles import EngineUsage
 
 
 class PassMeter:

@@ -23,11 +23,11 @@ from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.prompt_codec import decode_prompts
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ClusterError
+from gkd.handles import EngineUsage, Sample
 from gkd.log import get_logger
 from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
 from gkd.memory.usage import GIB
-from gkd.roles import EngineUsage, Sample
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES

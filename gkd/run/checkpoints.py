@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
+from gkd.handles import FileDigest
 from gkd.log import get_logger
-from gkd.roles import FileDigest
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.run.manifest import NAME as MANIFEST
 from gkd.run.manifest import Manifest, check_sizes, digest_bytes, verify

@@ -28,8 +28,8 @@ from typing import TextIO
 
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
+from gkd.handles import FileDigest, Sample, TokenRecord
 from gkd.log import get_logger
-from gkd.roles import FileDigest, Sample, TokenRecord
 from gkd.run import export_folder
 from gkd.run.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state
 from gkd.run.disk import TMP, fsync, make_folder, naming, replace_file

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
-from gkd.roles import FileDigest
+from gkd.handles import FileDigest
 
 NAME = "manifest.json"
 _FORMAT = 1

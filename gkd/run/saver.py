@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
+from gkd.handles import FileDigest, InFlight, PendingScores, Recording
 from gkd.log import get_logger
-from gkd.roles import ActorRole, FileDigest, InFlight, PendingScores, Recording, ScoringRole
+from gkd.roles import ActorRole, ScoringRole
 from gkd.run.checkpoints import ACTOR, IN_FLIGHT, TrainerState
 from gkd.run.disk import naming
 from gkd.run.folder import RunFolder
@@ -163,11 +164,11 @@ class Saver:
     def _recorded(self, save: _Save, label: str, wait: bool, timeout_s: float | None) -> dict[str, FileDigest] | None:
         """A teacher that is gone costs no save: what it owes scores of is recorded without, to be scored on resume."""
         try:
-            return self._scoring.recorded(save.recordings[label], wait=wait, timeout_s=timeout_s)
+            return self._scoring.record_finished(save.recordings[label], wait=wait, timeout_s=timeout_s)
         except (TeacherError, TeacherUnavailable) as error:
             log.warning("step %d is saved without the scores of %s: %s", save.state.step, label, str(error))
             save.recordings[label] = self._scoring.record(save.in_flight[label], save.folder, label, scored=False)
-            return self._scoring.recorded(save.recordings[label], wait=wait, timeout_s=timeout_s)
+            return self._scoring.record_finished(save.recordings[label], wait=wait, timeout_s=timeout_s)
 
     def _let_the_ranks_finish(self, timeout_s: float | None) -> None:
         """Before their files are given up: they take no other save while they write one."""

@@ -19,7 +19,7 @@ import numpy as np
 from gkd.config.loss_spec import loss_spec, teacher_signals
 from gkd.config.schema import Config
 from gkd.errors import TeacherError, TeacherUnavailable
-from gkd.roles import ScoreTimes
+from gkd.handles import ScoreTimes
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.records import RecordingEndpoint, summary_of
 from gkd.types import Rollout, TeacherScores

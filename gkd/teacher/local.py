@@ -19,7 +19,7 @@ import numpy as np
 
 from gkd.cluster.calls import gather
 from gkd.data.balance import even_groups
-from gkd.roles import PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.handles import PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.teacher.scoring import RecordedScoring
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.rollout_file import read_sequences, write_sequences
-from gkd.roles import FileDigest, ScoreTimes
+from gkd.handles import FileDigest, ScoreTimes
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
 from gkd.types import Rollout, TeacherScores

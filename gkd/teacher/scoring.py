@@ -13,7 +13,7 @@ from typing import Any
 from gkd.cluster.calls import all_done, drain, fetch, gather
 from gkd.data.chunks import CHUNK_SIZE, decode_sizes
 from gkd.errors import ClusterError
-from gkd.roles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.handles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.teacher.records import ScoreSummary
 
 # Concurrency group of the endpoints: what is written and read does not wait for questions to the teacher.
@@ -59,7 +59,7 @@ class RecordedScoring(ABC):
             refs[f"scoring endpoint {dp_rank}"] = record.remote(str(file), len(group), *parts)
         return Recording(refs)
 
-    def recorded(
+    def record_finished(
         self, recording: Recording, *, wait: bool, timeout_s: float | None = None
     ) -> dict[str, FileDigest] | None:
         if not wait and not all_done(recording.refs.values()):

@@ -8,8 +8,8 @@ from typing import Any
 from gkd.cluster.calls import gather
 from gkd.config.schema import Config
 from gkd.errors import WeightSyncError
+from gkd.handles import SyncReport
 from gkd.log import get_logger
-from gkd.roles import SyncReport
 from gkd.weight_sync.buckets import TensorSpec, differing, plan_buckets
 from gkd.weight_sync.transfer import GroupSpec
 

@@ -20,7 +20,7 @@ import ray
 
 from gkd.config.schema import Config
 from gkd.data.balance import select
-from gkd.roles import FileDigest, TrainStats
+from gkd.handles import FileDigest, TrainStats
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.usage import PassMeter

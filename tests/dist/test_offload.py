@@ -16,9 +16,9 @@ from gkd.cluster.calls import gather
 from gkd.cluster.pools import Pool
 from gkd.config.load import load_config
 from gkd.errors import ClusterError, NumericsError
+from gkd.handles import RolloutChunk, ScoredChunk, TrainStats
 from gkd.launcher import worker_env
 from gkd.memory.states import KINDS
-from gkd.roles import RolloutChunk, ScoredChunk, TrainStats
 from gkd.types import TeacherScores, TeacherTopK
 from gkd.weight_sync.buckets import plan_buckets
 from tests.bench.student_case import save_model, sequences

@@ -12,7 +12,7 @@ import ray
 
 from gkd.actor.reference import ReferencePool
 from gkd.errors import TeacherError
-from gkd.roles import ScoredChunk
+from gkd.handles import ScoredChunk
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS
 from gkd.types import Rollout

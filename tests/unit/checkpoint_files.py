@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from gkd.roles import FileDigest
+from gkd.handles import FileDigest
 from gkd.run.checkpoints import CheckpointStore, TrainerState
 from gkd.run.disk import write_synced
 from gkd.run.manifest import digest_bytes

@@ -12,11 +12,11 @@ from gkd.config.check_pools import data_parallel_size, n_engines
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
+from gkd.handles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.metrics.pools import layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter
-from gkd.roles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, ScoreTimes, SyncReport, TrainStats
 from gkd.rollout.usage import PassMeter
 from gkd.tools.split_tuner.batches import n_chunks as n_chunks_of
 from gkd.tools.split_tuner.rates import Rates

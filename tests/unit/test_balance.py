@@ -14,7 +14,7 @@ from gkd.actor.pool import batch_args
 from gkd.data.balance import TOLERANCE, even_groups, parts, select
 from gkd.data.chunks import chunk_sizes
 from gkd.errors import DataError
-from gkd.roles import ScoredChunk
+from gkd.handles import ScoredChunk
 from gkd.types import Rollout, TeacherScores
 
 Lengths = list[list[int]]  # by group, the tokens of its sequences

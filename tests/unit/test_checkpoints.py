@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError, DamagedCheckpoint
-from gkd.roles import FileDigest
+from gkd.handles import FileDigest
 from gkd.run.checkpoints import CheckpointStore, TrainerState, read_state, step_of, verified
 from gkd.run.manifest import Manifest, _seal, digest_bytes, digest_file, read_manifest, verify
 from tests.unit.checkpoint_files import FILES, check_actor, commit, written

@@ -8,8 +8,8 @@ from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
 from gkd.data.chunks import chunk_sizes, encode_sizes
+from gkd.handles import ScoreTimes
 from gkd.launcher import INLINE_BYTES, worker_env
-from gkd.roles import ScoreTimes
 from gkd.rollout.pool import CHUNK_SIZE
 from gkd.teacher.records import ScoreSummary
 from gkd.types import Rollout, TeacherScores, TeacherTopK

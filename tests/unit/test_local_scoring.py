@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gkd.config.load import load_config
-from gkd.roles import PendingScores, RolloutChunk
+from gkd.handles import PendingScores, RolloutChunk
 from gkd.teacher.local import LocalScoring, deal
 from gkd.teacher.records import RecordingEndpoint, ScoreSummary
 from gkd.types import TeacherScores, TeacherTopK

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gkd.handles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from gkd.metrics.pools import LENGTH_MEAN, quantile_name, rollout_numbers, shares, waited_for
 from gkd.metrics.step import step_line, step_numbers
-from gkd.roles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from gkd.rollout.usage import PassMeter
 
 

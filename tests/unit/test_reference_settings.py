@@ -23,9 +23,9 @@ from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.footprint.shapes import read_shape
 from gkd.footprint.table import footprint_table
+from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.frozen import check_reference
-from gkd.roles import RolloutChunk, ScoredChunk
 from gkd.run.open import open_run_folder
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder

@@ -16,9 +16,9 @@ from gkd.config.load import load_config
 from gkd.data.chunks import dataset_chunks, decode_sizes, encode_sizes
 from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
+from gkd.handles import EngineUsage, RolloutChunk
 from gkd.memory import oom
 from gkd.memory.usage import GIB
-from gkd.roles import EngineUsage, RolloutChunk
 from gkd.rollout.sampling import Sampling, sequence_seed
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan

@@ -16,7 +16,7 @@ from gkd.config.check_values import all_keys
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
-from gkd.roles import Sample, TokenRecord
+from gkd.handles import Sample, TokenRecord
 from gkd.run.checkpoints import TrainerState
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder

@@ -14,9 +14,9 @@ import pytest
 from gkd.config.load import load_config
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
+from gkd.handles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
 from gkd.metrics.writer import StageTimers
 from gkd.pipeline.streaming import StreamedBatches
-from gkd.roles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 
@@ -100,7 +100,7 @@ class Engines:
     def record(self, chunks: Any, folder: Path, label: str, *, scored: bool) -> Recording:
         raise AssertionError("the saver records")
 
-    def recorded(self, recording: Recording, **_: Any) -> dict[str, FileDigest]:
+    def record_finished(self, recording: Recording, **_: Any) -> dict[str, FileDigest]:
         raise AssertionError("the saver records")
 
     def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:

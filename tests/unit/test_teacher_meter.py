@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gkd.handles import RolloutChunk, ScoredChunk, ScoreTimes
 from gkd.metrics.pools import WORKERS, busy_name
 from gkd.metrics.teacher_meter import SEQUENCES, TOKENS, TeacherMeter
-from gkd.roles import RolloutChunk, ScoredChunk, ScoreTimes
 from gkd.tools.split_tuner import batches, stream
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload, lognormal
 from gkd.tools.split_tuner.teacher import Teacher

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gkd.data.mixing import on_policy_places
+from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
 from gkd.errors import CheckpointError, ClusterError, NumericsError, TeacherUnavailable
+from gkd.handles import RolloutChunk, RolloutUsage
 from gkd.metrics.pools import SINCE_START, WITH_EVALUATION
 from gkd.metrics.writer import read_metrics
-from gkd.roles import RolloutChunk, RolloutUsage
 from gkd.types import Prompt
 from tests.unit.world import PROMPTS, World, answers, checkpoints, make
 
@@ -217,7 +217,7 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
     sampler = PromptSampler(PROMPTS, shuffle=True, seed=10)
     for step, batch in enumerate(world.trained):
         ids = [prompt.prompt_id for prompt in sampler.take(4 * step, 4)]
-        student = on_policy_places(step, 4, 0.5, 10)
+        student = on_policy_indices(step, 4, 0.5, 10)
         dataset = [place for place in range(4) if place not in student]
         assert world.places[2 * step : 2 * step + 2] == [dataset, student], "what is there already goes first"
         assert batch == [*((ids[place], False) for place in dataset), *((ids[place], True) for place in student)]

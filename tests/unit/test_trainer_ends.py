@@ -40,7 +40,7 @@ def test_a_late_rank_is_looked_at_before_anything_else(tmp_path: Path, monkeypat
 
     def look(error: RankTimeout) -> RankTimeout:
         order.append(f"looked {error.late} {world.waits_s}")
-        return RankTimeout(f"{error}\n  actor rank 1 hangs", error.late, explained=True)
+        return RankTimeout(f"{error}\n  actor rank 1 hangs", error.late, diagnosed=True)
 
     trainer = make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2")
     trainer.roles = replace(trainer.roles, explained=look)
@@ -48,7 +48,7 @@ def test_a_late_rank_is_looked_at_before_anything_else(tmp_path: Path, monkeypat
     monkeypatch.setattr(world, "train_step", lambda batch: hang() if trainer.step == 3 else step(batch))
     with pytest.raises(RankTimeout, match="actor rank 1 hangs") as raised:
         trainer.fit()
-    assert order == ["looked ('actor rank 1',) []"] and raised.value.explained
+    assert order == ["looked ('actor rank 1',) []"] and raised.value.diagnosed
     assert world.waits_s == [pytest.approx(LAST_WAIT_S, abs=1)]
 
 

@@ -14,19 +14,19 @@ import numpy as np
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
-from gkd.roles import (
+from gkd.handles import (
     EngineUsage,
     FileDigest,
     GreedyReport,
     PendingScores,
     Recording,
     RolloutChunk,
-    RolloutStream,
     RolloutUsage,
     ScoredChunk,
     SyncReport,
     TrainStats,
 )
+from gkd.roles import RolloutStream
 from gkd.run.checkpoints import step_of
 from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
@@ -119,7 +119,7 @@ class World:
         (folder / f"{label}_group_0.npz").write_bytes(data)
         return Recording({f"{label}_group_0.npz": digest_bytes(data)})
 
-    def recorded(
+    def record_finished(
         self, recording: Recording, *, wait: bool, timeout_s: float | None = None
     ) -> dict[str, FileDigest] | None:
         if self._recording_scored and self.scores_fail:  # a new one: one that was raised keeps the run's frames

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gkd.actor.common.host_copies import Snapshot
+from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
 from gkd.memory.states import States
-from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 
 

@@ -19,7 +19,7 @@ import xxhash
 from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.common.shards import DTYPES, FORMAT, file_name
 from gkd.errors import CheckpointError
-from gkd.roles import FileDigest
+from gkd.handles import FileDigest
 
 # Small enough to stay in a cache between the hash and the write; large enough that the thread seldom has to get the
 # interpreter lock back, which takes up to 5 ms while the training thread is busy in Python.

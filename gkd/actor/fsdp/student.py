@@ -50,6 +50,7 @@ from gkd.config.loss_spec import LossSpec
 from gkd.config.schema import LoraConfig
 from gkd.data.collate import bare
 from gkd.errors import DataError, ModelError
+from gkd.handles import TrainStats
 from gkd.hf.files import open_tensors, weights_digest
 from gkd.hf.folder import TensorPlan, exhaust, write_folder
 from gkd.log import get_logger
@@ -59,7 +60,6 @@ from gkd.loss.row_kernels import row_kernels
 from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
-from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 from teacher_server.wire.protocol import Signal
 

@@ -29,12 +29,12 @@ from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
 from gkd.actor.megatron.pipeline import run_batch, run_logits
 from gkd.config.loss_spec import LossSpec
+from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
 from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
-from gkd.roles import TrainStats
 from gkd.types import MicroBatch
 from teacher_server.wire.protocol import Signal
 

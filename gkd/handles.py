@@ -1,0 +1,164 @@
+"""Handles and reports that the pools return to the driver.
+
+The driver reads sizes and numbers. Tokens and scores stay in the object stores of the hosts that made them; a handle's
+`ref` names them there and is opaque to the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# Rollouts and scores
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutChunk:
+    """Handle of finished rollouts of one data-parallel group."""
+
+    dp_rank: int  # group whose endpoint scores it; `gkd.data.balance` may assign some sequences to other groups
+    ref: Any  # of list[Rollout], in an object store
+    n_sequences: int
+    n_prompt_tokens: int
+    n_response_tokens: int
+    n_truncated: int  # responses that reached max_response_length
+    policy_version: int  # oldest version that generated a part of it; the current one for dataset responses
+    on_policy: bool = True  # False: responses from the dataset
+    sample_index: np.ndarray = field(kw_only=True)  # [n_sequences] int32, see `Rollout`; in the order of the rollouts
+    n_tokens: np.ndarray = field(kw_only=True)  # [n_sequences] int32, prompt and response
+
+
+@dataclass(frozen=True, slots=True)
+class PendingScores:
+    """A rollout chunk that was submitted to the teacher; the scores may still be pending."""
+
+    rollouts: RolloutChunk
+    ref: Any  # see ScoredChunk; exists before the scores do
+    summary: Any  # handle of a `ScoreSummary`'s bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTimes:
+    """Times of a scored chunk: submission, and completion of each sequence. Seconds since the epoch, host clock."""
+
+    submitted_s: float
+    completed_s: tuple[float, ...]  # [n_sequences]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """A rollout chunk and the handle of its teacher scores."""
+
+    rollouts: RolloutChunk
+    ref: Any  # of list[TeacherScores], in the same order; only the last pipeline stage fetches it
+    teacher_mass: float | None  # mean over positions of the teacher's mass on its top-k; None: no top-k was requested
+    n_teacher_bytes: int
+    times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
+    # Handle of the reference's logprobs, list of [R] float32 in the same order; None: not requested.
+    reference: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Rollouts that were started and not yet trained on. Checkpoints store them, so a resumed run continues them."""
+
+    position: int  # in the sampler's order, see `TrainerState.sampler_position`
+    unfinished: tuple[int, ...] = ()  # positions without a finished rollout; generated again after a resume
+    chunks: Mapping[str, Sequence[PendingScores]] = field(default_factory=dict)  # finished rollouts, by label
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """Counters of one engine since the previous `usage` call."""
+
+    busy_s: float  # in forward passes
+    gap_s: float  # between passes while sequences were unfinished: finished rollouts were handed over
+    products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
+    response_lengths: np.ndarray  # [finished sequences] int32, tokens
+    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> peak value
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutUsage:
+    """Counters of the rollout pool since the previous `usage` call."""
+
+    engines: Sequence[EngineUsage]
+    generate_s: float  # time in `generate`, from its first call to an engine to its last chunk
+    memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> maximum over the engines
+
+
+# Training
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """Loss terms of each response token of one sequence, for inspection."""
+
+    prompt_id: int
+    sample_index: int
+    response_ids: list[int]
+    values: dict[str, list[float]]  # field of `gkd.loss.token_loss.TokenLosses` -> nats or probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStats:
+    """Result of one global batch; identical on every rank."""
+
+    loss: float  # token mean over the global batch, nats
+    n_loss_tokens: int
+    grad_norm: float = 0.0  # global, before clipping; 0 in evaluation
+    lr: float = 0.0  # learning rate of this update; 0 in evaluation
+    extra: dict[str, float] = field(default_factory=dict)  # metric name -> value
+    tokens: list[TokenRecord] = field(default_factory=list)  # only for evaluations with keep_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """Result of one weight sync."""
+
+    n_bytes: int
+    verified_tensors: int  # 0 = not verified this time
+
+
+# Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One validation prompt and its greedy response, for inspection and for checks of the exported model."""
+
+    prompt_id: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    text: str
+    answer: str
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyReport:
+    """Greedy responses to the validation prompts."""
+
+    accuracy: float  # share of exact matches
+    samples: list[Sample]  # the first few, in prompt order
+
+
+# Files
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """Size and checksum of a file as it was written, to detect later damage."""
+
+    n_bytes: int
+    xxh3_128: str  # 32 hex digits
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Files that are being written: name of the writer -> handle of the files' digests."""
+
+    refs: dict[str, Any]
