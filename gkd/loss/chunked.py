@@ -1,12 +1,13 @@
-"""A loss over chunks of rows, as functions of autograd: no more logits exist at a time than a chunk has.
+"""Autograd functions that compute a loss over chunks of rows, so that the logits exist for one chunk at a time.
 
-Gradients are made in the forward pass, while a chunk's logits are there, which saves the second product with the LM
-head that recomputing them would take. The loss is a sum over rows, so the backward pass only scales them.
+The gradient of a chunk is computed in the forward pass, while its logits exist. This saves the second product with
+the LM head that recomputing the logits would need. The loss is a sum over rows, so the backward pass only scales the
+stored gradients.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,28 +15,39 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gkd.loss.row_kernels import statistics_dtype
+from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
 
-if TYPE_CHECKING:
-    from gkd.loss.distill_loss import DistillLoss
+
+class ChunkLoss(Protocol):
+    """The parts of `DistillLoss` that the functions below use."""
+
+    shard: VocabShard
+
+    @property
+    def report_names(self) -> tuple[str, ...]: ...
+
+    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, want_grad: bool) -> Tensor: ...
+
+    def rows_per_chunk(self, n_columns: int, itemsize: int) -> int: ...
 
 
 class HeadLoss(torch.autograd.Function):
-    """See `DistillLoss.from_hidden`."""
+    """LM head and loss together; see `DistillLoss.from_hidden`."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: TokenTargets, loss: DistillLoss, reduce_hidden_grad: bool
+        ctx: Any, hidden: Tensor, head: Tensor, targets: TokenTargets, loss: ChunkLoss, reduce_hidden_grad: bool
     ) -> tuple[Tensor, Tensor]:
         want_hidden, want_head = ctx.needs_input_grad[:2]
         targets = targets.on(hidden.device)
         v_valid = loss.shard.n_columns(len(head))
         valid_head = head[:v_valid]
         hidden_grad = torch.empty_like(hidden) if want_hidden else None
-        # Chunks add up in float32: a sum of many bfloat16 parts would lose the small ones.
+        # The chunks are summed in float32: a running bfloat16 sum would round small contributions away.
         head_grad = torch.zeros_like(head, dtype=statistics_dtype(head)) if want_head else None
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
-        step = loss.rows_of_chunk(len(head), hidden.element_size())  # of the padded size: the same on all ranks
+        step = loss.rows_per_chunk(len(head), hidden.element_size())  # from the padded size: equal on all ranks
         buffer = hidden.new_empty((min(step, len(hidden)), v_valid))
         for start in range(0, len(hidden), step):
             rows = slice(start, min(start + step, len(hidden)))
@@ -54,22 +66,22 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: autograd notices a second backward pass, which would find scaled gradients, and refuses it.
+        # In place. Autograd detects a second backward pass, which would use scaled gradients, and raises.
         hidden_grad, head_grad = (None if g is None else g.mul_(grad_outputs[0]) for g in ctx.saved_tensors)
         return hidden_grad, head_grad, None, None, None
 
 
 class LogitsLoss(torch.autograd.Function):
-    """`DistillLoss.from_logits` where the teacher's distribution is there as a whole."""
+    """The loss of existing logits against a teacher's full distribution; see `DistillLoss.from_logits`."""
 
     @staticmethod
-    def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: DistillLoss) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
         (want_grad, *_) = ctx.needs_input_grad
         targets = targets.on(logits_local.device)
         n_rows, v_local = logits_local.shape
         v_valid = loss.shard.n_columns(v_local)
-        step = loss.rows_of_chunk(v_local, logits_local.element_size())
-        # The gradient takes the place of the logits, chunk by chunk.
+        step = loss.rows_per_chunk(v_local, logits_local.element_size())
+        # The gradient overwrites the logits, chunk by chunk.
         grad = logits_local.detach() if want_grad else None
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=logits_local.device)
         for start in range(0, n_rows, step):
@@ -89,10 +101,10 @@ class LogitsLoss(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in the dtype of `total`."""
+    """Compute total += a @ b in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
-        total += torch.mm(a, b, out_dtype=total.dtype)  # the sum leaves the tensor cores in float32
+        total += torch.mm(a, b, out_dtype=total.dtype)  # the tensor cores accumulate and return float32
     else:
         total += torch.mm(a, b)

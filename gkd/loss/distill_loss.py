@@ -175,7 +175,7 @@ class DistillLoss:
             )
         return self._sums(losses)
 
-    def rows_of_chunk(self, n_columns: int, itemsize: int) -> int:
+    def rows_per_chunk(self, n_columns: int, itemsize: int) -> int:
         """Rows whose logits fill `chunk_bytes`; at least one."""
         return max(1, self.chunk_bytes // max(1, n_columns * (itemsize + (4 if self.is_full else 0))))
 

@@ -23,7 +23,7 @@ def logprobs_of_logits(loss: DistillLoss, logits: Tensor, ids: Tensor) -> Tensor
 @torch.no_grad()
 def logprobs_of_hidden(loss: DistillLoss, hidden: Tensor, head: Tensor, ids: Tensor) -> Tensor:
     """The same of [N, H] final hidden states and the [V, H] LM head: the loss's chunk of logits at a time."""
-    step = loss.rows_of_chunk(len(head), hidden.element_size())
+    step = loss.rows_per_chunk(len(head), hidden.element_size())
     parts = [
         logprobs_of_logits(loss, hidden[i : i + step] @ head.T, ids[i : i + step]) for i in range(0, len(hidden), step)
     ]

@@ -162,9 +162,9 @@ def test_rows_of_a_chunk_fit_its_bytes() -> None:
     """Fails if a chunk is larger than actor.logits_chunk_mib, has no row, or forgets the teacher's logits."""
     topk = DistillLoss(SPEC, ("topk",), SHARD, KERNELS, chunk_bytes=1000)
     whole = DistillLoss(SPEC, ("hidden",), SHARD, KERNELS, chunk_bytes=1000)
-    assert topk.rows_of_chunk(100, 2) == 5 and topk.rows_of_chunk(101, 2) == 4
-    assert whole.rows_of_chunk(100, 2) == 1 and whole.rows_of_chunk(16, 2) == 10
-    assert topk.rows_of_chunk(10**6, 2) == 1 and topk.rows_of_chunk(0, 2) >= 1
+    assert topk.rows_per_chunk(100, 2) == 5 and topk.rows_per_chunk(101, 2) == 4
+    assert whole.rows_per_chunk(100, 2) == 1 and whole.rows_per_chunk(16, 2) == 10
+    assert topk.rows_per_chunk(10**6, 2) == 1 and topk.rows_per_chunk(0, 2) >= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
