@@ -139,7 +139,8 @@ def _load_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 def _padding_grad(student: Any, layout: Any) -> float:
     """Largest gradient in a padded vocabulary row; the buffers still hold them after a backward pass."""
-    student._forward_backward(_mine(layout, 0))
+    student._zero_grads()
+    student._run(_mine(layout, 0), backward=True)
     n_real = max(0, student.model.dims.vocab_size - student.model.vocab_start)
     worst = 0.0
     for name, param in student.model.named_params():

@@ -1,74 +1,193 @@
-"""What the actor's worker needs of a student, whichever backend trains it."""
+"""The student of one actor rank: the interface that the actor's worker uses, and what both backends share.
+
+`gkd.actor.megatron.student` and `gkd.actor.fsdp.student` implement it.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Required, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.actor.common.host_copies import Snapshot
+from gkd.actor.common.host_copies import HostCopies, Snapshot
+from gkd.actor.common.optim_spec import OptimSpec
+from gkd.actor.common.step import BatchSums, diagnostics, evaluation, not_finite
+from gkd.config.loss_spec import LossSpec
 from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.reduce import token_mean
+from gkd.loss.row_kernels import row_kernels
+from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.types import MicroBatch
+from teacher_server.wire.protocol import Signal
 
 
 def no_phase(phase: str) -> None:
-    """For a student that is built where nobody asks how far it is."""
+    """Ignore a start-up phase; for a student that is built where progress is not reported."""
     del phase
 
 
-class Student(Protocol):
-    """One rank of the student. But for `snapshot` every method is a collective over all ranks."""
+class StudentArgs(TypedDict, total=False):
+    """Constructor arguments of both backends."""
+
+    optim: Required[OptimSpec]
+    loss: Required[LossSpec]
+    # Activations and exported weights. Gradients and optimizer state are always float32.
+    dtype: Required[torch.dtype]
+    device: Required[torch.device]
+    seed: Required[int]  # of the generators that initialize or drop anything
+    # Tables that the teacher sends; `hidden` needs `set_teacher_head` before the first batch. Default: ("topk",).
+    signals: Sequence[Signal]
+    # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
+    fused_lm_head: bool
+    logits_chunk_mib: int  # MiB of logits per chunk. Default: 128
+    loss_kernel: str  # see `gkd.loss.row_kernels.row_kernels`. Default: auto
+    on_phase: Callable[[str], None]  # called with the name of each start-up phase. Default: `no_phase`
+
+
+class Student(ABC):
+    """One rank of the student: its part of the model, its optimizer, and the number of steps made.
+
+    Every method but `snapshot` is a collective over all ranks of the actor: it blocks until all ranks have called it,
+    and it returns the same result or raises the same error on all of them. Constructors are collectives, too;
+    torch.distributed must be initialized.
+    """
 
     step: int  # optimizer steps made so far
     loss: DistillLoss
-    states: States  # whoever has moved some away brings them back before a method that needs them
+    states: States  # reload offloaded states before calling a method that needs them
+    _host_copies: HostCopies
+
+    def __init__(self, args: StudentArgs) -> None:
+        self.step = 0
+        self.optim, self.device, self._dtype = args["optim"], args["device"], args["dtype"]
+        self._fused = args.get("fused_lm_head", True)
 
     @property
+    @abstractmethod
     def n_vocab(self) -> int:
-        """Token ids are below it."""
-        ...
+        """Size of the vocabulary without padding; every token id is below it."""
 
     @property
     def teacher_hidden_size(self) -> int | None:
-        """D of the teacher's LM head, where there is one here."""
-        ...
+        """Hidden size D of the teacher's LM head; None if this rank has no teacher head."""
+        head = self.loss.teacher_head
+        return None if head is None else head.shape[1]
 
+    @abstractmethod
     def set_teacher_head(self, head: np.ndarray) -> None:
-        """Takes [V, D] float32, the teacher's LM head, for the signal `hidden`."""
-        ...
+        """Keep this rank's rows of the teacher's LM head, for the signal `hidden`. No-op on ranks without a loss.
+
+        Args:
+            head: [V, D] float32, over the vocabulary that student and teacher share.
+
+        Raises:
+            DataError: it has fewer rows than the student's vocabulary.
+        """
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> TrainStats:
-        """One optimizer step on micro-batches in host memory. NumericsError: nothing has moved."""
-        ...
+        """Make one optimizer step on one global batch and increment `self.step`.
+
+        Args:
+            micro_batches: of this data-parallel rank, in host memory. May be empty. Their number and sizes may differ
+                between data-parallel ranks.
+
+        Raises:
+            NumericsError: the loss or the gradient is not finite, or a token id is outside the vocabulary.
+            DataError: the global batch has no loss token, or a micro-batch is malformed.
+                After either error, weights, optimizer state and `self.step` are unchanged.
+        """
+        self._zero_grads()
+        sums = self._run(micro_batches, backward=True)
+        loss = token_mean(sums.values["total"], sums.n_loss_tokens)
+        grad_norm = self._grad_norm(sums.n_loss_tokens)
+        if (error := not_finite(self.step, loss, grad_norm)) is not None:
+            self._zero_grads()
+            raise error
+        lr = self.optim.lr_at(self.step)
+        self._update(lr, grad_norm, sums.n_loss_tokens)
+        self.step += 1
+        return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, diagnostics(self.loss, sums))
 
     def evaluate(
         self, micro_batches: Sequence[MicroBatch], on_rows: Callable[[Tensor], None] | None = None
     ) -> TrainStats:
-        """The same loss, nothing learned; `on_rows` gets the numbers of each token."""
-        ...
+        """Compute the loss of one global batch without gradients and without a step. Raises like `train_step`.
 
+        Args:
+            on_rows: receives the numbers of each token, see `DistillLoss.on_rows`; on ranks that compute the loss.
+        """
+        with torch.no_grad(), self.loss.evaluating(on_rows):
+            sums = self._run(micro_batches, backward=False)
+        return evaluation(self.step, self.loss, sums)
+
+    @abstractmethod
     def export_plan(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """(HF name, shape, dtype) of what `export` yields on this rank, in its order; moves no data."""
-        ...
+        """Return (HF name, shape, dtype) of what `export` yields on this rank, in its order. Moves no data."""
 
+    @abstractmethod
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under HF names, one at a time; every rank that takes part runs it to its end."""
-        ...
+        """Yield (HF name, full tensor), one tensor at a time. Every participating rank must exhaust the iterator."""
 
+    @abstractmethod
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
-        """Writes the whole student as a HF folder. ModelError: it cannot be written."""
-        ...
+        """Write the whole student as a HF folder.
 
+        Args:
+            out_dir: must not exist; on a file system that rank 0 can access.
+            source_dir: the HF folder that the student was built from. Its config, generation config and tokenizer are
+                copied.
+
+        Raises:
+            ModelError: `out_dir` exists or cannot be written; on every rank.
+        """
+
+    @abstractmethod
     def snapshot(self) -> Snapshot:
-        """This rank's share of what an exact resume needs. No collective; the next step waits for the copy."""
-        ...
+        """Start to copy this rank's state for an exact resume to host memory. Not a collective.
 
+        The next optimizer step waits until the copy has finished.
+        """
+
+    @abstractmethod
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Continues from the files of all ranks' snapshots. CheckpointError: they are damaged or of another student."""
-        ...
+        """Continue from the snapshots of all ranks in `folder`.
+
+        With the same parallel layout the resume is bit-exact. With another one the states are resharded.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged or belongs to another student. The student cannot be used
+                afterwards.
+        """
+
+    @abstractmethod
+    def _run(self, micro_batches: Sequence[MicroBatch], *, backward: bool) -> BatchSums:
+        """Run the forward pass and, with `backward`, the backward pass of one global batch."""
+
+    @abstractmethod
+    def _zero_grads(self) -> None: ...
+
+    @abstractmethod
+    def _grad_norm(self, n_loss_tokens: int) -> float:
+        """Return the global norm of the token-mean gradient, before clipping."""
+
+    @abstractmethod
+    def _update(self, lr: float, grad_norm: float, n_loss_tokens: int) -> None:
+        """Clip the gradients, wait for `_host_copies`, and update weights and optimizer state."""
+
+
+def build_loss(args: StudentArgs, shard: VocabShard) -> DistillLoss:
+    """Return the loss of a student whose rank has the logits of `shard`. Raises ConfigError for the loss kernel."""
+    return DistillLoss(
+        args["loss"],
+        tuple(args.get("signals", ("topk",))),
+        shard,
+        row_kernels(args.get("loss_kernel", "auto"), args["device"]),
+        chunk_bytes=args.get("logits_chunk_mib", 128) << 20,
+    )

@@ -1,9 +1,9 @@
-"""The student on torch's fully_shard: any causal language model of transformers, every rank data parallel.
+"""Train the student with torch's fully_shard: any causal language model of transformers, all ranks data parallel.
 
-model.py      HF folder -> sharded module         head.py   the LM head on the loss rows, with the loss
-attention.py  packed sequences in transformers    probe.py  does the model compute what the loss assumes
-weights.py    safetensors <-> shards              conversion.py  files that are named or cut unlike the model
-lora.py       adapters, and the merged weights    optim.py  AdamW, clipping
-preflight.py  checks before any process starts    checkpoint.py  exact resume
-student.py    all of it behind one class
+student.py     the student of one rank           passes.py      forward and backward over micro-batches
+model.py       HF folder -> sharded module       head.py        LM head on the loss rows, with the loss
+attention.py   packed sequences in transformers  probe.py       check that the model fits packing and the fused loss
+weights.py     safetensors <-> shards            conversion.py  files whose tensors differ from the parameters
+lora.py        adapters and merged weights       host_run.py    offloaded shards in one pinned block
+optim.py       AdamW, clipping                   checkpoint.py  exact resume
 """

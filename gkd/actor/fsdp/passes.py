@@ -1,0 +1,144 @@
+"""Forward and backward passes of a sharded student over the micro-batches of one rank.
+
+Every rank joins every gather and reduction of fully_shard. So all ranks run the same number of passes, and a rank with
+fewer micro-batches runs some without loss.
+
+Letters: N loss rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.actor.common.agree import same_error
+from gkd.actor.common.step import BatchSums, check_before, empty_micro_batch, token_counts
+from gkd.actor.fsdp.attention import Pack
+from gkd.actor.fsdp.model import LossModel, reset, reshard
+from gkd.data.collate import bare
+from gkd.errors import DataError
+from gkd.loss.distill_loss import DistillLoss
+from gkd.loss.reduce import sum_over_group
+from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
+from gkd.types import MicroBatch
+
+
+def run_batch(
+    model: LossModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: DistillLoss,
+    *,
+    fused: bool,
+    packing: bool,
+    backward: bool,
+    device: torch.device,
+) -> BatchSums:
+    """Run one global batch. With `backward`, gradients of the loss *sum* are added to the parameters. Collective.
+
+    Args:
+        micro_batches: see `Student.train_step`.
+        fused: compute LM head and loss together; else all logits of a micro-batch first.
+        packing: the model accepts packed micro-batches.
+
+    Raises:
+        NumericsError, DataError: see `Student.train_step`. Gradients may be incomplete afterwards.
+    """
+    with same_error(device, count=len(micro_batches)) as agreement:
+        for batch in bare(micro_batches):
+            _check(batch, micro_batches, loss, packing=packing, needs_scores=True)
+    totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
+    try:
+        for i in range(max(1, agreement.largest)):
+            batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
+            targets = batch.targets
+            assert targets is not None  # checked
+            loss_sum, values = _forward(model, batch, device, targets=targets, loss=loss, fused=fused)
+            totals += torch.cat([token_counts(batch, targets, device), values])
+            if backward:
+                loss_sum.backward()
+    except BaseException:
+        reset(model)
+        raise
+    reshard(model)  # a forward pass without a backward pass leaves parameters gathered
+    n_tokens, n_on_policy, *sums = sum_over_group(totals, dist.group.WORLD).tolist()
+    return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(loss.report_names, sums, strict=True)))
+
+
+@torch.no_grad()
+def run_logprobs(
+    model: LossModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: DistillLoss,
+    *,
+    fused: bool,
+    packing: bool,
+    device: torch.device,
+) -> list[Tensor]:
+    """Return the student's logprob of the token after each loss row, at the loss's temperature. Collective.
+
+    Args:
+        micro_batches: see `Student.train_step`. Their targets are not read.
+
+    Returns:
+        For each micro-batch [N] float32, nats, in host memory.
+
+    Raises:
+        NumericsError, DataError: see `Student.train_step`.
+    """
+    with same_error(device, count=len(micro_batches)) as agreement:
+        for batch in bare(micro_batches):
+            _check(batch, micro_batches, loss, packing=packing, needs_scores=False)
+            if batch.n_loss_tokens and int(batch.loss_index.max()) + 1 >= batch.tokens.numel():
+                raise DataError("a loss row is the last position of its micro-batch, so no token follows it")
+    found = []
+    try:
+        for i in range(agreement.largest):
+            batch = micro_batches[i] if i < len(micro_batches) else empty_micro_batch()
+            logprobs = _next_token_logprobs(model, batch, loss, fused=fused, device=device)
+            found += [logprobs.float().cpu()] if i < len(micro_batches) else []
+    except BaseException:
+        reset(model)
+        raise
+    reshard(model)
+    return found
+
+
+def _check(
+    batch: MicroBatch,
+    micro_batches: Sequence[MicroBatch],
+    loss: DistillLoss,
+    *,
+    packing: bool,
+    needs_scores: bool,
+) -> None:
+    """Raise DataError or NumericsError for a malformed micro-batch; `batch` is one of `bare(micro_batches)`."""
+    check_before(loss, batch, micro_batches, needs_scores=needs_scores)
+    if batch.cu_seqlens is not None and not packing:
+        raise DataError("the student was built with actor.packing=false and got a packed micro-batch")
+
+
+def _next_token_logprobs(
+    model: LossModel, batch: MicroBatch, loss: DistillLoss, *, fused: bool, device: torch.device
+) -> Tensor:
+    """Return [N] logprobs of the tokens after the loss rows."""
+    ids = batch.tokens.flatten()[batch.loss_index + 1].to(device)
+    if fused:
+        found: Tensor = _forward(model, batch, device, use=partial(logprobs_of_hidden, loss, ids=ids))
+        return found
+    return logprobs_of_logits(loss, _forward(model, batch, device), ids)
+
+
+def _forward(model: LossModel, batch: MicroBatch, device: torch.device, **arguments: Any) -> Any:
+    """Run the model on a micro-batch; `arguments` and result are those of `LossModel.forward`."""
+    pack, positions = None, None
+    if batch.cu_seqlens is not None:
+        longest = int(batch.cu_seqlens.diff().max())
+        pack = Pack(batch.cu_seqlens.to(device), longest)
+        positions = batch.position_ids.to(device)
+    tokens, rows = batch.tokens.to(device), batch.loss_index.to(device)
+    return model(tokens, rows, position_ids=positions, pack=pack, **arguments)
