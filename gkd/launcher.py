@@ -23,8 +23,6 @@ from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
 from gkd.cluster.shared_pools import guest_pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
-from gkd.config.check_colocation import reference_folder
-from gkd.config.check_pools import n_engines
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE
@@ -90,7 +88,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     """
     on_cpu = plan.device == "cpu"
     env = worker_env(on_cpu)
-    log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, n_engines(config))
+    log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, plan.derived.n_engines)
     actor_workers = actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE)
     actor = ActorPool(actor_workers, config)
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
@@ -111,10 +109,10 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
     _record_places(config, plan, asked, startup.left_s())
     gather(building, "init_model", startup.left_s())
-    is_local = config.teacher.backend == "local"
+    is_local = plan.derived.is_local_teacher
     if is_local:
         actor.init_teacher(plan.n_vocab, startup.left_s())
-    if reference_folder(config):
+    if plan.derived.reference_folder:
         actor.init_reference(startup.left_s())
     endpoints = _endpoints(config, plan, actor, actor_slots)
     startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
@@ -124,7 +122,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
-    reference = ReferencePool(actor.workers, endpoints, config) if config.distill.reference_kl_weight else None
+    reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else None
     if is_local:
         return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s), sync, reference)
     return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
@@ -236,7 +234,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     env = worker_env(plan.device == "cpu")
     kind: type = ScoringEndpoint
     args: tuple[Any, ...] = (config, plan.n_vocab, plan.teacher.fingerprint, each)
-    if config.teacher.backend == "local":
+    if plan.derived.is_local_teacher:
         kind, args, n_threads = RecordingEndpoint, (config,), 1
     return [
         ray.remote(concurrency_groups={RECORDS: 1})(kind)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from gkd.config.check_colocation import moves_states
+from gkd.config.derived import derive
 from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
 from gkd.data.sampler import PromptSampler
@@ -223,7 +223,7 @@ class Trainer:
 
     def _memory(self, timers: StageTimers) -> dict[str, float]:
         """What the actor's phases since the last line took, and its moves; nothing where nobody looks and moves."""
-        if not (self.config.memory.timeline or moves_states(self.config)):
+        if not (self.config.memory.timeline or derive(self.config).moves_states):
             return {}
         with timers("usage"):
             return self.roles.actor.memory_numbers()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from gkd.cluster.calls import Pending
-from gkd.config.check_colocation import reference_is_actor
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.handles import ScoredChunk
 from gkd.teacher.local import dealt_out
@@ -44,7 +44,7 @@ class ReferencePool:
     def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], config: Config) -> None:
         self._workers, self._endpoints = list(workers), list(endpoints)
         self._timeout_s = config.trainer.stage_timeout_s
-        self._meta = _BARE_ACTOR if reference_is_actor(config) else None
+        self._meta = _BARE_ACTOR if derive(config).reference_is_actor else None
 
     def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> PendingReference:
         asked = [i for i, chunk in enumerate(batch) if chunk.rollouts.on_policy]

@@ -30,8 +30,7 @@ from gkd.actor.rank_memory import RankMemory
 from gkd.cluster.assignment import free_port, this_place
 from gkd.cluster.gpu_table import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
-from gkd.config.check_colocation import moves_states
-from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.batching import token_records
 from gkd.data.collate import MicroBatches
@@ -43,7 +42,6 @@ from gkd.run import shared_folder
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
-from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.common.base import Student
@@ -117,7 +115,8 @@ class ActorWorker:
             torch.cuda.set_device(self._device)
         who = f"actor rank {self._rank}"
         self._memory = RankMemory(config, self._device, run_dir, who, self._phases, self._log)
-        world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        derived = derive(config)
+        world_size = derived.world_size
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             init_method=f"tcp://{address[0]}:{address[1]}",
@@ -128,24 +127,22 @@ class ActorWorker:
         self._phases.enter("probing the actor group")
         probe_group("of all actor ranks", None, self._device)
         self._log.info("joined the actor group of %d", world_size)
-        self._loss = loss_spec(config.distill, config.teacher.temperature)
-        self._signals = teacher_signals(self._loss, cast(Signal, config.teacher.signal))
+        self._loss, self._signals = derived.loss, derived.signals
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
         with self._memory.diagnosed("building the student"):
             self._student = self._build_student(total_steps)
         ARENA.add("actor states", self._student.states.allocated)
-        moves = moves_states(config)
         self._held = OffloadController(
             self._student,
             self._device,
-            automatic=moves,
+            automatic=derived.moves_states,
             timeout_s=self._patience_s,
             diagnosed=self._memory.diagnosed,
             staying=self._frozen_bytes,
         )
-        if moves:
+        if derived.moves_states:
             self.offload_states()
         self._phases.enter(UP)
         log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)

@@ -1,18 +1,14 @@
-"""Every check of the settings by themselves: a wrong config dies here, by name.
-
-Pure: looks at the config only. What needs a look at files or sockets is in `gkd.preflight.run`.
-"""
+"""Check settings against their limits and against each other. `gkd.preflight` checks files and sockets."""
 
 from __future__ import annotations
 
 from gkd.config.check_losses import check_backend, check_mixture, check_reference, check_scheduler, check_signal
 from gkd.config.check_pools import check_cluster, check_pools, check_sizes, check_strategy
 from gkd.config.check_values import check_ranges, check_required
+from gkd.config.derived import Derived, derive
 from gkd.config.schema import Config
 
 _CHECKS = (
-    check_ranges,
-    check_required,
     check_strategy,
     check_pools,
     check_cluster,
@@ -25,7 +21,11 @@ _CHECKS = (
 )
 
 
-def check_config(config: Config) -> None:
-    """Raises ConfigError for the first thing that is wrong."""
+def check_config(config: Config) -> Derived:
+    """Return what follows from the settings. Raises ConfigError for the first contradiction."""
+    check_ranges(config)
+    check_required(config)
+    derived = derive(config)
     for check in _CHECKS:
-        check(config)
+        check(config, derived)
+    return derived

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
-from typing import cast
 
-from gkd.config.check_colocation import reference_is_actor
-from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.derived import Derived
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config, ReferenceConfig, TeacherConfig, TrainerConfig
 from gkd.errors import ConfigError
-from teacher_server.wire.protocol import Signal
 
 
-def check_scheduler(config: Config) -> None:
+def check_scheduler(config: Config, derived: Derived) -> None:
     trainer = config.trainer
     if trainer.scheduler != STREAM and trainer.max_staleness != TrainerConfig().max_staleness:
         raise ConfigError(
@@ -32,9 +29,9 @@ def check_scheduler(config: Config) -> None:
         )
 
 
-def check_signal(config: Config) -> None:
+def check_signal(config: Config, derived: Derived) -> None:
     """Does the teacher say what the losses need?"""
-    t, spec = config.teacher, loss_spec(config.distill, config.teacher.temperature)
+    t, spec = config.teacher, derived.loss
     if t.signal == "sampled" and spec.divergences:
         names = ", ".join(term.name for term in spec.divergences)
         raise ConfigError(
@@ -45,7 +42,7 @@ def check_signal(config: Config) -> None:
         )
     if not 0.0 <= t.mass < 1.0:
         raise ConfigError("teacher.mass", t.mass, "it is out of range.", "use a number from 0 to below 1.")
-    if t.mass > 0.0 and "topk" not in teacher_signals(spec, cast(Signal, t.signal)):
+    if t.mass > 0.0 and "topk" not in derived.signals:
         reason = (
             f"with teacher.signal {t.signal}" if t.signal != "topk" else f"for {', '.join(x.name for x in spec.terms)}"
         )
@@ -58,10 +55,9 @@ _OF_SERVER = ("server_ip", "server_port", "name", "keys", "n_server_workers", "o
 _OF_LOCAL = ("path", "fsdp_cpu_offload", "update_interval", "update_ema")
 
 
-def check_backend(config: Config) -> None:
+def check_backend(config: Config, derived: Derived) -> None:
     """Is what is said of the teacher about the kind of teacher that there is?"""
-    teacher, default = config.teacher, TeacherConfig()
-    is_local = teacher.backend == "local"
+    teacher, default, is_local = config.teacher, TeacherConfig(), derived.is_local_teacher
     for name in _OF_SERVER if is_local else _OF_LOCAL:
         value = getattr(teacher, name)
         if value != getattr(default, name):
@@ -90,9 +86,9 @@ def check_backend(config: Config) -> None:
         raise ConfigError("teacher.update_ema", teacher.update_ema, problem, "use 0, or set teacher.update_interval.")
 
 
-def check_mixture(config: Config) -> None:
+def check_mixture(config: Config, derived: Derived) -> None:
     """Does every loss see tokens to learn from, in every step where it is alone?"""
-    spec, share = loss_spec(config.distill, config.teacher.temperature), config.distill.on_policy_share
+    spec, share = derived.loss, config.distill.on_policy_share
     n_prompts = config.trainer.global_batch_size
     if spec.sft is not None and share == 1.0:
         raise ConfigError(
@@ -124,7 +120,7 @@ def check_mixture(config: Config) -> None:
         )
 
 
-def check_reference(config: Config) -> None:
+def check_reference(config: Config, derived: Derived) -> None:
     """Is there something to hold to the reference, if anything is said of one?"""
     weight, share = config.distill.reference_kl_weight, config.distill.on_policy_share
     for item in dataclasses.fields(ReferenceConfig):
@@ -132,7 +128,7 @@ def check_reference(config: Config) -> None:
         if not weight and value != item.default:
             problem = "distill.reference_kl_weight is 0, so there is no reference."
             raise ConfigError(f"reference.{item.name}", value, problem, "leave it out, or set the weight.")
-    if reference_is_actor(config) and not config.reference.fsdp_cpu_offload:
+    if derived.reference_is_actor and not config.reference.fsdp_cpu_offload:
         problem = "with actor.lora the reference is the actor without its adapters, which has no shards of its own."
         raise ConfigError("reference.fsdp_cpu_offload", False, problem, "leave it out, or name a reference.path.")
     if weight and share == 0.0:

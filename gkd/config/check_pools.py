@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from gkd.config.check_colocation import check_sharing
+from gkd.config.derived import Derived
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 
 
-def data_parallel_size(config: Config) -> int:
-    """Data-parallel groups of the actor pool."""
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    return world // (config.actor.tp * config.actor.pp)
-
-
-def n_engines(config: Config) -> int:
-    """vLLM engines of the rollout pool."""
-    return config.rollout.n_gpus_per_node * config.rollout.nnodes // config.rollout.tp
-
-
-def check_strategy(config: Config) -> None:
+def check_strategy(config: Config, derived: Derived) -> None:
     """Does the student's backend have what is asked of it?"""
     a = config.actor
     if a.strategy == "fsdp2":
@@ -42,9 +31,9 @@ def check_strategy(config: Config) -> None:
             raise ConfigError(key, value, "actor.strategy is megatron.", "switch it off, or use actor.strategy=fsdp2.")
 
 
-def check_pools(config: Config) -> None:
+def check_pools(config: Config, derived: Derived) -> None:
     t, a, r = config.trainer, config.actor, config.rollout
-    world = t.n_gpus_per_node * t.nnodes
+    world = derived.world_size
     if world % (a.tp * a.pp):
         raise ConfigError(
             "trainer.n_gpus_per_node",
@@ -80,10 +69,10 @@ def check_pools(config: Config) -> None:
         )
 
 
-def check_cluster(config: Config) -> None:
+def check_cluster(config: Config, derived: Derived) -> None:
     """Can there be such nodes and GPUs at all?"""
     t, r, c = config.trainer, config.rollout, config.cluster
-    check_sharing(config)
+    _check_sharing(config, derived)
     if sorted(c.order) != ["actor", "rollout"]:
         raise ConfigError(
             "cluster.order", c.order, "it has to name each pool once.", "use [actor, rollout] or [rollout, actor]."
@@ -117,9 +106,38 @@ def check_cluster(config: Config) -> None:
         )
 
 
-def check_sizes(config: Config) -> None:
+def _check_sharing(config: Config, derived: Derived) -> None:
+    """Raises ConfigError: what shares GPUs has to have the same ones, and to take turns on them."""
+    t, r = config.trainer, config.rollout
+    if not t.colocate:
+        return
+    for name, own, other in (("n_gpus_per_node", r.n_gpus_per_node, t.n_gpus_per_node), ("nnodes", r.nnodes, t.nnodes)):
+        if own != other:
+            raise ConfigError(
+                f"rollout.{name}",
+                own,
+                f"with trainer.colocate the engines are on the actor's GPUs, and trainer.{name} is {other}.",
+                f"use {other}, or trainer.colocate=false.",
+            )
+    if t.scheduler != "sync":
+        problem = "trainer.colocate lets actor and engines take turns, and this scheduler has both work at once."
+        raise ConfigError("trainer.scheduler", t.scheduler, problem, "use sync, or trainer.colocate=false.")
+    if derived.is_local_teacher and not config.teacher.fsdp_cpu_offload:
+        problem = "with trainer.colocate the engines need the GPUs to themselves, and the teacher's shards would stay."
+        raise ConfigError("teacher.fsdp_cpu_offload", False, problem, "use true, or trainer.colocate=false.")
+    if derived.reference_folder and not config.reference.fsdp_cpu_offload:
+        problem = (
+            "with trainer.colocate the engines need the GPUs to themselves, and the reference's shards would stay."
+        )
+        raise ConfigError("reference.fsdp_cpu_offload", False, problem, "use true, or trainer.colocate=false.")
+    if config.weight_sync.transport == "nccl":
+        problem = "with trainer.colocate two members of its groups are on one GPU, which NCCL does not do."
+        raise ConfigError("weight_sync.transport", "nccl", problem, "use auto or gloo, or trainer.colocate=false.")
+
+
+def check_sizes(config: Config, derived: Derived) -> None:
     t = config.trainer
-    dp = data_parallel_size(config)
+    dp = derived.dp_size
     if t.global_batch_size < dp:
         raise ConfigError(
             "trainer.global_batch_size",
@@ -128,7 +146,7 @@ def check_sizes(config: Config) -> None:
             f"use at least {dp}, or a larger actor.tp / actor.pp.",
         )
     _check_schedule(config)
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = derived.max_sequence_length
     budget = config.actor.max_tokens_per_micro_batch
     if 0 < budget < longest:
         raise ConfigError(
@@ -138,7 +156,7 @@ def check_sizes(config: Config) -> None:
             f"use 0 or at least {longest}.",
         )
     patience = config.teacher.outage_budget_s + config.teacher.request_timeout_s
-    if config.teacher.backend == "zmq" and t.stage_timeout_s <= patience:
+    if not derived.is_local_teacher and t.stage_timeout_s <= patience:
         raise ConfigError(
             "trainer.stage_timeout_s",
             t.stage_timeout_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config.check_pools import data_parallel_size
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 
 
@@ -22,8 +22,9 @@ class BatchShape:
 def batch_shape(config: Config) -> BatchShape:
     """The worst case: where a token budget is set, all of its tokens may be answers' (prompts may be short)."""
     data, actor = config.data, config.actor
-    longest = data.max_prompt_length + data.max_response_length
-    of_group = -(-config.trainer.global_batch_size // data_parallel_size(config)) * config.rollout.n
+    derived = derive(config)
+    longest = derived.max_sequence_length
+    of_group = -(-config.trainer.global_batch_size // derived.dp_size) * config.rollout.n
     budget = actor.max_tokens_per_micro_batch
     if budget:
         n_tokens = min(max(budget, longest), of_group * longest)

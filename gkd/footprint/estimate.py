@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gkd.config.check_colocation import moves_states
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ModelError
 from gkd.footprint.fsdp import fsdp_footprint, groups
@@ -40,7 +40,7 @@ def footprint(
         teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
             that head is left out.
         local_teacher: config.json and tensors of teacher.path, where teacher.backend is local.
-        reference: the same of `gkd.config.check_colocation.reference_folder`, where there is one.
+        reference: the same for `Derived.reference_folder`, if there is one.
 
     Raises:
         ModelError: sizes are missing, or the architecture is not one of actor.strategy megatron.
@@ -64,7 +64,7 @@ def footprint(
         actors = list(megatron_footprints(config, shape, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
     else:
         actors = [fsdp_footprint(config, shape, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden)]
-    if moves_states(config):
+    if derive(config).moves_states:
         actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:
         config_json, tensors_there = local_teacher

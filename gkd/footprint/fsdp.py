@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from gkd.config.check_pools import data_parallel_size
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 from gkd.footprint.activations import Kernels
@@ -82,7 +82,7 @@ def fsdp_footprint(
     config: Config, shape: ModelShape, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> RankFootprint:
     """Rank 0, which stands for all."""
-    actor, dp = config.actor, data_parallel_size(config)
+    actor, dp = config.actor, derive(config).dp_size
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     found, batch = groups(config, shape, tensors), batch_shape(config)
     frozen = actor.lora.rank > 0

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from gkd.config.check import check_config
-from gkd.config.check_colocation import moves_states, reference_folder
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.rollout import sequences_together
@@ -127,7 +127,7 @@ def _sentence(part: RankFootprint, what: str, lack: int, case: _Case) -> str:
     card_bytes, config = case.card_bytes, case.config
     who = f"{part.role} rank {part.rank}"
     if what == "sequence":
-        longest = config.data.max_prompt_length + config.data.max_response_length
+        longest = derive(config).max_sequence_length
         return f"{who}: {gib(lack)} are missing for the KV cache of one sequence of {longest} tokens"
     if what == "sync":
         share = config.rollout.gpu_memory_utilization
@@ -175,8 +175,8 @@ def _as_yaml(value: object) -> str:
 
 def _actor_changes(part: RankFootprint, what: str, case: _Case) -> Iterator[Changes]:
     config = case.config
-    actor, n_gpus = config.actor, config.trainer.n_gpus_per_node
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    actor, n_gpus, derived = config.actor, config.trainer.n_gpus_per_node, derive(config)
+    longest = derived.max_sequence_length
     if actor.recompute != "full":
         yield {"actor.recompute": "full"}
     if actor.max_tokens_per_micro_batch > longest:
@@ -189,11 +189,11 @@ def _actor_changes(part: RankFootprint, what: str, case: _Case) -> Iterator[Chan
         yield {"actor.logits_chunk_mib": actor.logits_chunk_mib // 2}
     if not actor.fsdp_cpu_offload:
         yield {"actor.fsdp_cpu_offload": True}
-    if config.teacher.backend == "local" and not config.teacher.fsdp_cpu_offload:
+    if derived.is_local_teacher and not config.teacher.fsdp_cpu_offload:
         yield {"teacher.fsdp_cpu_offload": True}
-    if reference_folder(config) and not config.reference.fsdp_cpu_offload:
+    if derived.reference_folder and not config.reference.fsdp_cpu_offload:
         yield {"reference.fsdp_cpu_offload": True}
-    if not moves_states(config):
+    if not derived.moves_states:
         yield {"actor.offload_train": True}
     lower = math.floor(100 * (1 - resting_bytes(part) / case.card_bytes)) / 100
     if what == GENERATE and 0 < lower < config.rollout.gpu_memory_utilization:

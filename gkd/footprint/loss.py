@@ -10,12 +10,10 @@ number.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
-from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.batch import BatchShape
-from teacher_server.wire.protocol import Signal
 
 _FLOAT32, _INT64 = 4, 8
 # Numbers of a piece of rows that the softmax kernels work on at a time, see gkd.loss.row_kernels.
@@ -98,9 +96,7 @@ def loss_shape(
     frozen: bool = False,
 ) -> LossShape:
     """The loss of a config on a rank with so many rows of the LM head."""
-    signals = teacher_signals(
-        loss_spec(config.distill, config.teacher.temperature), cast(Signal, config.teacher.signal)
-    )
+    signals = derive(config).signals
     return LossShape(
         hidden=hidden,
         rows_of_head=rows_of_head,

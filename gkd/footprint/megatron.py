@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gkd.config.check_parallel import Divisible, check_actor_split, check_expert_ranks
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ModelError
 from gkd.footprint.activations import Kernels
@@ -46,7 +47,7 @@ def stages(config: Config, shape: ModelShape) -> list[Stage]:
     """The pipeline's stages in their order; see `gkd.actor.megatron.layout`."""
     actor = config.actor
     check_split(config, shape)
-    dp = config.trainer.n_gpus_per_node * config.trainer.nnodes // (actor.tp * actor.pp)
+    dp = derive(config).dp_size
     per_chunk = shape.n_layers // (actor.pp * actor.vpp)
     found = []
     for number in range(actor.pp):
@@ -70,8 +71,8 @@ def check_split(config: Config, shape: ModelShape) -> None:
         ConfigError: naming the key that cannot split this model.
         ModelError: a sequence may be longer than its sliding window.
     """
-    actor, data = config.actor, config.data
-    check_expert_ranks(actor.ep, config.trainer.n_gpus_per_node * config.trainer.nnodes // actor.pp)
+    actor = config.actor
+    check_expert_ranks(actor.ep, derive(config).world_size // actor.pp)
     model = Divisible(
         shape.model_type,
         shape.n_layers,
@@ -83,7 +84,7 @@ def check_split(config: Config, shape: ModelShape) -> None:
     check_actor_split(
         model, tp=actor.tp, pp=actor.pp, vpp=actor.vpp, ep=actor.ep, sequence_parallel=actor.sequence_parallel
     )
-    longest = data.max_prompt_length + data.max_response_length
+    longest = derive(config).max_sequence_length
     if shape.sliding_window is not None and longest > shape.sliding_window:
         raise ModelError(
             f"a sequence may have {longest} tokens, more than sliding_window = {shape.sliding_window} in config.json, "
@@ -101,7 +102,7 @@ def megatron_footprints(
     """
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     batch = batch_shape(config)
-    ranks_of_stage = config.trainer.n_gpus_per_node * config.trainer.nnodes // config.actor.pp
+    ranks_of_stage = derive(config).world_size // config.actor.pp
     for stage in stages(config, shape):
         owned = stage.dense_owned + stage.expert_owned
         parts = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gkd.config.check_colocation import reference_folder
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.estimate import footprint
 from gkd.footprint.folder import ModelFolder, read_model_folder
@@ -39,8 +39,8 @@ class RunModels:
 def read_models(config: Config) -> RunModels:
     """Raises ConfigError: a folder is not there. ModelError: its config.json does not say its sizes."""
     student = read_model_folder(config.model.path, "model.path")
-    is_local = config.teacher.backend == "local"
-    teacher = read_model_folder(config.teacher.path, "teacher.path") if is_local else None
-    path = reference_folder(config)
+    derived = derive(config)
+    teacher = read_model_folder(config.teacher.path, "teacher.path") if derived.is_local_teacher else None
+    path = derived.reference_folder
     key = "reference.path" if config.reference.path else "model.path"
     return RunModels(student, teacher, read_model_folder(path, key) if path else None)

@@ -9,7 +9,7 @@ that rollout.cpu_kv_cache_mib says.
 from __future__ import annotations
 
 from gkd.config.check_parallel import check_engine_split
-from gkd.config.check_pools import n_engines
+from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.footprint.fsdp import Groups
@@ -29,7 +29,7 @@ def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cp
         ConfigError: naming rollout.tp: an engine cannot cut the model so.
     """
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
-    tp, longest = rollout.tp, config.data.max_prompt_length + config.data.max_response_length
+    tp, longest = rollout.tp, derive(config).max_sequence_length
     check_engine_split(tp, (shape.n_heads,), (shape.n_kv_heads,), shape.mlp_columns)
     wanted = sequences_together(config) * longest * kv_bytes_per_token(config, shape)
     # The trial pass is as large as the engine's limits, however few sequences will come.
@@ -59,12 +59,12 @@ def sequences_together(config: Config) -> int:
     trainer, most = config.trainer, config.rollout.max_num_seqs
     n_batches = trainer.max_staleness + 1 if trainer.scheduler == STREAM else 1
     of_steps = n_batches * trainer.global_batch_size * config.rollout.n
-    held_out = 0
+    held_out, n_engines = 0, derive(config).n_engines
     if config.data.val_files:  # without a limit nobody knows how many prompts they have
-        held_out = config.eval.max_prompts or most * n_engines(config)
+        held_out = config.eval.max_prompts or most * n_engines
     goes_on = AHEAD.get(trainer.scheduler) != 0
     together = of_steps + held_out if goes_on else max(of_steps, held_out)
-    return min(most, -(-together // n_engines(config)))
+    return min(most, -(-together // n_engines))
 
 
 def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.limits import gib, kv_room_bytes
 from gkd.footprint.rollout import kv_bytes_per_token, sequences_together
@@ -52,7 +53,7 @@ def reference_table(found: Mapping[str, Mapping[str, int]]) -> str:
 def kv_line(footprints: Sequence[RankFootprint], shape: ModelShape, card_bytes: int | None, config: Config) -> str:
     """How many tokens an engine's KV cache holds, and how many its sequences may have."""
     (engine,) = (part for part in footprints if part.role == "rollout")
-    each, longest = kv_bytes_per_token(config, shape), config.data.max_prompt_length + config.data.max_response_length
+    each, longest = kv_bytes_per_token(config, shape), derive(config).max_sequence_length
     wanted = sequences_together(config)
     line = f"KV cache of an engine: {each} bytes a token and rank; {wanted} sequences may run, of {longest} tokens"
     if config.trainer.device == "cpu":

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.fsdp import gathered
 from gkd.footprint.shapes import ModelShape, Tensors, count, read_shape
@@ -95,10 +96,9 @@ def _with_frozen(
     shape, actor = read_shape(config_json), config.actor
     total, layer, embedding = gathered(shape, tensors)
     b = _FLOAT32 if config.model.dtype == "float32" else _B
-    n_ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    n_tokens = actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest
-    shards = -(-total * (_FLOAT32 if exact else b) // n_ranks)
+    derived = derive(config)
+    n_tokens = actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length
+    shards = -(-total * (_FLOAT32 if exact else b) // derived.world_size)
     home = f"{name}_shards" if hosted and not on_cpu else f"{name}_weights"
     chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]
     working = (2 * layer + embedding) * b + n_tokens * b * (2 * shape.hidden + 3 * max(shape.ffn, shape.q_columns))

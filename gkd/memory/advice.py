@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gkd.config.check_colocation import moves_states, reference_folder
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 
 # Where torch reads how its allocator shall work; the second is the name before torch 2.9, and is still read.
@@ -78,8 +78,8 @@ def _activations(config: Config, shortage: Shortage) -> list[str]:
 
 def _tokens(config: Config, shortage: Shortage) -> list[str]:
     """Of a micro-batch, a teacher's and a reference's as well."""
-    actor, data = config.actor, config.data
-    longest = data.max_prompt_length + data.max_response_length
+    actor = config.actor
+    longest = derive(config).max_sequence_length
     lines: list[str] = []
     budget = actor.max_tokens_per_micro_batch
     if budget > longest:
@@ -93,13 +93,14 @@ def _tokens(config: Config, shortage: Shortage) -> list[str]:
 
 def _beside(config: Config) -> list[str]:
     """Of models that score on the actor's ranks: what need not be on the GPU together."""
-    is_local, has_reference = config.teacher.backend == "local", bool(reference_folder(config))
+    derived = derive(config)
+    is_local, has_reference = derived.is_local_teacher, bool(derived.reference_folder)
     lines = []
     if is_local and not config.teacher.fsdp_cpu_offload:
         lines.append("teacher.fsdp_cpu_offload=False: set it to true, so that its shards wait in host memory")
     if has_reference and not config.reference.fsdp_cpu_offload:
         lines.append("reference.fsdp_cpu_offload=False: set it to true, so that its shards wait in host memory")
-    if (is_local or has_reference) and not moves_states(config) and not config.actor.fsdp_cpu_offload:
+    if (is_local or has_reference) and not derived.moves_states and not config.actor.fsdp_cpu_offload:
         who = "the local teacher" if is_local else "the reference"
         lines.append(f"actor.offload_train=False: set it to true, and {who} has the GPU to itself")
     return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gkd.config.check_pools import data_parallel_size
+from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
 from gkd.handles import RolloutUsage
@@ -52,7 +52,7 @@ def layout_numbers(config: Config, since_start: int) -> dict[str, float]:
     Args:
         since_start: steps since the run was started or resumed, with this one.
     """
-    dp, limit = data_parallel_size(config), config.rollout.max_num_seqs
+    dp, limit = derive(config).dp_size, config.rollout.max_num_seqs
     return {SINCE_START: float(since_start), DP: float(dp), MAX_NUM_SEQS: float(limit)}
 
 

@@ -14,7 +14,7 @@ from gkd.actor.frozen.model import head_refusal
 from gkd.actor.fsdp.model import build_on_meta, layer_list
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import check_weight_files
-from gkd.config.check_colocation import reference_folder
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, ModelError
@@ -46,7 +46,7 @@ def local_teacher(config: Config, device: str) -> TeacherInfo:
         hidden_size=hidden_size,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer.get_vocab()),
         max_tokens=_max_tokens(hf),
-        n_workers=config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        n_workers=derive(config).world_size,
         n_streams=1,
         engine="local",
         device=device,
@@ -68,7 +68,7 @@ def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
         ConfigError: naming reference.path or, where that is empty, model.path: the folder is broken, not a model that
             can be scored so, of another vocabulary, or made for shorter sequences; or actor.packing.
     """
-    folder, path = reference_folder(config), config.reference.path
+    folder, path = derive(config).reference_folder, config.reference.path
     key = "reference.path" if path else "model.path"
     hf = _checked(config, folder, key)
     n_rows, longest = len(hf.get_output_embeddings().weight), config.data.max_prompt_length

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
+from gkd.config.derived import derive
 from gkd.config.load import load_config
-from gkd.config.loss_spec import loss_spec, teacher_signals
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.run.checkpoints import step_folder
 from gkd.run.folder import BATCHES
 from gkd.run.manifest import check_sizes, read_manifest
 from gkd.run.resume_compat import check_same_teacher
-from teacher_server.wire.protocol import Signal
 
 # What the recorded scores are; which of them there are is compared by what the loss needs.
 _SAME = ("temperature", "topk", "mass")
@@ -64,7 +62,7 @@ def _check_scores(recorded: Config, now: Config) -> None:
         if before != value:
             raise ConfigError(key, value, f"the batches to be replayed have {before!r}.", "take their value.")
     _check_head(recorded, now)
-    missing = set(_signals(now)) - set(_signals(recorded))
+    missing = set(derive(now).signals) - set(derive(recorded).signals)
     if missing:
         raise ConfigError(
             "trainer.replay",
@@ -76,7 +74,7 @@ def _check_scores(recorded: Config, now: Config) -> None:
 
 def _check_head(recorded: Config, now: Config) -> None:
     """Are recorded hidden states those of the LM head that this run multiplies them with? A head is in no batch."""
-    if "hidden" not in _signals(now):
+    if "hidden" not in derive(now).signals:
         return
     for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
         if interval := config.teacher.update_interval:
@@ -87,8 +85,3 @@ def _check_head(recorded: Config, now: Config) -> None:
                 "teacher had at their step, and a batch does not hold it.",
                 "record with teacher.signal topk or logits, or with teacher.update_interval 0.",
             )
-
-
-def _signals(config: Config) -> Sequence[Signal]:
-    spec = loss_spec(config.distill, config.teacher.temperature)
-    return teacher_signals(spec, cast(Signal, config.teacher.signal))

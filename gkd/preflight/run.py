@@ -13,9 +13,8 @@ from gkd.actor.megatron.hf_load import check_weight_files
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.gpu_table import visible_ids
 from gkd.config.check import check_config
-from gkd.config.check_colocation import gpus_wanted, reference_folder
 from gkd.config.check_parallel import check_engine_split
-from gkd.config.check_pools import n_engines
+from gkd.config.derived import Derived, derive
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
@@ -39,6 +38,7 @@ log = get_logger("preflight")
 class Plan:
     """What the checks found out, for the wiring."""
 
+    derived: Derived
     device: str  # "cpu" | "cuda"
     eos_ids: list[int]
     train_prompts: list[Prompt] = field(repr=False)
@@ -59,7 +59,7 @@ def preflight(config: Config) -> Plan:
         ClusterError: Ray is not installed.
         TeacherUnavailable: no teacher server answers at teacher.server_ip:server_port.
     """
-    check_config(config)
+    derived = check_config(config)
     check_ray_installed()
     named_checkpoint(config)  # its folder is looked for now, and read last
     device = resolve_device(config)
@@ -68,12 +68,11 @@ def preflight(config: Config) -> Plan:
     dims = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
     check_tokenizer_fits(config, tokenizer, dims.vocab_size)
-    engines = n_engines(config)
-    if config.trainer.global_batch_size < engines:
+    if config.trainer.global_batch_size < derived.n_engines:
         log.warning(
             "trainer.global_batch_size %d is fewer prompts than there are engines (%d): some will be idle",
             config.trainer.global_batch_size,
-            engines,
+            derived.n_engines,
         )
     eos_ids = sorted({*eos_token_ids(config.model.path, tokenizer), *config.rollout.stop_token_ids})
     train, dropped = load_prompts(
@@ -94,7 +93,7 @@ def preflight(config: Config) -> Plan:
     teacher = find_teacher(config, device)
     identity = {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
     check_replay(config, total_steps, identity)
-    if reference_folder(config):
+    if derived.reference_folder:
         from gkd.preflight.frozen import check_reference  # here, as `check_fsdp_student`
 
         identity["reference"] = check_reference(config, tokenizer, dims.vocab_size)
@@ -104,6 +103,7 @@ def preflight(config: Config) -> Plan:
         log.warning("actor.offload_train is ignored: with actor.fsdp_cpu_offload the states are on the host already")
     warn_of_the_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
     return Plan(
+        derived=derived,
         device=device,
         eos_ids=eos_ids,
         train_prompts=train,
@@ -161,7 +161,7 @@ def resolve_device(config: Config) -> str:
             "this environment has the CUDA builds of torch and vLLM, and they see GPUs.",
             "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu.",
         )
-    n_wanted = gpus_wanted(config)
+    n_wanted = derive(config).n_gpus
     if device == "cuda" and n_gpus < n_wanted:
         raise ConfigError(
             "rollout.n_gpus_per_node",
@@ -220,10 +220,12 @@ def check_student(config: Config) -> HfDims | ModelSizes:
             check_weight_files(Path(path), dims)
     except ModelError as error:
         raise ConfigError("model.path", path, f"{error}", "name a whole model folder of that kind.") from error
-    actor, longest = config.actor, config.data.max_prompt_length + config.data.max_response_length
+    actor, derived = config.actor, derive(config)
+    longest = derived.max_sequence_length
     if isinstance(dims, HfDims):
-        world_size = config.trainer.n_gpus_per_node * config.trainer.nnodes
-        layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
+        layout = ParallelLayout(
+            tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=0, vpp=actor.vpp, ep=actor.ep
+        )
         layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
         dims.check_sequence_length(longest)
         expert_columns = (dims.moe.ffn_size,) if dims.moe is not None else ()

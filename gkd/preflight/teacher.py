@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.derived import derive
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
@@ -14,7 +14,7 @@ from gkd.log import get_logger
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
-from teacher_server.wire.protocol import Signal, tokenizer_fingerprint
+from teacher_server.wire.protocol import tokenizer_fingerprint
 
 log = get_logger("preflight")
 
@@ -104,16 +104,15 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
             "cut the student's padded embedding rows, or use a teacher with at least as many.",
         )
     n_vocab = student_vocab
-    spec = loss_spec(config.distill, config.teacher.temperature)
-    asks_for_a_list = "topk" in teacher_signals(spec, cast(Signal, config.teacher.signal))
-    if asks_for_a_list and config.teacher.topk > n_vocab:
+    derived = derive(config)
+    if "topk" in derived.signals and config.teacher.topk > n_vocab:
         raise ConfigError(
             "teacher.topk",
             config.teacher.topk,
             f"student and teacher share only {n_vocab} token ids.",
             f"use at most {n_vocab}.",
         )
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = derived.max_sequence_length
     if longest > teacher.max_tokens:
         raise ConfigError(
             "data.max_response_length",
@@ -134,8 +133,7 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
     stored = {"logits": logits, "hidden": hidden, "topk": 8 * topk, "sampled": 4}
     trained_on = stored | {"topk": 12 * topk}
-    spec = loss_spec(config.distill, config.teacher.temperature)
-    signals = teacher_signals(spec, cast(Signal, config.teacher.signal))
+    signals = derive(config).signals
     held = sum(stored[signal] for signal in signals)
     used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
@@ -155,7 +153,7 @@ def warn_of_the_losses(config: Config, gib: float) -> None:
             config.teacher.signal,
             gib,
         )
-    spec = loss_spec(config.distill, config.teacher.temperature)
+    spec = derive(config).loss
     if spec.uses_samples and config.rollout.top_p < 1.0:
         names = [term.name for term in spec.policy_gradients]
         log.warning(

@@ -17,6 +17,7 @@ import torch
 from gkd.cluster.assignment import sort_visible_gpus, this_place
 from gkd.cluster.gpu_table import RankPlace
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.answers import is_correct
 from gkd.data.chunks import chunk_sizes, encode_sizes
@@ -91,7 +92,7 @@ class RolloutWorker:
                 config.model.path,
                 config.rollout,
                 dtype=config.model.dtype,
-                max_model_len=config.data.max_prompt_length + config.data.max_response_length,
+                max_model_len=derive(config).max_sequence_length,
                 device=device,
                 eos_ids=eos_ids,
                 trust_remote_code=config.model.trust_remote_code,

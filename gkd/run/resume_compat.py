@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
@@ -88,7 +89,7 @@ def check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> N
         raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
     if before["fingerprint"] != teacher["fingerprint"]:
         key, fix = "teacher.server_port", "start the server with the old model to resume"
-        if now.teacher.backend == "local":
+        if derive(now).is_local_teacher:
             key, fix = "teacher.path", "name the old model to resume"
         raise ConfigError(
             key,

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import ScoreTimes
@@ -44,9 +44,7 @@ class ScoringEndpoint(RecordingEndpoint):
     def __init__(self, config: Config, n_vocab: int, fingerprint: str, n_in_flight: int) -> None:
         super().__init__(config)
         self._n_vocab, self._fingerprint, self._n_in_flight = n_vocab, fingerprint, n_in_flight
-        teacher = config.teacher
-        signal = cast(Signal, teacher.signal)
-        self._signals = teacher_signals(loss_spec(config.distill, teacher.temperature), signal)
+        self._signals = derive(config).signals
         self._lock = threading.Lock()
         self._teacher: ZmqTeacher | None = None
         self._gone: TeacherUnavailable | None = None

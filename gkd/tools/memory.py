@@ -13,6 +13,7 @@ from typing import Any
 
 from gkd.cluster.gpus import card_bytes
 from gkd.config.check import check_config
+from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
@@ -79,7 +80,7 @@ def _footprints(config: Config, models: RunModels, teacher: ModelFolder | None) 
     """Args: teacher: the folder of a server's."""
     found = [*models.footprint(config, None if teacher is None else teacher.shape.hidden)]
     if teacher is not None:
-        longest = config.data.max_prompt_length + config.data.max_response_length
+        longest = derive(config).max_sequence_length
         found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
     return found
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gkd.config.derived import derive
 from gkd.config.load import load_config
-from gkd.config.loss_spec import loss_spec
 from gkd.config.schema import Config
 from gkd.data.batching import make_micro_batches
 from gkd.footprint import RankFootprint, footprint
@@ -173,7 +173,7 @@ def _build(rank: int, world_size: int, config: Config, device: str) -> tuple[Any
     actor, where = config.actor, torch.device(device)
     common: dict[str, Any] = {
         "optim": OptimSpec(lr=1e-5),
-        "loss": loss_spec(config.distill, config.teacher.temperature),
+        "loss": derive(config).loss,
         "dtype": getattr(torch, config.model.dtype),
         "device": where,
         "seed": 1,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from gkd.cluster.gpu_table import TEACHER, Card, GpuMap, RankPlace
-from gkd.config.check_pools import data_parallel_size, n_engines
+from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
@@ -66,7 +66,7 @@ def write_run(
 def _one_step(
     config: Config, rates: Rates, lengths: np.ndarray, workers: int, step: int
 ) -> tuple[list[ScoredChunk], dict[str, float]]:
-    dp, engines = data_parallel_size(config), n_engines(config)
+    dp, engines = (derived := derive(config)).dp_size, derived.n_engines
     place = np.arange(len(lengths))
     usages = [_answered(lengths[place % engines == e].tolist(), config, rates) for e in range(engines)]
     batch, now_s = [], 1000.0 * step

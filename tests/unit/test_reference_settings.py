@@ -15,7 +15,6 @@ import pytest
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.pool import batch_args
 from gkd.config.check import check_config
-from gkd.config.check_colocation import moves_states, reference_folder, reference_is_actor
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
@@ -75,10 +74,10 @@ def test_settings_that_say_nothing_or_too_much_are_refused(overrides: tuple[str,
 def test_which_model_it_is(overrides: tuple[str, ...], folder: str, is_actor: bool) -> None:
     """Fails if a second model is loaded where the actor has it already, or a named one is not."""
     found = config(*overrides)
-    check_config(found)
-    assert (reference_folder(found), reference_is_actor(found)) == (folder, is_actor)
+    derived = check_config(found)
+    assert (derived.reference_folder, derived.reference_is_actor) == (folder, is_actor)
     # One whose shards stay on the GPU needs the room that the actor's states take.
-    assert moves_states(found) == (not found.reference.fsdp_cpu_offload)
+    assert derived.moves_states == (not found.reference.fsdp_cpu_offload)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch
 from gkd.actor.common.agree import same_error
 from gkd.actor.frozen.model import FrozenModel
 from gkd.actor.fsdp.student import FsdpStudent
-from gkd.config.check_colocation import reference_folder
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.types import Rollout
@@ -25,16 +25,16 @@ from teacher_server.engines.base import ScoreParams
 
 def frozen_reference(config: Config, device: torch.device) -> FrozenModel:
     """The model of `reference_folder`; a collective over all ranks. Raises ModelError, ConfigError: see there."""
-    actor, data = config.actor, config.data
-    longest = data.max_prompt_length + data.max_response_length
+    actor = config.actor
+    derived = derive(config)
     return FrozenModel(
-        reference_folder(config),
+        derived.reference_folder,
         device=device,
         dtype=getattr(torch, config.model.dtype),
         key="reference.path" if config.reference.path else "model.path",
         cpu_offload=config.reference.fsdp_cpu_offload,
         packing=actor.packing,
-        max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest,
+        max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
         trust_remote_code=config.model.trust_remote_code,
     )
 

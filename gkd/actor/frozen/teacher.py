@@ -18,7 +18,7 @@ from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.frozen.model import FrozenModel, Table
 from gkd.actor.frozen.shares import by_chunk
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.config.loss_spec import loss_spec, teacher_signals
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.folder import TensorPlan, exhaust
@@ -47,10 +47,10 @@ class LocalTeacher:
     def __init__(
         self, config: Config, student: Student, layout: ParallelLayout, device: torch.device, n_vocab: int
     ) -> None:
-        teacher, actor, data = config.teacher, config.actor, config.data
+        teacher, actor = config.teacher, config.actor
         self._student, self._layout, self._device, self._n_vocab = student, layout, device, n_vocab
         self._interval, self._ema = teacher.update_interval, teacher.update_ema
-        longest = data.max_prompt_length + data.max_response_length
+        derived = derive(config)
         self._model = FrozenModel(
             teacher.path,
             device=device,
@@ -58,12 +58,11 @@ class LocalTeacher:
             key="teacher.path",
             cpu_offload=teacher.fsdp_cpu_offload,
             packing=actor.packing,
-            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest,
+            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
             float32_weights=self._ema > 0.0,
             trust_remote_code=config.model.trust_remote_code,
         )
-        signal = cast(Signal, teacher.signal)
-        self._signals = teacher_signals(loss_spec(config.distill, teacher.temperature), signal)
+        self._signals = derived.signals
         self._asked = [self._params(config, each) for each in self._signals]
         if self._interval:
             self._check_follows()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gkd.config.check_pools import data_parallel_size, n_engines
+from gkd.config.derived import derive
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config, TrainerConfig
 from gkd.tools.split_tuner.rates import Sizes
@@ -85,7 +85,8 @@ def own_split(config: Config, workers: int, gpus_per_worker: int, *, elsewhere: 
 
 def sizes(config: Config, split: Split) -> Sizes:
     """`config` has this split already."""
-    return Sizes(data_parallel_size(config), n_engines(config), split.workers)
+    derived = derive(config)
+    return Sizes(derived.dp_size, derived.n_engines, split.workers)
 
 
 def actor_unit(config: Config) -> int:

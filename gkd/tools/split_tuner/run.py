@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from gkd.cluster.gpu_table import TEACHER, survey_of
-from gkd.config.check_pools import data_parallel_size, n_engines
+from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
@@ -61,7 +61,7 @@ def check_plannable(config: Config) -> None:
     """Raises ConfigError: roles share GPUs, so that there is nothing to be split between them."""
     shared = {
         "trainer.colocate": (config.trainer.colocate, "actor and engines take turns on the same GPUs."),
-        "teacher.backend": (config.teacher.backend == "local", "the teacher is on the actor's GPUs."),
+        "teacher.backend": (derive(config).is_local_teacher, "the teacher is on the actor's GPUs."),
     }
     for key, (is_so, problem) in shared.items():
         if is_so:
@@ -88,7 +88,8 @@ def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int 
     check_plannable(config)
     notes: list[str] = []
     n_workers, per_worker = _teacher(folders[0], workers, gpus_per_worker, notes)
-    sizes = Sizes(data_parallel_size(config), n_engines(config), n_workers)
+    derived = derive(config)
+    sizes = Sizes(derived.dp_size, derived.n_engines, n_workers)
     table = _Table(folders[0], lines)
     workload = _workload(config, table)
     rates = _rates(config, sizes, table, notes)
@@ -157,10 +158,10 @@ def _of_last_start(folder: Path, config: Config, lines: list[dict[str, float]]) 
     """
     if not lines:
         return lines
-    newest, first = _Table(folder, lines[-1:]), len(lines) - 1
+    newest, first, derived = _Table(folder, lines[-1:]), len(lines) - 1, derive(config)
     for name, value in (
-        (DP, data_parallel_size(config)),
-        (ENGINES, n_engines(config)),
+        (DP, derived.dp_size),
+        (ENGINES, derived.n_engines),
         (MAX_NUM_SEQS, config.rollout.max_num_seqs),
     ):
         if newest[name][0] != value:

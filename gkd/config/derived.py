@@ -1,0 +1,59 @@
+"""Compute, once per process, what follows from the checked settings: pool sizes, loss, teacher signals, held models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
+from gkd.config.schedulers import staleness_bound
+from gkd.config.schema import Config
+from teacher_server.wire.protocol import Signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """Facts that follow from the settings of a run. `derive` computes them; nothing changes them."""
+
+    loss: LossSpec
+    signals: tuple[Signal, ...]  # requested from the teacher for each sequence
+    max_staleness: int  # steps between the oldest weights of a sequence and the step that trains on it
+    max_sequence_length: int  # tokens of prompt and response
+    world_size: int  # actor ranks, on all nodes
+    dp_size: int  # data-parallel groups of the actor
+    n_engines: int  # vLLM engines, on all nodes
+    n_gpus: int  # GPUs of both pools, on all nodes; colocated ones count once
+    is_local_teacher: bool  # the actor's ranks score
+    reference_is_actor: bool  # the reference is the actor with its adapters disabled
+    reference_folder: str  # frozen reference model on the actor's ranks; empty: no second model
+    moves_states: bool  # the actor's states are in host memory between two calls
+
+
+def derive(config: Config) -> Derived:
+    """Return what follows from the settings. Raises ConfigError: the loss is not valid."""
+    t, a, r, teacher = config.trainer, config.actor, config.rollout, config.teacher
+    loss = loss_spec(config.distill, teacher.temperature)
+    world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
+    is_local_teacher = teacher.backend == "local"
+    reference_is_actor = loss.has_reference and a.lora.rank > 0 and not config.reference.path
+    has_folder = loss.has_reference and not reference_is_actor
+    reference_folder = (config.reference.path or config.model.path) if has_folder else ""
+    # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass. States that
+    # fsdp_cpu_offload keeps on the host need no move. With colocate the allocator's cache is released in any case.
+    teacher_stays = is_local_teacher and not teacher.fsdp_cpu_offload
+    reference_stays = bool(reference_folder) and not config.reference.fsdp_cpu_offload
+    needs_room = a.offload_train or teacher_stays or reference_stays
+    return Derived(
+        loss=loss,
+        signals=teacher_signals(loss, cast(Signal, teacher.signal)),
+        max_staleness=staleness_bound(t),
+        max_sequence_length=config.data.max_prompt_length + config.data.max_response_length,
+        world_size=world_size,
+        dp_size=world_size // (a.tp * a.pp),
+        n_engines=engine_gpus // r.tp,
+        n_gpus=world_size if t.colocate else world_size + engine_gpus,
+        is_local_teacher=is_local_teacher,
+        reference_is_actor=reference_is_actor,
+        reference_folder=reference_folder,
+        moves_states=t.colocate or (needs_room and not a.fsdp_cpu_offload),
+    )
