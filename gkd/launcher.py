@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 
 from gkd.actor import worker as actor_worker
+from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.actor.pool import ActorPool
-from gkd.actor.reference import ReferencePool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import all_there, gather
 from gkd.cluster.hang import hang_report
@@ -37,7 +37,6 @@ from gkd.rollout.engine_start import CPU_ENV
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
 from gkd.teacher.endpoint import ScoringEndpoint
-from gkd.teacher.local import LocalScoring
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.trainer import Roles

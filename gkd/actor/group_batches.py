@@ -1,24 +1,27 @@
-"""A data-parallel group's share of a batch, checked and cut into micro-batches; the same on all ranks of the group."""
+"""Build a data-parallel group's micro-batches from its parts of a batch; the same on all ranks of the group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student
 from gkd.config.schema import ActorConfig
-from gkd.data.balance import select, with_references
 from gkd.data.batching import check_batch, make_micro_batches
 from gkd.data.collate import MicroBatches
-from gkd.types import Rollout
+from gkd.data.scatter import select
+from gkd.errors import DataError
+from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
 
 
 def group_batches(
-    takes: Sequence[bytes | None],
+    sequence_indices: Sequence[bytes | None],
     lists: Sequence[list[Any]],
     student: Student,
     actor: ActorConfig,
@@ -29,21 +32,21 @@ def group_batches(
     signals: tuple[Signal, ...],
     with_reference: bool = False,
 ) -> tuple[MicroBatches, list[Rollout]]:
-    """The micro-batches, and the sequences in them.
+    """Return the group's micro-batches, and the sequences in them.
 
     Args:
-        takes, lists: as of `ActorWorker.train_step`.
-        where: the rank, for errors.
-        has_scores: this rank is on the last pipeline stage, and scores are in `lists`.
-        signals: that each sequence's scores must have.
+        sequence_indices, lists: see `ActorWorker.train_step`.
+        where: the rank's name, for errors.
+        has_scores: this rank is on the last pipeline stage, and `lists` include scores.
+        signals: required of each sequence's scores.
 
     Raises:
-        DataError, TeacherError: on all ranks alike, what is wrong with a sequence on any of them; see `check_batch`.
+        DataError, TeacherError: a sequence of some rank is invalid, see `check_batch`; the same error on all ranks.
     """
-    n_chunks = len(takes)
+    n_chunks = len(sequence_indices)
     with same_error(device):
-        scored = with_references(lists[n_chunks : 2 * n_chunks], lists[2 * n_chunks :]) if has_scores else None
-        rollouts, scores = select(takes, lists[:n_chunks], scored)
+        scored = add_references(lists[n_chunks : 2 * n_chunks], lists[2 * n_chunks :]) if has_scores else None
+        rollouts, scores = select(sequence_indices, lists[:n_chunks], scored)
         check_batch(
             rollouts,
             scores,
@@ -61,3 +64,25 @@ def group_batches(
             packed=actor.packing,
         )
     return batches, rollouts
+
+
+def add_references(
+    scores: Sequence[list[TeacherScores]], references: Sequence[list[np.ndarray]]
+) -> Sequence[list[TeacherScores]]:
+    """Return the scores of each chunk with the reference logprobs of the same sequences.
+
+    Args:
+        references: by chunk, [R] float32 for each sequence; empty: there is no reference.
+
+    Raises:
+        DataError: a chunk has a different number of scores and reference logprobs.
+    """
+    if not references:
+        return scores
+    sizes = [len(chunk) for chunk in scores], [len(chunk) for chunk in references]
+    if sizes[0] != sizes[1]:
+        raise DataError(f"chunks of {sizes[0]} scored sequences have reference logprobs of {sizes[1]}")
+    return [
+        [replace(score, reference_logprobs=logprobs) for score, logprobs in zip(scored, chunk, strict=True)]
+        for scored, chunk in zip(scores, references, strict=True)
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
-from gkd.data.balance import parts
+from gkd.data.scatter import scatter_to_groups
 from gkd.handles import FileDigest, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
@@ -172,9 +172,9 @@ class ActorPool:
         self, method: str, batch: Sequence[ScoredChunk], *args: Any, meta: Mapping[str, Any] | None
     ) -> list[TrainStats]:
         """By rank; all have the same numbers."""
-        given = batch_args(batch, self._layouts, balance=self._config.actor.balance)
+        args_of = batch_args(batch, self._layouts, balance=self._config.actor.balance)
         refs = {
-            f"actor rank {rank}": getattr(worker, method).remote(*args, *given[rank], meta=meta)
+            f"actor rank {rank}": getattr(worker, method).remote(*args, *args_of[rank], meta=meta)
             for rank, worker in enumerate(self._workers)
         }
         return list(gather(refs, method, self._timeout_s).values())
@@ -190,17 +190,18 @@ class ActorPool:
 
 
 def batch_args(batch: Sequence[ScoredChunk], layouts: Sequence[ParallelLayout], *, balance: bool) -> list[list[Any]]:
-    """By rank, what a call on a whole batch gives it: which sequences to take of each chunk of its group, the chunks'
-    handles and, on the last pipeline stage alone, which computes the loss, the handles of their scores and, where there
-    is a reference, of its logprobs.
+    """Return, by rank, the arguments of a call on a whole batch, see `ActorWorker.train_step`.
+
+    They are the sequence_indices of each chunk and the handles of the chunks' rollouts. The last pipeline stage, which
+    computes the loss, also gets the handles of the scores and, if there is a reference, of its logprobs.
     """
-    shares = parts(batch, layouts[0].dp, balance=balance)
-    given: list[list[Any]] = []
+    groups = scatter_to_groups(batch, layouts[0].dp, balance=balance)
+    args: list[list[Any]] = []
     for layout in layouts:
-        share = shares[layout.dp_rank]
-        handles = [part.chunk.rollouts.ref for part in share]
+        parts = groups[layout.dp_rank]
+        handles = [part.chunk.rollouts.ref for part in parts]
         if layout.is_last_stage:
-            handles += [part.chunk.ref for part in share]
-            handles += [part.chunk.reference for part in share if part.chunk.reference is not None]
-        given.append([[part.take for part in share], *handles])
-    return given
+            handles += [part.chunk.ref for part in parts]
+            handles += [part.chunk.reference for part in parts if part.chunk.reference is not None]
+        args.append([[part.sequence_indices for part in parts], *handles])
+    return args

@@ -167,11 +167,11 @@ class ActorWorker:
             self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
         self._log.info("teacher built and loaded")
 
-    def score(self, takes: Sequence[bytes], *chunks: list[Rollout]) -> Any:
-        """The local teacher's scores of this rank's share; every rank is called, also one without a share.
+    def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
+        """Compute the local teacher's scores of this rank's sequences. Collective, also for a rank without sequences.
 
         Args:
-            takes: of each chunk, the places of the sequences that are scored here, int32.
+            sequence_indices: of each chunk, the sequences scored by this rank, see `gkd.data.scatter`.
 
         Returns:
             None, and then for each chunk a list of `TeacherScores`; without chunks None alone. One object each.
@@ -181,7 +181,7 @@ class ActorWorker:
         """
         assert self._teacher is not None
         with self._memory.during("teacher scoring"):
-            scores = self._teacher.score(takes, chunks)
+            scores = self._teacher.score(sequence_indices, chunks)
         return (None, *scores) if scores else None
 
     def init_reference(self) -> None:
@@ -193,12 +193,12 @@ class ActorWorker:
         self._log.info("reference built and loaded")
 
     def reference_logprobs(
-        self, takes: Sequence[bytes], *chunks: list[Rollout], meta: Mapping[str, Any] | None = None
+        self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout], meta: Mapping[str, Any] | None = None
     ) -> Any:
-        """The reference's logprobs of this rank's share; every rank is called, also one without a share.
+        """Compute the reference logprobs of this rank's sequences. Collective, also for a rank without sequences.
 
         Args:
-            takes: as of `score`.
+            sequence_indices: as for `score`.
             meta: `disable_adapter`: the reference is the student without its adapters; else it is a model of its own,
                 and the student's states stay where they are. `is_offload_states`: as of `train_step`.
 
@@ -209,7 +209,7 @@ class ActorWorker:
             TeacherError, DataError: on all ranks; see `frozen_logprobs`, `bare_logprobs`.
         """
         from gkd.actor.frozen.reference import bare_logprobs, frozen_logprobs
-        from gkd.actor.frozen.shares import by_chunk
+        from gkd.data.scatter import map_selected
 
         student, config = self._student, self._config
         with self._memory.during("reference logprobs"):
@@ -225,13 +225,13 @@ class ActorWorker:
                 )
                 moved = self._held.needed("reference", [PARAMS], meta, known=META_KEYS)
                 with moved, self._memory.diagnosed("reference logprobs"):
-                    found = by_chunk(takes, chunks, work)
+                    found = map_selected(sequence_indices, chunks, work)
             else:
                 if self._reference is None:
                     raise ValueError(f"this actor holds no reference: with adapters, say {DISABLE_ADAPTER}: True")
                 temperature, n_vocab = config.teacher.temperature, student.n_vocab
                 work = partial(frozen_logprobs, self._reference, temperature=temperature, n_vocab=n_vocab)
-                found = by_chunk(takes, chunks, work)
+                found = map_selected(sequence_indices, chunks, work)
         return (None, *found) if found else None
 
     def set_teacher_head(self, head: np.ndarray) -> None:
@@ -268,19 +268,19 @@ class ActorWorker:
                 moves.wait()
 
     def train_step(
-        self, takes: Sequence[bytes | None], *lists: list[Any], meta: Mapping[str, Any] | None = None
+        self, sequence_indices: Sequence[bytes | None], *lists: list[Any], meta: Mapping[str, Any] | None = None
     ) -> TrainStats:
         """One optimizer step on this data-parallel group's share.
 
         Args:
-            takes: which sequences of each chunk are the group's, see `gkd.data.balance.Part`.
+            sequence_indices: of each chunk, the group's sequences, see `gkd.data.scatter`.
             lists: of each chunk a list of rollouts and then, on the last pipeline stage, of each a list of scores and,
                 where there is a reference, of each a list of its logprobs. The driver passes handles; Ray fetches what
                 they stand for from the object store.
             meta: what becomes of the states after the call, see `OffloadController.needed`.
         """
         with self._memory.during("training step"):
-            batches = self._micro_batches(takes, lists, with_reference=self._loss.has_reference)[0]
+            batches = self._micro_batches(sequence_indices, lists, with_reference=self._loss.has_reference)[0]
             with self._held.needed("train", meta=meta), self._memory.diagnosed("training step"):
                 stats = self._student.train_step(batches)
                 self._memory.after_step()  # as the step has left it
@@ -292,7 +292,7 @@ class ActorWorker:
     def evaluate(
         self,
         keep_tokens: int,
-        takes: Sequence[bytes | None],
+        sequence_indices: Sequence[bytes | None],
         *lists: list[Any],
         meta: Mapping[str, Any] | None = None,
     ) -> TrainStats:
@@ -303,7 +303,7 @@ class ActorWorker:
                 first rank of those that compute the loss.
         """
         with self._memory.during("evaluation"):
-            batches, rollouts = self._micro_batches(takes, lists)
+            batches, rollouts = self._micro_batches(sequence_indices, lists)
             keeps = keep_tokens > 0 and self._layout.is_last_stage and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
             with self._held.needed("evaluate", [PARAMS], meta), self._memory.diagnosed("evaluation"):
@@ -384,11 +384,11 @@ class ActorWorker:
             yield
 
     def _micro_batches(
-        self, takes: Sequence[bytes | None], lists: Sequence[list[Any]], *, with_reference: bool = False
+        self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], *, with_reference: bool = False
     ) -> tuple[MicroBatches, list[Rollout]]:
         """This group's, and the sequences in them; arguments as of `train_step`, errors as of `group_batches`."""
         return group_batches(
-            takes,
+            sequence_indices,
             lists,
             self._student,
             self._config.actor,

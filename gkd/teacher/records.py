@@ -20,6 +20,7 @@ import numpy as np
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.rollout_file import read_sequences, write_sequences
+from gkd.data.scatter import gather_results
 from gkd.handles import FileDigest, ScoreTimes
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
@@ -64,23 +65,23 @@ class RecordingEndpoint:
         """Answers once the process runs."""
         return True
 
-    def assemble(self, takes: Sequence[bytes], *parts: list[TeacherScores]) -> tuple[list[TeacherScores], bytes]:
-        """A chunk's scores out of the parts that several ranks made, into the object store of this host.
+    def gather_scores(
+        self, sequence_indices: Sequence[bytes | None], *parts: list[TeacherScores]
+    ) -> tuple[list[TeacherScores], bytes]:
+        """Put a chunk's scores, computed in parts by several ranks, into the object store of this host.
 
         Args:
-            takes: of each part, the places of its sequences in the chunk, int32.
+            sequence_indices: of each part, see `gkd.data.scatter`.
 
         Returns:
             As `ScoringEndpoint.score`.
         """
-        scores = self.in_order(takes, *parts)
+        scores = gather_results(sequence_indices, parts)
         return scores, summary_of(scores).encode()
 
-    def in_order(self, takes: Sequence[bytes], *parts: list[T]) -> list[T]:
-        """What several ranks made of a chunk's sequences, in the chunk's order; arguments as of `assemble`."""
-        places = np.concatenate([np.frombuffer(take, "<i4") for take in takes])
-        made = [each for part in parts for each in part]
-        return [made[i] for i in np.argsort(places)]
+    def gather_results(self, sequence_indices: Sequence[bytes | None], *parts: list[T]) -> list[T]:
+        """Put other results of several ranks into the object store of this host, in the chunk's order."""
+        return gather_results(sequence_indices, parts)
 
     def zeros(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """[R] float32 for each sequence: in the place of numbers that nobody reads."""

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 
 from gkd.config.schema import Config
-from gkd.data.balance import select
+from gkd.data.scatter import select
 from gkd.handles import FileDigest, TrainStats
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.sampling import Sampling
@@ -192,8 +192,9 @@ class TimedActorWorker:
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
-    def train_step(self, takes: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
-        rollouts, _ = select(takes, lists[: len(takes)], lists[len(takes) :])
+    def train_step(self, sequence_indices: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
+        n_chunks = len(sequence_indices)
+        rollouts, _ = select(sequence_indices, lists[:n_chunks], lists[n_chunks:])
         n_tokens = sum(rollout.n_tokens for rollout in rollouts)
         time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
         return TrainStats(loss=1.0, n_loss_tokens=n_tokens)

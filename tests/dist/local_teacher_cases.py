@@ -20,8 +20,8 @@ SETTINGS = {
     "logits": ("teacher.signal=logits", "teacher.temperature=0.7"),
     "hidden": ("teacher.signal=hidden", "teacher.temperature=0.7"),
 }
-# By rank, the places that it takes of a chunk with all sequences, and of one with the last three.
-TAKES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
+# By rank, the sequences it scores of a chunk with all sequences, and of one with the last three.
+INDICES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
 
 
 def teach(rank: int, root: Path) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
         return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, CPU, n_vocab)
 
     chunks = [sequences(), sequences()[-3:]]
-    takes = [np.array(places, "<i4").tobytes() for places in TAKES[rank]]
-    out: dict[str, Any] = {"scores": {k: teacher(*s).score(takes, chunks) for k, s in SETTINGS.items()}}
+    sequence_indices = [np.array(indices, "<i4").tobytes() for indices in INDICES[rank]]
+    out: dict[str, Any] = {"scores": {k: teacher(*s).score(sequence_indices, chunks) for k, s in SETTINGS.items()}}
     out["head"] = _head(student)
     follower = teacher("teacher.update_interval=2", "teacher.signal=hidden")
     before = frozen_weights(follower._model)

@@ -19,7 +19,7 @@ from teacher_server.wire.payload import TopKScores
 from tests.dist.frozen_cases import ASKED, CUT, EMA, KINDS, PLAIN, deals, measure, sequences
 from tests.dist.helpers import free_port, run_gloo
 from tests.dist.hf_models import make_model_folder
-from tests.dist.local_teacher_cases import TAKES
+from tests.dist.local_teacher_cases import INDICES
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 
 pytestmark = pytest.mark.dist
@@ -281,13 +281,13 @@ class TestLocalTeacher:
             ScoreParams("hidden"),
         )
         topk, sampled, logits, hidden = engine_scores(root / "qwen3_other", asked)
-        for rank, takes in enumerate(TAKES):
+        for rank, sequence_indices in enumerate(INDICES):
             scores = ranks[2][rank]["teacher"]["scores"]
             for signal in scores.values():
-                assert [len(part) for part in signal] == [len(take) for take in takes]
-            for number, take in enumerate(takes):
-                for j, place in enumerate(take):
-                    at = place if number == 0 else place + len(topk) - 3
+                assert [len(part) for part in signal] == [len(indices) for indices in sequence_indices]
+            for number, indices in enumerate(sequence_indices):
+                for j, index in enumerate(indices):
+                    at = index if number == 0 else index + len(topk) - 3
                     both = scores["both"][number][j]
                     table = TopKScores(both.topk.topk_ids, both.topk.topk_logprobs, both.topk.tail_mass)
                     assert difference(table, topk[at]) <= TOLERANCE

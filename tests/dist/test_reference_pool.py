@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.actor.reference import ReferencePool
+from gkd.actor.frozen.pools import ReferencePool
 from gkd.errors import TeacherError
 from gkd.handles import ScoredChunk
 from gkd.teacher.records import RecordingEndpoint
@@ -18,7 +18,7 @@ from gkd.teacher.scoring import RECORDS
 from gkd.types import Rollout
 from tests.bench.student_case import save_model
 from tests.dist.slots import actor_slots
-from tests.dist.test_held_states import N_RANKS, Actor, batch
+from tests.dist.test_offload import N_RANKS, Actor, batch
 
 pytestmark = pytest.mark.dist
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from gkd.actor.common.base import Student
 from gkd.actor.common.host_copies import Snapshot
 from gkd.actor.frozen.model import FrozenModel, Table
-from gkd.actor.frozen.shares import by_chunk
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.data.scatter import map_selected
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.folder import TensorPlan, exhaust
 from gkd.log import get_logger
@@ -68,17 +68,19 @@ class LocalTeacher:
             self._check_follows()
         self._hand_over_head()
 
-    def score(self, takes: Sequence[bytes], chunks: Sequence[list[Rollout]]) -> list[list[TeacherScores]]:
-        """By chunk, the scores of those sequences of it that this rank takes.
+    def score(
+        self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
+    ) -> list[list[TeacherScores]]:
+        """Return, by chunk, the scores of the sequences selected for this rank.
 
         Args:
-            takes: their places in each chunk, int32.
+            sequence_indices: of each chunk, see `gkd.data.scatter`.
 
         Raises:
             TeacherError: see `FrozenModel.score`.
         """
-        found = by_chunk(takes, chunks, lambda rollouts: self._model.score(rollouts, self._asked))
-        return [[self._scores(tables) for tables in part] for part in found]
+        by_chunk = map_selected(sequence_indices, chunks, lambda rollouts: self._model.score(rollouts, self._asked))
+        return [[self._scores(tables) for tables in part] for part in by_chunk]
 
     def device_bytes(self) -> int:
         """See `FrozenModel.device_bytes`."""

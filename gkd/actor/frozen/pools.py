@@ -1,0 +1,153 @@
+"""Driver side of the frozen models on the actor's ranks: scores of a local teacher, logprobs of a reference.
+
+    collect, compute_logprobs    sequences scattered so that each rank has about the same number of tokens
+                                 -> one collective call on all ranks
+                                 -> the parts of each chunk gathered on the host of the group that trains on it
+
+Only the loop's own thread calls the actor. So every rank receives these calls at the same point of its sequence of
+calls, whatever the engines and a teacher server do meanwhile. With a local teacher, nothing may be scored during a
+training step: `trainer.scheduler` is sync, or batches are replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gkd.cluster.calls import Pending, gather
+from gkd.config.derived import derive
+from gkd.config.schema import Config
+from gkd.data.scatter import scatter_to_ranks
+from gkd.handles import PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.teacher.scoring import RECORDS, RecordedScoring
+
+# The training step follows immediately, so the actor's weights stay on the device.
+_WITHOUT_ADAPTERS: Mapping[str, Any] = {"disable_adapter": True, "is_offload_states": False}
+
+
+class LocalScoring(RecordedScoring):
+    """Implement `gkd.roles.ScoringRole` over the actor's workers, in rank order, and endpoints without a teacher.
+
+    `collect` and `record` may call the actor. On shared GPUs, call them in the training phase
+    (`gkd.pipeline.colocation`).
+    """
+
+    def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], timeout_s: float) -> None:
+        super().__init__(endpoints, timeout_s)
+        self._workers = list(workers)
+
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
+        """Return a chunk without handles: it is scored when it is collected."""
+        return PendingScores(chunk, None, None)
+
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        """Score the chunks that have no scores yet; blocks for a forward pass. Raises TeacherError."""
+        return super().collect(self._with_scores(pending))
+
+    def record(
+        self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
+    ) -> Recording:
+        """As `RecordedScoring.record`; with `scored`, chunks without scores are scored first."""
+        if scored:
+            results = iter(self._with_scores([chunk for chunk in chunks if isinstance(chunk, PendingScores)]))
+            chunks = [next(results) if isinstance(chunk, PendingScores) else chunk for chunk in chunks]
+        return super().record(chunks, folder, label, scored=scored)
+
+    def _with_scores(self, pending: Sequence[PendingScores]) -> list[PendingScores]:
+        results = iter(self._score([p.rollouts for p in pending if p.summary is None]))
+        return [next(results) if p.summary is None else p for p in pending]
+
+    def _score(self, chunks: Sequence[RolloutChunk]) -> list[PendingScores]:
+        if not chunks:
+            return []
+        calls, results = call_scattered(self._workers, "score", chunks)
+        gather(calls, "teacher scoring", self._timeout_s)
+        scored = []
+        for chunk, parts in zip(chunks, results, strict=True):
+            endpoint = self._endpoints[chunk.dp_rank]
+            scores, summary = endpoint.gather_scores.options(num_returns=2).remote(parts.sequence_indices, *parts.refs)
+            scored.append(PendingScores(chunk, scores, summary))
+        return scored
+
+
+class PendingReference:
+    """A batch whose reference logprobs are being computed."""
+
+    def __init__(self, calls: Pending, batch: list[ScoredChunk]) -> None:
+        self._calls, self._batch = calls, batch
+
+    def wait(self, timeout_s: float | None = None) -> list[ScoredChunk]:
+        """Return the batch, each chunk with the handle of its logprobs. May be repeated. Raises as `Pending.wait`."""
+        self._calls.wait(timeout_s)
+        return self._batch
+
+
+class ReferencePool:
+    """Implement `gkd.roles.ReferenceRole` over the actor's workers, in rank order, and the scoring endpoints."""
+
+    def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], config: Config) -> None:
+        self._workers, self._endpoints = list(workers), list(endpoints)
+        self._timeout_s = config.trainer.stage_timeout_s
+        self._meta = _WITHOUT_ADAPTERS if derive(config).reference_is_actor else None
+
+    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> PendingReference:
+        """Compute the reference logprobs of a batch, see `gkd.roles.ReferenceRole`.
+
+        The reference term excludes dataset responses: they get zeros without a forward pass.
+        """
+        on_policy = [chunk.rollouts for chunk in batch if chunk.rollouts.on_policy]
+        calls, results = call_scattered(self._workers, "reference_logprobs", on_policy, meta=self._meta)
+        computed = iter(results)
+        chunks = []
+        for chunk in batch:
+            endpoint = self._endpoints[chunk.rollouts.dp_rank]
+            # In this concurrency group it does not wait for requests to a teacher server, possibly of the next batch.
+            if chunk.rollouts.on_policy:
+                parts = next(computed)
+                gather_results = endpoint.gather_results.options(concurrency_group=RECORDS)
+                handle = gather_results.remote(parts.sequence_indices, *parts.refs)
+            else:
+                handle = endpoint.zeros.options(concurrency_group=RECORDS).remote(chunk.rollouts.ref)
+            chunks.append(replace(chunk, reference=handle))
+        pending = PendingReference(Pending(calls, "reference logprobs", self._timeout_s), chunks)
+        if blocking:
+            pending.wait()
+        return pending
+
+
+@dataclass(slots=True)
+class PartialResults:
+    """The parts that ranks compute of one chunk."""
+
+    sequence_indices: list[bytes | None] = field(default_factory=list)  # of each part, see `gkd.data.scatter`
+    refs: list[Any] = field(default_factory=list)  # handle of each part's list of results
+
+
+def call_scattered(
+    workers: Sequence[Any], method: str, chunks: Sequence[RolloutChunk], **options: Any
+) -> tuple[dict[str, Any], list[PartialResults]]:
+    """Start one collective call on the actor's ranks; returns at once.
+
+    Args:
+        method: of `ActorWorker`; called with the sequence_indices of each chunk and the chunks' rollouts. It returns
+            None, and then a list of results for each chunk.
+        options: keyword arguments of the call.
+
+    Returns:
+        (handles of the calls by rank's name, the parts of each chunk).
+    """
+    calls: dict[str, Any] = {}
+    results = [PartialResults() for _ in chunks]
+    # Every rank is called, also one without a sequence: each layer's weights are gathered from all of them.
+    for rank, parts in enumerate(scatter_to_ranks(chunks, len(workers))):
+        sequence_indices = [part.sequence_indices for part in parts]
+        rollouts = [chunks[part.chunk_index].ref for part in parts]
+        call = getattr(workers[rank], method).options(num_returns=1 + len(parts))
+        returned = call.remote(sequence_indices, *rollouts, **options)
+        calls[f"actor rank {rank}"], *refs = returned if parts else [returned]
+        for part, ref in zip(parts, refs, strict=True):
+            results[part.chunk_index].sequence_indices.append(part.sequence_indices)
+            results[part.chunk_index].refs.append(ref)
+    return calls, results

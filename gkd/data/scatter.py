@@ -1,0 +1,173 @@
+"""Scatter the sequences of chunks over data-parallel groups or ranks, select them there, and gather the results.
+
+    driver    scatter_to_groups | scatter_to_ranks    which sequences of which chunk
+    rank      select | map_selected                   those sequences, out of the chunks
+    host      gather_results                          the results of several ranks, in the order of the chunk
+
+A selection is always called `sequence_indices`: the positions of the sequences in their chunk, as little-endian int32
+bytes; None selects the whole chunk.
+- Positions, because they index a chunk's rollouts, scores and reference logprobs alike. A `sample_index` does not: two
+  chunks may have the same ones (those of two evaluations), and sorting results by it does not restore a chunk's order.
+- Bytes, because a pickled array has 100 bytes and more of its own, and a chunk may have a single sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from gkd.data.balance import even_groups
+from gkd.errors import DataError
+from gkd.handles import RolloutChunk, ScoredChunk
+from gkd.types import Rollout, TeacherScores
+
+_INDEX = "<i4"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPart:
+    """The sequences of one chunk that one data-parallel group trains on."""
+
+    chunk: ScoredChunk
+    sequence_indices: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The sequences of one chunk that one rank computes something for."""
+
+    chunk_index: int  # in the list of chunks that was scattered
+    sequence_indices: bytes | None
+
+
+def encode_indices(indices: np.ndarray, n_sequences: int) -> bytes | None:
+    """Return the `sequence_indices` of a chunk of `n_sequences`.
+
+    Args:
+        indices: [n] integers, distinct and ascending.
+    """
+    return None if len(indices) == n_sequences else indices.astype(_INDEX).tobytes()
+
+
+def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int]:
+    """Return the positions that `encode_indices` was given. Raises DataError: the chunk is shorter than a position."""
+    if sequence_indices is None:
+        return list(range(n_sequences))
+    indices: list[int] = np.frombuffer(sequence_indices, _INDEX).tolist()
+    if missing := [i for i in indices if not 0 <= i < n_sequences]:
+        raise DataError(f"sequence_indices {missing} are not in their chunk, which has {n_sequences} sequences")
+    return indices
+
+
+def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int, *, balance: bool) -> list[list[GroupPart]]:
+    """Return, by data-parallel group, its parts of the chunks that it has any sequence of, in the order of `batch`.
+
+    Args:
+        balance: even out the groups' tokens; else each group trains on the chunks that were generated for it.
+    """
+    if not balance:
+        return [[GroupPart(c, None) for c in batch if c.rollouts.dp_rank == rank] for rank in range(dp_size)]
+    samples = [_joined([c.rollouts.sample_index for c in batch if c.rollouts.dp_rank == g]) for g in range(dp_size)]
+    lengths = [_joined([c.rollouts.n_tokens for c in batch if c.rollouts.dp_rank == g]) for g in range(dp_size)]
+    groups: list[list[GroupPart]] = []
+    for own_samples in even_groups(samples, lengths):
+        parts = []
+        for chunk in batch:
+            selected = np.isin(chunk.rollouts.sample_index, own_samples)
+            if selected.any():
+                parts.append(GroupPart(chunk, encode_indices(np.flatnonzero(selected), len(selected))))
+        groups.append(parts)
+    return groups
+
+
+def scatter_to_ranks(chunks: Sequence[RolloutChunk], n_ranks: int) -> list[list[RankPart]]:
+    """Return, by rank, the parts of the chunks that it computes, with about the same number of tokens for each rank.
+
+    Neighboring sequences stay together where possible, so that few chunks are split.
+    """
+    if not chunks:
+        return [[] for _ in range(n_ranks)]
+    n_tokens = np.concatenate([chunk.n_tokens for chunk in chunks]).astype(np.int64)
+    chunk_of = np.repeat(np.arange(len(chunks)), [chunk.n_sequences for chunk in chunks])
+    index_of = np.concatenate([np.arange(chunk.n_sequences) for chunk in chunks])
+    middle = n_tokens.cumsum() - n_tokens / 2
+    first_guess = np.minimum(middle * n_ranks // n_tokens.sum(), n_ranks - 1)
+    groups = [np.flatnonzero(first_guess == rank).astype(np.int32) for rank in range(n_ranks)]
+    ranks: list[list[RankPart]] = []
+    for own in even_groups(groups, [n_tokens[group].astype(np.int32) for group in groups]):
+        parts = []
+        for i in np.unique(chunk_of[own]).tolist():
+            parts.append(RankPart(i, encode_indices(index_of[own[chunk_of[own] == i]], chunks[i].n_sequences)))
+        ranks.append(parts)
+    return ranks
+
+
+def select(
+    sequence_indices: Sequence[bytes | None],
+    chunks: Sequence[list[Rollout]],
+    scores: Sequence[list[TeacherScores]] | None,
+) -> tuple[list[Rollout], list[TeacherScores] | None]:
+    """Return the selected sequences of all chunks and their scores.
+
+    Args:
+        sequence_indices: by chunk.
+        scores: by chunk; None on pipeline stages that compute no loss.
+
+    Raises:
+        DataError: a chunk lacks a selected sequence, or has a different number of rollouts and scores.
+    """
+    rollouts: list[Rollout] = []
+    selected_scores: list[TeacherScores] = []
+    for number, (selection, chunk) in enumerate(zip(sequence_indices, chunks, strict=True)):
+        indices = decode_indices(selection, len(chunk))
+        rollouts += [chunk[i] for i in indices]
+        if scores is not None:
+            if len(scores[number]) != len(chunk):
+                raise DataError(f"a chunk of {len(chunk)} rollouts has scores of {len(scores[number])} sequences")
+            selected_scores += [scores[number][i] for i in indices]
+    return rollouts, None if scores is None else selected_scores
+
+
+def map_selected(
+    sequence_indices: Sequence[bytes | None],
+    chunks: Sequence[list[Rollout]],
+    compute: Callable[[list[Rollout]], Sequence[T]],
+) -> list[list[T]]:
+    """Return, by chunk, the result of `compute` for each selected sequence.
+
+    `compute` is called once, with the sequences of all chunks; also with none, since it may be a collective.
+
+    Raises:
+        DataError: a chunk lacks a selected sequence.
+    """
+    selected = [
+        [chunk[i] for i in decode_indices(selection, len(chunk))]
+        for selection, chunk in zip(sequence_indices, chunks, strict=True)
+    ]
+    results = iter(compute([rollout for part in selected for rollout in part]))
+    return [[next(results) for _ in part] for part in selected]
+
+
+def gather_results(sequence_indices: Sequence[bytes | None], parts: Sequence[list[T]]) -> list[T]:
+    """Return one chunk's results in the order of the chunk.
+
+    Args:
+        sequence_indices: of each part; together they select every sequence of the chunk once.
+        parts: the results of `map_selected` for this chunk, by rank.
+
+    Raises:
+        DataError: a sequence has no result, or two.
+    """
+    results = [result for part in parts for result in part]
+    indices = [i for selection in sequence_indices for i in decode_indices(selection, len(results))]
+    if sorted(indices) != list(range(len(results))):
+        raise DataError(f"a chunk was computed in parts that select its sequences {sorted(indices)}")
+    return [results[i] for i in np.argsort(indices)]
+
+
+def _joined(tables: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int32), *tables])

@@ -1,0 +1,164 @@
+"""Scatter sequences over groups and ranks, select them there, gather the results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.pool import batch_args
+from gkd.data.chunks import chunk_sizes
+from gkd.data.scatter import (
+    decode_indices,
+    encode_indices,
+    gather_results,
+    map_selected,
+    scatter_to_groups,
+    scatter_to_ranks,
+    select,
+)
+from gkd.errors import DataError
+from gkd.handles import RolloutChunk, ScoredChunk
+from gkd.types import Rollout, TeacherScores
+
+
+def rollout(index: int, n_tokens: int) -> Rollout:
+    n = n_tokens - 1
+    return Rollout(index, index, np.zeros(1, np.int32), np.zeros(n, np.int32), np.zeros(n, np.float32), (), "stop")
+
+
+def sizes_of(n_tokens: list[int]) -> RolloutChunk:
+    """A chunk's sizes; the samples of two chunks have the same numbers, as those of two evaluations."""
+    n = np.array(n_tokens, np.int32)
+    return RolloutChunk(0, None, len(n), 0, 0, 0, 0, sample_index=np.arange(len(n), dtype=np.int32), n_tokens=n)
+
+
+def scored_chunk(dp_rank: int, samples: list[int], n_tokens: list[int]) -> tuple[ScoredChunk, list[Rollout]]:
+    """A scored chunk whose handles are texts, and its rollouts."""
+    rollouts = [rollout(i, n) for i, n in zip(samples, n_tokens, strict=True)]
+    sizes = replace(chunk_sizes(dp_rank, [replace(r, on_policy=False) for r in rollouts], 0), ref=f"rollouts {samples}")
+    return ScoredChunk(sizes, f"scores {samples}", None, 0), rollouts
+
+
+@pytest.fixture
+def batch() -> list[tuple[ScoredChunk, list[Rollout]]]:
+    """Two groups; the second has an eighth of the tokens."""
+    return [scored_chunk(0, [4, 0, 2], [30, 40, 10]), scored_chunk(1, [1, 3], [5, 15]), scored_chunk(0, [6], [80])]
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_only_ranks_that_compute_the_loss_get_scores(
+    batch: list[tuple[ScoredChunk, list[Rollout]]], tp: int, pp: int, balance: bool
+) -> None:
+    """Fails if a rank fetches scores it does not use, lacks some, or ranks of a group have different sequences."""
+    layouts = [ParallelLayout(tp=tp, pp=pp, world_size=2 * tp * pp, rank=rank) for rank in range(2 * tp * pp)]
+    chunks, stored = [c for c, _ in batch], {c.rollouts.ref: rollouts for c, rollouts in batch}
+    args = batch_args(chunks, layouts, balance=balance)
+    trained: dict[int, list[int]] = {}
+    for layout, (sequence_indices, *handles) in zip(layouts, args, strict=True):
+        n_chunks = len(sequence_indices)
+        rollout_refs, score_refs = handles[:n_chunks], handles[n_chunks:]
+        assert all(ref in stored for ref in rollout_refs)
+        expected = [ref.replace("rollouts", "scores") for ref in rollout_refs] if layout.is_last_stage else []
+        assert score_refs == expected
+        selected, _ = select(sequence_indices, [stored[ref] for ref in rollout_refs], None)
+        samples = [r.sample_index for r in selected]
+        assert trained.setdefault(layout.dp_rank, samples) == samples
+    assert sorted(trained[0] + trained[1]) == [0, 1, 2, 3, 4, 6]
+    n_tokens = {r.sample_index: r.n_tokens for _, rollouts in batch for r in rollouts}
+    heaviest = max(sum(n_tokens[i] for i in samples) for samples in trained.values())
+    assert heaviest == (90 if balance else 160)
+    if not balance:
+        whole = [[None, None] if layout.dp_rank == 0 else [None] for layout in layouts]
+        assert [sequence_indices for sequence_indices, *_ in args] == whole
+
+
+def test_scores_stay_with_their_rollouts(batch: list[tuple[ScoredChunk, list[Rollout]]]) -> None:
+    """Fails if a sequence that moved to another group is trained on the scores of another sequence."""
+    for parts in scatter_to_groups([c for c, _ in batch], 2, balance=True):
+        chunks = [next(rollouts for c, rollouts in batch if c is part.chunk) for part in parts]
+        scores = [
+            [TeacherScores(sampled_logprobs=r.rollout_logprobs + r.sample_index) for r in chunk] for chunk in chunks
+        ]
+        rollouts, selected = select([part.sequence_indices for part in parts], chunks, scores)
+        assert selected is not None and len(rollouts) == len(selected) > 0
+        for sequence, score in zip(rollouts, selected, strict=True):
+            assert score.sampled_logprobs is not None and (score.sampled_logprobs == sequence.sample_index).all()
+
+
+def test_a_chunk_without_a_selected_sequence_is_refused() -> None:
+    """Fails if a sequence that a rank has to train on is silently left out."""
+    rollouts = [rollout(i, 5) for i in range(3)]
+    for indices in ([1, 3], [-1]):
+        selection = np.array(indices, "<i4").tobytes()
+        with pytest.raises(DataError, match=str(indices[-1])):
+            select([selection], [rollouts], None)
+        with pytest.raises(DataError, match=str(indices[-1])):
+            map_selected([selection], [rollouts], list)
+    with pytest.raises(DataError, match=r"3.*2"):
+        select([None], [rollouts], [[TeacherScores()] * 2])
+
+
+def test_a_selection_is_decoded_as_it_was_encoded() -> None:
+    """Fails if a whole chunk costs bytes, or some sequences become others on the way."""
+    assert encode_indices(np.arange(4), 4) is None and decode_indices(None, 4) == [0, 1, 2, 3]
+    encoded = encode_indices(np.array([0, 3]), 4)
+    assert encoded is not None and len(encoded) == 8 and decode_indices(encoded, 4) == [0, 3]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=16), min_size=1, max_size=8),
+    st.integers(1, 9),
+)
+def test_every_sequence_is_computed_once_and_comes_back_in_order(lengths: list[list[int]], n_ranks: int) -> None:
+    """Fails if a sequence is scored twice or never, ranks are uneven, or a result reaches another sequence."""
+    ranks = scatter_to_ranks([sizes_of(each) for each in lengths], n_ranks)
+    chunks = [[rollout(i, n) for i, n in enumerate(each)] for each in lengths]
+    assert len(ranks) == n_ranks
+    parts: list[list[tuple[bytes | None, list[tuple[int, int]]]]] = [[] for _ in chunks]
+    tokens = []
+    for own in ranks:
+        selected = [chunks[part.chunk_index] for part in own]
+        indices = [part.sequence_indices for part in own]
+        results = map_selected(indices, selected, lambda rollouts: [(r.sample_index, r.n_tokens) for r in rollouts])
+        assert all(results)
+        tokens.append(sum(n for part in results for _, n in part))
+        for part, result in zip(own, results, strict=True):
+            parts[part.chunk_index].append((part.sequence_indices, result))
+    for each, of_chunk in zip(lengths, parts, strict=True):
+        gathered = gather_results([selection for selection, _ in of_chunk], [result for _, result in of_chunk])
+        assert gathered == list(enumerate(each))
+    flat = [n for each in lengths for n in each]
+    assert max(tokens) <= 1.01 * sum(flat) / n_ranks + max(flat)
+
+
+def test_a_rank_without_sequences_joins_the_computation() -> None:
+    """Fails if a rank without sequences skips a collective that the others wait in."""
+    calls: list[list[Rollout]] = []
+
+    def compute(rollouts: list[Rollout]) -> list[int]:
+        calls.append(rollouts)
+        return []
+
+    assert map_selected([], [], compute) == [] and calls == [[]]
+    assert scatter_to_ranks([], 2) == [[], []]
+
+
+def test_whole_chunks_stay_whole() -> None:
+    """Fails if an even distribution splits chunks without need, and each rank has to fetch all of them."""
+    ranks = scatter_to_ranks([sizes_of([10] * 16) for _ in range(4)], 4)
+    assert [[part.chunk_index for part in parts] for parts in ranks] == [[0], [1], [2], [3]]
+    assert all(part.sequence_indices is None for parts in ranks for part in parts)
+
+
+def test_results_that_overlap_or_are_missing_are_refused() -> None:
+    """Fails if one sequence's result is used for another where two ranks computed the same one."""
+    for selections in ([None, None], [np.array([0], "<i4").tobytes()] * 2):
+        with pytest.raises(DataError):
+            gather_results(selections, [["a"], ["b"]])
