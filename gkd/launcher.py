@@ -32,6 +32,7 @@ from gkd.gpu_map.report import place_table
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
+from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.rollout.pool import RolloutPool
@@ -39,7 +40,6 @@ from gkd.rollout.worker import RolloutWorker
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
-from gkd.trainer import Roles
 from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("wiring")
@@ -71,11 +71,11 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
             with startup:
                 roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
             log.info("all ranks are up")
-            yield replace(roles, explained=lambda error: _explained(error, startup, cluster.run, plan))
+            yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
         except RankTimeout as error:
             if error.diagnosed:
                 raise
-            raise _explained(error, startup, cluster.run, plan) from error
+            raise _diagnosed(error, startup, cluster.run, plan) from error
     finally:
         cluster.close()
 
@@ -121,13 +121,13 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
-    reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else None
+    reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if is_local:
         return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s), sync, reference)
     return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
 
 
-def _explained(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
+def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
     """The same error, with who hangs and where; the stacks of those that do not wait for others are logged."""
     log.error("%s; asking all ranks where they stand", str(error))
     try:

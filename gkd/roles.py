@@ -6,10 +6,12 @@ pass plain objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gkd.errors import RankTimeout
 from gkd.handles import (
     FileDigest,
     GreedyReport,
@@ -238,3 +240,34 @@ class WeightSyncRole(Protocol):
     def push(self, policy_version: int) -> SyncReport:
         """Send the actor's weights to every rollout engine; blocks until all of them hold this version."""
         ...
+
+
+class NoReference:
+    """The reference of a run without reference KL: returns each batch unchanged."""
+
+    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> ReferenceHandle:
+        return _Unchanged(list(batch))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unchanged:
+    batch: list[ScoredChunk]
+
+    def wait(self) -> list[ScoredChunk]:
+        return self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The groups of processes that the loop calls.
+
+    Attributes:
+        diagnose_hang: returns the error with a report of which ranks hang where.
+    """
+
+    actor: ActorRole
+    rollout: RolloutRole
+    scoring: ScoringRole
+    weight_sync: WeightSyncRole
+    reference: ReferenceRole = NoReference()
+    diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error

@@ -1,23 +1,26 @@
-"""The numbers of one step, and its line for people."""
+"""The numbers of one optimizer step, and its log line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from gkd.handles import ScoredChunk, SyncReport, TrainStats
-from gkd.metrics.pools import shares, waited_for
-from gkd.metrics.writer import StageTimers
+from gkd.metrics.pools import bottleneck
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
 
 
-def staleness_numbers(batch: Sequence[ScoredChunk], step: int) -> dict[str, float]:
-    """How many steps before the sequences were written, the student's alone: each counts as old as the oldest part of
-    its chunk. Mean, maximum, and the share of each value.
+def staleness_numbers(batch: Sequence[ScoredChunk], version: int) -> dict[str, float]:
+    """Return mean and maximum staleness of the student's sequences, and the share of each value.
+
+    A sequence counts as old as the oldest part of its chunk.
+
+    Args:
+        version: of the weights that train on the batch.
     """
     ages: dict[int, int] = {}
     for chunk in (c.rollouts for c in batch if c.rollouts.on_policy):
-        age = step - chunk.policy_version
+        age = version - chunk.policy_version
         ages[age] = ages.get(age, 0) + chunk.n_sequences
     n = sum(ages.values())
     numbers = {f"staleness/share_{age}": count / n for age, count in sorted(ages.items())}
@@ -26,9 +29,13 @@ def staleness_numbers(batch: Sequence[ScoredChunk], step: int) -> dict[str, floa
 
 
 def step_numbers(
-    batch: Sequence[ScoredChunk], stats: TrainStats, report: SyncReport, staleness: dict[str, float]
+    batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport, *, version: int
 ) -> dict[str, float]:
-    """Everything of a step but its times; `rollout/` counts the dataset's responses, too."""
+    """Return all numbers of a step but its times; `rollout/` includes the dataset's responses.
+
+    Args:
+        version: of the weights that trained on the batch.
+    """
     n_sequences = sum(c.rollouts.n_sequences for c in batch)
     n_tokens = sum(c.rollouts.n_response_tokens for c in batch)
     masses = [c.teacher_mass * c.rollouts.n_response_tokens for c in batch if c.teacher_mass is not None]
@@ -43,38 +50,31 @@ def step_numbers(
         "rollout/response_tokens": float(n_tokens),
         DATASET_TOKENS: float(sum(c.rollouts.n_response_tokens for c in batch if not c.rollouts.on_policy)),
         "rollout/response_length_mean": n_tokens / n_sequences,
-        "perf/group_tokens_max": float(_heaviest(batch)),
-        "rollout/cut_share": sum(c.rollouts.n_truncated for c in batch) / n_sequences,
+        "rollout/truncated_share": sum(c.rollouts.n_truncated for c in batch) / n_sequences,
+        "perf/group_tokens_max": float(_heaviest_group(batch)),
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),
-        **staleness,
-        "weight_sync/bytes": float(report.n_bytes),
-        "weight_sync/verified_tensors": float(report.verified_tensors),
+        **staleness_numbers(batch, version),
+        "weight_sync/bytes": float(sync.n_bytes),
+        "weight_sync/verified_tensors": float(sync.verified_tensors),
         **stats.extra,
     }
 
 
-def _heaviest(batch: Sequence[ScoredChunk]) -> int:
-    """Tokens of the data-parallel group that has most, as they were written; `gkd.data.balance` may even them out."""
+def _heaviest_group(batch: Sequence[ScoredChunk]) -> int:
+    """Return the tokens of the data-parallel group that generated most, before `gkd.data.balance` evens them out."""
     tokens: dict[int, int] = {}
     for chunk in (c.rollouts for c in batch):
         tokens[chunk.dp_rank] = tokens.get(chunk.dp_rank, 0) + chunk.n_prompt_tokens + chunk.n_response_tokens
     return max(tokens.values())
 
 
-def with_rate(numbers: dict[str, float], timers: StageTimers, scheduler: str) -> dict[str, float]:
-    """The step's times so far, its response tokens a second, and who held it up."""
-    times = timers.report()
-    rate = {"perf/response_tokens_per_s": numbers["rollout/response_tokens"] / times["time/step_s"]}
-    return times | rate | shares(numbers | times, scheduler)
-
-
 def step_line(step: int, total: int, m: dict[str, float], scheduler: str) -> str:
-    """One line a step for people; the stages' seconds are those that the loop waited for them."""
-    pool, share = waited_for(m, scheduler)
+    """Return the log line of a step; seconds of a stage are those that the loop waited for it."""
+    pool, share = bottleneck(m, scheduler)
     stages = " ".join(f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync"))
     return (
         f"step {step}/{total}  loss {m['loss/total']:.4f}  grad {m['optim/grad_norm']:.3f}  "
         f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})  "
-        f"waits for {pool} {share:.0%}"
+        f"bottleneck {pool} {share:.0%}"
     )

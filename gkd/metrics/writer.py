@@ -1,4 +1,4 @@
-"""Numbers of a run: stage timers that add up, and one JSON line a step.
+"""Stage timers, and a file with one JSON line per step.
 
 Names carry a prefix (loss/ teacher/ rollout/ staleness/ weight_sync/ time/ memory/ optim/ eval/ perf/) and a unit.
 """
@@ -18,10 +18,9 @@ from gkd.run.disk import make_folder, naming, replace_file
 
 
 class StageTimers:
-    """Wall-clock time of each stage of one step.
+    """Measure the wall-clock time of each stage of one step.
 
-    Stages follow one another and never nest, so their sum is at most the step's wall time and what is
-    missing is time nobody accounts for; `report` gives that share as `time/accounted_share`.
+    Stages do not nest, so their sum is at most the step's wall time. `time/accounted_share` is their share of it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -43,7 +42,7 @@ class StageTimers:
             self._open = None
 
     def report(self) -> dict[str, float]:
-        """`time/<stage>_s` of each stage, `time/step_s`, `time/accounted_share`."""
+        """Return `time/<stage>_s` of each stage so far, `time/step_s` and `time/accounted_share`."""
         total = self._clock() - self._start
         report = {f"time/{stage}_s": seconds for stage, seconds in self._stages.items()}
         report["time/step_s"] = total
@@ -52,14 +51,14 @@ class StageTimers:
 
 
 class MetricsWriter:
-    """Appends one JSON object a line, at once, so a killed run keeps all it reported.
+    """Append one JSON object per line, unbuffered, so that a killed run keeps every line.
 
     Args:
-        keep_through: lines of later steps are dropped first: a run that resumes from step 10 reports step 11 once,
-            however far it had come before. -1 = start anew.
+        keep_through: drop the lines of later steps first, so that a run that resumes from step 10 has one line for
+            step 11. -1: start an empty file.
 
     Raises:
-        CheckpointError: the file cannot be written, or (unless it starts anew) a line of it is garbled.
+        CheckpointError: the file cannot be written, or a kept line is not valid.
     """
 
     def __init__(self, path: Path, keep_through: int) -> None:
@@ -69,11 +68,11 @@ class MetricsWriter:
             lines = read_metrics(path) if keep_through >= 0 and path.exists() else []
             kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= keep_through)
             replace_file(path, kept.encode())
-            self._file = path.open("ab", buffering=0)  # nothing is left to be written, and to fail, when it is closed
+            self._file = path.open("ab", buffering=0)  # closing it writes nothing, so it cannot fail
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """One line. Raises CheckpointError: it cannot be written; half of it may be there, as after a kill."""
-        # JSON has no NaN; a reader must see null, not a line its parser refuses.
+        """Append a line. Raises CheckpointError: it cannot be written; the file may hold a part of it."""
+        # JSON has no NaN.
         clean = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
         left = (json.dumps({"step": step, **clean}) + "\n").encode()
         with naming(self._path):
@@ -81,7 +80,7 @@ class MetricsWriter:
                 left = left[self._file.write(left) :]
 
     def sync(self) -> None:
-        """Flush what was written to the disk: before a checkpoint that it leads up to. Raises CheckpointError."""
+        """Flush all lines to disk; call it before a checkpoint that follows them. Raises CheckpointError."""
         with naming(self._path):
             os.fsync(self._file.fileno())
 
@@ -90,10 +89,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl; a last line that a killed run left half-written is left out.
+    """Return the lines of a metrics file, without an incomplete last line of a killed run.
 
     Raises:
-        CheckpointError: it cannot be read, or a line is not one of ours; names the line.
+        CheckpointError: the file cannot be read, or a line is not valid; names the line.
     """
     with naming(path, "read"):
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -104,9 +103,9 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, float]:
     try:
         content = json.loads(line)
     except ValueError as error:  # JSON's and UTF-8's errors alike
-        problem = f"is garbled ({error})"
+        problem = f"is not valid JSON ({error})"
     else:
         if isinstance(content, dict) and type(content.get("step")) is int:
             return content
         problem = "has no step"
-    raise CheckpointError(f"{path}: line {number} {problem}; delete that line, or restore the file, to go on")
+    raise CheckpointError(f"{path}: line {number} {problem}; delete that line, or restore the file, to continue")

@@ -1,4 +1,4 @@
-"""Work beside the loop: one thread that does what it is given, in order. Floor 0."""
+"""Run jobs in one background thread, in order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Result(Protocol[T_co]):
-    """What a job returns or raises, once it is done."""
+    """The value that a job returns, or the error that it raises, once it is done."""
 
     def result(self) -> T_co: ...
 
 
 class Background:
-    """One daemon thread: an interrupted run need not wait for it, as it would for a pool's of the standard library."""
+    """One daemon thread, which unlike a `ThreadPoolExecutor` does not delay the exit of an interrupted run."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
@@ -27,13 +27,13 @@ class Background:
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def start(self, job: Callable[[], T]) -> Result[T]:
-        """Do it after all that was given before; returns at once."""
+        """Queue a job; returns at once."""
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future
 
     def close(self) -> None:
-        """Begin nothing more; does not wait for the job that is being done. What was not begun is cancelled."""
+        """Cancel the jobs that have not started; does not wait for the running one."""
         self._closed = True
         self._jobs.put(None)
 
@@ -45,14 +45,14 @@ class Background:
                 continue
             try:
                 future.set_result(job())
-            except BaseException as error:  # whatever it is, whoever asks for the result gets it
+            except BaseException as error:  # `result` raises it
                 future.set_exception(error)
-                # Ray ends threads that call it during its shutdown by SystemExit: nothing may be begun after that.
+                # During its shutdown Ray ends threads that call it with SystemExit: no further job may start.
                 self._closed = self._closed or not isinstance(error, Exception)
 
 
 class Foreground(Generic[T]):
-    """A job that is done when its result is asked for, once, by who asks."""
+    """A job that runs in the first call of `result`."""
 
     def __init__(self, job: Callable[[], T]) -> None:
         self._job = job

@@ -1,9 +1,9 @@
-"""Who may hold the GPUs now, where actor and engines share them (`trainer.colocate`):
+"""GPU time-sharing between the actor and the rollout engines (`trainer.colocate`).
 
-    generate -> engines asleep -> train -> weight sync, both sides' weights there -> actor away, engines awake
+    generate -> engines sleep -> train -> weight sync (both models resident) -> offload actor, wake engines
 
-Between two calls the actor's states are in host memory: a call on it brings back what it needs, and what came goes
-again after it. So all that is left to do is to put the engines to sleep and to wake them.
+Actor calls reload the states they need and offload them afterwards, so this module only puts the engines to sleep and
+wakes them.
 """
 
 from __future__ import annotations
@@ -11,41 +11,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from gkd.metrics.writer import StageTimers
+from gkd.metrics.run_metrics import StepMetrics
 from gkd.roles import ActorRole, RolloutRole
 
-# Of an engine's sleep: its weights wait in host memory, or are dropped where the next thing it gets is new ones.
-KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
+KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or none because new ones follow
 
 
 class GpuSharing:
-    """Two blocks that take turns; where the pools have GPUs of their own they do nothing."""
+    """Context managers for the rollout phase and the training phase; no-ops if the pools have separate GPUs."""
 
     def __init__(self, actor: ActorRole, rollout: RolloutRole, *, shared: bool) -> None:
         self._actor, self._rollout, self._shared = actor, rollout, shared
 
     @contextmanager
-    def generating(self, timers: StageTimers | None = None) -> Iterator[None]:
-        """In it the engines may answer: the actor's states are in host memory.
+    def for_rollout(self, m: StepMetrics | None = None, *, needed: bool = True) -> Iterator[None]:
+        """Offload the actor and wake the engines, so that they can generate.
 
         Args:
-            timers: get the time of the switch as the stage `switch`.
+            m: receives the duration of the switch as stage `switch`.
+            needed: False: the block generates nothing, so nothing is moved.
         """
-        if self._shared:
-            with timers("switch") if timers is not None else nullcontext():
+        if self._shared and needed:
+            with m.stage("switch") if m is not None else nullcontext():
                 self._actor.offload_states()  # also ranks that the last call did not reach
                 self._rollout.reload_states()
         yield
 
     @contextmanager
-    def training(self, timers: StageTimers | None = None, *, sync_follows: bool = False) -> Iterator[None]:
-        """In it the actor may be called: the engines have given their memory away.
+    def for_training(self, m: StepMetrics | None = None, *, new_weights_follow: bool = False) -> Iterator[None]:
+        """Put the engines to sleep, so that the actor can be called.
 
         Args:
-            timers: as above.
-            sync_follows: the engines get new weights in this block, so that nobody keeps the old ones.
+            m: as above.
+            new_weights_follow: the block ends with a weight sync, so the engines discard the old weights.
         """
         if self._shared:
-            with timers("switch") if timers is not None else nullcontext():
-                self._rollout.offload_states(level=DROP_WEIGHTS if sync_follows else KEEP_WEIGHTS)
+            with m.stage("switch") if m is not None else nullcontext():
+                self._rollout.offload_states(level=DISCARD_WEIGHTS if new_weights_follow else KEEP_WEIGHTS)
         yield

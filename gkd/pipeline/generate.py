@@ -1,4 +1,4 @@
-"""Prompts -> answers -> questions to the teacher: the same for a step of any scheduler and for an evaluation."""
+"""Generate responses and submit them to the teacher: the same for a step of any scheduler and for an evaluation."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from gkd.types import Prompt
 
 
 class Generation:
-    """The way from prompts to scores that are on their way."""
+    """Turns prompts into responses whose scores are pending."""
 
     def __init__(self, config: Config, rollout: RolloutRole, scoring: ScoringRole) -> None:
         self._config, self._rollout, self._scoring = config, rollout, scoring
 
-    def submitted(
+    def generate_and_score(
         self, prompts: Sequence[Prompt], on_policy: Sequence[int], *, n: int, seed: int, policy_version: int
     ) -> list[PendingScores]:
-        """All answers to a batch, and the teacher asked about them; blocks until the last one is written.
+        """Generate all responses of a batch and submit them to the teacher; blocks until the last one is generated.
 
-        The teacher is asked about each as it is finished or, without teacher.overlap_rollout, when all are.
+        Each chunk is submitted as soon as it is finished or, without teacher.overlap_rollout, when all are.
 
         Args:
-            on_policy: places in `prompts` of those that the student answers, ascending.
-            policy_version: of the weights that the engines have.
+            on_policy: indices in `prompts` of those that the student responds to, ascending. The others take the
+                dataset's response.
+            n: samples per on-policy prompt.
+            policy_version: of the weights that the engines hold.
         """
-        answers = self._answers(prompts, on_policy, n=n, seed=seed, policy_version=policy_version)
+        chunks = self._chunks(prompts, on_policy, n=n, seed=seed, policy_version=policy_version)
         if not self._config.teacher.overlap_rollout:
-            answers = iter(list(answers))
-        return [self._scoring.submit(chunk) for chunk in answers]
+            chunks = iter(list(chunks))
+        return [self._scoring.submit(chunk) for chunk in chunks]
 
-    def _answers(
+    def _chunks(
         self, prompts: Sequence[Prompt], on_policy: Sequence[int], *, n: int, seed: int, policy_version: int
     ) -> Iterator[RolloutChunk]:
-        """The dataset's, which are there already, then the student's as they finish."""
+        """Yield the dataset's responses, which exist already, then the student's as they finish."""
         from_dataset = sorted(set(range(len(prompts))) - set(on_policy))
         if from_dataset:
-            asked = [prompts[i] for i in from_dataset]
-            yield from self._rollout.dataset(asked, prompt_indices=from_dataset, policy_version=policy_version)
+            chosen = [prompts[i] for i in from_dataset]
+            yield from self._rollout.dataset(chosen, prompt_indices=from_dataset, policy_version=policy_version)
         if on_policy:
-            asked = [prompts[i] for i in on_policy]
+            chosen = [prompts[i] for i in on_policy]
             temperature = self._config.rollout.temperature
-            yield from self._rollout.generate(asked, prompt_indices=on_policy, n=n, temperature=temperature, seed=seed)
+            yield from self._rollout.generate(chosen, prompt_indices=on_policy, n=n, temperature=temperature, seed=seed)

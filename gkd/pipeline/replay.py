@@ -1,23 +1,25 @@
-"""What each step was trained on, kept (`trainer.record_batches`) and trained on again (`trainer.replay`).
+"""Record the batch of each step (`trainer.record_batches`), and train on recorded batches again (`trainer.replay`).
 
     batches/config.yaml, teacher.json          of the run that recorded them
             step_N/{batch_group_G.npz, manifest.json}    the batch that made step N
 
-Under `trainer.scheduler: stream` a batch depends on timing, so a run cannot be made again from its seed. From its
-batches it can: same settings, same layout, same numbers, to the bit. With other settings a replay learns off-policy,
-from what another student wrote; its staleness is what it is.
+Under `trainer.scheduler: stream` a batch depends on timing, so a seed cannot repeat a run. Its recorded batches can:
+with the same settings and layout the replay is bitwise identical. With other settings a replay learns off-policy, from
+another student's rollouts, and its staleness is not bounded.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.handles import InFlight, PendingScores, Recording, ScoredChunk
-from gkd.metrics.writer import StageTimers
+from gkd.metrics.run_metrics import StepMetrics
 from gkd.roles import ScoringRole
 from gkd.run.checkpoints import TrainerState, step_folder
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
@@ -28,70 +30,95 @@ from gkd.run.manifest import Manifest, verify
 _LABEL = "batch"
 
 
+class Recorder(Protocol):
+    def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> AbstractContextManager[None]:
+        """Write the batch while the block trains on it; leave the block when it is on disk.
+
+        Args:
+            step: the optimizer step that the block makes.
+            m: receives the wait after training as stage `record`.
+
+        Raises CheckpointError: it cannot be written.
+        """
+        ...
+
+
+class NoRecorder:
+    """Records nothing."""
+
+    def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class BatchRecorder:
-    """Writes each batch beside the step that trains on it. A batch is there whole, under its step's name, or not."""
+    """Records batches. A batch exists completely, under its step's name, or not at all."""
 
     def __init__(self, folder: RunFolder, scoring: ScoringRole) -> None:
         self._run, self._root, self._scoring = folder, folder.batches, scoring
-        self._under_way: tuple[int, Path, Recording] | None = None
 
-    def begin(self, step: int, batch: Sequence[ScoredChunk]) -> None:
-        """Args: step: the one that training on this batch makes."""
+    @contextmanager
+    def recording(self, step: int, batch: Sequence[ScoredChunk], m: StepMetrics) -> Iterator[None]:
         with naming(self._root):
             if not self._root.exists():
                 make_folder(self._root)
                 for name, data in self._run.identity().items():
                     replace_file(self._root / name, data)
-            # A name of its own: whoever outlives a killed run must not write into the next one's.
+            # A new name each time: processes that outlive a killed run must not write into the next recording.
             work = self._root / f"{TMP}{step_folder(step)}_{secrets.token_hex(4)}"
             work.mkdir()
-        self._under_way = step, work, self._scoring.record(batch, work, _LABEL, scored=True)
+        recording = self._scoring.record(batch, work, _LABEL, scored=True)
+        yield
+        with m.stage("record"):
+            self._publish(step, work, recording)
 
-    def finish(self) -> None:
-        """Wait until what was begun is on the disk. Raises CheckpointError: it cannot be written."""
-        if self._under_way is None:
-            return
-        (step, work, recording), self._under_way = self._under_way, None
+    def _publish(self, step: int, work: Path, recording: Recording) -> None:
         files = self._scoring.record_finished(recording, wait=True) or {}
         final = self._root / step_folder(step)
         with naming(final):
             write_synced(work / MANIFEST, Manifest(step, files).to_bytes())
             fsync(work)
-            remove(final)  # of a future that was given up
+            remove(final)  # of steps that a rewind has discarded
             work.rename(final)
             fsync(self._root)
 
 
+def make_recorder(config: Config, folder: RunFolder, scoring: ScoringRole) -> Recorder:
+    """Return what `trainer.record_batches` selects."""
+    return BatchRecorder(folder, scoring) if config.trainer.record_batches else NoRecorder()
+
+
 class ReplayedBatches:
-    """Implements `gkd.pipeline.source.BatchSource`: the batches of another run, in its order; nothing is answered."""
+    """Implements `gkd.pipeline.source.BatchSource` with another run's batches, in its order; generates nothing."""
 
     max_staleness = None
+    generates = False
+    is_streaming = False
 
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
-        self._per_prompt = config.trainer.scheduler == STREAM  # the chunks that it was trained on, and their versions
+        self._per_prompt = config.trainer.scheduler == STREAM  # the recorded run's chunks, with their versions
 
     def restore(self, folder: Path, state: TrainerState) -> None:
-        """Nothing was in flight: all batches are in the folder."""
+        """Do nothing: all batches are in the recorded folder."""
 
-    def begin(self, step: int) -> None:
-        """All were answered long ago."""
+    def prefetch(self, step: int) -> None:
+        """Do nothing: all batches are generated."""
 
-    def next(self, step: int) -> list[PendingScores]:
-        """Raises CheckpointError: the batch is damaged, or there is none."""
+    def next_batch(self, step: int) -> list[PendingScores]:
+        """Return the batch of this step. Raises CheckpointError: it is damaged or missing."""
         folder = self._folder / step_folder(step + 1)
         verify(folder)
         return self._scoring.restore(folder, _LABEL, per_prompt=self._per_prompt)
 
-    def trained(self) -> None:
-        """The file stays."""
+    def commit(self) -> None:
+        """Do nothing: the file stays."""
 
-    def settle(self, timers: StageTimers) -> None:
-        """No engine is busy, but the stage has its time in the metrics."""
+    def wait_until_idle(self) -> None:
+        """Return at once: the engines do not generate."""
 
     def in_flight(self, step: int) -> InFlight:
         return InFlight(step * self._size)
 
     def close(self, *, wait: bool) -> None:
-        """Nothing was begun."""
+        """Do nothing: no rollout was started."""

@@ -1,55 +1,85 @@
-"""Where the loop's batches come from, by `trainer.scheduler` or `trainer.replay`: the Protocol, and the choice."""
+"""The source of the loop's batches: its Protocol, and the choice by `trainer.scheduler` and `trainer.replay`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from gkd.config.schedulers import STREAM
+from gkd.config.schema import Config
+from gkd.data.sampler import PromptSampler
 from gkd.handles import InFlight, PendingScores
-from gkd.metrics.writer import StageTimers
+from gkd.pipeline.generate import Generation
+from gkd.pipeline.prefetch import PrefetchedBatches
+from gkd.pipeline.replay import ReplayedBatches
+from gkd.pipeline.streaming import StreamedBatches
+from gkd.roles import Roles
 from gkd.run.checkpoints import TrainerState
+from gkd.types import Prompt
 
 
 class BatchSource(Protocol):
-    """Batches, one a step; each is in flight until it has been trained on."""
+    """One batch per step; each is in flight until it has been trained on."""
 
     @property
     def max_staleness(self) -> int | None:
-        """The bound that it promises; None: whoever made the batches has chosen how old they are."""
+        """The scheduler's bound, in steps; None for replays, whose batches are as old as they were recorded."""
+        ...
+
+    @property
+    def generates(self) -> bool:
+        """Whether batches need the rollout engines; False for replays."""
+        ...
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the engines keep generating between two calls."""
         ...
 
     def restore(self, folder: Path, state: TrainerState) -> None:
-        """Go on from a checkpoint, before the first batch.
+        """Restore what was in flight at a checkpoint; call it before the first batch.
 
         Args:
-            folder: with the files of what was in flight; need not be there if nothing was.
+            folder: files of the rollouts in flight; absent if there were none.
         """
         ...
 
-    def begin(self, step: int) -> None:
-        """Have answered what may be begun now that the engines have the weights of `step`; returns at once."""
+    def prefetch(self, step: int) -> None:
+        """Start all rollouts that may start now that the engines hold the weights of `step`; returns at once."""
         ...
 
-    def next(self, step: int) -> list[PendingScores]:
-        """The batch of this step, answered; the teacher was asked about it. Raises ClusterError."""
+    def next_batch(self, step: int) -> list[PendingScores]:
+        """Wait for the rollouts of this step's batch; the teacher is already scoring them. Raises ClusterError."""
         ...
 
-    def trained(self) -> None:
-        """The batch that `next` returned has been trained on."""
+    def commit(self) -> None:
+        """Record that the batch of the last `next_batch` has been trained on."""
         ...
 
-    def settle(self, timers: StageTimers) -> None:
-        """Block until the engines may be given new weights. Raises ClusterError."""
+    def wait_until_idle(self) -> None:
+        """Block until the engines can receive new weights; a stream returns at once. Raises ClusterError."""
         ...
 
     def in_flight(self, step: int) -> InFlight:
-        """At a checkpoint of `step` optimizer steps: what a run that goes on from there could not make itself."""
+        """Return what a run that resumes from `step` could not generate again identically."""
         ...
 
     def close(self, *, wait: bool) -> None:
-        """Begin nothing more. Calling it again is harmless.
+        """Start no more rollouts. May be called twice.
 
         Args:
-            wait: stop what is being answered, too, and wait until it has stopped. Raises ClusterError.
+            wait: also stop the running ones, and wait until they have stopped. Raises ClusterError.
         """
         ...
+
+
+def make_source(config: Config, roles: Roles, prompts: Sequence[Prompt], total_steps: int) -> BatchSource:
+    """Return the source that `trainer.replay` or else `trainer.scheduler` selects."""
+    if config.trainer.replay:
+        return ReplayedBatches(config, roles.scoring)
+    sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed)
+    if config.trainer.scheduler == STREAM:
+        return StreamedBatches(config, roles.rollout, roles.scoring, sampler, total_steps)
+    generation = Generation(config, roles.rollout, roles.scoring)
+    return PrefetchedBatches(config, generation, roles.scoring, sampler, total_steps)

@@ -2,7 +2,8 @@
 
 run_dir/config.yaml            resolved settings
         teacher.json           who scores: name and fingerprint of the teacher's weights
-        metrics.jsonl          one line a step
+        metrics.jsonl          one line per step
+        tuner.jsonl            one line per step: sums that only the split tuner reads
         gpus.json              which rank sat on which GPU at the last start; see `gkd.cluster.gpu_table`
         stacks.txt             where every rank stood the last time that some did not answer
         checkpoints/           see `gkd.run.checkpoints`
@@ -59,6 +60,7 @@ class RunFolder:
         self._teacher = teacher
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
+        self.tuner_file = root / "tuner.jsonl"
         self.new_export = export_folder.new_export(root)
         self.batches = root / BATCHES
         self.store = CheckpointStore(root / CHECKPOINTS)

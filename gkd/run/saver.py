@@ -57,13 +57,13 @@ class Saver:
         self._folder, self._actor, self._scoring = folder, actor, scoring
         self._in_background, self._clock = in_background, clock
         self._under_way: _Save | None = None
-        self._committed_step = 0  # before the first step there is nothing that a new start would not have
+        self.committed_step = 0  # of the newest checkpoint; step 0 needs none
 
     def resume(self) -> TrainerState | None:
         """Load what the run goes on from; None: it begins at step 0. Raises CheckpointError."""
         state = self._folder.resume(self._actor.load)
         if state is not None and self._folder.starts_from_its_own():  # a branch has nothing of its own yet
-            self._committed_step = state.step
+            self.committed_step = state.step
         return state
 
     def save(self, step: int, in_flight: InFlight, *, scored: bool = True) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Saver:
         Raises:
             CheckpointError: this save or the one under way failed; what it wrote is removed.
         """
-        if step == self._committed_step or (self._under_way and step == self._under_way.state.step):
+        if step == self.committed_step or (self._under_way and step == self._under_way.state.step):
             return {}
         numbers = self.finish()
         began_s = self._clock()
@@ -126,7 +126,7 @@ class Saver:
         except Exception:
             self._give_up()
             raise
-        self._under_way, self._committed_step = None, save.state.step
+        self._under_way, self.committed_step = None, save.state.step
         seconds = self._clock() - save.began_s
         log.info("checkpoint of step %d: %d bytes in %.1f s", save.state.step, manifest.n_bytes, seconds)
         return {"perf/checkpoint_write_s": seconds, "perf/checkpoint_bytes": float(manifest.n_bytes)}

@@ -46,4 +46,4 @@ def _gpus(split: dict[str, object]) -> tuple[int, int, int]:
 
 
 def _steps(folder: Path) -> list[dict[str, float]]:
-    return [line for line in read_metrics(folder / "metrics.jsonl") if "perf/pass_b" in line]
+    return read_metrics(folder / "tuner.jsonl")

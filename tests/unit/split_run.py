@@ -48,24 +48,27 @@ def write_run(
     row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "cards": (Card(id="0"),)}
     rows = tuple(RankPlace(pool=TEACHER, rank=i, **row) for i in range(workers))  # type: ignore[arg-type]
     (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, verdicts=()).to_json())
-    metrics = MetricsWriter(folder / "metrics.jsonl", -1)
+    metrics, tuner = (MetricsWriter(folder / f"{name}.jsonl", -1) for name in ("metrics", "tuner"))
     rng = np.random.default_rng(0)
     draw = lengths or (lambda rng, n: np.clip(rng.lognormal(3.5, 0.6, n), 1, 300).astype(int))
     at_s = [0.0]
     meter = TeacherMeter(staleness_bound(config.trainer), clock=lambda: at_s[0])
     meter.end_step()
     for step in range(1, n_steps + 1):
-        batch, numbers = _one_step(config, rates, draw(rng, config.trainer.global_batch_size), max(workers, 1), step)
+        lengths_of_step = draw(rng, config.trainer.global_batch_size)
+        batch, numbers, sums = _one_step(config, rates, lengths_of_step, max(workers, 1), step)
         meter.add(batch)
         at_s[0] = 1000.0 * (step + 1)
-        metrics.write(step, numbers | meter.end_step() | layout_numbers(config, step))
+        metrics.write(step, numbers)
+        tuner.write(step, sums | meter.end_step() | layout_numbers(config, step))
     metrics.close()
+    tuner.close()
     return folder
 
 
 def _one_step(
     config: Config, rates: Rates, lengths: np.ndarray, workers: int, step: int
-) -> tuple[list[ScoredChunk], dict[str, float]]:
+) -> tuple[list[ScoredChunk], dict[str, float], dict[str, float]]:
     dp, engines = (derived := derive(config)).dp_size, derived.n_engines
     place = np.arange(len(lengths))
     usages = [_answered(lengths[place % engines == e].tolist(), config, rates) for e in range(engines)]
@@ -81,18 +84,17 @@ def _one_step(
     groups = np.bincount(place % dp, lengths + PROMPT, dp)
     heaviest = total / dp if config.actor.balance else float(groups.max())
     n_chunks = [n_chunks_of(place[place % engines == e] % dp) for e in range(engines)]
-    answer_s = max(usage.busy_s for usage in usages) + rates.chunk_s * (1 + max(n_chunks))
+    generate_s = max(usage.busy_s for usage in usages) + rates.chunk_s * (1 + max(n_chunks))
     times = {
-        "time/rollout_s": answer_s,
+        "time/rollout_s": generate_s,
         "time/teacher_s": 0.01,
         "time/train_s": rates.train_s + rates.train_token_s * heaviest,
         "time/weight_sync_s": rates.sync_s,
     }
     times["time/step_s"] = sum(times.values()) + rates.other_s
-    numbers = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), {}) | rollout_numbers(
-        RolloutUsage(usages, answer_s)
-    )
-    return batch, numbers | times | shares(numbers | times, config.trainer.scheduler)
+    numbers = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), version=0) | times
+    sums = rollout_numbers(RolloutUsage(usages, generate_s))
+    return batch, numbers | shares(numbers | sums, config.trainer.scheduler), sums
 
 
 def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:

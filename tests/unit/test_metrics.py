@@ -84,7 +84,7 @@ def test_a_resumed_run_reports_each_step_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "problem"),
-    [('{"step": 2, "lo', "garbled"), ("\0\0\0", "garbled"), ("[]", "no step"), ('{"step": "2"}', "no step")],
+    [('{"step": 2, "lo', "JSON"), ("\0\0\0", "JSON"), ("[]", "no step"), ('{"step": "2"}', "no step")],
 )
 def test_a_garbled_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     """If it fails, a resume ends in a parser's traceback, or a line in the middle is dropped without a word."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gkd.handles import EngineUsage, RolloutChunk, RolloutUsage, ScoredChunk, SyncReport, TrainStats
-from gkd.metrics.pools import LENGTH_MEAN, quantile_name, rollout_numbers, shares, waited_for
+from gkd.metrics.pools import LENGTH_MEAN, bottleneck, quantile_name, rollout_numbers, shares
 from gkd.metrics.step import step_line, step_numbers
 from gkd.rollout.usage import PassMeter
 
@@ -42,12 +42,12 @@ def test_the_line_names_the_pool_that_holds_the_others_up(
     """Fails if the step line sends its reader to give GPUs to a pool that has enough."""
     m = numbers(*times)
     m |= shares(m, scheduler)
-    assert waited_for(m, scheduler) == (pool, pytest.approx(share))
+    assert bottleneck(m, scheduler) == (pool, pytest.approx(share))
     assert {name: m[f"perf/bound_by_{name}"] for name in ("rollout", "teacher", "actor")} == {
         name: float(name == pool) for name in ("rollout", "teacher", "actor")
     }
     line = step_line(3, 9, m | {"loss/total": 1.0, "optim/grad_norm": 2.0, "rollout/response_tokens": 5}, scheduler)
-    assert line.endswith(f"waits for {pool} {share:.0%}")
+    assert line.endswith(f"{pool} {share:.0%}")
 
 
 @pytest.mark.parametrize("stage", ["eval", "checkpoint", "record"])
@@ -64,7 +64,7 @@ def test_an_evaluation_or_a_checkpoint_changes_nobody_s_part(stage: str) -> None
 def test_a_reference_is_the_actors_work() -> None:
     """Fails if a step whose actor computes a reference for longest is said to wait for another pool."""
     m = numbers(3.0, 0.5, 2.5, 10.0) | {"time/reference_s": 2.5}
-    assert waited_for(shares(m, "sync"), "sync") == ("actor", pytest.approx(0.5))
+    assert bottleneck(shares(m, "sync"), "sync") == ("actor", pytest.approx(0.5))
 
 
 def test_an_engine_counts_what_its_passes_move_and_read() -> None:
@@ -110,7 +110,7 @@ def test_the_pool_s_numbers_are_sums_and_quantiles() -> None:
     ]
     m = rollout_numbers(RolloutUsage(engines, 1.25))
     assert (m["perf/pass_n"], m["perf/pass_b"], m["perf/pass_bs"], m["perf/pass_pp"]) == (3, 9, 4.5, 300)
-    assert (m["perf/engine_busy_max_s"], m["perf/answer_s"], m[LENGTH_MEAN]) == (1.0, 1.25, 20)
+    assert (m["perf/engine_busy_max_s"], m["perf/generate_s"], m[LENGTH_MEAN]) == (1.0, 1.25, 20)
     assert m["perf/gap_s"] == 0.75
     assert [m[quantile_name(q)] for q in (0, 50, 100)] == [10, 20, 30]
     assert shares(m | numbers(1, 0, 0, 2), "sync")["perf/rollout_busy_share"] == pytest.approx(1.5 / 2 / 2)
@@ -121,5 +121,5 @@ def test_the_pool_s_numbers_are_sums_and_quantiles() -> None:
 def test_the_heaviest_group_is_the_one_with_most_tokens() -> None:
     """Fails if the training's rate is taken per token of another group than the one that the step waits for."""
     batch = [scored(2, 0), scored(1, 1), scored(2, 1)]
-    m = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), {})
+    m = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), version=0)
     assert m["perf/group_tokens_max"] == 15

@@ -17,7 +17,7 @@ from gkd.errors import CheckpointError, ClusterError, ConfigError, GkdError
 from gkd.metrics.pools import WITH_EVALUATION
 from gkd.tools.split_tuner.fit import line, non_negative, passes
 from gkd.tools.split_tuner.rates import Rates, Sizes
-from gkd.tools.split_tuner.run import read_run
+from gkd.tools.split_tuner.run import read_run, read_steps
 from gkd.tools.split_tuner.simulate import simulate
 from tests.unit.split_run import PROMPT, settings, write_run
 
@@ -36,11 +36,13 @@ RATES = Rates(
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_steps(folder)
 
 
 def keep(folder: Path, lines: list[dict[str, Any]]) -> None:
+    """Write all numbers to metrics.jsonl, as older versions did."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in lines))
+    (folder / "tuner.jsonl").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("more", [[], ["actor.balance=false", "rollout.max_num_seqs=5"]])
@@ -211,11 +213,11 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     garbled = write_run(tmp_path / "garbled", config, RATES)
     with (garbled / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "loss/to\n')
-    refused(garbled, CheckpointError, "line 13 is garbled")
+    refused(garbled, CheckpointError, "line 13")
 
 
 @pytest.mark.parametrize(
-    "name", ["perf/pass_n", "perf/answer_s", "perf/teacher_busy_1_s", "time/train_s", "perf/response_length_mean"]
+    "name", ["perf/pass_n", "perf/generate_s", "perf/teacher_busy_1_s", "time/train_s", "perf/response_length_mean"]
 )
 def test_metrics_without_a_number_are_refused_by_its_name(tmp_path: Path, name: str) -> None:
     """Fails if the metrics of an older version, or a null in them, become a rate of zero."""
@@ -225,6 +227,17 @@ def test_metrics_without_a_number_are_refused_by_its_name(tmp_path: Path, name: 
         step[name] = None
     keep(folder, lines)
     refused(folder, ConfigError, name)
+
+
+def test_the_name_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Fails if the tuner refuses run folders that were written before perf/answer_s became perf/generate_s."""
+    folder = write_run(tmp_path, settings(tmp_path), RATES)
+    expected = read_run([folder]).rates
+    lines = lines_of(folder)
+    for step in lines:
+        step["perf/answer_s"] = step.pop("perf/generate_s")
+    keep(folder, lines)
+    assert read_run([folder]).rates == expected
 
 
 def test_a_line_is_believed_if_its_slope_is_sure() -> None:

@@ -15,7 +15,6 @@ from gkd.config.load import load_config
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
 from gkd.handles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
-from gkd.metrics.writer import StageTimers
 from gkd.pipeline.streaming import StreamedBatches
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
@@ -115,7 +114,7 @@ def make(engines: Engines, *overrides: str, total_steps: int = 9) -> StreamedBat
     return StreamedBatches(config, engines, engines, sampler, total_steps)
 
 
-def places(batch: Sequence[PendingScores]) -> list[int]:
+def indices(batch: Sequence[PendingScores]) -> list[int]:
     return [c.rollouts.ref for c in batch]
 
 
@@ -132,20 +131,20 @@ def test_prompts_go_in_as_the_bound_allows_and_come_out_as_they_finish() -> None
     """
     engines = Engines()
     source = make(engines)
-    source.begin(0)
+    source.prefetch(0)
     assert engines.admitted == [[0, 1, 2, 3]] and engines.prompts == {i: i for i in range(4)}
     engines.finish(chunk(2, 0))
     eventually(lambda: engines.submitted == [2])
     engines.finish(chunk(0, 0))
-    assert places(source.next(0)) == [2, 0]
-    source.trained()
-    source.settle(StageTimers())
-    source.begin(1)
+    assert indices(source.next_batch(0)) == [2, 0]
+    source.commit()
+    source.wait_until_idle()
+    source.prefetch(1)
     assert engines.admitted[1:] == [[4, 5]]
     engines.finish(chunk(5, 1), chunk(4, 1), chunk(3, 0), chunk(1, 0))
-    assert sorted(places(source.next(1))) == [1, 3], "due: begun by version 0, and the bound is 1"
-    source.trained()
-    assert places(source.next(2)) == [5, 4]
+    assert sorted(indices(source.next_batch(1))) == [1, 3], "due: begun by version 0, and the bound is 1"
+    source.commit()
+    assert indices(source.next_batch(2)) == [5, 4]
     source.close(wait=True)
     assert (engines.n_opened, engines.n_closed) == (1, 1)
 
@@ -154,9 +153,9 @@ def test_the_run_s_last_prompts_are_the_last_that_are_admitted() -> None:
     """Fails if prompts are answered that no step will train on."""
     engines = Engines()
     source = make(engines, "trainer.max_staleness=7", total_steps=2)
-    source.begin(0)
-    source.begin(1)
-    source.begin(2)
+    source.prefetch(0)
+    source.prefetch(1)
+    source.prefetch(2)
     assert [p for positions in engines.admitted for p in positions] == [0, 1, 2, 3]
     source.close(wait=True)
 
@@ -165,14 +164,14 @@ def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None
     """Fails if a resumed run loses a prompt of the stream, or trains on one twice."""
     engines = Engines()
     source = make(engines, "trainer.max_staleness=2")
-    source.begin(0)  # 0 to 5
+    source.prefetch(0)  # 0 to 5
     engines.finish(chunk(4, 0), chunk(1, 0), chunk(3, 0))
     eventually(lambda: len(engines.submitted) == 3)
-    taken = places(source.next(0))
+    taken = indices(source.next_batch(0))
     assert taken == [4, 1]
     before = source.in_flight(0)
     assert [p.rollouts.ref for p in before.chunks["stream"]] == [4, 1, 3], "a batch is in flight until it is trained on"
-    source.trained()
+    source.commit()
     state = source.in_flight(1)
     assert (state.position, state.unfinished) == (6, (0, 2, 5))
     assert [p.rollouts.ref for p in state.chunks["stream"]] == [3]
@@ -184,10 +183,10 @@ def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None
     resumed.restore(Path("x"), TrainerState(1, state.position, state.unfinished))
     kept = resumed.in_flight(1)
     assert (kept.position, set(kept.unfinished)) == (6, {0, 2, 5}), "a save before the first batch keeps all of it"
-    resumed.begin(1)
+    resumed.prefetch(1)
     assert again.admitted == [[0, 2, 5, 6, 7]] and again.prompts[7] == 7
     again.finish(chunk(7, 1))
-    assert places(resumed.next(1)) == [3, 7]
+    assert indices(resumed.next_batch(1)) == [3, 7]
     resumed.close(wait=True)
 
 
@@ -197,14 +196,14 @@ def test_every_step_has_its_share_of_both_kinds() -> None:
     source = make(engines, "distill.on_policy_share=0.5", "trainer.global_batch_size=4", total_steps=3)
     seen: list[int] = []
     for step in range(3):
-        source.begin(step)
+        source.prefetch(step)
         engines.finish(*(chunk(place, step) for place in engines.admitted[-1] if step != 2))
-        batch = source.next(step)
-        source.trained()
+        batch = source.next_batch(step)
+        source.commit()
         assert [c.rollouts.on_policy for c in batch] == [False] * 2 + [True] * 2
         assert all(step * 4 <= c.rollouts.ref < step * 4 + 4 for c in batch if not c.rollouts.on_policy)
         assert source.in_flight(step + 1).position == 4 * min(step + 2, 3)
-        seen += places(batch)
+        seen += indices(batch)
     assert sorted(seen) == list(range(12))
     source.close(wait=True)
 
@@ -213,20 +212,20 @@ def test_a_dead_engine_ends_the_wait() -> None:
     """Fails if the loop waits for ever for answers of an engine that is gone."""
     engines = Engines()
     source = make(engines)
-    source.begin(0)
+    source.prefetch(0)
     engines.fail(ClusterError("rollout engine 1: the process died"))
     with pytest.raises(ClusterError, match="engine 1"):
-        source.next(0)
+        source.next_batch(0)
 
 
 def test_silent_engines_end_the_wait() -> None:
     """Fails if engines that hang are waited for longer than trainer.stage_timeout_s, or nobody says for what."""
     engines = Engines()
     source = make(engines, "trainer.stage_timeout_s=0.2")
-    source.begin(0)
+    source.prefetch(0)
     engines.finish(chunk(1, 0))
-    with pytest.raises(ClusterError, match=r"no prompt of the 3 in the stream finished within 0.* \[0, 2, 3\]"):
-        source.next(0)
+    with pytest.raises(ClusterError, match=r"3 prompts .*trainer.stage_timeout_s.* \[0, 2, 3\]"):
+        source.next_batch(0)
     source.close(wait=True)
 
 
@@ -234,7 +233,7 @@ def test_an_answer_that_nobody_asked_for_is_an_error() -> None:
     """Fails if a doubled or foreign answer is trained on."""
     engines = Engines()
     source = make(engines)
-    source.begin(0)
+    source.prefetch(0)
     engines.finish(chunk(1, 0), chunk(1, 0))
-    with pytest.raises(ClusterError, match="position 1 of the order"):
-        source.next(0)
+    with pytest.raises(ClusterError, match="position 1"):
+        source.next_batch(0)

@@ -153,7 +153,8 @@ def test_a_stream_s_own_work_beside_an_evaluation_is_not_thrown_away(
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]
     assert world.events.count("usage") == 4 + n_more, "an evaluation before the first step has the engines alone"
-    marked = [line["step"] for line in lines if WITH_EVALUATION in line]
+    tuner = read_metrics(tmp_path / "run" / "tuner.jsonl")
+    marked = [line["step"] for line in tuner if WITH_EVALUATION in line]
     assert marked == ([3] if scheduler == "stream" else [])
     assert [line["step"] for line in lines if "perf/rollout_busy_share" not in line] == marked
 
@@ -204,7 +205,7 @@ def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
     make(tmp_path, again, "trainer.total_steps=4", "trainer.resume=auto").fit()
     assert again.events[:2] == ["load", "push 2"]
     assert world.trained + again.trained == whole.trained
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    lines = read_metrics(tmp_path / "run" / "tuner.jsonl")
     assert [(line["step"], line[SINCE_START]) for line in lines] == [(1, 1), (2, 2), (3, 1), (4, 2)]
 
 
@@ -229,7 +230,7 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
     assert line["rollout/sequences"] == 8 and line["rollout/dataset_response_tokens"] == 2 * 3
     assert line["rollout/on_policy_sequences"] == 0.75 * line["rollout/sequences"]
     assert line["rollout/response_length_mean"] == (2 * 3 + 6 * 2) / 8
-    assert line["rollout/cut_share"] == 0.25
+    assert line["rollout/truncated_share"] == 0.25
     assert line["staleness/max"] == 0
     assert line["teacher/topk_mass"] == pytest.approx(0.9)
 

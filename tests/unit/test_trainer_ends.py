@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from gkd.errors import CheckpointError, ClusterError, ModelError, RankTimeout, TeacherUnavailable
-from gkd.metrics.writer import MetricsWriter, read_metrics
-from gkd.trainer import LAST_WAIT_S
+from gkd.metrics.run_metrics import RunMetrics
+from gkd.metrics.writer import read_metrics
+from gkd.run.ending import LAST_SAVE_WAIT_S
 from tests.unit.world import PROMPTS, World, checkpoints, make
 
 
 def test_whatever_ends_the_run_a_save_under_way_is_waited_for(tmp_path: Path) -> None:
     """Fails if a bug costs a save that is nearly written, or a hung rank delays the run's end by an hour."""
-    for error, wait_s in ((ClusterError, LAST_WAIT_S), (RuntimeError, None)):
+    for error, wait_s in ((ClusterError, LAST_SAVE_WAIT_S), (RuntimeError, None)):
         world = World()
         world.polls_per_save = 9
         if error is ClusterError:
@@ -43,13 +44,13 @@ def test_a_late_rank_is_looked_at_before_anything_else(tmp_path: Path, monkeypat
         return RankTimeout(f"{error}\n  actor rank 1 hangs", error.late, diagnosed=True)
 
     trainer = make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2")
-    trainer.roles = replace(trainer.roles, explained=look)
+    trainer.roles = replace(trainer.roles, diagnose_hang=look)
     step = world.train_step
     monkeypatch.setattr(world, "train_step", lambda batch: hang() if trainer.step == 3 else step(batch))
     with pytest.raises(RankTimeout, match="actor rank 1 hangs") as raised:
         trainer.fit()
     assert order == ["looked ('actor rank 1',) []"] and raised.value.diagnosed
-    assert world.waits_s == [pytest.approx(LAST_WAIT_S, abs=1)]
+    assert world.waits_s == [pytest.approx(LAST_SAVE_WAIT_S, abs=1)]
 
 
 def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_what_ended_the_run_is_said_before_the_wait(tmp_path: Path, caplog: pyte
     with pytest.raises(ClusterError, match="the process died"):
         make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert ["died" in said[0], "the save under way failed, too" in said[1]] == [True, True]
+    assert ["died" in said[0], "the pending save failed, too" in said[1]] == [True, True]
 
 
 @pytest.mark.parametrize(("dies_at", "failures", "left"), [(3, 99, 3), (2, 1, 2)])
@@ -142,13 +143,13 @@ def test_going_back_takes_the_answers_of_given_up_steps_along(tmp_path: Path) ->
 def test_lines_are_flushed_before_the_save_that_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a power cut can leave a checkpoint whose steps have no line."""
     world = World()
-    sync = MetricsWriter.sync
+    sync = RunMetrics.sync
 
-    def noted(self: MetricsWriter) -> None:
+    def noted(self: RunMetrics) -> None:
         sync(self)
         world.events.append("sync")
 
-    monkeypatch.setattr(MetricsWriter, "sync", noted)
+    monkeypatch.setattr(RunMetrics, "sync", noted)
     make(tmp_path, world, "trainer.total_steps=2", "trainer.save_every=1").fit()
     events = [event for event in world.events if event in ("sync", "save", "train")]
     assert events == ["sync", "train", "sync", "save", "train", "sync", "save"], "at step 0 there is nothing to save"

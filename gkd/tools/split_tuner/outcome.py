@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gkd.metrics.pools import waited_for
+from gkd.metrics.pools import bottleneck
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
 
 POOLS = ("rollout", "teacher", "actor")
@@ -21,7 +21,7 @@ class Outcome:
     response_tokens_per_s: float
     waited: dict[str, float]  # by pool, share of the step that the loop waited for it
     busy: dict[str, float]  # by pool, share of its GPUs' time
-    bound_by: str  # the pool that the loop waits for, see `gkd.metrics.pools.waited_for`
+    bound_by: str  # the pool that the loop waits for, see `gkd.metrics.pools.bottleneck`
     staleness: dict[int, float]  # share of the student's sequences by how many steps old they were
 
 
@@ -38,7 +38,7 @@ class Totals:
         """`wall_s`: of all steps that count; `busy_s`: of each pool's members together, in that time."""
         members = {"rollout": sizes.engines, "teacher": sizes.workers, "actor": 1}
         waited = {pool: s / wall_s for pool, s in self.waited_s.items()}
-        bound_by, _ = waited_for({f"perf/waited_{pool}_share": share for pool, share in waited.items()}, scheduler)
+        bound_by, _ = bottleneck({f"perf/waited_{pool}_share": share for pool, share in waited.items()}, scheduler)
         n = sum(self.ages.values())
         return Outcome(
             step_s=wall_s / self.n_steps,

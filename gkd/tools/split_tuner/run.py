@@ -19,6 +19,7 @@ from gkd.errors import ConfigError
 from gkd.metrics.pools import (
     DP,
     ENGINES,
+    GENERATE_S,
     LENGTH_MEAN,
     MAX_NUM_SEQS,
     NOT_EACH_STEP,
@@ -127,6 +128,20 @@ class _Table:
         return sum((self.get(f"time/{name}_s") for name in names), np.zeros(len(self._lines)))
 
 
+def read_steps(folder: Path) -> list[dict[str, float]]:
+    """Return the lines of metrics.jsonl, each with the numbers of its step in tuner.jsonl.
+
+    Runs of older versions have no tuner.jsonl: all their numbers are in metrics.jsonl, one under its old name.
+    """
+    lines = read_metrics(folder / "metrics.jsonl")
+    tuner = folder / "tuner.jsonl"
+    by_step = {line["step"]: line for line in read_metrics(tuner)} if tuner.exists() else {}
+    merged = [
+        line | by_step[line["step"]] if "loss/total" in line and line["step"] in by_step else line for line in lines
+    ]
+    return [{GENERATE_S: line["perf/answer_s"], **line} if "perf/answer_s" in line else line for line in merged]
+
+
 def _steps(folder: Path, last: int) -> list[dict[str, float]]:
     """The steps that count."""
     if not (folder / "config.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
@@ -136,7 +151,7 @@ def _steps(folder: Path, last: int) -> list[dict[str, float]]:
     if config.trainer.replay:
         problem = "the run trains on another one's batches, so its engines and its teacher have nothing to do."
         raise ConfigError("trainer.replay", config.trainer.replay, problem, "use a run that answers its own prompts.")
-    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "time/step_s" in line and "loss/total" in line]
+    lines = [line for line in read_steps(folder) if "time/step_s" in line and "loss/total" in line]
     lines = _of_last_start(folder, config, lines)
     # The engines have nothing to do beside the last steps of a run whose rollouts are ahead.
     n_last = staleness_bound(config.trainer)
@@ -263,7 +278,7 @@ def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
     """
     if config.trainer.scheduler == STREAM:
         return float(table["perf/gap_s"].sum() / table["rollout/on_policy_sequences"].sum() * config.rollout.n)
-    more_s = float(np.mean(table["perf/answer_s"] - table["perf/engine_busy_max_s"]))
+    more_s = float(np.mean(table[GENERATE_S] - table["perf/engine_busy_max_s"]))
     of_engine = math.ceil(config.distill.on_policy_share * config.trainer.global_batch_size / sizes.engines)
     groups = min(of_engine, sizes.dp // math.gcd(sizes.dp, sizes.engines))
     n_chunks = groups * math.ceil(math.ceil(of_engine / groups) * config.rollout.n / CHUNK_SIZE) if groups else 0

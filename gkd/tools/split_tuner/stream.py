@@ -64,7 +64,7 @@ class _Run:
             if step == warm_up:
                 began_s, totals, busy_before, train_total_s = now_s, Totals(), self._busy(0.0), 0.0
             self._version = step
-            self._admit(self._ledger.begin(step), now_s)
+            self._admit(self._ledger.admit_new(step), now_s)
             from_dataset_s = self._ask_about_dataset(step, now_s)
             finished_s = self._run_until_batch(step, now_s)
             chosen = self._ledger.choose(step)
@@ -76,7 +76,7 @@ class _Run:
             self._run_events(trained_s)
             self._count(totals, step, chosen, finished_s - now_s, scored_s - finished_s, train_s)
             train_total_s += train_s
-            self._ledger.trained(chosen)
+            self._ledger.remove(chosen)
             self._n_finished -= len(chosen)
             for position in chosen:
                 del self._scored_s[position], self._lengths[position], self._given[position], self._versions[position]

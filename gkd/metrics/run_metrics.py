@@ -1,0 +1,148 @@
+"""One line per step in metrics.jsonl, and the sums that only the split tuner reads in tuner.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from gkd.config.derived import derive
+from gkd.config.schedulers import staleness_bound
+from gkd.config.schema import Config
+from gkd.handles import ScoredChunk, SyncReport, TrainStats
+from gkd.log import get_logger
+from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers, shares
+from gkd.metrics.step import step_line, step_numbers
+from gkd.metrics.teacher_meter import TeacherMeter
+from gkd.metrics.writer import MetricsWriter, StageTimers
+from gkd.roles import ActorRole, RolloutRole
+from gkd.run.folder import RunFolder
+
+log = get_logger("trainer")
+
+
+class StepMetrics:
+    """The numbers of one step while it runs.
+
+    Attributes:
+        step: the optimizer step that is being made, from 1; before the first step the number of steps made.
+        stage: `with m.stage("train"):` measures a stage; stages do not nest.
+        is_trained: the optimizer step is made, so the line is written whatever happens next.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.stage = StageTimers()
+        self.numbers: dict[str, float] = {}
+        self.tuner: dict[str, float] = {}
+        self.is_trained = False
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the line in metrics.jsonl."""
+        self.numbers |= numbers
+
+    def add_tuner(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers to the line in tuner.jsonl."""
+        self.tuner |= numbers
+
+
+class RunMetrics:
+    """The metrics of a run.
+
+    Attributes:
+        teacher: receives every batch that the teacher has scored.
+    """
+
+    def __init__(
+        self, config: Config, actor: ActorRole, rollout: RolloutRole, folder: RunFolder, total_steps: int
+    ) -> None:
+        self._config, self._actor, self._rollout, self._folder = config, actor, rollout, folder
+        self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
+        self._reads_memory = config.memory.timeline or derive(config).moves_states
+        self._overlapped_evaluation = False
+        self._first_step = 0
+        self._files: list[MetricsWriter] = []
+        self.teacher = TeacherMeter(staleness_bound(config.trainer))
+
+    def open(self, resumed_at: int | None) -> None:
+        """Open both files, without the lines after step `resumed_at`. None: a new run.
+
+        Raises CheckpointError: a file of the run folder cannot be read, written or deleted.
+        """
+        keep_through = -1 if resumed_at is None else resumed_at
+        self._folder.forget_after(keep_through)
+        self._first_step = resumed_at or 0
+        self._files = [MetricsWriter(f, keep_through) for f in (self._folder.metrics_file, self._folder.tuner_file)]
+
+    @contextmanager
+    def before_first_step(self, step: int) -> Iterator[StepMetrics]:
+        """Measure what comes before the first step of this start; a line is written if numbers were added."""
+        m = StepMetrics(step)
+        yield m
+        memory = self._memory(m)  # read anyway: it must not count for the first step
+        if m.numbers:
+            self._files[0].write(step, m.numbers | memory | m.stage.report())
+        self.teacher.end_step()  # discard scoring done before the first step
+
+    @contextmanager
+    def of_step(self, step: int) -> Iterator[StepMetrics]:
+        """Measure a step. Once it is trained its line is written, also if its evaluation fails."""
+        m = StepMetrics(step)
+        try:
+            yield m
+            m.add(self._memory(m))
+        finally:
+            if m.is_trained:
+                self._write(m)
+        log.info(step_line(step, self._total_steps, m.numbers, self._scheduler))
+
+    def add_step(self, m: StepMetrics, batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport) -> None:
+        """Add all numbers of an optimizer step, and what the engines did since the last one."""
+        with m.stage("usage"):
+            usage = self._rollout.usage()
+        m.add(step_numbers(batch, stats, sync, version=m.step - 1))
+        m.add(usage.memory)
+        m.add_tuner(rollout_numbers(usage) | layout_numbers(self._config, m.step - self._first_step))
+        if self._overlapped_evaluation:
+            m.add_tuner({WITH_EVALUATION: 1.0})
+            self._overlapped_evaluation = False
+        m.is_trained = True
+
+    def exclude_evaluation(self, *, overlapped: bool) -> None:
+        """Reset the engines' counters, so that an evaluation is not billed to the next step.
+
+        Args:
+            overlapped: a stream kept generating, and its work cannot be separated: mark the next step instead.
+        """
+        if overlapped:
+            self._overlapped_evaluation = True
+        else:
+            self._rollout.usage()
+
+    def log_memory(self) -> None:
+        """Log the memory of what came after the last line: the last save and the export."""
+        if numbers := self._memory(StepMetrics(self._total_steps)):
+            log.info("after the last step: %s", "  ".join(f"{k} {v:.3g}" for k, v in sorted(numbers.items())))
+
+    def sync(self) -> None:
+        """Flush all lines to disk. Raises CheckpointError."""
+        for file in self._files:
+            file.sync()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _memory(self, m: StepMetrics) -> dict[str, float]:
+        """Return the memory of the actor's phases since the last call; empty without memory.timeline and offloading."""
+        if not self._reads_memory:
+            return {}
+        with m.stage("usage"):
+            return self._actor.memory_numbers()
+
+    def _write(self, m: StepMetrics) -> None:
+        m.add(m.stage.report())
+        m.add({"perf/response_tokens_per_s": m.numbers["rollout/response_tokens"] / m.numbers["time/step_s"]})
+        m.add(shares(m.numbers | m.tuner, self._scheduler))
+        metrics, tuner = self._files
+        metrics.write(m.step, m.numbers)
+        tuner.write(m.step, m.tuner)

@@ -1,0 +1,82 @@
+"""How a run ends: the failure policy of the training loop, and the last save and export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from gkd.errors import CheckpointError, ClusterError, RankTimeout, TeacherUnavailable
+from gkd.log import get_logger
+from gkd.run.saver import Saver
+
+log = get_logger("run")
+
+LAST_SAVE_WAIT_S = 60.0  # for a pending save after a rank has died or hangs
+
+
+class SaveNow(Protocol):
+    def __call__(self, *, scored: bool) -> None: ...
+
+
+class CloseSource(Protocol):
+    def __call__(self, *, wait: bool) -> None: ...
+
+
+@contextmanager
+def run_ending(
+    saver: Saver, save_now: SaveNow, close_source: CloseSource, diagnose_hang: Callable[[RankTimeout], RankTimeout]
+) -> Iterator[None]:
+    """Save what can be saved if the block fails, stop the rollouts, and raise its error.
+
+    - Every error but KeyboardInterrupt is raised after the pending save has finished (ClusterError: after at most
+      `LAST_SAVE_WAIT_S`, since the ranks may hang).
+    - TeacherUnavailable: the last finished step is saved, without the scores that the teacher still owes.
+    - RankTimeout: `diagnose_hang` runs before anything else, while the ranks still hang.
+    Errors on the way are logged, so that the user gets the one that ended the run.
+    """
+    try:
+        yield
+    except RankTimeout as timeout:
+        error = diagnose_hang(timeout)
+        _save_what_can_be_saved(error, saver, save_now, close_source)
+        raise error from None
+    except Exception as error:
+        _save_what_can_be_saved(error, saver, save_now, close_source)
+        raise
+    finally:
+        close_source(wait=False)  # also after an interrupt: no thread may start anything more
+
+
+def save_and_export(save_now: Callable[[], None], export: Callable[[], None]) -> None:
+    """Save the last step, then export; export even if the save fails. Raises CheckpointError: the save failed."""
+    try:
+        save_now()
+    except CheckpointError as error:
+        log.error("the last checkpoint failed: %s; exporting the student anyway", str(error))
+        attempt("the export", export)
+        raise
+    export()
+
+
+def attempt(what: str, action: Callable[[], object]) -> bool:
+    """Run `action`, log an error in it, and return whether it succeeded."""
+    try:
+        action()
+    except Exception as error:
+        log.error("%s failed, too: %s: %s", what, type(error).__name__, str(error))
+        return False
+    return True
+
+
+def _save_what_can_be_saved(error: Exception, saver: Saver, save_now: SaveNow, close_source: CloseSource) -> None:
+    log.error("the run ends: %s: %s", type(error).__name__, str(error))  # as text: a record would keep the frames
+    wait_s = LAST_SAVE_WAIT_S if isinstance(error, ClusterError) else None
+    attempt("the pending save", lambda: saver.finish(wait_s))
+    if isinstance(error, TeacherUnavailable) and attempt("the last save", lambda: save_now(scored=False)):
+        log.error(
+            "stopped after step %d (checkpoint saved). Restart the teacher, then the trainer with trainer.resume=auto",
+            saver.committed_step,
+        )
+    if not isinstance(error, ClusterError):  # otherwise the engines hang or are gone, and end with the run
+        attempt("stopping the rollouts", lambda: close_source(wait=True))
