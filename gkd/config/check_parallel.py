@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 from gkd.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class Divisible:
-    """What of a model is shared out among ranks."""
+class SplitModel(Protocol):
+    """The sizes that ranks divide among themselves, as `gkd.hf.model_dims.ModelDims` has them."""
 
-    model_type: str
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    dense_ffn: int  # columns of the MLPs without experts; 0 where there are none
-    n_experts: int  # 0: a dense model
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def dense_ffn_size(self) -> int:
+        """Columns of the MLPs without experts; 0 if there are none."""
+        ...
+
+    @property
+    def n_experts(self) -> int:
+        """0: a dense model."""
+        ...
 
 
 def check_expert_ranks(ep: int, ranks_of_stage: int) -> None:
@@ -31,13 +41,13 @@ def check_expert_ranks(ep: int, ranks_of_stage: int) -> None:
         )
 
 
-def check_actor_split(model: Divisible, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool) -> None:
+def check_actor_split(model: SplitModel, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool) -> None:
     """Raises ConfigError naming the key of a size that cannot cut the model."""
     _check_experts(model, tp, ep, sequence_parallel)
     for what, count in (
         ("attention heads", model.n_heads),
         ("key/value heads", model.n_kv_heads),
-        ("MLP columns", model.dense_ffn),
+        ("MLP columns", model.dense_ffn_size),
     ):
         if count % tp:
             raise ConfigError(
@@ -59,7 +69,7 @@ def check_actor_split(model: Divisible, *, tp: int, pp: int, vpp: int, ep: int, 
         )
 
 
-def _check_experts(model: Divisible, tp: int, ep: int, sequence_parallel: bool) -> None:
+def _check_experts(model: SplitModel, tp: int, ep: int, sequence_parallel: bool) -> None:
     if not model.n_experts:
         if ep > 1:
             raise ConfigError("actor.ep", ep, f"the model ({model.model_type}) has no experts to spread.", "Use 1.")

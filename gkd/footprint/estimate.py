@@ -12,9 +12,11 @@ from gkd.errors import ModelError
 from gkd.footprint.fsdp import fsdp_footprint, groups
 from gkd.footprint.megatron import megatron_footprints
 from gkd.footprint.rollout import rollout_footprint
-from gkd.footprint.shapes import EXACT, Tensors, read_shape
 from gkd.footprint.teacher import with_local_teacher, with_reference
 from gkd.footprint.types import MOVING, RankFootprint
+from gkd.hf.megatron_support import check_megatron_support
+from gkd.hf.model_dims import read_dims
+from gkd.hf.model_folder import Tensors
 
 # What a process has on a card before its first tensor: the CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
 # allowance, not measured.
@@ -45,25 +47,18 @@ def footprint(
     Raises:
         ModelError: sizes are missing, or the architecture is not one of actor.strategy megatron.
     """
-    shape, on_cpu = read_shape(config_json), config.trainer.device == "cpu"
-    known = shape.is_exact() and shape.model_type != "mixtral"
-    if config.actor.strategy == "megatron" and not known:
-        supported = ", ".join(sorted(set(EXACT) - {"mixtral"}))
-        raise ModelError(
-            f"model_type {shape.model_type!r} is not supported by actor.strategy=megatron; supported are {supported}. "
-            "actor.strategy=fsdp2 takes any causal language model."
-        )
+    dims, on_cpu = read_dims(config_json), config.trainer.device == "cpu"
     if config.actor.strategy == "megatron":
-        _refuse_features(config_json)
-    if not shape.is_exact() and tensors is None:
+        check_megatron_support(config_json)
+    if not dims.is_exact and tensors is None:
         raise ModelError(
-            f"the parameters of model_type {shape.model_type!r} have to be counted in its safetensors files, "
+            f"the parameters of model_type {dims.model_type!r} have to be counted in its safetensors files, "
             "and there are none."
         )
     if config.actor.strategy == "megatron":
-        actors = list(megatron_footprints(config, shape, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
+        actors = list(megatron_footprints(config, dims, on_cpu=on_cpu, teacher_hidden=teacher_hidden))
     else:
-        actors = [fsdp_footprint(config, shape, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden)]
+        actors = [fsdp_footprint(config, dims, tensors, on_cpu=on_cpu, teacher_hidden=teacher_hidden)]
     if derive(config).moves_states:
         actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:
@@ -72,20 +67,11 @@ def footprint(
     if reference is not None:
         config_json, tensors_there = reference
         actors = [with_reference(part, config, config_json, tensors_there, on_cpu=on_cpu) for part in actors]
-    engine = rollout_footprint(config, shape, groups(config, shape, tensors), on_cpu=on_cpu)
+    engine = rollout_footprint(config, dims, groups(config, dims, tensors), on_cpu=on_cpu)
     if config.trainer.colocate:  # an evaluation, a save and an export put it to sleep with its weights kept
         engine = replace(engine, parts={**engine.parts, "moved_states": engine.parts["weights"]})
     found = [*actors, engine]
     return tuple(found) if on_cpu else tuple(_with_context(part) for part in found)
-
-
-def _refuse_features(config_json: Mapping[str, Any]) -> None:
-    """What the Megatron model lacks, see `gkd.actor.megatron.hf_config`. Raises ModelError."""
-    idle = {"use_sliding_window": False, "attention_dropout": 0.0, "hidden_act": "silu"}
-    for name, value in idle.items():
-        found = config_json.get(name, value)
-        if (found or value) != value:
-            raise ModelError(f"config.json: {name} = {found!r} is not supported by actor.strategy=megatron.")
 
 
 def _moved(part: RankFootprint) -> int:

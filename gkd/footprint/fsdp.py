@@ -17,8 +17,9 @@ from gkd.errors import ConfigError
 from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import batch_shape
 from gkd.footprint.loss import loss_shape
-from gkd.footprint.shapes import ModelShape, Tensors, count
 from gkd.footprint.types import RankFootprint
+from gkd.hf.model_dims import ModelDims
+from gkd.hf.model_folder import Tensors, count_params
 
 _FLOAT32 = 4
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -34,44 +35,44 @@ class Groups:
     lora: int = 0  # trained instead, all adapters together
 
 
-def groups(config: Config, shape: ModelShape, tensors: Tensors | None) -> Groups:
+def groups(config: Config, dims: ModelDims, tensors: Tensors | None) -> Groups:
     """Exact for known architectures; of others from the files' tensors."""
-    return Groups(*gathered(shape, tensors), _adapters(config, shape))
+    return Groups(*gathered(dims, tensors), _adapters(config, dims))
 
 
-def gathered(shape: ModelShape, tensors: Tensors | None) -> tuple[int, int, int]:
+def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
     """Parameters of the model, of its largest layer, of its embedding."""
-    if not shape.is_exact():
-        return count(tensors or {})
-    layers = [shape.dense_params(i) + shape.expert_params(i) for i in range(shape.n_layers)]
-    return shape.n_params, max(layers), shape.embedding_params()
+    if not dims.is_exact:
+        return count_params(tensors or {})
+    layers = [dims.dense_params(i) + dims.expert_params(i) for i in range(dims.n_layers)]
+    return dims.n_params, max(layers), dims.embedding_params()
 
 
-def _adapters(config: Config, shape: ModelShape) -> int:
+def _adapters(config: Config, dims: ModelDims) -> int:
     """Experts have none: those of a layer are one tensor, and no linear layers.
 
     Raises:
         ConfigError: actor.lora.targets names what a known architecture does not have.
     """
-    lora, h, f = config.actor.lora, shape.hidden, shape.ffn
+    lora, h, f = config.actor.lora, dims.hidden_size, dims.ffn_size
     if lora.rank == 0:
         return 0
     sides = {  # inputs plus outputs
-        "q_proj": h + shape.q_columns,
-        "k_proj": h + shape.kv_columns,
-        "v_proj": h + shape.kv_columns,
-        "o_proj": h + shape.q_columns,
+        "q_proj": h + dims.q_columns,
+        "k_proj": h + dims.kv_columns,
+        "v_proj": h + dims.kv_columns,
+        "o_proj": h + dims.q_columns,
         "gate_proj": h + f,
         "up_proj": h + f,
         "down_proj": h + f,
     }
-    n_dense = sum(not shape.has_experts(layer) for layer in range(shape.n_layers))
+    n_dense = sum(not dims.is_moe_layer(layer) for layer in range(dims.n_layers))
     total = 0
     for target in lora.targets:
         name = target.rpartition(".")[2]
-        n_layers = shape.n_layers if name in _OF_ATTENTION else n_dense
-        if shape.is_exact() and (name not in sides or n_layers == 0):
-            problem = f"a {shape.model_type} model has no linear layer that ends in {target}."
+        n_layers = dims.n_layers if name in _OF_ATTENTION else n_dense
+        if dims.is_exact and (name not in sides or n_layers == 0):
+            problem = f"a {dims.model_type} model has no linear layer that ends in {target}."
             fix = f"choose among {', '.join(sides if n_dense else _OF_ATTENTION)}."
             raise ConfigError("actor.lora.targets", lora.targets, problem, fix)
         total += n_layers * sides.get(name, h + f)
@@ -79,12 +80,12 @@ def _adapters(config: Config, shape: ModelShape) -> int:
 
 
 def fsdp_footprint(
-    config: Config, shape: ModelShape, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
+    config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> RankFootprint:
     """Rank 0, which stands for all."""
     actor, dp = config.actor, derive(config).dp_size
     b = _FLOAT32 if config.model.dtype == "float32" else 2
-    found, batch = groups(config, shape, tensors), batch_shape(config)
+    found, batch = groups(config, dims, tensors), batch_shape(config)
     frozen = actor.lora.rank > 0
     trained = found.lora if frozen else found.total
     kept = found.total * (b if frozen else _FLOAT32) + (found.lora * _FLOAT32 if frozen else 0)
@@ -99,18 +100,18 @@ def fsdp_footprint(
         # it comes into up to a power of two: less than twice.
         parts = {"offloaded": sum(state.values()) + state["gradients"]}
     kernels = Kernels("fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences)
-    whole = [kernels.layer(shape, layer) * batch.n_tokens for layer in range(shape.n_layers)]
-    boundary = kernels.boundary(shape) * batch.n_tokens
-    activations = boundary * shape.n_layers if actor.recompute == "full" else sum(whole)
-    activations += boundary + kernels.final_norm(shape) * batch.n_tokens
-    sizes = {"hidden": shape.hidden, "rows_of_head": shape.vocab_size, "itemsize": b}
+    whole = [kernels.layer(dims, layer) * batch.n_tokens for layer in range(dims.n_layers)]
+    boundary = kernels.boundary(dims) * batch.n_tokens
+    activations = boundary * dims.n_layers if actor.recompute == "full" else sum(whole)
+    activations += boundary + kernels.final_norm(dims) * batch.n_tokens
+    sizes = {"hidden": dims.hidden_size, "rows_of_head": dims.vocab_size, "itemsize": b}
     loss = loss_shape(config, batch, **sizes, on_cpu=on_cpu, frozen=frozen)
     layer, sums = _gathered_layer(found.layer, b, dp, on_cpu=on_cpu, offloads=actor.fsdp_cpu_offload)
     table = found.embedding * b
     layer_gradient = 0 if frozen else sums
-    ending = max(b * (3 if shape.tied else 1), b + _FLOAT32 + _FLOAT32 // dp)
+    ending = max(b * (3 if dims.tied_embeddings else 1), b + _FLOAT32 + _FLOAT32 // dp)
     recomputed = max(whole) if actor.recompute == "full" else 0
-    widths = batch.n_tokens * b * (2 * shape.hidden + 2 * shape.ffn)
+    widths = batch.n_tokens * b * (2 * dims.hidden_size + 2 * dims.ffn_size)
     moments: list[dict[str, int]] = [
         {
             "activations": activations,
@@ -128,8 +129,8 @@ def fsdp_footprint(
     fullest = max(moments, key=lambda moment: sum(moment.values()))
     parts |= fullest
     if config.teacher.signal == "hidden" and teacher_hidden is not None:
-        parts["teacher_head"] = _FLOAT32 * shape.vocab_size * teacher_hidden
-    largest = _largest_tensor(found, shape, tensors) * b
+        parts["teacher_head"] = _FLOAT32 * dims.vocab_size * teacher_hidden
+    largest = _largest_tensor(found, dims, tensors) * b
     parts["optimizer_step"] = 0  # fused: one pass, no copies
     parts["weight_sync"] = max(min(config.weight_sync.bucket_mib << 20, found.total * b), largest) + largest
     parts["saved_copy"] = -(-3 * _FLOAT32 * trained // dp)
@@ -148,8 +149,8 @@ def _gathered_layer(n: int, b: int, dp: int, *, on_cpu: bool, offloads: bool) ->
     return 2 * n * b + shard * (b + (_FLOAT32 if offloads else 0)), n * (b + _FLOAT32) + shard * _FLOAT32
 
 
-def _largest_tensor(found: Groups, shape: ModelShape, tensors: Tensors | None) -> int:
+def _largest_tensor(found: Groups, dims: ModelDims, tensors: Tensors | None) -> int:
     """Numbers of the largest tensor that is gathered to be sent; all experts of a layer have one for two matrices."""
-    experts = 2 * shape.experts.n * shape.experts.ffn * shape.hidden if shape.experts is not None else 0
+    experts = 2 * dims.moe.n_experts * dims.moe.ffn_size * dims.hidden_size if dims.moe is not None else 0
     of_files = max((prod(size) for size in (tensors or {}).values()), default=0)
-    return max(found.embedding, shape.hidden * shape.ffn, experts, of_files)
+    return max(found.embedding, dims.hidden_size * dims.ffn_size, experts, of_files)

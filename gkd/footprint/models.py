@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.estimate import footprint
-from gkd.footprint.folder import ModelFolder, read_model_folder
 from gkd.footprint.types import RankFootprint
+from gkd.hf.model_folder import ModelFolder, read_model_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RunModels:
             config,
             self.student.config_json,
             tensors=self.student.tensors,
-            teacher_hidden=teacher_hidden if local is None else local.shape.hidden,
+            teacher_hidden=teacher_hidden if local is None else local.dims.hidden_size,
             local_teacher=None if local is None else (local.config_json, local.tensors),
             reference=None if kept is None else (kept.config_json, kept.tensors),
         )

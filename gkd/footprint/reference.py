@@ -11,7 +11,7 @@ bytes, without activations. An engine that samples from it takes 3.1 GB of weigh
 
 from __future__ import annotations
 
-from gkd.footprint.shapes import ModelShape
+from gkd.hf.model_dims import ModelDims
 
 # Bytes a parameter.
 PRECISIONS: dict[str, dict[str, int]] = {
@@ -21,6 +21,6 @@ PRECISIONS: dict[str, dict[str, int]] = {
 }
 
 
-def reference(shape: ModelShape) -> dict[str, dict[str, int]]:
-    """Bytes by part of a whole model, in each of `PRECISIONS`; for architectures that `shape.is_exact()`."""
-    return {name: {part: size * shape.n_params for part, size in parts.items()} for name, parts in PRECISIONS.items()}
+def reference(dims: ModelDims) -> dict[str, dict[str, int]]:
+    """Bytes by part of a whole model, in each of `PRECISIONS`; for architectures that `dims.is_exact`."""
+    return {name: {part: size * dims.n_params for part, size in parts.items()} for name, parts in PRECISIONS.items()}

@@ -13,8 +13,8 @@ from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.footprint.fsdp import Groups
-from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import RankFootprint
+from gkd.hf.model_dims import ModelDims
 
 _FLOAT32 = 4
 # Tokens that vLLM computes at once, by its own default where it is used offline; on CUDA that of the largest cards, on
@@ -22,7 +22,7 @@ _FLOAT32 = 4
 BATCHED_TOKENS = {True: 4096, False: 16384}  # on the CPU, on CUDA
 
 
-def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cpu: bool) -> RankFootprint:
+def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu: bool) -> RankFootprint:
     """Rank 0 of the first engine, which stands for all.
 
     Raises:
@@ -30,13 +30,13 @@ def rollout_footprint(config: Config, shape: ModelShape, sizes: Groups, *, on_cp
     """
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
     tp, longest = rollout.tp, derive(config).max_sequence_length
-    check_engine_split(tp, (shape.n_heads,), (shape.n_kv_heads,), shape.mlp_columns)
-    wanted = sequences_together(config) * longest * kv_bytes_per_token(config, shape)
+    check_engine_split(tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
+    wanted = sequences_together(config) * longest * kv_bytes_per_token(config, dims)
     # The trial pass is as large as the engine's limits, however few sequences will come.
     n_tokens = min(BATCHED_TOKENS[on_cpu] * (tp if on_cpu else 1), rollout.max_num_seqs * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
-    widest = 3 * shape.hidden + 3 * max(shape.ffn, shape.q_columns) // tp
-    logits = rollout.max_num_seqs * shape.vocab_size * _FLOAT32  # and as much for the sampler's work
+    widest = 3 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // tp
+    logits = rollout.max_num_seqs * dims.vocab_size * _FLOAT32  # and as much for the sampler's work
     return RankFootprint(
         "rollout",
         0,
@@ -67,8 +67,8 @@ def sequences_together(config: Config) -> int:
     return min(most, -(-together // n_engines))
 
 
-def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+def kv_bytes_per_token(config: Config, dims: ModelDims) -> int:
     """Of the KV cache, on one rank of an engine; key and value heads are repeated where there are fewer than ranks."""
     b = _FLOAT32 if config.model.dtype == "float32" else 2
-    heads = max(1, shape.n_kv_heads // config.rollout.tp)
-    return 2 * shape.n_layers * heads * shape.head_dim * b
+    heads = max(1, dims.n_kv_heads // config.rollout.tp)
+    return 2 * dims.n_layers * heads * dims.head_dim * b

@@ -9,8 +9,8 @@ from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.limits import gib, kv_room_bytes
 from gkd.footprint.rollout import kv_bytes_per_token, sequences_together
-from gkd.footprint.shapes import ModelShape
 from gkd.footprint.types import HOST_PARTS, MOMENTS, WANTED_PARTS, RankFootprint
+from gkd.hf.model_dims import ModelDims
 
 _GIB = 1 << 30
 _ORDER = (
@@ -50,10 +50,10 @@ def reference_table(found: Mapping[str, Mapping[str, int]]) -> str:
     return "\n".join(lines)
 
 
-def kv_line(footprints: Sequence[RankFootprint], shape: ModelShape, card_bytes: int | None, config: Config) -> str:
+def kv_line(footprints: Sequence[RankFootprint], dims: ModelDims, card_bytes: int | None, config: Config) -> str:
     """How many tokens an engine's KV cache holds, and how many its sequences may have."""
     (engine,) = (part for part in footprints if part.role == "rollout")
-    each, longest = kv_bytes_per_token(config, shape), derive(config).max_sequence_length
+    each, longest = kv_bytes_per_token(config, dims), derive(config).max_sequence_length
     wanted = sequences_together(config)
     line = f"KV cache of an engine: {each} bytes a token and rank; {wanted} sequences may run, of {longest} tokens"
     if config.trainer.device == "cpu":

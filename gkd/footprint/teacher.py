@@ -15,8 +15,9 @@ from typing import Any
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.fsdp import gathered
-from gkd.footprint.shapes import ModelShape, Tensors, count, read_shape
 from gkd.footprint.types import RankFootprint
+from gkd.hf.model_dims import ModelDims, read_dims
+from gkd.hf.model_folder import Tensors, count_params
 
 _B, _FLOAT32 = 2, 4
 _LOGIT_ROWS = 1024  # that the engines compute at once
@@ -32,18 +33,18 @@ def teacher_footprint(
         n_tokens: of the sequences that it scores together.
 
     Raises:
-        ModelError: as `read_shape`, or a model whose tensors are needed.
+        ModelError: as `read_dims`, or a model whose tensors are needed.
     """
-    shape = read_shape(config_json)
-    total = shape.n_params if shape.is_exact() else count(tensors or {})[0]
+    dims = read_dims(config_json)
+    total = dims.n_params if dims.is_exact else count_params(tensors or {})[0]
     return RankFootprint(
         "teacher",
         0,
         {
             "weights": _B * total // tp,
-            "kv_cache": n_tokens * _kv(shape) // tp,
-            "activations": n_tokens * _B * (2 * shape.hidden + 3 * max(shape.ffn, shape.q_columns) // tp),
-            "logits": 2 * _LOGIT_ROWS * shape.vocab_size * _FLOAT32 // tp,
+            "kv_cache": n_tokens * _kv(dims) // tp,
+            "activations": n_tokens * _B * (2 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // tp),
+            "logits": 2 * _LOGIT_ROWS * dims.vocab_size * _FLOAT32 // tp,
         },
     )
 
@@ -51,7 +52,7 @@ def teacher_footprint(
 def with_local_teacher(
     part: RankFootprint, config: Config, config_json: Mapping[str, Any], tensors: Tensors | None, *, on_cpu: bool
 ) -> RankFootprint:
-    """An actor rank with its share of a local teacher. Raises ModelError as `read_shape`.
+    """An actor rank with its share of a local teacher. Raises ModelError as `read_dims`.
 
     Args:
         config_json, tensors: of teacher.path.
@@ -93,17 +94,19 @@ def _with_frozen(
         hosted: its shards are in host memory.
         exact: they are float32.
     """
-    shape, actor = read_shape(config_json), config.actor
-    total, layer, embedding = gathered(shape, tensors)
+    dims, actor = read_dims(config_json), config.actor
+    total, layer, embedding = gathered(dims, tensors)
     b = _FLOAT32 if config.model.dtype == "float32" else _B
     derived = derive(config)
     n_tokens = actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length
     shards = -(-total * (_FLOAT32 if exact else b) // derived.world_size)
     home = f"{name}_shards" if hosted and not on_cpu else f"{name}_weights"
     chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]
-    working = (2 * layer + embedding) * b + n_tokens * b * (2 * shape.hidden + 3 * max(shape.ffn, shape.q_columns))
+    working = (2 * layer + embedding) * b + n_tokens * b * (
+        2 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns)
+    )
     return replace(part, parts={**part.parts, home: shards, f"{name}_pass": working + chunk + chunk * b // _FLOAT32})
 
 
-def _kv(shape: ModelShape) -> int:
-    return 2 * shape.n_layers * shape.kv_columns * _B
+def _kv(dims: ModelDims) -> int:
+    return 2 * dims.n_layers * dims.kv_columns * _B

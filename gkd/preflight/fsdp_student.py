@@ -1,9 +1,8 @@
-"""What the driver can know of an fsdp2 student before any process starts: its code and its files' headers."""
+"""Check an fsdp2 student before any process starts: its code, and the headers of its weight files."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,29 +12,22 @@ from gkd.actor.fsdp.lora import check_targets
 from gkd.actor.fsdp.model import build_on_meta, layer_list
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import check_weight_files
+from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import Config
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """The sizes of a causal language model that other settings must fit; more than one where layers differ.
+def check_fsdp_student(config: Config) -> tuple[int, int]:
+    """Build the model without weights and compare it with the headers of its files.
 
-    Empty where config.json does not say, or says it under a name of its own.
-    """
+    Sizes come from transformers, not from `gkd.hf.model_dims`: the model may have code of its own, layers of different
+    sizes, and names of its own for them. A size that it does not name is not checked.
 
-    vocab_size: int
-    n_heads: tuple[int, ...]
-    n_kv_heads: tuple[int, ...]
-    ffn_sizes: tuple[int, ...]
-    expert_ffn_sizes: tuple[int, ...]
-    max_positions: int  # sys.maxsize where there is no limit
-
-
-def check_fsdp_student(config: Config) -> ModelSizes:
-    """Builds the model without weights and compares it with the headers of its files.
+    Returns:
+        (vocabulary size, longest sequence in tokens; sys.maxsize if there is no limit)
 
     Raises:
-        ModelError, ConfigError: as `FsdpStudent` would, but for what only a forward pass with weights shows.
+        ModelError, ConfigError: as `FsdpStudent` would, except for errors that need a forward pass with weights; or
+            rollout.tp cannot split the model.
     """
     actor, folder = config.actor, Path(config.model.path)
     hf = build_on_meta(
@@ -50,18 +42,17 @@ def check_fsdp_student(config: Config) -> ModelSizes:
     n_layers = len(layer_list(hf))
     probe_on_meta(hf, n_layers=n_layers, packing=actor.packing, fused=actor.fused_lm_head)
     text = hf.config.get_text_config()
-    return ModelSizes(
-        vocab_size=text.vocab_size,
-        n_heads=_counts(text, "num_attention_heads"),
-        n_kv_heads=_counts(text, "num_key_value_heads"),
-        ffn_sizes=_counts(text, "intermediate_size"),
-        expert_ffn_sizes=_counts(text, "moe_intermediate_size"),
-        max_positions=max(_counts(text, "max_position_embeddings"), default=sys.maxsize),
-    )
+    heads, kv_heads = distinct_sizes(text, "num_attention_heads"), distinct_sizes(text, "num_key_value_heads")
+    columns = {
+        "MLP columns": distinct_sizes(text, "intermediate_size"),
+        "expert columns": distinct_sizes(text, "moe_intermediate_size"),
+    }
+    check_engine_split(config.rollout.tp, heads, kv_heads, columns)
+    return text.vocab_size, max(distinct_sizes(text, "max_position_embeddings"), default=sys.maxsize)
 
 
-def _counts(config: PretrainedConfig, name: str) -> tuple[int, ...]:
-    """What a config says under a name: one number, or one for each layer; each once."""
+def distinct_sizes(config: PretrainedConfig, name: str) -> tuple[int, ...]:
+    """Return the distinct values of a setting that is one number, or one for each layer; empty if it is not set."""
     value = getattr(config, name, None)
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(sorted({int(each) for each in values if each}))

@@ -45,7 +45,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     card_bytes = smallest_card(config.cluster)
     found = on_card(found, card_bytes, config)
     log.info("memory by rank:\n%s", footprint_table(found, card_bytes))
-    log.info(kv_line(found, models.student.shape, card_bytes, config))
+    log.info(kv_line(found, models.student.dims, card_bytes, config))
     if config.trainer.colocate:
         log.info(turns_table(found, card_bytes, config))
     if card_bytes is None:

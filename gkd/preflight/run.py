@@ -6,10 +6,8 @@ import importlib.util
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
-from gkd.actor.megatron.hf_load import check_weight_files
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.gpu_table import visible_ids
 from gkd.config.check import check_config
@@ -19,6 +17,9 @@ from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError, ModelError
+from gkd.hf.megatron_support import check_megatron_support
+from gkd.hf.model_dims import ModelDims, read_dims
+from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
@@ -27,9 +28,6 @@ from gkd.run.folder import RunFolder
 from gkd.run.open import named_checkpoint, open_run_folder
 from gkd.teacher.base import TeacherInfo
 from gkd.types import Prompt
-
-if TYPE_CHECKING:
-    from gkd.preflight.fsdp_student import ModelSizes
 
 log = get_logger("preflight")
 
@@ -65,9 +63,9 @@ def preflight(config: Config) -> Plan:
     device = resolve_device(config)
     if device == "cpu" and config.actor.loss_kernel == "triton":
         raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
-    dims = check_student(config)
+    n_student_vocab = check_student(config)
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    check_tokenizer_fits(config, tokenizer, dims.vocab_size)
+    check_tokenizer_fits(config, tokenizer, n_student_vocab)
     if config.trainer.global_batch_size < derived.n_engines:
         log.warning(
             "trainer.global_batch_size %d is fewer prompts than there are engines (%d): some will be idle",
@@ -96,8 +94,8 @@ def preflight(config: Config) -> Plan:
     if derived.reference_folder:
         from gkd.preflight.frozen import check_reference  # here, as `check_fsdp_student`
 
-        identity["reference"] = check_reference(config, tokenizer, dims.vocab_size)
-    n_vocab = check_teacher(config, teacher, tokenizer, dims.vocab_size)
+        identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
+    n_vocab = check_teacher(config, teacher, tokenizer, n_student_vocab)
     check_memory(config, device, teacher.hidden_size)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: with actor.fsdp_cpu_offload the states are on the host already")
@@ -203,46 +201,61 @@ def check_ray_installed() -> None:
         raise ClusterError("Ray is not installed in this environment. Fix: make one with launch/setup.sh, and use it.")
 
 
-def check_student(config: Config) -> HfDims | ModelSizes:
-    """Is the student's folder whole, and can it be split and run as configured? Reads headers only."""
-    path = config.model.path
+def check_student(config: Config) -> int:
+    """Check that the student's folder is whole, and that the configured ranks can split it. Reads headers only.
+
+    Returns:
+        The number of rows of its embedding.
+
+    Raises:
+        ConfigError: naming model.path, or the key of a size that cannot split the model.
+        ModelError: a sequence may be longer than the model's sliding window.
+    """
+    path, longest = config.model.path, derive(config).max_sequence_length
     if not Path(path).is_dir():
         raise ConfigError("model.path", path, "there is no such folder.", "give a local folder in Hugging Face format.")
-    dims: HfDims | ModelSizes
     try:
         if config.actor.strategy == "fsdp2":
-            # Here and not above: it loads more than every run's driver needs.
+            # Imported here: it loads more than every run's driver needs.
             from gkd.preflight.fsdp_student import check_fsdp_student
 
-            dims = check_fsdp_student(config)
+            vocab_size, max_positions = check_fsdp_student(config)
         else:
-            dims = read_hf_dims(path)
-            check_weight_files(Path(path), dims)
+            dims = _check_megatron_folder(path)
+            vocab_size, max_positions = dims.vocab_size, dims.max_positions
     except ModelError as error:
         raise ConfigError("model.path", path, f"{error}", "name a whole model folder of that kind.") from error
-    actor, derived = config.actor, derive(config)
-    longest = derived.max_sequence_length
-    if isinstance(dims, HfDims):
-        layout = ParallelLayout(
-            tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=0, vpp=actor.vpp, ep=actor.ep
-        )
-        layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
-        dims.check_sequence_length(longest)
-        expert_columns = (dims.moe.ffn_size,) if dims.moe is not None else ()
-        columns: dict[str, tuple[int, ...]] = {"MLP columns": (dims.dense_ffn_size,), "expert columns": expert_columns}
-        check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), columns)
-    else:
-        columns = {"MLP columns": dims.ffn_sizes, "expert columns": dims.expert_ffn_sizes}
-        check_engine_split(config.rollout.tp, dims.n_heads, dims.n_kv_heads, columns)
-    if longest > dims.max_positions:
+    if config.actor.strategy == "megatron":
+        _check_megatron_split(config, dims, longest)
+    if longest > max_positions:
         raise ConfigError(
             "data.max_response_length",
             config.data.max_response_length,
             f"with data.max_prompt_length {config.data.max_prompt_length} a sequence may have {longest} tokens; the "
-            f"student was made for {dims.max_positions} (max_position_embeddings).",
+            f"student was made for {max_positions} (max_position_embeddings).",
             "lower one of the two.",
         )
+    return vocab_size
+
+
+def _check_megatron_folder(path: str) -> ModelDims:
+    """Compare config.json with the headers of the weight files. Raises ModelError, ConfigError."""
+    config_json = read_config_json(path, "model.path")
+    check_megatron_support(config_json, path)
+    dims = read_dims(config_json)
+    from gkd.actor.megatron.hf_load import check_weight_files  # here: it imports torch
+
+    check_weight_files(Path(path), dims)
     return dims
+
+
+def _check_megatron_split(config: Config, dims: ModelDims, longest: int) -> None:
+    """Raise ConfigError naming the key of a size that cannot split the model, or ModelError for a sliding window."""
+    actor, world_size = config.actor, derive(config).world_size
+    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
+    layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
+    dims.check_sequence_length(longest)
+    check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
 
 
 def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> None:

@@ -18,12 +18,12 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, teacher_footprint
-from gkd.footprint.folder import ModelFolder, read_model_folder
 from gkd.footprint.limits import on_card
 from gkd.footprint.models import RunModels, read_models
 from gkd.footprint.reference import reference
 from gkd.footprint.table import as_json, footprint_table, kv_line, reference_table
 from gkd.footprint.turns import turns_by_rank, turns_table
+from gkd.hf.model_folder import ModelFolder, read_model_folder
 
 _EXAMPLES = """examples:
   python -m gkd.tools.memory --config configs/gsm8k_qwen2.5_1.5b.yaml --gpu-gib 80
@@ -59,12 +59,12 @@ def main(argv: list[str] | None = None) -> int:
         return _footprints(changed, models, teacher)
 
     problems = [] if card is None else check(found, card, config, refit)
-    known = reference(models.student.shape) if models.student.shape.is_exact() else {}
+    known = reference(models.student.dims) if models.student.dims.is_exact else {}
     if args.json:
         extra: dict[str, Any] = {"reference": known, "turns": turns_by_rank(found, card, config)}
         print(json.dumps(as_json(found, card, problems, extra), indent=1), flush=True)
     else:
-        lines = [footprint_table(found, card), kv_line(found, models.student.shape, card, config)]
+        lines = [footprint_table(found, card), kv_line(found, models.student.dims, card, config)]
         if config.trainer.colocate:
             lines.append(turns_table(found, card, config))
         if known:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _footprints(config: Config, models: RunModels, teacher: ModelFolder | None) -> list[RankFootprint]:
     """Args: teacher: the folder of a server's."""
-    found = [*models.footprint(config, None if teacher is None else teacher.shape.hidden)]
+    found = [*models.footprint(config, None if teacher is None else teacher.dims.hidden_size)]
     if teacher is not None:
         longest = derive(config).max_sequence_length
         found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))

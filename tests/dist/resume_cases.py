@@ -155,11 +155,11 @@ def again(root: Path, case: Case, layout: str) -> Path:
 def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
     """Digest of every whole HF tensor and of its moments, put together from all the ranks' pieces."""
     from gkd.actor.megatron.checkpoint import part_shape
-    from gkd.actor.megatron.hf_config import read_hf_dims
+    from gkd.actor.megatron.hf_config import read_megatron_dims
     from gkd.actor.megatron.hf_mapping import stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
 
-    dims = read_hf_dims(hf_folder)
+    dims = read_megatron_dims(hf_folder)
     state = {}
     with ShardReader(folder) as reader:
         tp = reader.meta["layout"]["tp"]

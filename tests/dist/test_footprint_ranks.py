@@ -19,7 +19,7 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config, LoraConfig
 from gkd.footprint.activations import Kernels
 from gkd.footprint.megatron import stages
-from gkd.footprint.shapes import ModelShape, read_shape
+from gkd.hf.model_dims import ModelDims, read_dims
 from tests.dist.helpers import run_gloo
 
 DEPTHS = (2, 4)
@@ -110,7 +110,7 @@ def test_every_rank_holds_the_parameters_that_are_counted(looked: tuple[Path, An
             # Buffers are padded, and the share of a rank ends where the other's begins, within a parameter.
             assert want[0] <= grads <= want[0] + 2 * 2**10, (name, rank)
             assert owned == pytest.approx(want[1], abs=2 * 2**10), (name, rank)
-        if config.actor.pp == 1 and shape.experts is None and config.actor.tp == 1:
+        if config.actor.pp == 1 and shape.moe is None and config.actor.tp == 1:
             assert sum(held[name][2] for held in found) == expected[0][0], name
 
 
@@ -133,8 +133,8 @@ def _kernels(case: Case) -> Kernels:
     )
 
 
-def _shape(folder: Path) -> ModelShape:
-    return read_shape(json.loads((folder / "config.json").read_text()))
+def _shape(folder: Path) -> ModelDims:
+    return read_dims(json.loads((folder / "config.json").read_text()))
 
 
 def _save_models(root: Path) -> None:
@@ -232,7 +232,7 @@ def _config(overrides: tuple[str, ...]) -> Config:
     return load_config(QUICKSTART, ["trainer.n_gpus_per_node=2", "model.dtype=float32", *overrides])
 
 
-def _expected(config: Config, shape: ModelShape) -> list[tuple[int, int]]:
+def _expected(config: Config, shape: ModelDims) -> list[tuple[int, int]]:
     """(parameters, of them updated here) of each stage's ranks."""
     return [(stage.params, stage.dense_owned + stage.expert_owned) for stage in stages(config, shape)]
 

@@ -183,12 +183,12 @@ def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: 
     from gkd.actor.common.shard_writer import write
     from gkd.actor.common.shards import Piece, ShardReader
     from gkd.actor.megatron.checkpoint import _read_vocab, _recut, part_shape
-    from gkd.actor.megatron.hf_config import read_hf_dims
+    from gkd.actor.megatron.hf_config import read_megatron_dims
     from gkd.actor.megatron.hf_mapping import SplitVocab, stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
 
     make_hf_folder(tmp_path, "qwen2_tied", n_layers=1)
-    dims = replace(read_hf_dims(tmp_path), n_heads=24, n_kv_heads=12, head_dim=2)
+    dims = replace(read_megatron_dims(tmp_path), n_heads=24, n_kv_heads=12, head_dim=2)
     whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
     entries = [entry for entry in stage_entries(dims, whole) if entry.layout.partition_dim is not None]
     assert len({type(entry.layout) for entry in entries}) == 4

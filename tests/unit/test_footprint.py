@@ -14,11 +14,11 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint, teacher_footprint
-from gkd.footprint.folder import read_model_folder
 from gkd.footprint.limits import kv_room_bytes
 from gkd.footprint.reference import reference
 from gkd.footprint.rollout import kv_bytes_per_token
-from gkd.footprint.shapes import EXACT, count, read_shape
+from gkd.hf.model_dims import read_dims
+from gkd.hf.model_folder import count_params, read_model_folder
 from gkd.preflight import memory as preflight_memory
 from gkd.tools import memory
 
@@ -81,8 +81,8 @@ def test_parameters_are_those_of_the_real_model(name: str) -> None:
     """Fails if a formula forgets a bias, a norm, a router, or counts shared embeddings twice."""
     model = _on_meta(*MODELS[name])
     config_json = json.loads(model.config.to_json_string(use_diff=False))
-    shape = read_shape(config_json)
-    assert shape.is_exact()
+    shape = read_dims(config_json)
+    assert shape.is_exact
     assert shape.n_params == sum(param.numel() for param in model.parameters())
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
     assert [shape.dense_params(i) + shape.expert_params(i) for i in range(shape.n_layers)] == layers
@@ -93,7 +93,7 @@ def test_other_models_are_counted_in_their_files(kind: str, settings: dict[str, 
     """Fails if a tensor is overlooked, or a layer is not told from the rest by its name."""
     model = _on_meta(kind, settings)
     tensors = {name: tuple(param.shape) for name, param in model.state_dict().items()}
-    total, layer, embedding = count(tensors)
+    total, layer, embedding = count_params(tensors)
     assert total == sum(param.numel() for param in model.parameters())
     assert layer == sum(param.numel() for param in model.base_model.layers[0].parameters())
     assert embedding == SIZES["vocab_size"] * SIZES["hidden_size"]
@@ -102,18 +102,11 @@ def test_other_models_are_counted_in_their_files(kind: str, settings: dict[str, 
     assert found.state_bytes == 16 * total
 
 
-def test_the_table_of_architectures_is_megatrons() -> None:
-    """Fails if the Megatron backend learns an architecture and nobody can tell its memory."""
-    from gkd.actor.megatron.hf_config import SUPPORTED_ARCHITECTURES
-
-    assert {kind: EXACT[kind] for kind in SUPPORTED_ARCHITECTURES} == SUPPORTED_ARCHITECTURES
-
-
 def test_the_known_numbers_of_qwen25_15b() -> None:
     """Fails if the reference no longer gives what everybody quotes: 3 GB weights, 3 GB gradients, 6 GB moments, an
     actor of 12 to 13 GB, a rollout of 5 to 6 GB (weights, and the cache of 64 of GSM8K's prompts and answers).
     """
-    parts = reference(read_shape(QWEN25_15B))["all bfloat16"]
+    parts = reference(read_dims(QWEN25_15B))["all bfloat16"]
     in_gb = {name: size / 1e9 for name, size in parts.items()}
     assert in_gb["weights"] == in_gb["gradients"] == pytest.approx(3.1, abs=0.05)
     assert in_gb["moments"] == pytest.approx(6.2, abs=0.05) and in_gb["masters"] == 0
@@ -126,7 +119,7 @@ def test_the_known_numbers_of_qwen25_15b() -> None:
 def test_state_is_what_this_project_keeps() -> None:
     """Fails if float32 gradients, masters or moments are forgotten, or masters counted where weights are their own."""
     n = 1_543_714_304  # as published
-    assert read_shape(QWEN25_15B).n_params == n
+    assert read_dims(QWEN25_15B).n_params == n
     assert _actor().state_bytes == (2 + 4 + 12) * n
     assert _actor("model.dtype=float32").state_bytes == (4 + 4 + 8) * n
     assert _actor("actor.strategy=fsdp2").state_bytes == (4 + 4 + 8) * n
@@ -178,12 +171,12 @@ def test_the_teachers_lm_head_is_counted_where_it_is_kept() -> None:
 def test_a_teacher_worker() -> None:
     """Fails if a teacher's weights are not two bytes a parameter, spread over its cards."""
     one, two = (teacher_footprint(QWEN25_15B, n_tokens=2048, tp=tp) for tp in (1, 2))
-    assert one.parts["weights"] == 2 * two.parts["weights"] == 2 * read_shape(QWEN25_15B).n_params
+    assert one.parts["weights"] == 2 * two.parts["weights"] == 2 * read_dims(QWEN25_15B).n_params
 
 
 def test_a_local_teacher_is_on_the_actors_ranks() -> None:
     """Fails if a local teacher's shards are in no sum, or its pass is added to a training step's, which it never is."""
-    local, total = ["teacher.backend=local", "teacher.path=t"], read_shape(QWEN25_15B).n_params
+    local, total = ["teacher.backend=local", "teacher.path=t"], read_dims(QWEN25_15B).n_params
     plain = _actor()
 
     def ranks(*overrides: str) -> RankFootprint:
@@ -245,8 +238,8 @@ def test_the_room_of_the_kv_cache() -> None:
     others = sum(engine.parts[name] for name in ("weights", "activations", "logits", "context"))
     assert room == round(0.85 * 80 * GIB) - others
     # A key or value head is never cut; with more ranks than heads they are repeated.
-    assert kv_bytes_per_token(_config("rollout.tp=2"), read_shape(QWEN25_15B)) == 14336
-    assert kv_bytes_per_token(_config("rollout.tp=4"), read_shape(QWEN25_15B)) == 14336
+    assert kv_bytes_per_token(_config("rollout.tp=2"), read_dims(QWEN25_15B)) == 14336
+    assert kv_bytes_per_token(_config("rollout.tp=4"), read_dims(QWEN25_15B)) == 14336
 
 
 @pytest.mark.parametrize(

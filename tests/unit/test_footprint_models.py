@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from gkd.errors import ModelError
-from gkd.footprint.folder import tensor_shapes
-from gkd.footprint.shapes import EXACT, read_shape
+from gkd.hf.megatron_support import MEGATRON_ARCHITECTURES, check_megatron_support
+from gkd.hf.model_dims import ARCHITECTURES, read_dims
+from gkd.hf.model_folder import tensor_shapes
 from tests.unit.test_footprint import QWEN25_15B
 
 # What no architecture is without; the rest may be left to its defaults.
@@ -19,7 +21,7 @@ NEEDED = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_at
 MOE = {**NEEDED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_sizes_that_are_left_out(kind: str) -> None:
     """Fails if what config.json leaves out is not what the architecture has then: heads, MLPs, experts, the window."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,11 +29,70 @@ def test_sizes_that_are_left_out(kind: str) -> None:
     config = AutoConfig.for_model(kind, **NEEDED)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = read_shape({"model_type": kind, **NEEDED})
-    assert shape.n_params == sum(param.numel() for param in model.parameters())
-    assert shape.n_kv_heads == config.num_key_value_heads
-    assert (0 if shape.experts is None else shape.experts.n_active) == getattr(config, "num_experts_per_tok", 0)
-    assert shape.sliding_window == (config.sliding_window if kind == "mistral" else None)
+    dims = read_dims({"model_type": kind, **NEEDED})
+    assert dims.n_params == sum(param.numel() for param in model.parameters())
+    assert dims.n_kv_heads == config.num_key_value_heads
+    assert (0 if dims.moe is None else dims.moe.n_active) == getattr(config, "num_experts_per_tok", 0)
+    assert dims.sliding_window == (config.sliding_window if kind == "mistral" else None)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"num_key_value_heads": 4, "intermediate_size": 640, "max_position_embeddings": 99},
+        {"head_dim": 24, "tie_word_embeddings": True},
+        {"sliding_window": None},
+    ],
+)
+def test_a_config_json_and_what_transformers_makes_of_it_have_the_same_sizes(kind: str, change: dict[str, Any]) -> None:
+    """Fails if the driver, which reads the file, and a Megatron rank, which reads transformers, build another model."""
+    from transformers import AutoConfig
+
+    if kind in ("qwen2", "qwen3", "llama"):  # the others accept no null here
+        change = {"num_key_value_heads": None, **change}
+    raw = {"model_type": kind, **NEEDED, **change}
+    parsed = AutoConfig.for_model(**raw)
+    assert read_dims(raw) == read_dims(parsed.to_dict())
+    assert read_dims(raw).max_positions == parsed.max_position_embeddings
+    for each in (raw, parsed.to_dict()):
+        with nullcontext() if kind in MEGATRON_ARCHITECTURES else pytest.raises(ModelError, match=kind):
+            check_megatron_support(each)
+
+
+ROPES: dict[str, tuple[dict[str, Any], bool]] = {
+    "default": ({"rope_theta": 1e6}, True),
+    "null": ({"rope_scaling": None}, True),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, True),
+    "llama3": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        },
+        True,
+    ),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, False),
+    "dynamic, the older spelling": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, False),
+    "partial": ({"partial_rotary_factor": 0.5}, False),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_embeddings_that_megatron_supports(name: str) -> None:
+    """Fails if preflight and a rank disagree about a rotary embedding, in any of its spellings in config.json."""
+    from transformers import AutoConfig
+
+    change, is_supported = ROPES[name]
+    raw = {"model_type": "llama", **NEEDED, **change}
+    for each in (raw, AutoConfig.for_model(**raw).to_dict()):
+        with nullcontext() if is_supported else pytest.raises(ModelError, match="rope_parameters"):
+            check_megatron_support(each)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +113,7 @@ def test_sizes_that_are_left_out(kind: str) -> None:
         ({"vocab_size": float("nan")}, "vocab_size"),
         ({**MOE, "num_experts": -4}, "num_experts"),
         ({**MOE, "num_experts": {}}, "num_experts"),
-        ({**MOE, "num_experts_per_tok": 9}, "9 of them active"),
+        ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
         ({**MOE, "moe_intermediate_size": "64"}, "moe_intermediate_size"),
         ({**MOE, "decoder_sparse_step": "one"}, "decoder_sparse_step"),
         ({**MOE, "mlp_only_layers": 3}, "mlp_only_layers"),
@@ -62,7 +123,7 @@ def test_sizes_that_are_left_out(kind: str) -> None:
 def test_sizes_that_are_none(change: dict[str, Any], word: str) -> None:
     """Fails if a wrong type in config.json is a traceback, or an absurd size an estimate."""
     with pytest.raises(ModelError, match=word):
-        read_shape({**QWEN25_15B, **change})
+        read_dims({**QWEN25_15B, **change})
 
 
 def _save(path: Path, **tensors: int) -> None:

@@ -15,7 +15,7 @@ from gkd.footprint.activations import Kernels
 from gkd.footprint.batch import batch_shape
 from gkd.footprint.loss import LossShape, loss_shape
 from gkd.footprint.rollout import sequences_together
-from gkd.footprint.shapes import read_shape
+from gkd.hf.model_dims import read_dims
 from tests.unit.test_footprint import EXPERTS, QWEN25_15B, SIZES, TP2, _actor, _config
 
 N, TABLE = 1_543_714_304, 151936 * 1536
@@ -47,12 +47,12 @@ BOUNDARY = 2 * 1536 * 16384  # bytes of the hidden states of a micro-batch
 def test_what_a_layer_keeps_on_cuda(settings: dict[str, Any], model: dict[str, Any], n_bytes: int) -> None:
     """Fails if a tensor that autograd saves on CUDA is forgotten, or one of the CPU's is counted there."""
     kernels = {"backend": "megatron", "on_cpu": False, "itemsize": 2, "packed": True, "recompute": "none", **settings}
-    assert Kernels(**kernels).layer(read_shape({**QWEN25_15B, **model}), 0) == n_bytes
+    assert Kernels(**kernels).layer(read_dims({**QWEN25_15B, **model}), 0) == n_bytes
 
 
 def test_experts_on_cuda() -> None:
     """Fails if a mixture's tokens are not counted once for each expert that they go through."""
-    shape = read_shape({"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8})
+    shape = read_dims({"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8})
     kernels = Kernels("megatron", False, 2, True, "none")
     # H 48, q 48, kv 16, 6 heads, E 4, 2 of them active, F 24. Norms on q and k: the copied queries, 2 q.
     attention = 4 * 48 + 2 * (96 + 16) + 2 * 16 + 8 * 8 + 4 * 6 + 2 * 48
@@ -140,7 +140,7 @@ def test_the_weight_sync() -> None:
     # All experts of a layer are one tensor for two of their matrices.
     experts = {**SIZES, **EXPERTS, "num_experts": 64, "head_dim": 8}
     found = _actor("actor.strategy=fsdp2", shape={"model_type": "qwen3_moe", **experts}).parts["weight_sync"]
-    n = read_shape({"model_type": "qwen3_moe", **experts}).n_params
+    n = read_dims({"model_type": "qwen3_moe", **experts}).n_params
     assert found == 2 * n + 2 * (2 * 64 * 24 * 48)  # all of it is less than a bucket
 
 

@@ -28,7 +28,7 @@ from gkd.config.check_parallel import check_engine_split
 from gkd.config.schema import ActorConfig, Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import check_headers, open_tensors, weights_digest
-from gkd.preflight.fsdp_student import ModelSizes, _counts
+from gkd.preflight.fsdp_student import check_fsdp_student, distinct_sizes
 from gkd.preflight.run import check_student
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
@@ -61,23 +61,29 @@ def _config(folder: Path, **actor: Any) -> Config:
 
 def test_a_whole_folder_passes_with_its_sizes(qwen3: Path) -> None:
     """Fails if sizes that the rollout's layout is checked against are read wrongly."""
-    sizes = check_student(_config(qwen3, lora=LoraConfig(rank=2)))
-    assert isinstance(sizes, ModelSizes)
-    found = (sizes.vocab_size, sizes.n_heads, sizes.n_kv_heads, sizes.ffn_sizes, sizes.max_positions)
-    assert found == (VOCAB, (4,), (2,), (48,), 64)
+    config = _config(qwen3, lora=LoraConfig(rank=2))
+    assert check_fsdp_student(config) == (VOCAB, 64)
+    assert check_student(config) == VOCAB
+    config.rollout.tp = 3
+    with pytest.raises(ConfigError, match="4 attention heads"):
+        check_student(config)
+    config.rollout.tp, config.data.max_response_length = 1, 33
+    with pytest.raises(ConfigError, match="65 tokens"):
+        check_student(config)
 
 
-def test_sizes_that_a_model_does_not_say_are_not_checked(folders: Path) -> None:
-    """Fails if a model without heads, or with one MLP size for each layer, ends preflight instead of being taken."""
+def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None:
+    """Fails if a model without heads, or with one MLP size for each layer, is refused."""
     config = _config(folders / "mamba", packing=False)
     config.rollout.tp = 4
-    sizes = check_student(config)
-    assert isinstance(sizes, ModelSizes)
-    assert (sizes.n_heads, sizes.n_kv_heads, sizes.max_positions) == ((), (), sys.maxsize)
-    falcon = check_student(_config(folders / "falcon", packing=False))
-    assert isinstance(falcon, ModelSizes) and falcon.n_heads == (4,)
+    assert check_fsdp_student(config)[1] == sys.maxsize
+    falcon = _config(folders / "falcon", packing=False)
+    check_student(falcon)
+    falcon.rollout.tp = 3
+    with pytest.raises(ConfigError, match="4 attention heads"):
+        check_student(falcon)
     by_layer = PretrainedConfig(intermediate_size=[48, 96, 48])
-    assert _counts(by_layer, "intermediate_size") == (48, 96)
+    assert distinct_sizes(by_layer, "intermediate_size") == (48, 96)
     with pytest.raises(ConfigError) as caught:
         check_engine_split(5, (10,), (5,), {"MLP columns": (10, 12)})
     assert caught.value.key == "rollout.tp" and "12 MLP columns" in str(caught.value)

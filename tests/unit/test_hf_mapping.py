@@ -12,7 +12,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file, save_file
 
-from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
+from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
 from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries, stage_entries
 from gkd.actor.megatron.layer_spec import local_name
@@ -40,7 +40,7 @@ def _layouts(tp: int, pp: int, ep: int = 1) -> list[ParallelLayout]:
     return [ParallelLayout(tp=tp, pp=pp, world_size=size, rank=rank, ep=ep) for rank in range(size)]
 
 
-def _load(folder: Path, dims: HfDims, layout: ParallelLayout) -> dict[str, torch.nn.Parameter]:
+def _load(folder: Path, dims: MegatronDims, layout: ParallelLayout) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters, shaped by hand as Megatron shapes them and filled from `folder`."""
     params = {}
     for entry in held_entries(dims, layout):
@@ -63,7 +63,7 @@ def _load(folder: Path, dims: HfDims, layout: ParallelLayout) -> dict[str, torch
 )
 def test_fill_then_join_returns_the_bits(folders: Path, kind: str, tp: int, pp: int, ep: int) -> None:
     """Fails if a rule and its inverse disagree, a tensor is exported twice, or one by no stage, or on no rank."""
-    dims = read_hf_dims(folders / kind)
+    dims = read_megatron_dims(folders / kind)
     layouts = _layouts(tp, pp, ep)
     params = [_load(folders / kind, dims, layout) for layout in layouts]
     joined: dict[str, torch.Tensor] = {}
@@ -83,7 +83,7 @@ def test_fill_then_join_returns_the_bits(folders: Path, kind: str, tp: int, pp: 
 
 def test_padded_rows_are_zero(folders: Path) -> None:
     """Fails if the vocabulary row that TP=2 adds to 1003 holds anything that weight decay would not keep at zero."""
-    dims = read_hf_dims(folders / "qwen3")
+    dims = read_megatron_dims(folders / "qwen3")
     last = _load(folders / "qwen3", dims, _layouts(2, 1)[1])
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert last[name].shape[0] == (VOCAB + 1) // 2
@@ -94,7 +94,7 @@ def test_padded_rows_are_zero(folders: Path) -> None:
 def test_expected_tensors_are_those_of_transformers(folders: Path, kind: str) -> None:
     """Fails if the table forgets or invents a tensor, or gets a shape wrong."""
     original = load_file(folders / kind / "model.safetensors")
-    expected = expected_hf_tensors(read_hf_dims(folders / kind))
+    expected = expected_hf_tensors(read_megatron_dims(folders / kind))
     assert expected == {name: tuple(tensor.shape) for name, tensor in original.items()}
 
 
@@ -137,7 +137,7 @@ def _quantise(tensors: dict[str, torch.Tensor]) -> None:
 def test_wrong_tensors_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
     """Fails if a folder with missing, foreign, mis-shaped or quantised tensors loads, or the error names none."""
     folder = _broken(folders, tmp_path, change)
-    dims = read_hf_dims(folder)
+    dims = read_megatron_dims(folder)
     for layout in _layouts(1, 2):  # every stage notices, also the one that does not hold the tensor
         with pytest.raises(ModelError, match=message):
             _load(folder, dims, layout)
@@ -169,7 +169,7 @@ def _turn_expert(tensors: dict[str, torch.Tensor]) -> None:
 def test_wrong_experts_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
     """Fails if an expert that the files lack, or have too many, is noticed by none, or only by the rank that has it."""
     folder = _broken(folders, tmp_path, change, "qwen3_moe_mixed")
-    dims = read_hf_dims(folder)
+    dims = read_megatron_dims(folder)
     for layout in _layouts(1, 1, 2):
         with pytest.raises(ModelError, match=message):
             _load(folder, dims, layout)
@@ -182,12 +182,12 @@ def test_redundant_tensors_are_ignored(folders: Path, tmp_path: Path) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     folder = _broken(folders, tmp_path, add_head)
-    assert _load(folder, read_hf_dims(folder), _layouts(1, 1)[0])
+    assert _load(folder, read_megatron_dims(folder), _layouts(1, 1)[0])
 
 
 def test_corrupt_and_absent_files(folders: Path, tmp_path: Path) -> None:
     """Fails if a truncated file, a wrong index or an empty folder gives anything but a ModelError naming the file."""
-    dims = read_hf_dims(folders / "qwen2_tied")
+    dims = read_megatron_dims(folders / "qwen2_tied")
     layout = _layouts(1, 1)[0]
     folder = _broken(folders, tmp_path, lambda tensors: None)
     weights = folder / "model.safetensors"
@@ -206,7 +206,7 @@ def test_corrupt_and_absent_files(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither"):
         _load(folder, dims, layout)
     with pytest.raises(ModelError, match=r"no config\.json"):
-        read_hf_dims(tmp_path / "nowhere")
+        read_megatron_dims(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -223,14 +223,14 @@ def test_unsupported_models_are_refused(folders: Path, tmp_path: Path, change: d
     config = json.loads((folders / "qwen2_tied" / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
-        read_hf_dims(tmp_path)
+        read_megatron_dims(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"output_router_logits": True}, "output_router_logits = True"),
-        ({"num_experts_per_tok": 7}, r"num_experts_per_tok = 7 is not in 1 \.\. num_experts = 6"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 .* = 6"),
         ({"num_experts_per_tok": 1}, "norm_topk_prob = True with num_experts_per_tok = 1"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -241,7 +241,7 @@ def test_unsupported_experts_are_refused(folders: Path, tmp_path: Path, change: 
     config = json.loads((folders / "qwen3_moe" / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
-        read_hf_dims(tmp_path)
+        read_megatron_dims(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_which_layers_have_experts(
 
     config = json.loads((folders / "qwen3_moe" / "config.json").read_text()) | {"num_hidden_layers": 4} | change
     (tmp_path / "config.json").write_text(json.dumps(config))
-    dims = read_hf_dims(tmp_path)
+    dims = read_megatron_dims(tmp_path)
     assert (None if dims.moe is None else dims.moe.layers) == layers
     with torch.device("meta"):
         model = tf.Qwen3MoeForCausalLM(tf.AutoConfig.from_pretrained(tmp_path))
@@ -271,10 +271,10 @@ def test_which_layers_have_experts(
 
 def test_sliding_window(folders: Path, tmp_path: Path) -> None:
     """Fails if a Mistral that attends through a window trains on sequences longer than it, or on none at all."""
-    read_hf_dims(folders / "mistral").check_sequence_length(10**6)
+    read_megatron_dims(folders / "mistral").check_sequence_length(10**6)
     config = json.loads((folders / "mistral" / "config.json").read_text()) | {"sliding_window": 16}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    dims = read_hf_dims(tmp_path)
+    dims = read_megatron_dims(tmp_path)
     dims.check_sequence_length(16)
     with pytest.raises(ModelError, match=r"sliding_window = 16 .* 17 tokens"):
         dims.check_sequence_length(17)
@@ -282,7 +282,7 @@ def test_sliding_window(folders: Path, tmp_path: Path) -> None:
 
 def test_expert_parallel_errors(folders: Path) -> None:
     """Fails if experts that cannot be spread are, or the error does not say which key to change."""
-    moe, dense = (read_hf_dims(folders / kind) for kind in ("qwen3_moe", "qwen3"))
+    moe, dense = (read_megatron_dims(folders / kind) for kind in ("qwen3_moe", "qwen3"))
     with pytest.raises(ConfigError, match=r"actor\.ep = 3: does not divide the 4 ranks of a pipeline stage"):
         ParallelLayout(tp=1, pp=2, world_size=8, rank=0, ep=3)
     with pytest.raises(ConfigError, match=r"actor\.ep = 0: must be at least 1"):
@@ -313,11 +313,11 @@ def test_exporting_ranks(tp: int, pp: int, ep: int, dp: int) -> None:
 def test_rope_theta_of_old_and_new_configs(folders: Path, tmp_path: Path) -> None:
     """Fails if theta is read from only one of the two places where configs keep it."""
     config = json.loads((folders / "qwen2_tied" / "config.json").read_text())
-    new = read_hf_dims(folders / "qwen2_tied").rope_inv_freq
+    new = read_megatron_dims(folders / "qwen2_tied").rope_inv_freq
     config.pop("rope_parameters")
     config["rope_theta"] = 5e4
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_hf_dims(tmp_path).rope_inv_freq == new
+    assert read_megatron_dims(tmp_path).rope_inv_freq == new
     assert new[1] == pytest.approx(5e4 ** (-2 / 8), rel=1e-6)
 
 
@@ -331,7 +331,7 @@ def test_layout_coordinates_and_errors(folders: Path) -> None:
         ParallelLayout(tp=3, pp=1, world_size=4, rank=0)
     with pytest.raises(ConfigError, match=r"actor\.pp = 0"):
         ParallelLayout(tp=1, pp=0, world_size=4, rank=0)
-    dims = read_hf_dims(folders / "qwen3")
+    dims = read_megatron_dims(folders / "qwen3")
     with pytest.raises(ConfigError, match=r"actor\.tp = 4: does not divide the model's 2 key/value heads"):
         ParallelLayout(tp=4, pp=1, world_size=4, rank=0).check_model(dims)
     with pytest.raises(ConfigError, match=r"actor\.pp = 4: does not divide the model's 2 layers"):
@@ -344,7 +344,7 @@ def test_layout_coordinates_and_errors(folders: Path) -> None:
 
 def test_chunks_cover_the_model_once(folders: Path) -> None:
     """Fails if interleaved chunks drop or repeat a layer, or two of a stage's parameters get the same name."""
-    dims = replace(read_hf_dims(folders / "qwen2_tied"), n_layers=8)
+    dims = replace(read_megatron_dims(folders / "qwen2_tied"), n_layers=8)
     layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank, vpp=2) for rank in range(2)]
     assert [[list(layout.layer_range(dims, chunk)) for chunk in range(2)] for layout in layouts] == [
         [[0, 1], [4, 5]],
@@ -376,7 +376,7 @@ def test_settings_of_layers_that_cannot_be(folders: Path, recompute: str, sequen
     layout = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
     with pytest.raises(ConfigError) as caught:
         transformer_config(
-            read_hf_dims(folders / "qwen3"),
+            read_megatron_dims(folders / "qwen3"),
             layout,
             dtype=torch.float32,
             device=torch.device("cpu"),

@@ -20,9 +20,9 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
-from gkd.footprint.shapes import read_shape
 from gkd.footprint.table import footprint_table
 from gkd.handles import RolloutChunk, ScoredChunk
+from gkd.hf.model_dims import read_dims
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.frozen import check_reference
 from gkd.run.open import open_run_folder
@@ -168,7 +168,7 @@ def test_a_resumed_run_has_the_same_reference(root: Path, tmp_path: Path) -> Non
 
 def test_its_memory_is_counted() -> None:
     """Fails if a reference's shards are in no sum, or its pass is added to a training step's, which it never is."""
-    total = read_shape(QWEN25_15B).n_params
+    total = read_dims(QWEN25_15B).n_params
 
     def rank(*overrides: str, held: bool = True) -> Any:
         reference = (QWEN25_15B, None) if held else None

@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron.core.transformer.moe import moe_utils
 
-from gkd.actor.megatron.hf_config import HfDims
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.hf.model_dims import ModelDims
 
 
-def expert_settings(dims: HfDims, layout: ParallelLayout) -> dict[str, Any]:
+def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:
     """What TransformerConfig needs to know of experts; nothing for a dense model."""
     if dims.moe is None:
         return {}

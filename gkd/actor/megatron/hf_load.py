@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from gkd.actor.megatron.hf_config import HfDims
 from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ModelError
 from gkd.hf.files import check_headers, open_tensors
 from gkd.hf.index import some_names
+from gkd.hf.model_dims import ModelDims
 
 
 @torch.no_grad()
 def load_hf_weights(
-    model_path: str | Path, params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout: ParallelLayout
+    model_path: str | Path, params: Mapping[str, torch.nn.Parameter], dims: ModelDims, layout: ParallelLayout
 ) -> None:
     """Fills `params` (Megatron names of this stage) in place from a HF folder, cast to their dtype.
 
@@ -41,7 +41,7 @@ def load_hf_weights(
             entry.layout.fill(params[entry.param].data, sources, dims, tp, tp_rank)
 
 
-def check_weight_files(folder: Path, dims: HfDims) -> None:
+def check_weight_files(folder: Path, dims: ModelDims) -> None:
     """Are the files whole, and do they hold exactly the tensors of `dims`? Reads headers only.
 
     Raises:
@@ -51,7 +51,7 @@ def check_weight_files(folder: Path, dims: HfDims) -> None:
         _check_headers(folder, tensors, dims)
 
 
-def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: HfDims) -> None:
+def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
     """Raises ModelError on the first kind of disagreement between the files and the architecture."""
     check_headers(
         folder,
@@ -62,6 +62,6 @@ def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: HfDims) -> No
     )
 
 
-def _is_ignorable(name: str, dims: HfDims) -> bool:
+def _is_ignorable(name: str, dims: ModelDims) -> bool:
     """What old or careless exporters add and transformers ignores too."""
     return name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")

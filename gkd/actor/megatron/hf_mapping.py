@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gkd.actor.megatron.hf_config import HfDims, MoeDims
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.hf.model_dims import ModelDims, MoeDims
 
 Shape: TypeAlias = tuple[int, ...]
 # A Tensor or a safetensors slice: both read no more than the rows and columns they are asked for.
@@ -27,11 +27,11 @@ class TensorLayout(Protocol):
 
     partition_dim: int | None  # of the Megatron parameter that TP cuts; None: every rank has all of it
 
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         """Writes this TP rank's part of the HF tensors `sources` into `param`, in Megatron's row order."""
         ...
 
-    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
         """The full HF tensors from the parts of all TP ranks, [tp, *shape of the parameter]; may alias them."""
         ...
 
@@ -41,10 +41,10 @@ class Replicated:
 
     partition_dim: int | None = None
 
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         param.copy_(sources[0][:])
 
-    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
         return (shards[0],)
 
 
@@ -53,11 +53,11 @@ class SplitColumns:
 
     partition_dim: int | None = 1
 
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         width = param.shape[1]
         param.copy_(sources[0][:, tp_rank * width : (tp_rank + 1) * width])
 
-    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
         return (shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1),)
 
 
@@ -66,14 +66,14 @@ class SplitVocab:
 
     partition_dim: int | None = 0
 
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         rows = len(param)
         start = min(tp_rank * rows, dims.vocab_size)
         stop = min(start + rows, dims.vocab_size)
         param[: stop - start].copy_(sources[0][start:stop])
         param[stop - start :].zero_()
 
-    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
         return (shards.flatten(0, 1)[: dims.vocab_size],)
 
 
@@ -82,12 +82,12 @@ class GatedMlp:
 
     partition_dim: int | None = 0
 
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         rows = len(param) // 2
         for half, source in zip(param.split(rows), sources, strict=True):
             half.copy_(source[tp_rank * rows : (tp_rank + 1) * rows])
 
-    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
         gate, up = shards.chunk(2, dim=1)  # [tp, rows, hidden]
         return gate.flatten(0, 1), up.flatten(0, 1)
 
@@ -100,7 +100,7 @@ class GroupedQkv:
 
     partition_dim: int | None = 0
 
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: HfDims, tp: int, tp_rank: int) -> None:
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
         groups = dims.n_kv_heads // tp
         grouped = param.view(groups, -1, *param.shape[1:])  # [groups, (q_per_group + 2) * head_dim, ...]
         sizes = [_q_rows(dims) // dims.n_kv_heads, dims.head_dim, dims.head_dim]
@@ -108,7 +108,7 @@ class GroupedQkv:
             rows = groups * place.shape[1]
             place.copy_(source[tp_rank * rows : (tp_rank + 1) * rows].view(place.shape))
 
-    def join(self, shards: Tensor, dims: HfDims) -> tuple[Tensor, ...]:
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
         rows = shards.flatten(0, 1)
         q_rows = dims.n_heads // dims.n_kv_heads * dims.head_dim
         grouped = rows.view(dims.n_kv_heads, q_rows + 2 * dims.head_dim, *rows.shape[1:])
@@ -123,27 +123,27 @@ class Rule:
     param: str
     hf: tuple[str, ...]
     layout: TensorLayout
-    shapes: Callable[[HfDims], tuple[Shape, ...]]  # of the HF tensors
-    when: Callable[[HfDims], bool] = lambda dims: True  # has a model of `dims` this parameter?
+    shapes: Callable[[ModelDims], tuple[Shape, ...]]  # of the HF tensors
+    when: Callable[[ModelDims], bool] = lambda dims: True  # has a model of `dims` this parameter?
 
 
-def _q_rows(dims: HfDims) -> int:
+def _q_rows(dims: ModelDims) -> int:
     return dims.n_heads * dims.head_dim
 
 
-def _kv_rows(dims: HfDims) -> int:
+def _kv_rows(dims: ModelDims) -> int:
     return dims.n_kv_heads * dims.head_dim
 
 
-def _vocab_shape(d: HfDims) -> tuple[Shape, ...]:
+def _vocab_shape(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.vocab_size, d.hidden_size),)
 
 
-def _hidden_shape(d: HfDims) -> tuple[Shape, ...]:
+def _hidden_shape(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.hidden_size,),)
 
 
-def _head_shape(d: HfDims) -> tuple[Shape, ...]:
+def _head_shape(d: ModelDims) -> tuple[Shape, ...]:
     return ((d.head_dim,),)
 
 
@@ -200,7 +200,7 @@ _MLP_RULES = (
 )
 
 
-def _expert_shapes(d: HfDims) -> tuple[Shape, ...]:
+def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
     return ((_moe(d).ffn_size, d.hidden_size),) * 2
 
 
@@ -237,12 +237,12 @@ def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
     return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
-def stage_entries(dims: HfDims, layout: ParallelLayout) -> list[TensorEntry]:
+def stage_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
     """Every parameter of this rank's pipeline stage, in the order of the model; the same on all ranks of the stage."""
     return [entry for chunk in range(layout.vpp) for entry in _chunk_entries(dims, layout, chunk)]
 
 
-def _chunk_entries(dims: HfDims, layout: ParallelLayout, chunk: int) -> list[TensorEntry]:
+def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[TensorEntry]:
     prefix = chunk_prefix(layout, chunk)
     entries = [_entry(_EMBEDDING, dims, prefix)] if layout.holds_embedding(chunk) else []
     for local, number in enumerate(layout.layer_range(dims, chunk)):
@@ -265,19 +265,19 @@ def _chunk_entries(dims: HfDims, layout: ParallelLayout, chunk: int) -> list[Ten
     return entries
 
 
-def held_entries(dims: HfDims, layout: ParallelLayout) -> list[TensorEntry]:
+def held_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
     """Those of `stage_entries` whose parameter this rank has."""
     return [entry for entry in stage_entries(dims, layout) if entry.owner in (None, layout.ep_rank)]
 
 
-def expected_hf_tensors(dims: HfDims) -> dict[str, Shape]:
+def expected_hf_tensors(dims: ModelDims) -> dict[str, Shape]:
     """Name and shape of every tensor of the whole HF model."""
     whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
     entries = stage_entries(dims, whole)
     return {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
 
 
-def _expert_entries(dims: HfDims, layout: ParallelLayout, param_prefix: str, hf_prefix: str) -> list[TensorEntry]:
+def _expert_entries(dims: ModelDims, layout: ParallelLayout, param_prefix: str, hf_prefix: str) -> list[TensorEntry]:
     """All experts of a layer, by their number in the HF model: EP rank r has an unbroken run of them."""
     n_experts = _moe(dims).n_experts
     per_rank = n_experts // layout.ep
@@ -295,13 +295,13 @@ def _expert_entries(dims: HfDims, layout: ParallelLayout, param_prefix: str, hf_
 
 
 def _entry(
-    rule: Rule, dims: HfDims, param_prefix: str = "", hf_prefix: str = "", owner: int | None = None
+    rule: Rule, dims: ModelDims, param_prefix: str = "", hf_prefix: str = "", owner: int | None = None
 ) -> TensorEntry:
     hf_names = tuple(hf_prefix + name for name in rule.hf)
     return TensorEntry(param_prefix + rule.param, hf_names, rule.shapes(dims), rule.layout, owner=owner)
 
 
-def _moe(dims: HfDims) -> MoeDims:
+def _moe(dims: ModelDims) -> MoeDims:
     if dims.moe is None:
         raise ValueError(f"a {dims.model_type} model has no experts")
     return dims.moe

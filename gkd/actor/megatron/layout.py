@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 
-from gkd.actor.megatron.hf_config import HfDims
-from gkd.config.check_parallel import Divisible, check_actor_split, check_expert_ranks
+from gkd.config.check_parallel import check_actor_split, check_expert_ranks
 from gkd.errors import ConfigError
+from gkd.hf.model_dims import ModelDims
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,9 @@ class ParallelLayout:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
-    def check_model(self, dims: HfDims, *, sequence_parallel: bool = False) -> None:
+    def check_model(self, dims: ModelDims, *, sequence_parallel: bool = False) -> None:
         """Raises ConfigError naming the key of a size that cannot split a model of `dims`."""
-        model = Divisible(
-            dims.model_type,
-            dims.n_layers,
-            dims.n_heads,
-            dims.n_kv_heads,
-            dense_ffn=dims.dense_ffn_size,
-            n_experts=0 if dims.moe is None else dims.moe.n_experts,
-        )
-        check_actor_split(model, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, sequence_parallel=sequence_parallel)
+        check_actor_split(dims, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, sequence_parallel=sequence_parallel)
 
     def holds_embedding(self, chunk: int) -> bool:
         """Chunk number `chunk` of this stage is where tokens go in."""
@@ -110,12 +102,12 @@ class ParallelLayout:
         """Chunk number `chunk` of this stage is where hidden states come out."""
         return self.is_last_stage and chunk == self.vpp - 1
 
-    def layer_range(self, dims: HfDims, chunk: int = 0) -> range:
+    def layer_range(self, dims: ModelDims, chunk: int = 0) -> range:
         """Global numbers of the layers in chunk number `chunk` of this stage."""
         n_layers = dims.n_layers // (self.pp * self.vpp)
         start = (chunk * self.pp + self.pp_rank) * n_layers
         return range(start, start + n_layers)
 
-    def padded_vocab_size(self, dims: HfDims) -> int:
+    def padded_vocab_size(self, dims: ModelDims) -> int:
         """The vocabulary rounded up to a multiple of TP; Megatron wants equal shards."""
         return -(-dims.vocab_size // self.tp) * self.tp

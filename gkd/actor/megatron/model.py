@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gkd.actor.common.base import no_phase
 from gkd.actor.megatron.experts import expert_settings
-from gkd.actor.megatron.hf_config import HfDims, read_hf_dims
+from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
 from gkd.actor.megatron.hf_mapping import chunk_prefix, held_entries
 from gkd.actor.megatron.layer_spec import layer_spec, local_name, use_transformer_engine
@@ -145,7 +145,7 @@ class StudentModel:
     """This rank's stage of the student and where it stands; what import and export work on."""
 
     chunks: tuple[StudentGPT, ...]  # layout.vpp of them, in the order in which a micro-batch passes them
-    dims: HfDims
+    dims: MegatronDims
     layout: ParallelLayout
     groups: ProcessGroupCollection
 
@@ -198,7 +198,7 @@ def build_model(
         ModelError: unsupported or damaged folder. ConfigError: the layout cannot split this model, or `recompute` or
             `sequence_parallel` does not fit.
     """
-    dims = read_hf_dims(model_path)
+    dims = read_megatron_dims(model_path)
     layout.check_model(dims, sequence_parallel=sequence_parallel)
     config = transformer_config(
         dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel
@@ -233,7 +233,7 @@ def build_model(
     return model
 
 
-def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout: ParallelLayout) -> None:
+def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: MegatronDims, layout: ParallelLayout) -> None:
     """Tells Megatron which parameters TP cuts, and which belong to experts.
 
     Those without the first mark count on TP rank 0 only in the gradient norm; Megatron sets it while it initialises a
@@ -251,7 +251,7 @@ def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: HfDims, layout:
 
 
 def transformer_config(
-    dims: HfDims,
+    dims: MegatronDims,
     layout: ParallelLayout,
     *,
     dtype: torch.dtype,

@@ -1,0 +1,262 @@
+"""Read the sizes of a decoder-only model from its config.json. Pure: no torch, no transformers.
+
+Sizes and parameter counts are exact for `ARCHITECTURES`. Other models, which actor.strategy=fsdp2 accepts, name their
+sizes in various ways: the usual names are tried, and their parameters are counted in the weight files
+(`gkd.hf.model_folder`).
+
+Letters: H hidden size, D head size, F columns of an MLP, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.errors import ModelError
+
+# model_type -> (RMSNorm on queries and keys, bias on the q/k/v projections)
+ARCHITECTURES: dict[str, tuple[bool, bool]] = {
+    "qwen3": (True, False),
+    "qwen2": (False, True),
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen3_moe": (True, False),
+    "mixtral": (False, False),
+}
+
+_NAMES = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "n_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "n_heads": ("num_attention_heads", "n_head", "num_heads"),
+}
+_FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_EXPERT_NAMES = ("num_experts", "num_local_experts")
+
+# Values that config.json may leave out: the defaults of each architecture in transformers.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "qwen2": {"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 32768,
+    },
+    "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+    },
+    "qwen3_moe": {
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "max_position_embeddings": 32768,
+    },
+}
+_MISTRAL_WINDOW = 4096
+_MAX_SIZE, _MAX_LAYERS = 1 << 28, 1 << 14  # no model has more
+
+
+@dataclass(frozen=True, slots=True)
+class MoeDims:
+    """The expert layers of a mixture-of-experts model."""
+
+    n_experts: int
+    n_active: int  # experts that each token is routed to
+    ffn_size: int  # of one expert
+    normalize_weights: bool  # the weights of a token's experts sum to 1
+    layers: tuple[bool, ...]  # by layer: True for experts, False for a dense MLP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDims:
+    """The sizes of a decoder-only model, and the number of parameters that follows from them."""
+
+    model_type: str
+    vocab_size: int  # without padding
+    hidden_size: int
+    ffn_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_positions: int  # sys.maxsize: no limit is known
+    tied_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    sliding_window: int | None = None  # tokens that a token of a mistral attends to, itself included; None: all
+    moe: MoeDims | None = None  # None: a dense model
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `n_params` and the counts below cover all parameters of this architecture."""
+        return self.model_type in ARCHITECTURES
+
+    @property
+    def n_experts(self) -> int:
+        """Number of experts; 0 for a dense model."""
+        return 0 if self.moe is None else self.moe.n_experts
+
+    @property
+    def dense_ffn_size(self) -> int:
+        """Columns of the MLPs without experts; 0 if every layer has experts."""
+        return 0 if self.moe is not None and all(self.moe.layers) else self.ffn_size
+
+    @property
+    def mlp_columns(self) -> dict[str, tuple[int, ...]]:
+        """Columns by kind of MLP, as `gkd.config.check_parallel` reads them; empty unless `is_exact`."""
+        if not self.is_exact:
+            return {}
+        experts = () if self.moe is None else (self.moe.ffn_size,)
+        return {"MLP columns": (self.dense_ffn_size,), "expert columns": experts}
+
+    @property
+    def q_columns(self) -> int:
+        """Columns of the query projection."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def kv_columns(self) -> int:
+        """Columns of the key projection; the value projection has as many."""
+        return self.n_kv_heads * self.head_dim
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether layer `layer`, counted from 0 over the whole model, routes tokens to experts."""
+        return self.moe is not None and self.moe.layers[layer]
+
+    def check_sequence_length(self, longest: int) -> None:
+        """Raise ModelError if a sequence of `longest` tokens needs attention through a sliding window."""
+        if self.sliding_window is not None and longest > self.sliding_window:
+            raise ModelError(
+                f"sliding_window = {self.sliding_window} in config.json, and a sequence may have {longest} tokens: "
+                "actor.strategy=megatron has full attention only. Shorten data.max_prompt_length or "
+                "data.max_response_length, or use actor.strategy=fsdp2."
+            )
+
+    def embedding_params(self, tp: int = 1) -> int:
+        """Parameters of the embedding, or of the LM head, on one of `tp` ranks, padding included."""
+        return -(-self.vocab_size // tp) * self.hidden_size
+
+    def dense_params(self, layer: int, tp: int = 1) -> int:
+        """Parameters of one layer on one of `tp` ranks, without its experts."""
+        h, d = self.hidden_size, self.head_dim
+        columns = self.q_columns + 2 * self.kv_columns
+        n = h * columns + self.q_columns * h + (columns if self.qkv_bias else 0)
+        n = n // tp + 2 * h + (2 * d if self.qk_norm else 0)
+        if self.is_moe_layer(layer):
+            return n + self.n_experts * h  # the router
+        return n + 3 * h * self.ffn_size // tp
+
+    def expert_params(self, layer: int, ep: int = 1) -> int:
+        """Parameters of one layer's experts on one of `ep` ranks."""
+        if self.moe is None or not self.is_moe_layer(layer):
+            return 0
+        return 3 * self.hidden_size * self.moe.ffn_size * self.moe.n_experts // ep
+
+    @property
+    def n_params(self) -> int:
+        """Parameters of the whole model; tied embeddings count once."""
+        layers = sum(self.dense_params(i) + self.expert_params(i) for i in range(self.n_layers))
+        return layers + self.hidden_size + self.embedding_params() * (1 if self.tied_embeddings else 2)
+
+
+def read_dims(config_json: Mapping[str, Any]) -> ModelDims:
+    """Return the sizes in a config.json.
+
+    Args:
+        config_json: the file's content, or a transformers config as a dictionary.
+
+    Raises:
+        ModelError: a size is missing, of a wrong type, or out of range; names it.
+    """
+    model_type = str(config_json.get("model_type", ""))
+    inner = config_json.get("text_config")
+    config = {**config_json, **inner} if isinstance(inner, Mapping) else config_json
+    sizes = {name: _required(config, keys, model_type) for name, keys in _NAMES.items()}
+    hidden_size, n_heads, n_layers = sizes["hidden_size"], sizes["n_heads"], sizes["n_layers"]
+    if n_layers > _MAX_LAYERS:
+        raise ModelError(f"config.json of a {model_type} model: num_hidden_layers = {n_layers} is out of range.")
+    kind, (qk_norm, qkv_bias) = model_type, ARCHITECTURES.get(model_type, (False, False))
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        model_type = f"{model_type} with biases"  # not exact: its parameters are counted in the files
+    # An architecture's default applies to a key that is left out; null stands for the generic value.
+    own = {key: value for key, value in _DEFAULTS.get(kind, {}).items() if key not in config}
+    default = {"num_key_value_heads": n_heads, "head_dim": max(1, hidden_size // n_heads), **own}
+    n_kv_heads = _optional(config, "num_key_value_heads", default["num_key_value_heads"])
+    if n_kv_heads > n_heads or kind in ARCHITECTURES and n_heads % n_kv_heads:
+        raise ModelError(
+            f"config.json of a {kind} model: num_key_value_heads = {n_kv_heads} does not divide {n_heads} heads."
+        )
+    ffn_size = next((_optional(config, name, 0) for name in _FFN_NAMES if config.get(name) is not None), 0)
+    longest = config.get("max_position_embeddings", default.get("max_position_embeddings"))
+    window = _optional(config, "sliding_window", 0 if "sliding_window" in config else _MISTRAL_WINDOW, or_zero=True)
+    return ModelDims(
+        model_type=model_type,
+        ffn_size=ffn_size or default.get("intermediate_size", 4 * hidden_size),
+        n_kv_heads=n_kv_heads,
+        head_dim=_optional(config, "head_dim", default["head_dim"]),
+        max_positions=longest if isinstance(longest, int) and _is_size(longest) else sys.maxsize,
+        tied_embeddings=bool(config.get("tie_word_embeddings", model_type not in ARCHITECTURES)),
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        moe=_moe(config, kind, n_layers),
+        sliding_window=(window or None) if kind == "mistral" else None,
+        **sizes,
+    )
+
+
+def _moe(config: Mapping[str, Any], model_type: str, n_layers: int) -> MoeDims | None:
+    """Return None if every layer is dense. Raises ModelError: a size or a list of layers is not valid."""
+    default = _DEFAULTS.get(model_type, {})
+    name = next((name for where in (config, default) for name in _EXPERT_NAMES if name in where), None)
+    if name is None or (n := _optional(config, name, default.get(name, 0), or_zero=True)) == 0:
+        return None
+    step, dense = _optional(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or not all(isinstance(layer, int) for layer in dense):
+        raise ModelError(f"config.json of a {model_type} model: mlp_only_layers = {dense!r} is not a list of layers.")
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers))
+    # A null counts as left out: the experts of a mixtral have the size of its MLPs.
+    ffn_size = _optional(config, "moe_intermediate_size", default.get("moe_intermediate_size", 0))
+    ffn_size = ffn_size or _optional(config, "intermediate_size", default.get("intermediate_size", 0))
+    n_active = _optional(config, "num_experts_per_tok", default.get("num_experts_per_tok", 2))
+    if not ffn_size:
+        raise ModelError(f"config.json of a {model_type} model: moe_intermediate_size is missing.")
+    if n_active > n:
+        raise ModelError(
+            f"config.json of a {model_type} model: num_experts_per_tok = {n_active} is not in 1 .. {name} = {n}."
+        )
+    normalizes = model_type == "mixtral" or bool(config.get("norm_topk_prob", False))
+    return MoeDims(n, n_active, ffn_size, normalizes, layers) if any(layers) else None
+
+
+def _required(config: Mapping[str, Any], names: tuple[str, ...], model_type: str) -> int:
+    for name in names:
+        if _is_size(config.get(name)):
+            return int(config[name])
+    raise ModelError(f"config.json of a {model_type or 'nameless'} model: no positive integer at {' or '.join(names)}.")
+
+
+def _optional(config: Mapping[str, Any], name: str, default: int, *, or_zero: bool = False) -> int:
+    """Return the default for a key that is missing or null.
+
+    Raises:
+        ModelError: the value is not a positive integer (0 is accepted with `or_zero`).
+    """
+    value = config.get(name)
+    if value is None:
+        return default
+    if not _is_size(value) and not (or_zero and value == 0 and type(value) is int):
+        raise ModelError(f"config.json: {name} = {value!r} is not a positive integer in range.")
+    return int(value)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MAX_SIZE

@@ -1,0 +1,106 @@
+"""Read a model folder without loading it: config.json, and tensor shapes from the headers of its safetensors files.
+
+Uses only the standard library, so that no process imports torch for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from gkd.errors import ConfigError, ModelError
+from gkd.hf.index import weight_files
+from gkd.hf.model_dims import ModelDims, read_dims
+
+Tensors: TypeAlias = Mapping[str, tuple[int, ...]]  # shape by tensor name
+
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+# The name of a decoder layer's tensor has one of these words, followed by a number.
+_BLOCKS = frozenset({"layers", "h", "blocks", "block"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """What a memory estimate reads from a model folder."""
+
+    config_json: Mapping[str, Any]
+    dims: ModelDims
+    tensors: Tensors | None  # None: `dims` are exact
+
+
+def read_model_folder(path: str | Path, key: str) -> ModelFolder:
+    """Read config.json and, only if it does not determine the number of parameters, the headers of the weight files.
+
+    Args:
+        path: a local folder in Hugging Face format.
+        key: the setting or flag that names the folder, for errors.
+
+    Raises:
+        ConfigError: the folder has no readable config.json.
+        ModelError: a size is missing in it, or a weight file is absent or damaged.
+    """
+    config_json = read_config_json(path, key)
+    dims = read_dims(config_json)
+    return ModelFolder(config_json, dims, None if dims.is_exact else tensor_shapes(Path(path)))
+
+
+def read_config_json(path: str | Path, key: str) -> dict[str, Any]:
+    """Return the content of the folder's config.json. Raises ConfigError naming `key` if it cannot be read."""
+    try:
+        config_json = json.loads((Path(path) / "config.json").read_text())
+    except OSError as error:
+        problem = f"its config.json cannot be read ({error.strerror})."
+        raise ConfigError(key, str(path), problem, "name a local folder in Hugging Face format.") from error
+    except ValueError as error:
+        raise ConfigError(key, str(path), f"its config.json is not JSON ({error}).", "copy it again.") from error
+    if not isinstance(config_json, dict):
+        raise ConfigError(key, str(path), "its config.json is not a JSON object.", "copy it again.")
+    return config_json
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape by name of all tensors in the weight files that transformers would load.
+
+    Raises:
+        ModelError: as `weight_files`, or a file is damaged.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder):
+        try:
+            with file.open("rb") as stream:
+                n_bytes = int.from_bytes(stream.read(8), "little")
+                if n_bytes > _MAX_HEADER_BYTES:
+                    raise ValueError(f"a header of {n_bytes} bytes")
+                header = json.loads(stream.read(n_bytes))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    shapes[name] = tuple(int(size) for size in entry["shape"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{file} is not a readable safetensors file ({error}). Copy it again.") from error
+    return shapes
+
+
+def count_params(tensors: Tensors) -> tuple[int, int, int]:
+    """Return the parameters of a folder's tensors: (all, of the largest decoder layer, of the embedding).
+
+    Raises:
+        ModelError: no tensor is an embedding.
+    """
+    layers: dict[str, int] = {}
+    embedding = total = 0
+    for name, shape in tensors.items():
+        n, words = prod(shape), name.split(".")
+        total += n
+        numbers = [i for i, word in enumerate(words) if word.isdecimal() and i and words[i - 1] in _BLOCKS]
+        if numbers:
+            block = ".".join(words[: numbers[0] + 1])
+            layers[block] = layers.get(block, 0) + n
+        elif len(shape) == 2:
+            embedding = max(embedding, n)
+    if not embedding:
+        raise ModelError("the model's weight files have no embedding, so its memory cannot be estimated.")
+    return total, max(layers.values(), default=0), embedding
