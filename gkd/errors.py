@@ -20,16 +20,23 @@ class ConfigError(GkdError):
         value: the invalid value.
         problem: one sentence.
         fix: what to write instead, one sentence.
+        more: other mistakes found at the same time; each is a further line of the message.
     """
 
-    def __init__(self, key: str, value: object, problem: str, fix: str) -> None:
-        self.key, self.value, self.problem, self.fix = key, value, problem, fix
-        super().__init__(f"{key} = {value!r}: {problem} Fix: {fix}")
+    def __init__(self, key: str, value: object, problem: str, fix: str, more: Sequence[ConfigError] = ()) -> None:
+        self.key, self.value, self.problem, self.fix, self.more = key, value, problem, fix, tuple(more)
+        super().__init__("\n".join([f"{key} = {value!r}: {problem} Fix: {fix}", *map(str, more)]))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+    @classmethod
+    def together(cls, errors: Sequence[ConfigError]) -> ConfigError:
+        """Return one error for at least one mistake; key, value, problem and fix are those of the first."""
+        first, *more = errors
+        return cls(first.key, first.value, first.problem, first.fix, more)
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str, tuple[ConfigError, ...]]]:
         # Exception's default pickling passes the formatted message as the only argument. Errors cross process
-        # borders (Ray), so pickle the four parts instead.
-        return type(self), (self.key, self.value, self.problem, self.fix)
+        # borders (Ray), so pickle the parts instead.
+        return type(self), (self.key, self.value, self.problem, self.fix, self.more)
 
 
 class DataError(GkdError):

@@ -11,7 +11,8 @@ import sys
 import textwrap
 from types import FrameType
 
-from gkd.config.load import describe_keys, load_config
+from gkd.config.keys import all_keys
+from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.log import get_logger
@@ -27,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         run(load_config(args.config, args.overrides))
     except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"config error: {line}", file=sys.stderr)
         return 2
     except (DataError, ModelError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -73,13 +75,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", required=True, metavar="X.yaml", help="settings that differ from the defaults")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
-    return parser.parse_args(argv)
+    return parse_overrides(parser, argv)
 
 
 def _keys_help() -> str:
     lines = ["keys (default) and what they do:"]
-    for key, kind, default, text in describe_keys():
-        lines.append(f"  {key}: {kind} = {default!r}")
+    for each in all_keys().values():
+        lines.append(f"  {each.name}: {each.type} = {each.default!r}")
+        text = f"{each.key.help} ({limits})" if (limits := each.key.all_limits()) else each.key.help
         lines += textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")
     lines += ["", "example:", "  python -m gkd.main_gkd --config configs/quickstart_cpu.yaml actor.optim.lr=1e-3"]
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gkd.config.check_losses import check_backend, check_mixture, check_reference, check_scheduler, check_signal
 from gkd.config.check_pools import check_cluster, check_pools, check_sizes, check_strategy
-from gkd.config.check_values import check_ranges, check_required
+from gkd.config.check_values import check_values
 from gkd.config.derived import Derived, derive
 from gkd.config.schema import Config
 
@@ -22,9 +22,12 @@ _CHECKS = (
 
 
 def check_config(config: Config) -> Derived:
-    """Return what follows from the settings. Raises ConfigError for the first contradiction."""
-    check_ranges(config)
-    check_required(config)
+    """Return what follows from the settings.
+
+    Raises:
+        ConfigError: names every value outside its limits, or the first contradiction between keys.
+    """
+    check_values(config)
     derived = derive(config)
     for check in _CHECKS:
         check(config, derived)

@@ -40,8 +40,6 @@ def check_signal(config: Config, derived: Derived) -> None:
             f"{names} compares distributions, and this is one token's probability.",
             "use topk, hidden or logits; or k1, k2 or k3 as distill.loss.",
         )
-    if not 0.0 <= t.mass < 1.0:
-        raise ConfigError("teacher.mass", t.mass, "it is out of range.", "use a number from 0 to below 1.")
     if t.mass > 0.0 and "topk" not in derived.signals:
         reason = (
             f"with teacher.signal {t.signal}" if t.signal != "topk" else f"for {', '.join(x.name for x in spec.terms)}"
@@ -78,9 +76,6 @@ def check_backend(config: Config, derived: Derived) -> None:
             "training step, and two threads' calls could reach the ranks in different orders.",
             "use sync, or teacher.backend=zmq.",
         )
-    if not 0.0 <= teacher.update_ema < 1.0:
-        problem = "it is out of range."
-        raise ConfigError("teacher.update_ema", teacher.update_ema, problem, "use a number from 0 to below 1.")
     if teacher.update_ema > 0.0 and not teacher.update_interval:
         problem = "teacher.update_interval is 0, so there is no refresh to average at."
         raise ConfigError("teacher.update_ema", teacher.update_ema, problem, "use 0, or set teacher.update_interval.")

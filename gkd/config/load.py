@@ -1,152 +1,190 @@
-"""YAML file and `key=value` overrides -> `gkd.config.schema.Config`, and back; the list of all keys.
+"""Read the settings from a YAML file and `key=value` overrides into a `gkd.config.schema.Config`, and write them.
 
     config = load_config("configs/quickstart_cpu.yaml", ["actor.optim.lr=1e-3"])
 
-A key that does not exist is an error that suggests the nearest one; types are checked by OmegaConf. Loads
-without torch, ray or an engine, so that a wrong YAML dies before any process starts.
+Imports neither torch nor ray nor an engine, so that a wrong setting is refused in less than a second.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
+from gkd.config.check_values import value_errors
+from gkd.config.keys import all_keys, sections
 from gkd.config.schema import Config, LossTermConfig
 from gkd.errors import ConfigError
 
+_EXPECTED = {
+    "int": "an integer, e.g. 100",
+    "float": "a number, e.g. 0.5",
+    "bool": "true or false",
+    "str": "a text",
+    "list[str]": "a list, e.g. [a, b]",
+    "list[int]": "a list of integers, e.g. [0, 1]",
+    "list[float]": "a list of numbers, e.g. [0.9, 0.95]",
+    "list[LossTermConfig]": "a list, e.g. [{name: jsd, weight: 0.5}, {name: k1}]",
+}
+_TERMS = "distill.losses"
 
-def load_config(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """Defaults <- YAML file <- `key=value` overrides, typed.
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Return the defaults, updated by a YAML file and then by `key=value` overrides.
 
     Raises:
-        ConfigError: unreadable file, unknown key (with the nearest known one), wrong type, malformed override.
+        ConfigError: the file is not readable; or it names every unknown key (with the nearest known one), every wrong
+            type and malformed override, and then also every value outside its limits.
     """
-    merged = OmegaConf.structured(Config)
-    sources = [] if path is None else [(str(path), _read_yaml(path))]
-    for where, source in [*sources, *((override, _read_override(override)) for override in overrides)]:
+    merged: Any = OmegaConf.structured(Config)
+    errors: list[ConfigError] = []
+    sources = [] if path is None else [_read_yaml(path)]
+    for override in overrides:
+        try:
+            sources.append(_read_override(override))
+        except ConfigError as error:
+            errors.append(error)
+    for source in sources:
         try:
             merged = OmegaConf.merge(merged, source)
-        except ConfigKeyError as error:
-            key = _full_key(error)
-            raise _unknown_key(key, _value_at(source, key)) from error
-        except TypeError as error:  # a mapping where a list belongs
-            problem = f"{str(error).rstrip('.')}."
-            fix = "write it as the key's type says; a list is given whole, like distill.losses=[{name: jsd}]."
-            raise ConfigError(where, "?", problem, fix) from error
-        except ValidationError as error:
-            key = _full_key(error) if error.full_key else where
-            problem = str(error).splitlines()[0].rstrip(".") + "."
-            raise ConfigError(key, _value_at(source, key), problem, "write a value of the type the key has.") from error
-        except OmegaConfBaseException as error:
-            raise ConfigError(where, "?", str(error).splitlines()[0] + ".", "correct that entry.") from error
+        except (OmegaConfBaseException, TypeError) as error:
+            merged, found = _merge_by_key(merged, source)
+            if not found:
+                raise ConfigError("config", OmegaConf.to_yaml(source), "cannot be read.", "correct it.") from error
+            errors += found
     try:
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:  # an interpolation like ${x} that leads nowhere
-        key = str(error.full_key or "config")
-        raise ConfigError(key, "?", str(error).splitlines()[0] + ".", "correct that entry.") from error
+    except OmegaConfBaseException as error:
+        key, problem = str(error.full_key or "config"), "its interpolation ${...} cannot be resolved."
+        raise ConfigError.together(
+            [*errors, ConfigError(key, "${...}", problem, "name an existing key, or write the value.")]
+        ) from error
     assert isinstance(config, Config)
+    if errors:
+        wrong = {error.key for error in errors}
+        raise ConfigError.together([*errors, *(error for error in value_errors(config) if error.key not in wrong)])
     return config
 
 
-def _full_key(error: OmegaConfBaseException) -> str:
-    """The key that an error of omegaconf is about; it names entries of a list without the list."""
-    key = str(error.full_key or error.key)
-    in_a_term = error.object_type is LossTermConfig and "." not in key
-    return f"distill.losses[...].{key}" if in_a_term else key
-
-
-def _value_at(source: Any, key: str) -> object:
-    """What the source says there; "?" where that cannot be told."""
-    if "[...]" in key or "=" in key:
-        return "?"
-    try:
-        return OmegaConf.select(source, key)
-    except OmegaConfBaseException:  # an interpolation that leads nowhere
-        return "?"
+def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line with `key=value` overrides; exits with a hint if an override is written like a flag."""
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    for word in unknown:
+        key, _, value = word.lstrip("-").partition("=")
+        if key.partition(".")[0] in sections():
+            parser.error(f"{word}: write settings without the dashes, as {key}={value or 'VALUE'}")
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
 
 
 def config_yaml(config: Config) -> str:
-    """The resolved settings as YAML; `load_config` of a file with it gives the same config."""
+    """Return the resolved settings as YAML; `load_config` of a file with it gives the same config."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved settings to a file that `load_config` takes."""
+    """Write the resolved settings to a file that `load_config` accepts."""
     path.write_text(config_yaml(config))
-
-
-def describe_keys() -> list[tuple[str, str, Any, str]]:
-    """(key, type, default, description) of every key, in order; the description is the comment above the field."""
-    import inspect
-    import re
-
-    rows: list[tuple[str, str, Any, str]] = []
-
-    def walk(cls: type, prefix: str) -> None:
-        comments: dict[str, str] = {}
-        pending: list[str] = []
-        for line in inspect.getsource(cls).splitlines()[2:]:
-            text = line.strip()
-            if text.startswith("#"):
-                pending.append(text.lstrip("# "))
-            elif match := re.match(r"(\w+):", text):
-                comments[match[1]] = " ".join(pending)
-                pending = []
-        for item in dataclasses.fields(cls):
-            default = item.default_factory() if callable(item.default_factory) else item.default
-            if dataclasses.is_dataclass(default):
-                walk(type(default), f"{prefix}{item.name}.")
-            else:
-                rows.append((f"{prefix}{item.name}", str(item.type), default, comments.get(item.name, "")))
-
-    for section in dataclasses.fields(Config):
-        assert callable(section.default_factory)
-        walk(type(section.default_factory()), f"{section.name}.")
-    return rows
 
 
 def _read_yaml(path: str | Path) -> Any:
     file = Path(path)
     if not file.is_file():
-        raise ConfigError("--config", str(path), "there is no such file.", "give the path of a YAML file.")
+        raise ConfigError("--config", str(path), "no such file.", "give the path of a YAML file.")
     try:
         loaded = OmegaConf.load(file)
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
-        raise ConfigError("--config", str(path), f"it is not YAML ({error}).", "correct the file.") from error
+        problem = f"is not valid YAML ({' '.join(str(error).split())})."
+        raise ConfigError("--config", str(path), problem, "correct the file.") from error
     if not OmegaConf.is_dict(loaded):
-        raise ConfigError("--config", str(path), "it is not a mapping of sections.", "start it with e.g. `data:`.")
+        raise ConfigError("--config", str(path), "is not a mapping of sections.", "start it with e.g. `data:`.")
     return loaded
 
 
 def _read_override(override: str) -> Any:
-    key, sep, _ = override.partition("=")
+    key, sep, value = override.partition("=")
     if not sep or not key:
-        raise ConfigError("override", override, "it is not of the form key=value.", "write e.g. actor.tp=2.")
+        raise ConfigError("override", override, "is not of the form key=value.", "write e.g. actor.tp=2.")
     try:
         return OmegaConf.from_dotlist([override])
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
-        raise ConfigError(key, override.partition("=")[2], "it is not YAML.", "close brackets and quotes.") from error
+        raise ConfigError(key, value, "is not valid YAML.", "close brackets and quotes.") from error
+
+
+def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:
+    """Merge each key of a source on its own. Return the result and an error for each key that cannot be merged."""
+    errors, result = [], merged
+    for key, value in _leaves(OmegaConf.to_container(source, resolve=False), ""):
+        if key in sections():
+            errors.append(ConfigError(key, value, "is a section, not a key.", f"set its keys, as {key}.KEY=VALUE."))
+        elif key not in all_keys():
+            errors.append(_unknown_key(key, value))
+        else:
+            leaf: Any = value
+            for part in reversed(key.split(".")):
+                leaf = {part: leaf}
+            try:
+                result = OmegaConf.merge(result, leaf)
+            except (OmegaConfBaseException, TypeError) as error:
+                errors.append(_wrong_type(key, value, error))
+    return result, errors
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for part, value in tree.items():
+        key = f"{prefix}{part}"
+        if isinstance(value, dict) and key in sections():
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _wrong_type(key: str, value: object, error: Exception) -> ConfigError:
+    kind = all_keys()[key].type
+    expected = _EXPECTED[kind]
+    if value is None:
+        fix = all_keys()[key].key.required or f"give {expected}, or leave the key out."
+        return ConfigError(key, "", "is empty.", fix)
+    if key == _TERMS and isinstance(value, list) and isinstance(error, OmegaConfBaseException):
+        return _wrong_term(value, error)
+    if kind.startswith("list") and isinstance(value, str | int | float):
+        return ConfigError(key, value, "is not a list.", f"write [{value}].")
+    return ConfigError(key, value, "has the wrong type.", f"give {expected}.")
+
+
+def _wrong_term(terms: list[Any], error: OmegaConfBaseException) -> ConfigError:
+    """Return the error for an entry of distill.losses; OmegaConf names its key without the list."""
+    names = [item.name for item in dataclasses.fields(LossTermConfig)]
+    for i, term in enumerate(terms):
+        for name, value in term.items() if isinstance(term, dict) else ():
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"use {', '.join(names)}."
+                return ConfigError(f"{_TERMS}[{i}].{name}", value, "there is no such key.", hint)
+            if str(error.full_key or error.key).rpartition(".")[2] == name:
+                expected = "a text" if name == "name" else "a number, e.g. 0.5"
+                return ConfigError(f"{_TERMS}[{i}].{name}", value, "has the wrong type.", f"give {expected}.")
+    return ConfigError(_TERMS, terms, "has a wrong entry.", f"give {_EXPECTED['list[LossTermConfig]']}.")
 
 
 def _unknown_key(key: str, value: object) -> ConfigError:
-    known = [row[0] for row in describe_keys()] + [f.name for f in dataclasses.fields(Config)]
     if key == "teacher.n_gpus_per_node":
         return ConfigError(
             key,
             value,
-            "the teacher is a process of its own; its GPUs are chosen where it is started (python -m teacher_server).",
-            "remove the key; teacher.n_server_workers is the number of sequences kept in flight, not GPUs.",
+            "the teacher is a separate process; its GPUs are chosen where it is started (python -m teacher_server).",
+            "remove the key; teacher.n_server_workers is the number of sequences in flight, not of GPUs.",
         )
     if key in ("distill.lambda", "distill.lmbda"):
         problem = "there is no such key: lambda is a reserved word of Python."
         return ConfigError(key, value, problem, "GKD's lambda is distill.on_policy_share.")
-    if key.startswith("distill.losses[...]"):
-        known = [f"distill.losses[...].{item.name}" for item in dataclasses.fields(LossTermConfig)]
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    nearest = difflib.get_close_matches(key, [*all_keys(), *sections()], n=1, cutoff=0.4)
     hint = f"did you mean {nearest[0]}?" if nearest else "see python -m gkd.main_gkd --help for all keys."
     return ConfigError(key, value, "there is no such key.", hint)

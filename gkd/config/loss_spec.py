@@ -16,20 +16,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 from gkd.config.schema import DistillConfig, LossTermConfig
+from gkd.config.schema_teacher import DIVERGENCE_NAMES, LOSS_NAMES, POLICY_GRADIENT_NAMES, SFT, Tail
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
-Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
-
-DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
-POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
-SFT = "sft"
 REFERENCE_KL = "reference_kl"  # the term beside the losses, in reports
 _PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # who uses them
-LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
 
 @dataclass(frozen=True, slots=True)

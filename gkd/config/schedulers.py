@@ -9,7 +9,10 @@ stream          no batches in the engines: prompts go in one by one, new weights
 
 from __future__ import annotations
 
-from gkd.config.schema import TrainerConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gkd.config.schema import TrainerConfig
 
 # Batches begun before their turn. Each is answered by one version of the weights, so this is its staleness, too.
 AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}

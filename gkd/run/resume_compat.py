@@ -1,86 +1,53 @@
-"""Is what is to go on the same run? Which settings and which teacher a resume may not change. Floor 1."""
+"""Check that a run may resume: settings, teacher and reference must be those that it was started with."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from gkd.config.derived import derive
+from gkd.config.key import IF_CONSTANT
+from gkd.config.keys import all_keys, value_of
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 
-# Keys a resumed run may change: they say how and where the same thing is computed, not what. A checkpoint can be loaded
-# in another layout, so the pools may be split anew.
-FREE_ON_RESUME = {
-    "trainer.run_dir",
-    "trainer.resume",
-    "trainer.save_every",
-    "trainer.keep_last",
-    "trainer.keep_every",
-    "trainer.async_save",
-    "trainer.record_batches",
-    "trainer.replay",
-    "trainer.init_timeout_s",
-    "trainer.stage_timeout_s",
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
-    "actor.tp",
-    "actor.pp",
-    "actor.vpp",
-    "actor.ep",
-    "actor.sequence_parallel",
-    "actor.recompute",
-    "actor.fsdp_cpu_offload",
-    "actor.packing",
-    "actor.balance",
-    "actor.micro_batch_size",
-    "actor.max_tokens_per_micro_batch",
-    "actor.fused_lm_head",
-    "actor.logits_chunk_mib",
-    "actor.loss_kernel",
-    "rollout.n_gpus_per_node",
-    "rollout.nnodes",
-    "rollout.tp",
-    "rollout.max_num_seqs",
-    "rollout.gpu_memory_utilization",
-    "rollout.cpu_kv_cache_mib",
-    "rollout.enforce_eager",
-    "teacher.path",
-    "teacher.fsdp_cpu_offload",
-    "reference.fsdp_cpu_offload",
-    "teacher.server_ip",
-    "teacher.server_port",
-    "teacher.name",
-    "teacher.keys",
-    "teacher.n_server_workers",
-    "teacher.overlap_rollout",
-    "teacher.request_timeout_s",
-    "teacher.outage_budget_s",
-}
-_FREE_SECTIONS = ("cluster.", "eval.", "memory.", "weight_sync.")
-# The end of the run shapes every step of a schedule that ends there, and none of a constant one.
-FREE_IF_CONSTANT = {"trainer.total_steps", "trainer.total_epochs"}
+
+def may_change(key: str, now: Config) -> bool:
+    """Return whether a run that resumes with these settings may change the key; see `resume` at the key's field."""
+    rule = all_keys()[key].key.resume
+    if isinstance(rule, bool):
+        return rule
+    assert rule == IF_CONSTANT, rule
+    # The end of the run shapes every step of a decaying schedule, and no step of a constant one.
+    return now.actor.optim.schedule == "constant"
 
 
 def check_same_run(before: Path, now: Config) -> None:
-    """Args: before: the config.yaml of the run or of the checkpoint that is to go on."""
-    old, new = _flat(asdict(load_config(before))), _flat(asdict(now))
-    free_keys = FREE_ON_RESUME | (FREE_IF_CONSTANT if now.actor.optim.schedule == "constant" else set())
-    for key in sorted(new):
-        free = key in free_keys or key.startswith(_FREE_SECTIONS)
-        if not free and old.get(key) != new[key]:
-            raise ConfigError(
-                key,
-                new[key],
-                f"{before.parent} was started with {old.get(key)!r}.",
-                "keep the old value to resume, or start a new run in another trainer.run_dir.",
-            )
+    """Raise ConfigError naming every setting that differs although a resumed run must keep it.
+
+    Args:
+        before: config.yaml of the run or checkpoint to resume from.
+    """
+    old, errors = load_config(before), []
+    for key in sorted(all_keys()):
+        was, value = value_of(old, key), value_of(now, key)
+        if was != value and not may_change(key, now):
+            problem = f"{before.parent} was started with {was!r}."
+            fix = "keep the old value to resume, or start a new run in another trainer.run_dir."
+            errors.append(ConfigError(key, value, problem, fix))
+    if errors:
+        raise ConfigError.together(errors)
 
 
 def check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> None:
+    """Raise ConfigError if another teacher scored the run so far.
+
+    Args:
+        file: teacher.json of the run or checkpoint.
+        teacher: name and fingerprint of the teacher now.
+    """
     try:
         before = json.loads(file.read_text())
         before["fingerprint"], before["name"]
@@ -101,24 +68,19 @@ def check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> N
 
 
 def check_same_reference(file: Path, identity: Mapping[str, str], now: Config) -> None:
-    """Args: file: a teacher.json that `check_same_teacher` has read; identity: as it would be written now."""
+    """Raise ConfigError if the reference's weights differ from those of the run so far.
+
+    Args:
+        file: teacher.json of the run or checkpoint, already read by `check_same_teacher`.
+        identity: what this run would write into it.
+    """
     before, fingerprint = json.loads(file.read_text()).get("reference"), identity.get("reference")
     if before != fingerprint:
         key, path = ("reference.path", now.reference.path) if now.reference.path else ("model.path", now.model.path)
         raise ConfigError(
             key,
             path,
-            f"its weights ({(fingerprint or 'none')[:12]}) are not those of the reference that this run was held to "
+            f"its weights ({(fingerprint or 'none')[:12]}) are not those of the reference of this run "
             f"({(before or 'none')[:12]}).",
-            "put the old ones there to resume, or start a new run in another trainer.run_dir.",
+            "restore the old weights to resume, or start a new run in another trainer.run_dir.",
         )
-
-
-def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat

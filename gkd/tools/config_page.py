@@ -1,29 +1,44 @@
-"""`python -m gkd.tools.config_page`: write docs/configuration.md from the config's own comments."""
+"""`python -m gkd.tools.config_page`: write docs/configuration.md from the declarations in `gkd.config.schema`."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from gkd.config.load import describe_keys
+from gkd.config.keys import DeclaredKey, all_keys
 
 _HEAD = """# Configuration
 
-Every key, its type, its default and what it does. Written by `python -m gkd.tools.config_page` from the comments in
-`gkd/config/schema.py`; the same text is printed by `python -m gkd.main_gkd --help`. A YAML file names only what differs
-from the defaults; `key=value` arguments win over the file.
+All keys with type, default, limits and meaning. `python -m gkd.tools.config_page` writes this page from
+`gkd/config/schema*.py`; `python -m gkd.main_gkd --help` prints the same text. A YAML file lists only keys that differ
+from their defaults; `key=value` arguments override the file.
+
+Column *resume*: whether a resumed run may change the key. Any other change is refused, see
+[operations.md](operations.md#resume).
 """
+_COLUMNS = "| key | type | default | limits | resume | meaning |\n|---|---|---|---|---|---|"
 
 
 def config_page() -> str:
-    """The page as Markdown, one table a section."""
-    lines = [_HEAD]
-    section = ""
-    for key, kind, default, text in describe_keys():
-        if key.partition(".")[0] != section:
-            section = key.partition(".")[0]
-            lines += ["", f"## {section}", "", "| key | type | default | what it does |", "|---|---|---|---|"]
-        lines.append(f"| `{key}` | {kind} | `{default!r}` | {text.replace('|', chr(92) + '|')} |")
+    """Return the page as Markdown, one table per section."""
+    lines, section = [_HEAD], ""
+    for each in all_keys().values():
+        if each.name.partition(".")[0] != section:
+            section = each.name.partition(".")[0]
+            lines += ["", f"## {section}", "", _COLUMNS]
+        lines.append("| " + " | ".join(map(_cell, _row(each))) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _row(each: DeclaredKey) -> tuple[str, ...]:
+    key = each.key
+    resume = key.resume if isinstance(key.resume, str) else "yes" if key.resume else "no"
+    return f"`{each.name}`", each.type, f"`{each.default!r}`", key.all_limits(), resume, key.help
+
+
+def _cell(text: str) -> str:
+    """Return the text with escaped columns, and with links for the names of pages."""
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text.replace("|", r"\|"))
 
 
 if __name__ == "__main__":

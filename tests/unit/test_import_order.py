@@ -44,9 +44,13 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "yaml": ("teacher_server/config/settings.py",),
     "matplotlib": ("gkd/tools/split_tuner/plot.py",),
 }
-# The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines.
+# The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines;
+# both programs declare their settings with the same helper.
 FROM_SERVER = ("teacher_server.wire.",)
-FROM_SERVER_IN = {"gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals")}
+FROM_SERVER_IN = {
+    "gkd/config/": ("teacher_server.config.declare",),
+    "gkd/actor/frozen/": ("teacher_server.engines.base", "teacher_server.engines.signals"),
+}
 
 # Whatever turns bytes from a socket into code or into objects of any type.
 NETWORK_CODE = ("gkd/teacher/", "gkd/weight_sync/", "teacher_server/")

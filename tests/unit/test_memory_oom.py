@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config.check_values import all_keys
+from gkd.config.keys import all_keys
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, GkdError, OutOfMemory

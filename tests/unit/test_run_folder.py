@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from gkd.config.check_values import all_keys
-from gkd.config.load import load_config
+from gkd.config.load import load_config, save_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.handles import Sample, TokenRecord
 from gkd.run.checkpoints import TrainerState
 from gkd.run.folder import RunFolder
 from gkd.run.open import open_run_folder
-from gkd.run.resume_compat import FREE_IF_CONSTANT, FREE_ON_RESUME
+from gkd.run.resume_compat import check_same_run, may_change
 from tests.unit.checkpoint_files import check_actor, written
 from tests.unit.kills import in_child
 
@@ -98,9 +97,32 @@ def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
         open_folder(config(tmp_path / "run", "trainer.resume=auto"))
 
 
-def test_the_free_keys_are_real_keys() -> None:
-    """If it fails, a renamed key silently became one that a resume must not change."""
-    assert all_keys() >= FREE_ON_RESUME | FREE_IF_CONSTANT
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (("actor.offload_train=true",), ""),
+        (("trainer.colocate=true",), ""),
+        (("actor.tp=2", "trainer.n_gpus_per_node=2", "cluster.gpus=[0,1,2]", "teacher.fsdp_cpu_offload=false"), ""),
+        (("trainer.total_epochs=3",), ""),
+        (("trainer.total_epochs=3", "actor.optim.schedule=linear"), "actor.optim.schedule"),
+        (("data.seed=2",), "data.seed"),
+        (("distill.losses=[{name: jsd}]",), "distill.losses"),
+    ],
+)
+def test_settings_that_a_resumed_run_may_change(tmp_path: Path, changes: tuple[str, ...], refused: str) -> None:
+    """Fails if a resume refuses a key that does not change results, or accepts one that does."""
+    save_config(config(tmp_path), tmp_path / "config.yaml")
+    if not refused:
+        return check_same_run(tmp_path / "config.yaml", config(tmp_path, *changes))
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(tmp_path / "config.yaml", config(tmp_path, *changes))
+    assert caught.value.key == refused
+
+
+def test_the_end_of_a_run_may_change_with_a_constant_schedule_only(tmp_path: Path) -> None:
+    """Fails if a longer run continues at learning rates of another schedule, or cannot be extended at all."""
+    for schedule, allowed in (("constant", True), ("linear", False), ("cosine", False), ("wsd", False)):
+        assert may_change("trainer.total_steps", config(tmp_path, f"actor.optim.schedule={schedule}")) == allowed
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:

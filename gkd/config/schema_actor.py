@@ -1,0 +1,120 @@
+"""Settings of the student and its optimizer: section `actor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gkd.config.key import key
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-6, "Peak learning rate of AdamW.", gt=0)
+    betas: list[float] = key([0.9, 0.95], "Adam's beta1 and beta2.", limits="two, each >= 0 and < 1")
+    eps: float = key(1e-8, "Added to Adam's denominator.", gt=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay; not applied to biases and norms.", ge=0)
+    clip_grad: float = key(1.0, "Limit of the global gradient norm; 0 = off.", ge=0)
+    schedule: str = key(
+        "constant",
+        "Learning rate after the warm-up: constant, or a decay to min_lr_ratio x lr at the last step. wsd is constant "
+        "until the last decay_steps steps.",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
+    warmup_steps: int = key(0, "Steps of linear warm-up; the first step has lr / warmup_steps.", ge=0)
+    decay_steps: int = key(0, "wsd: steps of linear decay at the end of the run.", ge=0)
+    min_lr_ratio: float = key(0.0, "Final learning rate of linear, cosine and wsd, as a fraction of lr.", ge=0, le=1)
+
+
+@dataclass
+class LoraConfig:
+    rank: int = key(0, "Rank of the LoRA adapters; 0 = train all weights. Needs actor.strategy=fsdp2.", ge=0)
+    alpha: float = key(16.0, "The adapters' product is scaled by alpha / rank.", gt=0)
+    targets: list[str] = key(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "Linear layers that get an adapter: the last part of their names.",
+    )
+
+
+@dataclass
+class ActorConfig:
+    strategy: str = key(
+        "megatron",
+        "Training backend. megatron: Megatron-core with tensor, pipeline and expert parallelism. fsdp2: fully_shard "
+        "around the Hugging Face model, data parallel only. Supported models: docs/student.md.",
+        choices=("megatron", "fsdp2"),
+    )
+    tp: int = key(1, "Tensor parallel size.", gt=0, resume=True)
+    pp: int = key(1, "Pipeline parallel size.", gt=0, resume=True)
+    vpp: int = key(
+        1,
+        "Model chunks of each pipeline stage (interleaved 1F1B): smaller pipeline bubbles, more messages; 1 = off.",
+        gt=0,
+        resume=True,
+    )
+    ep: int = key(
+        1,
+        "Expert parallel size: neighboring ranks of a pipeline stage that share the experts. Mixture-of-experts "
+        "students only.",
+        gt=0,
+        resume=True,
+    )
+    sequence_parallel: bool = key(
+        False, "Split activations between tensor-parallel regions along the sequence; needs actor.tp > 1.", resume=True
+    )
+    recompute: str = key(
+        "none",
+        "Activations recomputed in the backward pass: none, selective (attention; megatron only), or full (whole "
+        "layers).",
+        choices=("none", "selective", "full"),
+        resume=True,
+    )
+    fsdp_cpu_offload: bool = key(
+        False,
+        "fsdp2: keep sharded parameters, gradients and optimizer state in host memory and copy one layer at a time to "
+        "the GPU. actor.offload_train is then ignored.",
+        resume=True,
+    )
+    offload_train: bool = key(
+        False,
+        "Move weights, gradients and optimizer state to host memory between calls on the actor. Results are bit-exact; "
+        "a step takes longer by the time of the copies. See docs/memory.md.",
+        resume=True,
+    )
+    packing: bool = key(
+        True, "Concatenate the sequences of a micro-batch instead of padding each to the longest.", resume=True
+    )
+    micro_batch_size: int = key(
+        8, "Sequences of one forward pass; used if max_tokens_per_micro_batch is 0.", gt=0, resume=True
+    )
+    max_tokens_per_micro_batch: int = key(
+        0,
+        "Tokens of one forward pass, padding included; 0 = use micro_batch_size.",
+        ge=0,
+        limits="0, or >= data.max_prompt_length + data.max_response_length",
+        resume=True,
+    )
+    balance: bool = key(
+        True, "Distribute a step's sequences so that data-parallel groups get similar numbers of tokens.", resume=True
+    )
+    fused_lm_head: bool = key(
+        True,
+        "Compute LM head and loss together in chunks of rows, so that the full logits never exist. Off: all logits of "
+        "a micro-batch at once.",
+        resume=True,
+    )
+    logits_chunk_mib: int = key(
+        128,
+        "Logits of one chunk in MiB, with the teacher's if teacher.signal is hidden or logits. Those signals use "
+        "chunks also without fused_lm_head.",
+        gt=0,
+        resume=True,
+    )
+    loss_kernel: str = key(
+        "auto",
+        "Softmax kernels of the losses; auto = triton on cuda, torch on cpu. A full teacher distribution "
+        "(teacher.signal hidden or logits) is processed by torch in any case.",
+        choices=("auto", "torch", "triton"),
+        resume=True,
+    )
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)

@@ -1,0 +1,178 @@
+"""Settings of the teacher, the losses and the reference: sections `teacher`, `distill` and `reference`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from gkd.config.key import key
+from teacher_server.wire.protocol import MAX_K, Signal
+
+Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
+
+DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
+POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
+SFT = "sft"
+LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
+
+MAX_NAME_LENGTH = 128  # characters of a teacher's name
+
+
+@dataclass
+class TeacherConfig:
+    backend: str = key(
+        "zmq",
+        "zmq: a separate server, `python -m teacher_server`. local: a model on the actor's ranks (docs/memory.md); "
+        "needs trainer.scheduler=sync, the server's keys left at their defaults, and ignores both timeouts.",
+        choices=("zmq", "local"),
+    )
+    path: str = key("", "local: the teacher's model folder.", limits="required for local, else empty", resume=True)
+    fsdp_cpu_offload: bool = key(
+        True,
+        "local: keep the teacher's shards in host memory and one layer on the GPU. Off: they stay on the GPU, and the "
+        "actor's states are offloaded while the teacher computes.",
+        resume=True,
+    )
+    update_interval: int = key(
+        0,
+        "local: steps between updates of the teacher's weights from the student's (self-distillation); 0 = never. "
+        "Needs a teacher of the student's architecture. Checkpoints then include the teacher.",
+        ge=0,
+    )
+    update_ema: float = key(
+        0.0,
+        "local: an update sets the weights to update_ema x the teacher's + (1 - update_ema) x the student's. Above 0 "
+        "the teacher is kept in float32.",
+        ge=0,
+        lt=1,
+    )
+    server_ip: str = key("127.0.0.1", "Host name or IPv4 address of the teacher server.", resume=True)
+    server_port: int = key(15555, "Port of the teacher server.", ge=1, le=65535, resume=True)
+    name: str = key(
+        "",
+        "Name of the teacher on a server with several; empty = the only one.",
+        limits=f"at most {MAX_NAME_LENGTH} characters",
+        resume=True,
+    )
+    keys: str = key(
+        "",
+        "Folder with server.key and client.key_secret, made by `python -m teacher_server keygen`; empty = no "
+        "encryption.",
+        resume=True,
+    )
+    n_server_workers: int = key(
+        0,
+        "Sequences in flight at the server, over all data-parallel groups; 0 = as many as the server's workers "
+        "announce. Not a number of GPUs.",
+        ge=0,
+        le=1 << 20,
+        resume=True,
+    )
+    overlap_rollout: bool = key(
+        True, "Send rollouts to the teacher as they finish instead of after the whole batch.", resume=True
+    )
+    signal: str = key(
+        "topk",
+        "Signal requested per response token: topk, sampled (logprob of the response token; for k1, k2, k3, sft), "
+        "hidden or logits (full distribution). Size and exactness: docs/losses.md.",
+        choices=get_args(Signal),
+    )
+    topk: int = key(64, "Entries of the teacher's distribution per position.", ge=1, le=MAX_K)
+    mass: float = key(
+        0.0,
+        "Keep only as many of the topk entries as needed to reach this probability mass; 0 = all topk.",
+        ge=0,
+        lt=1,
+    )
+    temperature: float = key(
+        1.0, "Temperature of the teacher's distribution; divides the student's logits, too.", ge=1e-4, le=1e4
+    )
+    wire: str = key(
+        "fp16",
+        "Precision of transferred scores: fp16 (5 bytes per top-k entry) or fp32 (8 bytes, lossless). local: applies "
+        "to signal logits only.",
+        choices=("fp16", "fp32"),
+    )
+    request_timeout_s: float = key(
+        60.0, "Seconds without a reply after which a sequence is sent again.", ge=1e-3, le=4e4, resume=True
+    )
+    outage_budget_s: float = key(
+        300.0,
+        "Seconds of silence of the server after which the run saves a checkpoint and stops.",
+        ge=1e-3,
+        le=1e6,
+        resume=True,
+    )
+
+
+@dataclass
+class LossTermConfig:
+    """Entry of `distill.losses`; `beta` and `alpha` default to those of `distill`."""
+
+    name: str = ""
+    weight: float = 1.0
+    beta: float | None = None
+    alpha: float | None = None
+
+
+@dataclass
+class DistillConfig:
+    loss: str = key(
+        "forward_kl",
+        "Training loss. forward_kl is KL(teacher || student), reverse_kl the opposite; k1, k2, k3 estimate it from the "
+        "sampled token; sft is cross-entropy on dataset responses. Definitions: docs/losses.md.",
+        choices=LOSS_NAMES,
+    )
+    losses: list[LossTermConfig] = key(
+        [],
+        "Weighted sum instead of distill.loss: a list of {name, weight}, optionally with beta or alpha. Empty = use "
+        "distill.loss.",
+        limits="each name once, weights > 0",
+    )
+    beta: float = key(
+        0.5,
+        "jsd: share of the teacher in the mixture. Near 0 it behaves like forward_kl, near 1 like reverse_kl.",
+        limits="> 0 and < 1",
+    )
+    alpha: float = key(
+        0.1,
+        "skew_kl, skew_reverse_kl: share of the first distribution mixed into the second; 0 = the plain KL.",
+        limits=">= 0 and < 1",
+    )
+    importance_clip: float = key(
+        2.0,
+        "k1, k2, k3: largest importance weight of a token (probability now / probability at rollout); 0 = no limit.",
+        limits="0, or >= 1",
+    )
+    on_policy_share: float = key(
+        1.0,
+        "Share of prompts whose responses the student generates (lambda of GKD); the others use data.response_key.",
+        ge=0,
+        le=1,
+    )
+    tail: str = key(
+        "bucket",
+        "Probability mass outside the teacher's top-k: bucket (one extra class), renorm (renormalize both "
+        "distributions on the top-k) or drop (omit it from the sum).",
+        choices=get_args(Tail),
+    )
+    reference_kl_weight: float = key(
+        0.0,
+        "Weight of KL(student || reference), estimated as k3 on the student's tokens; see section reference. 0 = off.",
+        ge=0,
+    )
+
+
+@dataclass
+class ReferenceConfig:
+    path: str = key(
+        "",
+        "Model folder of the reference, with the student's tokenizer. Empty = the initial student in model.path; with "
+        "LoRA that is the actor with its adapters disabled, without a second model.",
+    )
+    fsdp_cpu_offload: bool = key(
+        True,
+        "Keep the reference's shards in host memory and one layer on the GPU. Off: they stay on the GPU, and the "
+        "actor's states are offloaded while the reference computes.",
+        resume=True,
+    )

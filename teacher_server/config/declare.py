@@ -1,0 +1,63 @@
+"""Declare settings as dataclass fields that carry their help, limits and choices.
+
+    port: int = declare(15555, Setting(help="Port that clients connect to.", ge=0, le=65535))
+
+Shared by the teacher server and the trainer, so it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+_METADATA = "setting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Describe one setting. A number must satisfy every bound that is given; NaN satisfies none."""
+
+    help: str
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def is_valid(self, value: object) -> bool:
+        """Return whether the value is one of the choices and inside the bounds. Not a number: only choices count."""
+        if self.choices and value not in self.choices:
+            return False
+        return not isinstance(value, int | float) or (
+            (self.gt is None or value > self.gt)
+            and (self.ge is None or value >= self.ge)
+            and (self.lt is None or value < self.lt)
+            and (self.le is None or value <= self.le)
+        )
+
+    def allowed(self) -> str:
+        """Return the valid values in words, like `0 to 65535`, `> 0` or `cpu, cuda`; empty: no limits."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.ge is not None and self.le is not None:
+            return f"{_plain(self.ge)} to {_plain(self.le)}"
+        bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
+        return " and ".join(f"{sign} {_plain(bound)}" for sign, bound in bounds if bound is not None)
+
+
+def declare(default: Any, setting: Setting) -> Any:
+    """Return a dataclass field with this default and description. Every instance gets its own copy of a list."""
+    metadata = {_METADATA: setting}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def declared(item: dataclasses.Field[Any]) -> Setting | None:
+    """Return the description of a field that `declare` made; None for any other field."""
+    return item.metadata.get(_METADATA)
+
+
+def _plain(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
