@@ -1,1 +1,1 @@
-"""The teacher server: a ZMQ broker and engine workers that return a teacher's logprobs. Knows nothing of gkd."""
+"""Teacher server: a ZMQ broker and engine workers that compute a teacher's logprobs. Does not import gkd."""

@@ -1,4 +1,4 @@
-"""Log lines of the server's processes: stderr, as text for people or as JSON for machines."""
+"""Logging of the server's processes to stderr, as human-readable text or as JSON lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
-# What every record has; all else was given with `extra` and is a field of the line.
+# Attributes of every record. All others come from `extra` and become fields of the JSON line.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def log_to_stderr(name: str, log_format: LogFormat = "text") -> None:
-    """Configure this process's root logger; stdout stays free for the ready line."""
+    """Configure the root logger of this process. stdout is reserved for the ready lines."""
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonLines(name))
@@ -27,7 +27,7 @@ def log_to_stderr(name: str, log_format: LogFormat = "text") -> None:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time (UTC), level, process, pid, logger, message, `extra` fields, error."""
+    """Format one JSON object per line: time (UTC), level, process, pid, logger, message, `extra` fields, error."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -47,5 +47,5 @@ class JsonLines(logging.Formatter):
             line["error"] = self.formatException(record.exc_info)
         for key, value in vars(record).items():
             if key not in _STANDARD and not key.startswith("_"):
-                line.setdefault(key, value)  # an extra field cannot pass for one of the above
+                line.setdefault(key, value)  # an extra field cannot replace one of the above
         return json.dumps(line, default=str)

@@ -1,12 +1,15 @@
-"""Which command was typed. Each is a file of its own and loaded only when asked for: a worker needs no broker."""
+"""Select the command by its name. Each command is imported only when it runs: a worker does not load the broker."""
 
 from __future__ import annotations
 
+import difflib
 import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from teacher_server.errors import ServerError
+from teacher_server.errors import ServerError, SettingsError
+
+_COMMANDS = ("serve", "worker", "status", "drain", "keygen")
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
@@ -18,17 +21,21 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         from teacher_server.cli.admin import drain as main
     elif name == "keygen":
         from teacher_server.cli.keygen import main
-    else:
+    elif name == "serve":
         from teacher_server.cli.serve import main
+    else:
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"Fix: use one of {', '.join(_COMMANDS)}, or --help."
+        raise SettingsError(f"unknown command {name!r}. {hint}")
     return main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command's exit code; 2 after a ServerError, which is one line on stderr."""
+    """Run the command and return its exit code. A ServerError is printed as one line on stderr and returns 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in ("serve", "worker", "status", "drain", "keygen") else "serve"
-    if name in ("status", "drain", "keygen"):  # the server and its workers install handlers of their own
-        # A shell that starts a command with `&` in a script has it ignore SIGINT.
+    name = words.pop(0) if words and not words[0].startswith("-") else "serve"
+    if name in ("status", "drain", "keygen"):  # the server and its workers install their own handlers
+        # A shell starts a command with `&` in a script with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _command(name)(words)

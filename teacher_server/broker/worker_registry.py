@@ -17,7 +17,7 @@ from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.wire.protocol import ErrorReply, ProtocolError, RowsReply, ScoreRequest, replies
 from teacher_server.wire.worker_protocol import (
-    SERVERS_OWN_NAME,
+    LOCAL_WORKER_NAME,
     Dismiss,
     Done,
     JobCancel,
@@ -89,7 +89,7 @@ class WorkerRegistry:
 
     def _reason_against(self, identity: bytes, hello: WorkerHello, *, own: bool) -> str:
         process = _process(hello)
-        if not own and SERVERS_OWN_NAME.fullmatch(hello.name):
+        if not own and LOCAL_WORKER_NAME.fullmatch(hello.name):
             return f"the server names its own workers so: {hello.name}"
         if process in self._banned:
             return self._banned[process]

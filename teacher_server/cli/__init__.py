@@ -1,1 +1,1 @@
-"""The commands: serve, worker, status, drain, keygen."""
+"""Commands of the teacher server: serve, worker, status, drain, keygen."""

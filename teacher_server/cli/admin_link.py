@@ -1,7 +1,7 @@
-"""One question to a running server, with a bounded wait, and why there was no answer.
+"""Send one request to a running server, with a time-out, and report why there was no reply.
 
-Silence alone says little: libzmq connects again and again whatever happens. Its monitor tells a
-closed port from a refused key, and that is what a person has to know.
+libzmq reconnects silently whatever happens. Its socket monitor tells a refused connection, a refused
+key and a hung server apart, and each needs a different fix.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ from teacher_server.wire.protocol import (
 from teacher_server.wire.sockets import set_common_options
 from teacher_server.wire.status import ServerStatus, decode_status
 
-_RESEND_S = 1.0  # a lost question costs this much; both kinds may be asked twice
-_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_RESEND_S = 1.0  # delay after a lost request; both kinds of requests may be sent twice
+# CLOSED: an attempt to connect has failed, for example because the port is closed.
+_HANDSHAKE_REFUSED = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKE_REFUSED
 
 
-class NoAnswer(ServerError):
-    """Nobody answered in time; the text says what the connection did."""
+class NoReply(ServerError):
+    """The server did not reply in time. The text states the state of the connection."""
 
 
-class Gone(NoAnswer):
-    """The other end has closed the connection."""
+class ConnectionClosed(NoReply):
+    """The server has closed the connection."""
 
 
 class AdminLink:
-    """A connection for `status` and `drain`. One thread.
+    """Connection for `status` and `drain`. Use it from one thread.
 
     Args:
         endpoint: tcp://HOST:PORT
-        timeout_s: bound on each question.
+        timeout_s: limit for each request.
     """
 
     def __init__(self, endpoint: str, keys: PeerKeys | None, timeout_s: float) -> None:
         self.endpoint = endpoint
         self._keys, self._timeout_s = keys, timeout_s
-        self._connected = self._greeted = False
+        self._connected = self._handshaken = self._refused = False
         self._context = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         set_common_options(self._dealer)
-        # They would break the connection of a silent server, as its end does; each question is bounded anyway.
+        # A heartbeat time-out looks like the exit of the server, and each request has a time-out anyway.
         self._dealer.setsockopt(zmq.HEARTBEAT_IVL, 0)
         self._dealer.setsockopt(zmq.IDENTITY, b"a" + os.urandom(ID_BYTES - 1))
         if keys is not None:
@@ -82,24 +84,36 @@ class AdminLink:
         self._context.destroy(linger=0)
 
     def status(self) -> ServerStatus:
-        """Raises NoAnswer, as Gone if the server has left; ServerError if the answer is an error or damaged."""
-        reply, frames = self._ask(StatusRequest(request_id=os.urandom(ID_BYTES)))
+        """Request the status.
+
+        Raises:
+            NoReply: if there is no reply in time; ConnectionClosed if the server has closed the connection.
+            ServerError: if the reply is an error or damaged.
+        """
+        reply, frames = self._request(StatusRequest(request_id=os.urandom(ID_BYTES)))
         if not isinstance(reply, StatusReply):
-            raise ServerError(f"{self.endpoint} answered a status request with {type(reply).__name__}.")
+            raise ServerError(f"{self.endpoint} replied to a status request with {type(reply).__name__}.")
         try:
             return decode_status(reply, frames)
         except ProtocolError as error:
             raise ServerError(f"{self.endpoint}: {error}.") from error
 
     def drain(self, worker: str) -> int:
-        """Ask for it; may be asked again. Returns how many requests are left. Raises as `status`."""
-        reply, _ = self._ask(DrainRequest(request_id=os.urandom(ID_BYTES), worker=worker))
+        """Drain one worker, or the server if `worker` is empty. Can be repeated.
+
+        Returns:
+            The number of requests left.
+
+        Raises:
+            NoReply, ServerError: as `status`.
+        """
+        reply, _ = self._request(DrainRequest(request_id=os.urandom(ID_BYTES), worker=worker))
         if not isinstance(reply, DrainReply):
-            raise ServerError(f"{self.endpoint} answered a drain request with {type(reply).__name__}.")
+            raise ServerError(f"{self.endpoint} replied to a drain request with {type(reply).__name__}.")
         return reply.n_left
 
-    def _ask(self, question: StatusRequest | DrainRequest) -> tuple[ServerMessage, list[Buffer]]:
-        frame = requests.encode(question)
+    def _request(self, request: StatusRequest | DrainRequest) -> tuple[ServerMessage, list[Buffer]]:
+        frame = requests.encode(request)
         deadline_s = time.monotonic() + self._timeout_s
         send_s = 0.0
         poller = zmq.Poller()
@@ -107,17 +121,17 @@ class AdminLink:
         poller.register(self._monitor, zmq.POLLIN)
         while (now_s := time.monotonic()) < deadline_s:
             if now_s >= send_s:
-                with contextlib.suppress(zmq.Again):  # a refused handshake leaves no pipe to put it into
+                with contextlib.suppress(zmq.Again):  # after a refused handshake the socket has no pipe
                     self._dealer.send(frame, zmq.NOBLOCK)
                 send_s = now_s + _RESEND_S
             ready = dict(poller.poll(max(1, int((min(deadline_s, send_s) - now_s) * 1000))))
             if self._dealer in ready:
-                found = self._read(question.request_id)
+                found = self._read(request.request_id)
                 if found is not None:
                     return found
             elif self._monitor in ready:
-                self._note(int(recv_monitor_message(self._monitor)["event"]))
-        raise NoAnswer(self._why_not())
+                self._on_connection(int(recv_monitor_message(self._monitor)["event"]))
+        raise NoReply(self._no_reply_text())
 
     def _read(self, request_id: bytes) -> tuple[ServerMessage, list[Buffer]] | None:
         frames = self._dealer.recv_multipart()
@@ -126,26 +140,32 @@ class AdminLink:
         except ProtocolError as error:
             raise ServerError(f"{self.endpoint}: {error}.") from error
         if getattr(reply, "request_id", None) != request_id:
-            return None  # the second answer to an earlier question
+            return None  # a second reply to an earlier request
         if isinstance(reply, ErrorReply):
             raise ServerError(f"{self.endpoint}: {reply.text}.")
         return reply, [*frames[1:]]
 
-    def _note(self, event: int) -> None:
-        if event == zmq.EVENT_DISCONNECTED and self._greeted:
-            raise Gone(f"{self.endpoint} has closed the connection.")
-        self._connected = self._connected or event == zmq.EVENT_CONNECTED
-        self._greeted = self._greeted or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-
-    def _why_not(self) -> str:
-        where = f"no answer from {self.endpoint} within {self._timeout_s:g} s"
-        if not self._connected:
-            return f"{where}: nothing listens there. Fix: --server HOST:PORT of a running server."
-        if not self._greeted:
-            if self._keys is None:
-                return f"{where}: it listens, but does not let us in. Fix: --keys with a bundle, if it runs with keys."
-            return (
-                f"{where}: it listens, but does not let us in. Fix: a bundle of this server (its server.key), with a "
-                "key that is in its clients/ folder; none if it runs without keys."
+    def _on_connection(self, event: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED and self._handshaken:
+            raise ConnectionClosed(f"{self.endpoint} has closed the connection.")
+        if event == zmq.EVENT_CLOSED and not self._connected:
+            raise NoReply(
+                f"cannot connect to {self.endpoint}: connection refused or host unreachable. "
+                "Fix: --server HOST:PORT of a running server."
             )
-        return f"{where}: it is connected and silent. Fix: look at the server's log."
+        self._connected = self._connected or event == zmq.EVENT_CONNECTED
+        self._handshaken = self._handshaken or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._refused = self._refused or bool(event & _HANDSHAKE_REFUSED)
+
+    def _no_reply_text(self) -> str:
+        failed = f"no reply from {self.endpoint} within {self._timeout_s:g} s"
+        if not self._connected:
+            return f"{failed}: not connected. Fix: --server HOST:PORT of a running server."
+        if self._refused and self._keys is None:
+            return f"{failed}: connected, but the handshake was refused. Fix: --keys DIR, if the server runs with keys."
+        if self._refused:
+            return (
+                f"{failed}: connected, but the handshake was refused. Fix: --keys with a bundle of this server (its "
+                "server.key) whose key is in the server's clients/ folder; no --keys if the server runs without keys."
+            )
+        return f"{failed}: connected, but the server is silent. Fix: see the server's log."

@@ -1,6 +1,6 @@
-"""`python -m teacher_server keygen DIR`: make keys for a server, its clients and its workers.
+"""`python -m teacher_server keygen DIR`: create the keys of a server, its clients and its workers.
 
-What the folder holds is in `keys.py`. Run it again to add names; it never overwrites a key.
+`wire/keys.py` describes the folder. Run the command again to add names; it never overwrites a key.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ _EXAMPLES = """example:
   a server, one trainer, and workers on two more hosts:
     python -m teacher_server keygen keys --client trainer --worker host7 --worker host8
     python -m teacher_server --model /models/teacher --host 10.0.0.5 --worker-port 15556 --keys keys
-  then copy each folder that it names to its host, over a channel you trust, and delete it here.
+  Then copy each bundle folder that it prints to its host over a trusted channel, and delete it here.
 
-  take a key back: delete keys/clients/trainer.key; a running server notices within about a second.
+  revoke a key: delete keys/clients/trainer.key; a running server notices within about a second.
 """
 _NOTE = "# CURVE {} key of {}, made by `python -m teacher_server keygen`\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Raises KeysError."""
+    """Run `keygen`. Raises KeysError."""
     parser = argparse.ArgumentParser(
         prog="python -m teacher_server keygen",
-        description="Make keys, or add names to those that are there.",
+        description="Create the keys of a server, or add clients and workers to existing keys.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="the server's key folder, for its --keys")
-    parser.add_argument("--client", action="append", default=[], metavar="NAME", help="may ask; may be repeated")
-    parser.add_argument("--worker", action="append", default=[], metavar="NAME", help="may work; may be repeated")
+    parser.add_argument(
+        "--client", action="append", default=[], metavar="NAME", help="create a client's key; can be repeated"
+    )
+    parser.add_argument(
+        "--worker", action="append", default=[], metavar="NAME", help="create a worker's key; can be repeated"
+    )
     args = parser.parse_args(argv)
     for line in make_keys(Path(args.folder), args.client, args.worker):
         print(line)
@@ -45,10 +49,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_keys(folder: Path, clients: Sequence[str], workers: Sequence[str]) -> list[str]:
-    """Make what is missing; returns lines that say what was made and what to copy where.
+    """Create the keys that do not exist yet.
+
+    Returns:
+        Lines for the user: what was created, and which folder to copy to which host.
 
     Raises:
-        KeysError: a bad name, a file that cannot be written, or half of a pair that is there already.
+        KeysError: if a name is invalid, a file cannot be written, or one half of a key pair already exists.
     """
     try:
         for name in (*clients, *workers):
@@ -69,11 +76,11 @@ def _server_pair(folder: Path) -> str:
     secret_file = folder / "server.key_secret"
     if secret_file.exists():
         public, _ = read_key_file(secret_file)
-        done = f"{folder}: the server's key is there already"
+        done = f"{folder}: the server's key already exists"
     else:
         public, secret = zmq.curve_keypair()
         _write(secret_file, "secret", "the server", public, secret)
-        done = f"{folder}: made the server's key; stays here: --keys {folder}"
+        done = f"{folder}: created the server's key; keep it here and start the server with --keys {folder}"
     _write_server_public(folder, public)
     return done
 
@@ -83,28 +90,28 @@ def _write_server_public(folder: Path, public: bytes) -> None:
     if not file.exists():
         _write(file, "public", "the server", public)
     elif read_key_file(file)[0] != public:
-        raise KeysError(f"{file}: is another server's key. Fix: delete it, and copy the new one to its host.")
+        raise KeysError(f"{file}: is the key of another server. Fix: delete it, and copy the new one to its host.")
 
 
 def _peer_pair(folder: Path, role: Role, name: str) -> str:
     domain: Domain = "clients" if role == "client" else "workers"
     allowed, bundle = folder / domain / f"{name}.key", folder / "bundles" / name
     if allowed.exists():
-        return f"{role} {name}: its key is there already ({allowed}); delete that file first to make it another"
+        return f"{role} {name}: its key already exists ({allowed}); to replace it, delete that file first"
     secret_file = bundle / f"{role}.key_secret"
     if secret_file.exists():
-        raise KeysError(f"{secret_file}: is there, but not {allowed}. Fix: delete it to make {name} another key.")
+        raise KeysError(f"{secret_file}: exists without {allowed}. Fix: delete it to create another key for {name}.")
     bundle.mkdir(mode=0o700, exist_ok=True)
     public, secret = zmq.curve_keypair()
     _write_server_public(bundle, read_key_file(folder / "server.key")[0])
     _write(secret_file, "secret", f"{role} {name}", public, secret)
-    _write(allowed, "public", f"{role} {name}", public)  # last: whoever may come in has got a key
+    _write(allowed, "public", f"{role} {name}", public)  # last: a name on the allow-list always has its bundle
     use = f"teacher.keys: {name}" if role == "client" else f"worker --keys {name}"
-    return f"{role} {name}: made; copy the folder {bundle} to its host ({use}), then delete it here"
+    return f"{role} {name}: created; copy the folder {bundle} to its host ({use}), then delete it here"
 
 
 def _write(file: Path, kind: str, whose: str, public: bytes, secret: bytes | None = None) -> None:
-    """Whole or not at all, never over another file, and a secret is at no moment readable by others."""
+    """Write a key file atomically. Never overwrites a file, and never makes a secret readable by other users."""
     text = _NOTE.format(kind, whose) + f'curve\n    public-key = "{public.decode()}"\n'
     if secret is not None:
         text += f'    secret-key = "{secret.decode()}"\n'

@@ -1,6 +1,6 @@
-"""`python -m teacher_server`: command line -> checks -> broker and workers -> ready line -> a signal or a drain.
+"""`python -m teacher_server`: check the settings, start broker and workers, print `ready:`, run until a signal.
 
-This is the server's wiring; nobody imports it but `main`.
+This module connects the parts of the server. Only `main` imports it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -32,34 +33,34 @@ from teacher_server.worker.model_folder import inspect_model_folder
 
 log = logging.getLogger(__name__)
 
-_CHECK_S = 0.1  # also how late a signal may be obeyed
-_LAST_WORDS_S = 1.0  # after a drain: for clients and `drain --wait` to hear that nothing is left
+_CHECK_S = 0.1  # also the largest delay of a signal
+_DRAIN_END_S = 1.0  # time after a drain in which clients and `drain --wait` learn that no request is left
 _EXAMPLES = """commands, each with its own --help:
-  serve (or nothing)   this one
-  worker               join a server with one more copy of its model, from any host
-  status               a table of workers, GPUs, queues and times
-  drain                let a server or one worker finish its work and leave
-  keygen               keys for a server, its clients and its workers
+  serve (or nothing)   run the server: this help
+  worker               add one more copy of the model to a running server, from any host
+  status               show workers, GPUs, queues and times
+  drain                let a server or one worker finish its work and exit
+  keygen               create keys for a server, its clients and its workers
 
 examples:
   a teacher on this machine's CPU, for a first run:
     python -m teacher_server --model models/tiny --port 15555
 
-  two model copies on four GPUs, reachable from other hosts for those who have a key:
+  two model copies on four GPUs, reachable from other hosts with a key:
     python -m teacher_server keygen keys --client trainer
     python -m teacher_server --model /models/teacher --gpus 4,5,6,7 --tensor-parallel-size 2 \\
         --max-batch-tokens 32768 --host 10.0.0.5 --keys keys
 
-  two teachers, a GPU each; a request names its own:
+  two teachers, one GPU each; a request names its teacher:
     python -m teacher_server --teacher math=/models/math --teacher code=/models/code --gpus 0,1
 
-  everything in a file; flags override it:
+  settings in a file; flags override it:
     python -m teacher_server --config teacher.yaml --port 15600
 
-  from a script: any free port, wait for the file, which names it:
+  in a script: use any free port and wait for the file, which contains the port:
     python -m teacher_server --model models/tiny --port 0 --ready-file run/teacher.json
 
-signals: SIGTERM and SIGINT stop it at once, SIGUSR1 drains it.
+signals: SIGTERM and SIGINT stop the server at once; SIGUSR1 drains it.
 exit code: 0 after a signal or a drain, 2 after an error (one line on stderr)
 """
 
@@ -72,20 +73,23 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="PATH", help="the only teacher: model folder (config.json, *.safetensors)")
+    parser.add_argument("--model", metavar="PATH", help="model folder of a single teacher (config.json, *.safetensors)")
     parser.add_argument(
-        "--teacher", action="append", metavar="NAME=PATH", help="one of several; without =PATH its workers join"
+        "--teacher",
+        action="append",
+        metavar="NAME=PATH",
+        help="one of several teachers; without =PATH all its workers join from other hosts",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML with any of these settings, and `teachers:`")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings and `teachers:`")
     add_flags(parser, (*TEACHER_OPTIONS, N_WORKERS), "each teacher")
     add_flags(parser, SERVER_OPTIONS, "the server")
     return parser
 
 
 class _Signals:
-    """Flags that the main loop reads: `stop` after SIGINT or SIGTERM, `drain` after SIGUSR1.
+    """Flags for the main loop: `stop` after SIGINT or SIGTERM, `drain` after SIGUSR1.
 
-    A handler may run inside any call of the main thread, one that holds a lock included; so it takes none.
+    A handler may run inside any call of the main thread, even one that holds a lock, so it takes no lock.
     """
 
     def __init__(self) -> None:
@@ -102,10 +106,10 @@ class _Signals:
 
 
 class Server:
-    """Everything between the checks and the last process's end.
+    """The running server: broker, metrics and worker processes. `stack` ends them.
 
     Raises:
-        ServerError: it cannot start, or cannot go on.
+        ServerError: if the server cannot start or cannot continue.
     """
 
     def __init__(self, settings: ServerSettings, signals: _Signals, stack: contextlib.ExitStack) -> None:
@@ -135,7 +139,7 @@ class Server:
             metrics = serve_metrics(settings.metrics_host, settings.metrics_port, self._broker, registry)
             stack.callback(metrics.stop)
             self._metrics_port = metrics.port
-        if settings.ready_file is not None:  # the port is ours, so what a file of this name says is out of date
+        if settings.ready_file is not None:  # this process owns the port now, so an existing file is out of date
             _remove(settings.ready_file)
             stack.callback(_remove, settings.ready_file)
         command = WorkerCommand(endpoint, settings.compute_timeout_s, settings.log_format)
@@ -146,7 +150,7 @@ class Server:
             log.info("workers of other hosts: --broker %s:%d", settings.address, self._broker.worker_port)
 
     def run(self) -> None:
-        """Until a signal or the end of a drain."""
+        """Run until a signal or the end of a drain."""
         started_s, ready, draining, drained_s = time.monotonic(), False, False, float("inf")
         while not self._signals.stop:
             time.sleep(_CHECK_S)
@@ -161,22 +165,24 @@ class Server:
                 self._broker.drain()
             if self._supervisor.drained:
                 drained_s = min(drained_s, time.monotonic())
-                if time.monotonic() - drained_s > _LAST_WORDS_S:
+                if time.monotonic() - drained_s > _DRAIN_END_S:
                     log.info("drained")
                     return
         log.info("stopping")
 
     def _is_ready(self) -> bool:
-        """All own workers have loaded, and each teacher has a worker from somewhere."""
+        """Return whether all local workers have loaded and each teacher has at least one worker."""
         return self._supervisor.all_ready and all(t.n_workers for t in self._broker.snapshot().teachers)
 
     def _announce(self) -> None:
-        """One line on stdout and, if asked for, a file that appears whole."""
+        """Print the ready line and the status command on stdout, and write the ready file atomically."""
         settings, broker = self._settings, self._broker
         teachers = broker.snapshot().teachers
         n_workers = sum(teacher.n_workers for teacher in teachers)
         names = ",".join(teacher.model_name for teacher in teachers)
-        print(f"ready: tcp://{settings.address}:{broker.port} model={names} n_workers={n_workers}", flush=True)
+        ready_line = f"ready: tcp://{settings.address}:{broker.port} model={names} n_workers={n_workers}"
+        status = status_command(settings.address, broker.port, settings.keys)
+        print(f"{ready_line}\nstatus: {status}", flush=True)
         if settings.ready_file is None:
             return
         ready: dict[str, Any] = {
@@ -199,8 +205,21 @@ class Server:
             raise ServerError(f"--ready-file {settings.ready_file}: {error}.") from error
 
 
+def status_command(address: str, port: int, keys: str | None) -> str:
+    """Return the command line that shows the status of this server.
+
+    With keys it names a client's bundle of the key folder; `NAME` stands for it if no bundle is left there.
+    """
+    host = "127.0.0.1" if address == "0.0.0.0" else address
+    words = ["python", "-m", "teacher_server", "status", "--server", f"{host}:{port}"]
+    if keys is not None:
+        bundles = sorted(file.parent for file in Path(keys).glob("bundles/*/client.key_secret"))
+        words += ["--keys", str(bundles[0] if bundles else Path(keys, "bundles", "NAME"))]
+    return shlex.join(words)
+
+
 def _fingerprint(teacher: TeacherSettings) -> str:
-    """Which model its workers must hold; empty if only the hosts they join from have the folder. Raises ServerError."""
+    """Return the model fingerprint that workers must have; empty if this host lacks the folder. Raises ServerError."""
     if teacher.n_workers == 0 and not (teacher.model and Path(teacher.model).is_dir()):
         return ""
     return inspect_model_folder(teacher.model, needs_weights=teacher.engine != "trivial").fingerprint
@@ -211,15 +230,15 @@ def _partial(ready_file: Path) -> Path:
 
 
 def _check_ready_file(file: Path) -> None:
-    """Whether it can be written, before anything loads; what is there stays. Raises ServerError."""
+    """Check before loading that the file can be written, without changing it. Raises ServerError."""
     try:
         if file.is_dir():
-            raise ServerError(f"--ready-file {file}: this is a folder. Fix: name a file in it.")
+            raise ServerError(f"--ready-file {file}: this is a folder. Fix: give a file name.")
         file.parent.mkdir(parents=True, exist_ok=True)
         _partial(file).touch()
         _partial(file).unlink()
     except OSError as error:
-        raise ServerError(f"--ready-file {file}: {error}. Fix: name a file that can be written.") from error
+        raise ServerError(f"--ready-file {file}: {error}. Fix: give a path that can be written.") from error
 
 
 def _remove(ready_file: Path) -> None:
@@ -230,7 +249,7 @@ def _remove(ready_file: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 after a signal or a drain. Raises ServerError."""
+    """Run the server and return the exit code: 0 after a signal or a drain. Raises ServerError."""
     settings = read_settings(build_parser().parse_args(argv))
     signals = _Signals()
     log_to_stderr("server", settings.log_format)

@@ -1,4 +1,4 @@
-"""A `ServerStatus` as text for people. Pure."""
+"""Format a `ServerStatus` as a human-readable table. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _WORKER_HEADS = (
     *("WORKER", "TEACHER", "STATE", "HOST:PID", "ENGINE", "DEVICE", "DTYPE"),
     *("IN FLIGHT", "TOKENS/S", "QUEUE", "COMPUTE", "HEARD", "GPUS"),
 )
-_SHORT = 12  # digits of a fingerprint that people compare; --json has them all
+_SHORT = 12  # digits of a fingerprint that are shown; --json has all of them
 
 
 def status_table(endpoint: str, status: ServerStatus) -> str:
-    """Totals, teachers, workers, and who was excluded; as wide as it has to be."""
+    """Return totals, teachers, workers and excluded workers; columns are as wide as their longest cell."""
     state = "draining" if status.draining else "serving"
     errors = ", ".join(f"{count} {code}" for code, count in sorted(status.n_errors.items())) or "none"
     lines = [
@@ -71,7 +71,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """A worker chooses its names and errors: they must not steer the terminal."""
+    """Replace control characters: a worker chooses its names and errors, and they must not control the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

@@ -1,7 +1,7 @@
-"""Starts the worker processes, restarts those that die, and ends them with the server.
+"""Start the local worker processes, restart those that die, and end them with the server.
 
-A slot is one place for a worker: a teacher and a group of GPUs. Its process is the same `worker`
-command that joins from another host.
+A slot is a teacher and a group of GPUs, and runs one worker process at a time. The process runs the
+same `worker` command that is used on other hosts.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from teacher_server.worker.gpus import WorkerPlan
 
 log = logging.getLogger(__name__)
 
-MAX_FAILED_STARTS = 3  # in a row, of one slot, once a worker of it was ready
-MAX_EXCLUSIONS = 3  # in a row, of one slot: then it is its card, or its copy of the model
-_GOOD_TIME_S = 600.0  # an exclusion after this long is the first of a new row
-_LAST_WORDS_S = 5.0  # for an excluded worker to end by itself
-_LEAVE_S = 10.0  # for a dismissed one
+MAX_FAILED_STARTS = 3  # consecutive, of one slot, after a worker of the slot was ready once
+MAX_EXCLUSIONS = 3  # consecutive, of one slot: then its GPU or its copy of the model is at fault
+_GOOD_TIME_S = 600.0  # after a worker ran this long, the count of exclusions starts again
+_EXCLUDED_EXIT_S = 5.0  # time for an excluded worker to exit before SIGKILL
+_DISMISSED_EXIT_S = 10.0  # time for a dismissed worker to exit before SIGKILL
 _TERMINATE_S = 1.0
 _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
-    """What all workers of this server have in common."""
+    """Command line of the local workers; the fields are common to all of them."""
 
-    endpoint: str  # the broker's, for local workers
+    endpoint: str  # of the broker, for local workers
     compute_timeout_s: float
     log_format: LogFormat
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
-        """The command line of one worker."""
+        """Return the command line of one worker."""
         teacher = plan.teacher
         options = {
             "broker": self.endpoint,
@@ -72,29 +72,29 @@ class _Slot:
     process: subprocess.Popen[bytes]
     name: str
     n_started: int = 1
-    n_failed: int = 0  # starts in a row that did not end in `ready`
-    n_excluded: int = 0  # in a row
-    ready_s: float | None = None  # since when
-    was_ready: bool = False  # it, or one before it in this slot
-    dismissed: bool = False  # on purpose: drained by name, and about to end
-    kill_s: float | None = None  # at this time, if it has not ended by itself
-    left: bool = False  # and nobody takes its place
+    n_failed: int = 0  # consecutive starts that ended before `ready`
+    n_excluded: int = 0  # consecutive
+    ready_s: float | None = None  # when the current process became ready
+    was_ready: bool = False  # the current or an earlier process of this slot was ready
+    dismissed: bool = False  # drained by name, and about to exit
+    kill_s: float | None = None  # kill the process at this time if it is still running
+    left: bool = False  # the slot is empty and stays empty
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         gpus = f" on GPU {','.join(self.plan.gpus)}" if self.plan.gpus else ""
         return f"{self.name} (teacher {self.plan.teacher.name}{gpus})"
 
 
 class Supervisor:
-    """Owns the worker processes of this host. Only the main thread may call it.
+    """Own the worker processes of this host. Only the main thread may call it.
 
-    The kernel kills a worker when the thread that started it ends (PR_SET_PDEATHSIG), so no worker
-    outlives the server however it dies; this is why it must be the main thread.
+    The kernel kills a worker when the thread that started it ends (PR_SET_PDEATHSIG). Workers are therefore
+    started by the main thread, and no worker outlives the server, even if the server is killed.
     """
 
     def __init__(self, command: WorkerCommand, plans: Sequence[WorkerPlan], broker: Broker) -> None:
-        self.drained = False  # the broker has answered its last request
+        self.drained = False  # the broker is draining and has completed its last request
         self._command = command
         self._broker = broker
         self._slots: list[_Slot] = []
@@ -114,70 +114,70 @@ class Supervisor:
         return all(slot.ready_s is not None or slot.dismissed or slot.left for slot in self._slots)
 
     def check(self) -> None:
-        """Note the broker's news, restart who died; call it a few times a second.
+        """Process the broker's events and restart dead workers. Call it a few times per second.
 
         Raises:
-            ServerError: a worker cannot be started, its model is refused, it sends bad data again and again,
-                or the broker has died.
+            ServerError: if a worker cannot be started, its model is refused, it repeatedly sends bad data,
+                or the broker thread has died.
         """
         if not self._broker.alive:
-            raise ServerError("the broker thread has died; its last words are in the log above")
+            raise ServerError("the broker thread has died; see its error in the log above")
         while not self._broker.events.empty():
             event = self._broker.events.get()
             self.drained = self.drained or event.kind == "drained"
             for slot in [slot for slot in self._slots if slot.name == event.name]:
-                self._note(slot, event.kind, event.text)
+                self._on_event(slot, event.kind, event.text)
         for slot in self._slots:
             if slot.kill_s is not None and time.monotonic() > slot.kill_s:
                 slot.process.kill()
             if not slot.left and slot.process.poll() is not None:
-                self._on_end(slot)
+                self._on_exit(slot)
 
-    def _note(self, slot: _Slot, kind: str, text: str) -> None:
+    def _on_event(self, slot: _Slot, kind: str, text: str) -> None:
         now_s = time.monotonic()
         if kind == "ready":
             slot.ready_s, slot.n_failed, slot.was_ready = now_s, 0, True
         elif kind == "dismissed":
             slot.dismissed = True
-            slot.kill_s = slot.kill_s or now_s + _LEAVE_S  # not later if it is told again
-        elif kind == "refused" and slot.kill_s is None:  # else its last hello crossed our farewell
-            raise ServerError(f"worker {slot.where} may not join: {text}")
+            slot.kill_s = slot.kill_s or now_s + _DISMISSED_EXIT_S  # a second event does not extend it
+        elif kind == "refused" and slot.kill_s is None:  # else the worker sent this hello before it was dismissed
+            raise ServerError(f"worker {slot.label} cannot join: {text}")
         elif kind == "excluded":
             worked_s = 0.0 if slot.ready_s is None else now_s - slot.ready_s
             slot.n_excluded = slot.n_excluded + 1 if worked_s < _GOOD_TIME_S else 1
             if slot.n_excluded >= MAX_EXCLUSIONS:
                 raise ServerError(
-                    f"worker {slot.where} was excluded {slot.n_excluded} times in a row, now because {text}. Fix: look "
-                    "for a bad card or a damaged copy of the model; leave that GPU out with --gpus."
+                    f"worker {slot.label} was excluded {slot.n_excluded} times in a row, last because {text}. Fix: "
+                    "check for a faulty GPU or a damaged copy of the model; leave that GPU out with --gpus."
                 )
-            slot.kill_s = now_s + _LAST_WORDS_S
+            slot.kill_s = now_s + _EXCLUDED_EXIT_S
 
-    def _on_end(self, slot: _Slot) -> None:
+    def _on_exit(self, slot: _Slot) -> None:
         code = slot.process.returncode
         self._broker.worker_died(slot.name)
-        if code == 0 or slot.dismissed:  # whatever an engine's end makes of the exit code
+        if code == 0 or slot.dismissed:  # an engine's shutdown may change the exit code of a dismissed worker
             slot.left = True
-            log.info("worker %s has left", slot.where)
+            log.info("worker %s has left", slot.label)
             return
         slot.n_failed += slot.ready_s is None
         if not slot.was_ready or slot.n_failed >= MAX_FAILED_STARTS:
-            raise ServerError(f"worker {slot.where} ended with code {code} before it was ready; see its lines above")
-        log.warning("worker %s ended with code %d; starting another", slot.where, code)
+            raise ServerError(f"worker {slot.label} exited with code {code} before it was ready; see its log above")
+        log.warning("worker %s exited with code %d; restarting it", slot.label, code)
         slot.process, slot.name = self._spawn(slot.index, slot.plan, slot.n_started)
         slot.n_started += 1
         slot.ready_s = slot.kill_s = None
 
     def _spawn(self, index: int, plan: WorkerPlan, n_started: int) -> tuple[subprocess.Popen[bytes], str]:
-        name = f"w{index}.{n_started}"  # a restarted worker is another one: late news of the first must not hit it
+        name = f"w{index}.{n_started}"  # a new name per process: late events of the old one must not match the new
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         argv = self._command.argv(plan, name)
-        # What an engine prints goes to stderr: stdout has the ready line and nothing else.
+        # Send what an engine prints to stderr: stdout is reserved for the ready lines.
         return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=_STDERR), name
 
     def stop(self) -> None:
-        """End every worker; at most about one second, then by SIGKILL."""
+        """Terminate every worker, and kill those that are still running after about one second."""
         running = [slot.process for slot in self._slots if slot.process.poll() is None]
         for process in running:
             process.terminate()

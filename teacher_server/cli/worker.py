@@ -1,7 +1,7 @@
-"""`python -m teacher_server worker`: check the folder, load the engine, join a broker, serve until told to leave.
+"""`python -m teacher_server worker`: check the model folder, load the engine, join a broker, serve until dismissed.
 
-The server starts its own workers with this very command; on another host you do. What it needs
-there is the model folder, and with keys its bundle.
+The server starts its local workers with this command. On another host the user starts it; it needs
+the model folder there and, with keys, a key bundle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoin
 from teacher_server.errors import SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
-from teacher_server.wire.worker_protocol import SERVERS_OWN_NAME, WorkerHello
+from teacher_server.wire.worker_protocol import LOCAL_WORKER_NAME, WorkerHello
 from teacher_server.worker.compute import CREDIT_BATCHES, Worker
 from teacher_server.worker.gpus import own_gpus
 from teacher_server.worker.link import WorkerLink
@@ -31,40 +31,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-N_STREAMS = 64  # sequences in flight that keep a worker busy: two batches of the default size at 250 tokens each
+N_STREAMS = 64  # sequences in flight that keep a worker busy: two default batches of sequences of 250 tokens
 _OPTIONS = (*TEACHER_OPTIONS, KEYS, COMPUTE_TIMEOUT_S, LOG_FORMAT)
 _EXAMPLES = """examples:
-  two more GPUs of another host for the server on 10.0.0.5, which was started with --worker-port 15556 --keys keys:
+  add two GPUs of another host to the server on 10.0.0.5, which was started with --worker-port 15556 --keys keys:
     python -m teacher_server worker --broker 10.0.0.5:15556 --model /models/teacher --gpus 0,1 \\
         --tensor-parallel-size 2 --keys bundles/host7
 
-  the first signal (SIGTERM, Ctrl-C) lets it finish what it holds and leave; the second ends it at once.
-exit code: 0 left after it had finished, 1 the broker did not want it or its engine failed, 2 wrong settings
+signals: the first SIGTERM or Ctrl-C lets it finish its requests and exit; the second ends it at once.
+exit code: 0 exited after finishing its requests, 1 refused by the broker or its engine failed, 2 wrong settings
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m teacher_server worker",
-        description="Join a teacher server with one more copy of its model.",
+        description="Add one more copy of a model to a running teacher server.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--broker", required=True, metavar="HOST:PORT", help="the server's --worker-port")
-    parser.add_argument("--model", required=True, metavar="PATH", help="model folder, the same as the other workers'")
-    parser.add_argument("--teacher", default=ONLY_TEACHER, metavar="NAME", help="(default: %(default)s)")
-    parser.add_argument("--name", metavar="NAME", help="in the status table (default: host and pid)")
+    parser.add_argument("--broker", required=True, metavar="HOST:PORT", help="host of the server and its --worker-port")
+    parser.add_argument("--model", required=True, metavar="PATH", help="folder of the same model as the other workers")
+    parser.add_argument(
+        "--teacher", default=ONLY_TEACHER, metavar="NAME", help="teacher to join (default: %(default)s)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="name in the status table (default: host and pid)")
     parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)  # die with this process
     add_flags(parser, _OPTIONS, "this worker")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code, see `_EXAMPLES`. Raises ServerError."""
+    """Run a worker and return the exit code, see `_EXAMPLES`. Raises ServerError."""
     args = build_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # While it loads there is nothing to finish. These two may reach the whole group: a server ends its workers itself.
+    # During loading there is no request to finish. A terminal sends these two to the whole process group; a server
+    # ends its own workers itself, so those ignore them.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN if args.parent_pid else signal.SIG_DFL)
     values = {option.key: option.default for option in _OPTIONS} | given_flags(args, _OPTIONS)
@@ -92,30 +95,30 @@ def _name(args: argparse.Namespace) -> str:
     name = args.name or f"{host}-{os.getpid()}"
     if not 1 <= len(name) <= 128 or not name.isprintable():
         raise SettingsError(f"--name {name!r}: not 1 to 128 printable characters.")
-    if SERVERS_OWN_NAME.fullmatch(name) and not args.parent_pid:
-        raise SettingsError(f"--name {name}: the server names its own workers so. Fix: choose another.")
+    if LOCAL_WORKER_NAME.fullmatch(name) and not args.parent_pid:
+        raise SettingsError(f"--name {name}: reserved for workers that the server starts. Fix: choose another name.")
     return name
 
 
 def _endpoint(broker: str) -> str:
-    """ZMQ endpoint of HOST:PORT; the server's own workers get an ipc:// one."""
+    """Return the ZMQ endpoint of HOST:PORT. Local workers of a server get an ipc:// endpoint."""
     if broker.startswith("ipc://"):
         return broker
-    return tcp_endpoint("--broker", broker)
+    return tcp_endpoint("--broker", broker.removeprefix("tcp://"))
 
 
 def _limit_process(values: dict[str, Any]) -> None:
-    """Before torch is imported: it reads these once."""
+    """Set the environment of this process. Call it before torch is imported, which reads it once."""
     os.environ["OMP_NUM_THREADS"] = str(values["threads"])
     gpus = values["gpus"]
     if gpus is not None and len(gpus) != values["tensor_parallel_size"]:
         raise SettingsError(
-            f"--gpus {','.join(gpus)}: a worker is one model copy, on --tensor-parallel-size "
-            f"{values['tensor_parallel_size']} GPUs. Fix: start one worker per group."
+            f"--gpus {','.join(gpus)}: a worker runs one model copy on --tensor-parallel-size "
+            f"{values['tensor_parallel_size']} GPUs. Fix: start one worker per group of GPUs."
         )
     if gpus is not None and values["device"] != "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # so that numbers are those of nvidia-smi
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # number GPUs as nvidia-smi does
 
 
 def _load(folder: ModelFolder, values: dict[str, Any]) -> Engine:
@@ -123,7 +126,7 @@ def _load(folder: ModelFolder, values: dict[str, Any]) -> Engine:
 
     max_tokens = values["max_tokens"] or folder.max_tokens
     if max_tokens > folder.max_tokens:
-        raise SettingsError(f"--max-tokens {max_tokens}: the model takes {folder.max_tokens}.")
+        raise SettingsError(f"--max-tokens {max_tokens}: more than the model's {folder.max_tokens}.")
     return load_engine(
         EngineSettings(
             model=folder.path,
@@ -171,12 +174,12 @@ def _hello(
 
 def _serve(engine: Engine, link: WorkerLink, hello: WorkerHello, max_batch_tokens: int) -> int:
     try:
-        why = Worker(engine, link, hello.model_fingerprint, hello.name, max_batch_tokens).run()
-    except RuntimeError as error:  # logged with its traceback each time
-        why = f"its engine fails again and again: {error}"
+        reason = Worker(engine, link, hello.model_fingerprint, hello.name, max_batch_tokens).run()
+    except RuntimeError as error:  # each failure was logged with its traceback
+        reason = f"the engine fails repeatedly: {error}"
     link.close()
-    if why:
-        log.error("ending: %s", why)
+    if reason:
+        log.error("exiting: %s", reason)
         return 1
     log.info("dismissed")
     return 0
@@ -184,8 +187,8 @@ def _serve(engine: Engine, link: WorkerLink, hello: WorkerHello, max_batch_token
 
 def _on_signal(count: int, link: WorkerLink) -> None:
     if count == 1:
-        log.info("signal: leaving when what is here is finished")
+        log.info("signal: exiting after the requests in flight")
         link.leave()
     else:
-        log.warning("second signal: ending at once")
+        log.warning("second signal: exiting at once")
         os._exit(1)

@@ -1,15 +1,15 @@
-"""CURVE keys of the server, its clients and its workers: reading them, and putting them on sockets.
+"""Read the CURVE keys of the server, its clients and its workers, and apply them to sockets.
 
-A key folder of the server, as `python -m teacher_server keygen` writes it:
+`python -m teacher_server keygen` writes the server's key folder:
 
-    server.key  server.key_secret     who the server is
-    clients/NAME.key                  who may ask        one allow-list each: a client's key
-    workers/NAME.key                  who may work       opens no worker's port, nor the reverse
-    bundles/NAME/                     server.key and one secret: all that the host of NAME needs
+    server.key  server.key_secret     key pair of the server
+    clients/NAME.key                  allow-list of the client port     A client's key does not open
+    workers/NAME.key                  allow-list of the worker port     the worker port, nor the reverse.
+    bundles/NAME/                     server.key and one secret key: copy it to the host of NAME
 
-With keys every byte is encrypted, both ends are authenticated, and nothing of a stranger is read.
-The allow-lists are read again while the server runs; a key taken off them opens no new connection.
-The trainer's client uses this file too. Needs nothing but zmq.
+With keys all traffic is encrypted and both ends are authenticated; messages of unknown keys are not read.
+The allow-lists are reloaded while the server runs; a removed key cannot open new connections.
+The trainer's client uses this file too. It depends on zmq only.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from teacher_server.errors import ServerError
 log = logging.getLogger(__name__)
 
 Role = Literal["client", "worker"]
-Domain = Literal["clients", "workers"]  # of ZAP, and the folder with its allow-list
+Domain = Literal["clients", "workers"]  # ZAP domain, and name of the folder with its allow-list
 DOMAINS: tuple[Domain, ...] = ("clients", "workers")
 KEY_CHARS = 40  # 32 bytes in Z85
 
 
 class KeysError(ServerError):
-    """A key folder or key file that cannot be used; says which file and what to do."""
+    """A key folder or key file cannot be used. The text contains the file and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class PeerKeys:
-    """A client's or worker's key pair, and the key of the one server it talks to."""
+    """The key pair of a client or worker, and the public key of its server."""
 
     server_public: bytes  # Z85, 40 bytes
     public: bytes
@@ -58,7 +58,11 @@ class PeerKeys:
 
 
 def load_server_keys(folder: str | Path) -> ServerKeys:
-    """Raises KeysError if the folder is incomplete, its secret readable by others, or an allow-list damaged."""
+    """Load the server's keys from its key folder.
+
+    Raises:
+        KeysError: if the folder is incomplete, other users can read its secret key, or an allow-list is damaged.
+    """
     folder = Path(folder)
     public, secret = _read_secret(folder / "server.key_secret")
     for domain in DOMAINS:
@@ -66,28 +70,28 @@ def load_server_keys(folder: str | Path) -> ServerKeys:
         if problems:
             raise KeysError(problems[0])
         if public in allowed:
-            raise KeysError(f"{folder / domain}: holds the server's own key. Fix: remove {allowed[public]}.key there.")
+            raise KeysError(f"{folder / domain}: contains the server's own key. Fix: delete {allowed[public]}.key.")
     return ServerKeys(secret=secret, public=public, folder=folder)
 
 
 def load_peer_keys(folder: str | Path, role: Role) -> PeerKeys:
-    """The bundle that `keygen` made for one host.
+    """Load the bundle that `keygen` made for one host.
 
     Raises:
-        KeysError: it is incomplete, damaged, or its secret readable by others.
+        KeysError: if it is incomplete or damaged, or if other users can read its secret key.
     """
     folder = Path(folder)
-    if os.path.exists(folder / "server.key_secret"):  # False, and no error, in a folder that we may not enter
+    if os.path.exists(folder / "server.key_secret"):  # False, and no error, in a folder without access
         raise KeysError(
             f"{folder}: this is the server's own key folder. Fix: give the bundle of a {role}, {folder}/bundles/NAME "
-            f"(made by: python -m teacher_server keygen {folder} --{role} NAME)."
+            f"(created by: python -m teacher_server keygen {folder} --{role} NAME)."
         )
     public, secret = _read_secret(folder / f"{role}.key_secret")
     return PeerKeys(server_public=_read_public(folder / "server.key"), public=public, secret=secret)
 
 
 def read_allow_list(folder: Path, domain: Domain) -> tuple[dict[bytes, str], list[str]]:
-    """({public key: name}, what is wrong with the files that are not in it). A missing folder is such a problem."""
+    """Return ({public key: name}, problems). Files that cannot be read, or a missing folder, are problems."""
     allowed: dict[bytes, str] = {}
     problems: list[str] = []
     try:
@@ -95,7 +99,7 @@ def read_allow_list(folder: Path, domain: Domain) -> tuple[dict[bytes, str], lis
             problems.append(f"{folder / domain}: no such folder. Fix: run `python -m teacher_server keygen {folder}`.")
         files = sorted((folder / domain).glob("*.key"))
     except OSError as error:
-        return {}, [f"{folder / domain}: {error}. Fix: let the server's user read this folder."]
+        return {}, [f"{folder / domain}: {error}. Fix: give the server's user read access to this folder."]
     for file in files:
         try:
             allowed[_read_public(file)] = file.stem
@@ -105,28 +109,28 @@ def read_allow_list(folder: Path, domain: Domain) -> tuple[dict[bytes, str], lis
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: ServerKeys, domain: Domain) -> None:
-    """Before `bind`: only peers that hold a key of this domain's allow-list get through the handshake.
+    """Accept only peers whose key is in this domain's allow-list. Call it before `bind`.
 
-    Without a running `Authenticator` in the socket's context nobody does.
+    Without a running `Authenticator` in the socket's context, every handshake is refused.
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else libzmq lets everyone in when nobody authenticates
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else libzmq accepts every key when no authenticator runs
 
 
 def secure_peer(socket: zmq.Socket[bytes], keys: PeerKeys) -> None:
-    """Before `connect`: encrypt, prove who we are, and talk to no other server."""
+    """Encrypt the connection and authenticate both ends. Call it before `connect`."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 class Authenticator:
-    """Answers libzmq's question whether a key may connect, in a thread of its own, for one context.
+    """Decide for libzmq (ZAP) which keys may connect, in its own thread, for one context.
 
-    Start it before the first `bind` and stop it before the context is destroyed. All methods are for
-    one thread, but it need not be the one that made it.
+    Start it before the first `bind` and stop it before the context is destroyed. Call all methods from
+    one thread; it may differ from the thread that created the object.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys) -> None:
@@ -142,12 +146,12 @@ class Authenticator:
         self._zap.start()
 
     def stop(self) -> None:
-        """May be called twice."""
+        """Stop the thread. Can be called twice."""
         self._zap.stop()
 
     def maybe_reload(self) -> bool:
-        """Read the allow-lists again if a file has changed; says whether. Costs two directory listings."""
-        signature = self._look()
+        """Reload the allow-lists if a file has changed, and return whether. Costs two directory listings."""
+        signature = self._scan()
         if signature == self._signature:
             return False
         self._signature = signature
@@ -155,7 +159,7 @@ class Authenticator:
         return True
 
     def reload(self) -> None:
-        """Read the allow-lists. A file or folder that cannot be read lets nobody in, and is an error in the log."""
+        """Load the allow-lists. A file or folder that cannot be read allows no key and is logged as an error."""
         for domain, allow_list in self._lists.items():
             allowed, problems = read_allow_list(self._folder, domain)
             for problem in problems:
@@ -166,21 +170,21 @@ class Authenticator:
                 log.info("%s %s may connect", domain[:-1], allowed[key])
             allow_list.keys = allowed
 
-    def _look(self) -> object:
+    def _scan(self) -> object:
         seen = []
         for domain in DOMAINS:
             try:
                 with os.scandir(self._folder / domain) as entries:
                     for entry in entries:
-                        stat = entry.stat()  # ctime: a chmod counts, too
+                        stat = entry.stat()  # ctime also changes on a chmod
                         seen.append((domain, entry.name, stat.st_ctime_ns, stat.st_size, stat.st_ino))
-            except OSError as error:  # part of what was seen: the change to it is what reload() then reports
+            except OSError as error:  # part of the signature, so that a new error triggers reload(), which logs it
                 seen.append((domain, str(error), 0, 0, 0))
         return sorted(seen)
 
 
 class _AllowList:
-    """Asked by the authenticator's thread; `keys` is replaced whole, never changed."""
+    """Keys of one domain. The authenticator's thread reads `keys`, which is replaced as a whole, never modified."""
 
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
@@ -198,17 +202,17 @@ def _read_public(file: Path) -> bytes:
 
 
 def _read_secret(file: Path) -> tuple[bytes, bytes]:
-    """(public, secret)"""
+    """Return (public, secret). Raises KeysError."""
     public, secret = read_key_file(file)
     if file.stat().st_mode & 0o077:
-        raise KeysError(f"{file}: others may read this secret key. Fix: chmod 600 {file}")
+        raise KeysError(f"{file}: other users can read this secret key. Fix: chmod 600 {file}")
     if secret is None:
-        raise KeysError(f"{file}: holds no secret-key. Fix: copy the file again from where keygen made it.")
+        raise KeysError(f"{file}: contains no secret-key. Fix: copy the file again from the key folder.")
     return public, secret
 
 
 def read_key_file(file: Path) -> tuple[bytes, bytes | None]:
-    """(public, secret or None), both valid Z85 of 40 characters. Raises KeysError."""
+    """Return (public, secret or None), both valid Z85 of 40 characters. Raises KeysError."""
     try:
         public, secret = zmq.auth.load_certificate(file)
         for key in filter(None, (public, secret)):
@@ -218,17 +222,17 @@ def read_key_file(file: Path) -> tuple[bytes, bytes | None]:
         raise _missing(file) from error
     except (OSError, ValueError, KeyError, UnicodeDecodeError) as error:
         try:
-            is_missing = not file.exists()  # pyzmq has one OSError for all
-        except OSError as why:
-            raise KeysError(f"{file}: {why}. Fix: let this user read it.") from why
+            is_missing = not file.exists()  # pyzmq raises the same OSError for every cause
+        except OSError as denied:
+            raise KeysError(f"{file}: {denied}. Fix: give this user read access.") from denied
         if is_missing:
             raise _missing(file) from error
-        raise KeysError(f"{file}: not a key file ({error}). Fix: copy it again from where keygen made it.") from error
+        raise KeysError(f"{file}: not a key file ({error}). Fix: copy it again from the key folder.") from error
     return public, secret
 
 
 def _missing(file: Path) -> KeysError:
     return KeysError(
-        f"{file}: no such file. Fix: make it with `python -m teacher_server keygen` on the server's host; "
-        "a client or worker needs the folder bundles/NAME that it prints."
+        f"{file}: no such file. Fix: create it with `python -m teacher_server keygen` on the server's host; "
+        "a client or worker needs the folder bundles/NAME that keygen prints."
     )

@@ -21,7 +21,7 @@ import msgspec
 from teacher_server.wire.protocol import Codec, Count, Header, Id, Name, Text, check_seconds
 from teacher_server.wire.status import Gpu
 
-SERVERS_OWN_NAME = re.compile(r"w\d+\.\d+")  # of the workers a server starts itself
+LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # of the workers a server starts itself
 
 
 class WorkerHello(Header, tag="hello"):

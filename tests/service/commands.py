@@ -1,4 +1,4 @@
-"""The server's commands as a person types them, and a client that needs none of the trainer."""
+"""Run the server's commands as a user does, and send requests without the trainer's client."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.service.messages import make_request, make_tokens
 
 
 def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """A command that must end by itself with this exit code."""
+    """Run a command to its end, and check its exit code."""
     done = subprocess.run(command(*words), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
     return done
 
 
-def at(server: ServerProcess) -> tuple[str, str]:
+def address(server: ServerProcess) -> tuple[str, str]:
     return "--server", f"127.0.0.1:{server.port}"
 
 
 @contextlib.contextmanager
-def asking(port: int, n: int, teacher: str = "") -> Iterator[zmq.Socket[bytes]]:
-    """A client with `n` requests sent."""
+def sent_requests(port: int, n: int, teacher: str = "") -> Iterator[zmq.Socket[bytes]]:
+    """Open a client that has sent `n` requests."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.IDENTITY, os.urandom(16))
@@ -45,7 +45,7 @@ def asking(port: int, n: int, teacher: str = "") -> Iterator[zmq.Socket[bytes]]:
 
 
 def n_scored(dealer: zmq.Socket[bytes], n: int) -> int:
-    """How many of the next `n` replies are scores; waits for each."""
+    """Return how many of the next `n` replies are scores. Waits for each."""
     count = 0
     for _ in range(n):
         assert dealer.poll(20_000), "no reply"

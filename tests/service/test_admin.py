@@ -1,9 +1,10 @@
-"""`status`, `drain`, metrics and logs of a running server, as the person who runs it uses them."""
+"""`status`, `drain`, metrics and logs of a running server, through the command line."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
 from gkd.preflight.teacher import ask_teacher
-from tests.service.commands import asking, at, n_scored, run
+from teacher_server.cli.serve import status_command
+from teacher_server.main import main
+from tests.service.commands import address, n_scored, run, sent_requests
 from tests.service.engine_host import save_engine_model
 from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
 
@@ -42,22 +45,23 @@ teachers:
         yield running
 
 
-def test_two_teachers_are_ready_and_told_apart(server: ServerProcess) -> None:
-    """Would break if the ready file, on which scripts wait, said less than it promises, or mixed the teachers up."""
-    prints = server.ready["fingerprints"]
-    assert set(prints) == {"math", "code"} and prints["math"] != prints["code"] and "fingerprint" not in server.ready
+def test_the_ready_file_and_requests_distinguish_two_teachers(server: ServerProcess) -> None:
+    """Fails if the ready file lacks a field that scripts rely on, or a request reaches the wrong teacher."""
+    fingerprints = server.ready["fingerprints"]
+    assert set(fingerprints) == {"math", "code"} and fingerprints["math"] != fingerprints["code"]
+    assert "fingerprint" not in server.ready
     assert server.ready["metrics_port"] > 0 and server.ready["worker_port"] is None
     assert server.ready["pid"] == server.process.pid and len(server.worker_pids) == 2
-    for teacher, answered in (("math", 3), ("code", 3), ("", 0), ("nobody", 0)):
-        with asking(server.port, 3, teacher) as dealer:
-            assert n_scored(dealer, 3) == answered, teacher
+    for teacher, expected in (("math", 3), ("code", 3), ("", 0), ("unknown", 0)):
+        with sent_requests(server.port, 3, teacher) as dealer:
+            assert n_scored(dealer, 3) == expected, teacher
 
 
 def test_status_shows_workers_and_their_gpus(server: ServerProcess) -> None:
-    """Would break if one could not see which worker sits on which GPU, and what it has done."""
-    text = run("status", *at(server)).stdout
+    """Fails if the status omits a worker, its GPU or its counters."""
+    text = run("status", *address(server)).stdout
     assert "serving" in text and "math" in text and "code" in text
-    status = json.loads(run("status", *at(server), "--json").stdout)
+    status = json.loads(run("status", *address(server), "--json").stdout)
     workers = {worker["teacher"]: worker for worker in status["workers"]}
     assert {name: [gpu["id"] for gpu in worker["gpus"]] for name, worker in workers.items()} == {
         "math": ["4"],
@@ -67,15 +71,15 @@ def test_status_shows_workers_and_their_gpus(server: ServerProcess) -> None:
     assert all(0 <= worker["last_heard_s"] < 3 for worker in workers.values())
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["in front", "behind `&` of a script"])
-def test_watch_goes_on_until_ctrl_c(server: ServerProcess, ignored: bool) -> None:
-    """Would break if the live table stopped after one look, ended in a traceback, or never where SIGINT was ignored."""
+@pytest.mark.parametrize("ignored", [False, True], ids=["foreground", "background of a script"])
+def test_watch_repeats_until_ctrl_c(server: ServerProcess, *, ignored: bool) -> None:
+    """Fails if --watch stops after one table, prints a traceback, or ignores Ctrl-C where SIGINT was ignored."""
     handler = signal.SIG_IGN if ignored else signal.SIG_DFL
     watching = subprocess.Popen(
-        command("status", *at(server), "--watch", "0.1", "--json"),
+        command("status", *address(server), "--watch", "0.1", "--json"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # not what the tests themselves have inherited
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),  # not the handler that the tests inherited
     )
     try:
         assert watching.stdout is not None and watching.stderr is not None
@@ -87,125 +91,169 @@ def test_watch_goes_on_until_ctrl_c(server: ServerProcess, ignored: bool) -> Non
         watching.communicate()
 
 
+def test_port_is_short_for_the_server_address(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if `status --port P` or `--host H` does not reach the server, or contradicting flags are accepted."""
+    for words in (
+        ("--port", str(server.port)),
+        ("--host", "localhost", "--port", str(server.port)),
+        ("--server", f"tcp://127.0.0.1:{server.port}"),
+    ):
+        assert main(["status", *words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["teachers"]
+    for words, flag in (((*address(server), "--port", "1"), "--server"), (("--port", "http"), "--port")):
+        assert main(["status", *words]) == 2
+        assert flag in capsys.readouterr().err
+
+
+def test_a_misspelled_command_names_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if an unknown command is read as the serve command, whose usage text does not help."""
+    assert main(["stauts"]) == 2
+    error = capsys.readouterr().err
+    assert "'stauts'" in error and "status?" in error and len(error.splitlines()) == 1
+
+
+def test_a_refused_connection_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if `status` waits for its time-out although no process listens on the port."""
+    start_s = time.monotonic()
+    assert main(["status", "--server", "127.0.0.1:1", "--timeout", "60"]) == 2
+    assert time.monotonic() - start_s < 10.0 and "127.0.0.1:1:" in capsys.readouterr().err
+
+
 def test_metrics_are_served(server: ServerProcess) -> None:
-    """Would break if Prometheus got nothing, or nothing of what the broker did."""
-    with asking(server.port, 2, "math") as dealer:
+    """Fails if the metrics page lacks the broker's counters."""
+    with sent_requests(server.port, 2, "math") as dealer:
         assert n_scored(dealer, 2) == 2
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.ready['metrics_port']}/metrics", timeout=5) as answer:
-        text = answer.read().decode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.ready['metrics_port']}/metrics", timeout=5) as response:
+        text = response.read().decode()
     assert 'teacher_server_workers{state="ready",teacher="code"} 1.0' in text
     line = next(line for line in text.splitlines() if line.startswith("teacher_server_requests_answered_total{"))
     assert 'signal="topk"' in line and float(line.rpartition(" ")[2]) >= 2
 
 
 def test_json_logs_of_all_processes(server: ServerProcess) -> None:
-    """Would break if one process of the server wrote lines that a log pipeline cannot read."""
+    """Fails if a process of the server writes a log line that is not JSON."""
     lines = [json.loads(line) for line in server.log_text().splitlines()]
     assert {line["process"] for line in lines} == {"server", "w0.0", "w1.0"}
     assert all({"time", "level", "pid", "logger", "message"} <= line.keys() for line in lines)
 
 
-def test_who_does_not_answer_is_told_apart(server: ServerProcess, tmp_path: Path) -> None:
-    """Would break if a wrong port, a refused key and a hung server all looked like the same silence."""
-    assert "nothing listens there" in run("status", "--server", "127.0.0.1:1", "--timeout", "0.3", code=2).stderr
+def test_errors_distinguish_a_refused_key_from_a_hung_server(server: ServerProcess, tmp_path: Path) -> None:
+    """Fails if a refused key and a hung server give the same error."""
     run("keygen", str(tmp_path / "keys"), "--client", "c")
     keys = ("--keys", str(tmp_path / "keys/bundles/c"))
-    assert "does not let us in" in run("status", *at(server), *keys, "--timeout", "0.5", code=2).stderr
+    refused = run("status", *address(server), *keys, "--timeout", "0.5", code=2).stderr
+    assert "handshake" in refused and "server.key" in refused
     server.process.send_signal(signal.SIGSTOP)
     try:
-        assert "--timeout" in run("status", *at(server), "--timeout", "x", code=2).stderr
-        silent = run("status", *at(server), "--timeout", "0.5", code=2).stderr
+        assert "--timeout" in run("status", *address(server), "--timeout", "x", code=2).stderr
+        silent = run("status", *address(server), "--timeout", "0.5", code=2).stderr
     finally:
         server.process.send_signal(signal.SIGCONT)
-    assert "no answer" in silent and "nothing listens" not in silent
-    assert "no worker 'w9.9'" in run("drain", *at(server), "--worker", "w9.9", code=2).stderr
+    assert "0.5 s" in silent and "handshake" not in silent and "server.key" not in silent
+    assert "'w9.9'" in run("drain", *address(server), "--worker", "w9.9", code=2).stderr
 
 
 def test_drain_one_worker_then_the_server(tmp_path: Path) -> None:
-    """Would break if a drained worker lost what it held or was started again, or a drain dropped queued work."""
+    """Fails if a drained worker loses requests or is restarted, or if a drain drops queued requests."""
     model = trivial_model(tmp_path / "model")
     options = ("--engine", "trivial", "--worker-timeout-s", "60")
     with ServerProcess(model, tmp_path, n_workers=2, options=options) as server:
-        run("drain", *at(server), "--worker", "w0.0", "--wait")
-        status = json.loads(run("status", *at(server), "--json").stdout)
+        run("drain", *address(server), "--worker", "w0.0", "--wait")
+        status = json.loads(run("status", *address(server), "--json").stdout)
         assert [worker["name"] for worker in status["workers"]] == ["w1.0"]
-        left, stays = server.worker_pids
-        wait_until(lambda: not is_alive(left), 5.0, "the drained worker's end")
-        os.kill(stays, signal.SIGSTOP)  # so that its work is unfinished
-        with asking(server.port, 5) as dealer:
-            wait_until(lambda: "5 requests left" in run("drain", *at(server)).stdout, 10.0, "five requests to be there")
-            waiting = subprocess.Popen(command("drain", *at(server), "--wait"), stdout=subprocess.PIPE, text=True)
-            with asking(server.port, 1) as late:
-                assert n_scored(late, 1) == 0, "a draining server takes no new work"
+        drained, running = server.worker_pids
+        wait_until(lambda: not is_alive(drained), 5.0, "exit of the drained worker")
+        os.kill(running, signal.SIGSTOP)  # keeps its requests unfinished
+        with sent_requests(server.port, 5) as dealer:
+            wait_until(lambda: "5 requests" in run("drain", *address(server)).stdout, 10.0, "arrival of five requests")
+            waiting = subprocess.Popen(command("drain", *address(server), "--wait"), stdout=subprocess.PIPE, text=True)
+            with sent_requests(server.port, 1) as late:
+                assert n_scored(late, 1) == 0, "a draining server must refuse new requests"
             assert waiting.poll() is None and server.process.poll() is None
-            os.kill(stays, signal.SIGCONT)
+            os.kill(running, signal.SIGCONT)
             assert n_scored(dealer, 5) == 5
-        assert waiting.communicate(timeout=20)[0].splitlines()[-1] == "the server has left" and waiting.returncode == 0
+        output = waiting.communicate(timeout=20)[0]
+        assert waiting.returncode == 0 and "0 requests" in output.splitlines()[-2]
         assert server.process.wait(timeout=10) == 0
         assert "error" not in server.log_text()
 
 
 def test_sigusr1_drains(tmp_path: Path) -> None:
-    """Would break if a service manager, which has only signals, could not end the server without losing work."""
+    """Fails if a service manager, which can only send signals, cannot end the server without losing requests."""
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=("--engine", "trivial")) as server:
         server.process.send_signal(signal.SIGUSR1)
         assert server.process.wait(timeout=15) == 0 and "drained" in server.log_text()
 
 
-def test_drain_tells_of_a_server_that_died(tmp_path: Path) -> None:
-    """Would break if a script took a crash for the end of a drain."""
+def test_drain_reports_a_server_that_died(tmp_path: Path) -> None:
+    """Fails if `drain --wait` reports a crash as a finished drain."""
     options = ("--engine", "trivial", "--worker-timeout-s", "60")
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with asking(server.port, 2):
-            wait_until(lambda: "2 requests left" in run("drain", *at(server)).stdout, 10.0, "two requests to be there")
+        with sent_requests(server.port, 2):
+            wait_until(lambda: "2 requests" in run("drain", *address(server)).stdout, 10.0, "arrival of two requests")
             waiting = subprocess.Popen(
-                command("drain", *at(server), "--wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command("drain", *address(server), "--wait"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             assert waiting.stdout is not None and waiting.stdout.readline()
             server.process.kill()
-            assert "2 requests left" in waiting.communicate(timeout=20)[1] and waiting.returncode == 1
+            assert "2 requests" in waiting.communicate(timeout=20)[1] and waiting.returncode == 1
 
 
-def test_a_keyed_server_refuses_in_time(tmp_path: Path) -> None:
-    """Would break if a person who forgot --keys sat before a command that never ends."""
+def test_a_keyed_server_refuses_a_client_without_keys_and_prints_the_right_command(tmp_path: Path) -> None:
+    """Fails if `status` without --keys hangs, or if the command that the server prints does not work."""
     run("keygen", str(tmp_path / "keys"), "--client", "c")
     options = ("--engine", "trivial", "--keys", str(tmp_path / "keys"))
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         start_s = time.monotonic()
-        # Long enough for two resends: the refused connection takes no message any more.
-        assert "does not let us in. Fix: --keys" in run("status", *at(server), "--timeout", "2.5", code=2).stderr
+        # Long enough for two resends: after a refused handshake the socket has no pipe to send to.
+        assert "--keys" in run("status", *address(server), "--timeout", "2.5", code=2).stderr
         assert time.monotonic() - start_s < 8.0  # 2.5 s and the start of Python on a busy machine
+        assert server.process.stdout is not None
+        ready, line = (server.process.stdout.readline().decode() for _ in range(2))
+        assert ready.startswith("ready: ") and line.startswith("status: python -m teacher_server status ")
+        words = shlex.split(line.removeprefix("status: "))
+        assert words[-2:] == ["--keys", str(tmp_path / "keys/bundles/c")]
+        assert json.loads(run(*words[3:], "--json").stdout)["workers"]
 
 
-def test_drain_does_not_take_silence_for_the_end(tmp_path: Path) -> None:
-    """Would break if a script that waits for a drain went on while the server still held work."""
+def test_the_status_command_replaces_the_wildcard_address_and_a_missing_bundle(tmp_path: Path) -> None:
+    """Fails if the printed command connects to 0.0.0.0, or names a bundle that was copied to its host and deleted."""
+    words = shlex.split(status_command("0.0.0.0", 15777, str(tmp_path)))
+    assert words[3:] == ["status", "--server", "127.0.0.1:15777", "--keys", str(tmp_path / "bundles/NAME")]
+    assert "--keys" not in status_command("10.0.0.5", 15777, None)
+
+
+def test_drain_does_not_report_a_silent_server_as_drained(tmp_path: Path) -> None:
+    """Fails if `drain --wait` returns 0 while the server still has requests."""
     options = ("--engine", "trivial", "--worker-timeout-s", "60")
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=options) as server:
         os.kill(server.worker_pids[0], signal.SIGSTOP)
-        with asking(server.port, 1):
-            wait_until(lambda: "1 requests left" in run("drain", *at(server)).stdout, 10.0, "the request to be there")
-            words = command("drain", *at(server), "--wait", "--timeout", "4")  # past the heartbeats of other sockets
+        with sent_requests(server.port, 1):
+            wait_until(lambda: "1 requests" in run("drain", *address(server)).stdout, 10.0, "arrival of the request")
+            words = command(
+                "drain", *address(server), "--wait", "--timeout", "4"
+            )  # longer than heartbeats of other sockets
             waiting = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             assert waiting.stdout is not None and waiting.stdout.readline()
             server.process.send_signal(signal.SIGSTOP)
             try:
-                told = waiting.communicate(timeout=20)[1]
+                error = waiting.communicate(timeout=20)[1]
             finally:
                 server.process.send_signal(signal.SIGCONT)
-            assert waiting.returncode == 2 and "1 requests were left" in told and "connected and silent" in told
+            assert waiting.returncode == 2 and "1 requests" in error and "4 s" in error
 
 
-def test_the_trainer_names_a_wrong_teacher(server: ServerProcess) -> None:
-    """Would break if a misspelt teacher.name reached the user as a refused request."""
-    config = load_config(None, [f"teacher.server_port={server.port}", "teacher.name=nobody"])
+def test_the_trainer_reports_a_wrong_teacher_name(server: ServerProcess) -> None:
+    """Fails if a misspelled teacher.name is reported as a refused request, without the key."""
+    config = load_config(None, [f"teacher.server_port={server.port}", "teacher.name=unknown"])
     with pytest.raises(ConfigError, match="bad_request") as caught:
         ask_teacher(config)
     assert caught.value.key == "teacher.name"
 
 
 def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path: Path) -> None:
-    """Would break if signal `hidden` failed only after both pools are up, as a teacher's error without a key."""
+    """Fails if signal `hidden` fails only after both pools have started, with an error that lacks the key."""
     model = save_engine_model(tmp_path / "phi", kind="Phi", num_key_value_heads=2)
     file = model / "model.safetensors"
     weights = load_file(file)
@@ -214,6 +262,6 @@ def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path:
     with ServerProcess(model, tmp_path) as server:
         base = [f"teacher.server_port={server.port}"]
         assert ask_teacher(load_config(None, base)).vocab_size > 0
-        with pytest.raises(ConfigError, match="more than a matrix") as caught:
+        with pytest.raises(ConfigError, match="LM head") as caught:
             ask_teacher(load_config(None, [*base, "teacher.signal=hidden"]))
     assert caught.value.key == "teacher.signal"

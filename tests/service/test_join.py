@@ -1,4 +1,4 @@
-"""Workers that come and go: from other hosts, with keys, by signals, and under the supervisor's eyes."""
+"""Workers that join and leave a running server: other hosts, keys, signals, and restarts by the supervisor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from teacher_server.broker.worker_registry import WorkerEvent
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
 from teacher_server.errors import ServerError
 from teacher_server.worker.gpus import FoundGpus, WorkerPlan, plan_workers
-from tests.service.commands import asking, at, n_scored, run
+from tests.service.commands import address, n_scored, run, sent_requests
 from tests.service.harness import ServerProcess, command, is_alive, trivial_model, wait_until
 from tests.unit.test_server_settings import settings_of
 
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def join(model: Path) -> Iterator[Join]:
-    """Starts `worker` processes as a user on another host would; none outlives the test."""
+    """Start `worker` processes as on another host. They are killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(port: int, *words: str, folder: Path = model) -> subprocess.Popen[str]:
@@ -48,17 +48,17 @@ def join(model: Path) -> Iterator[Join]:
 
 
 def workers(server: ServerProcess, *words: str) -> set[str]:
-    status = json.loads(run("status", *at(server), *words, "--json").stdout)
+    status = json.loads(run("status", *address(server), *words, "--json").stdout)
     return {worker["name"] for worker in status["workers"]}
 
 
-def words_of(process: subprocess.Popen[str]) -> str:
-    """What a worker wrote until it ended."""
+def log_of(process: subprocess.Popen[str]) -> str:
+    """Wait for a worker's exit, and return its log."""
     return process.communicate(timeout=20)[1]
 
 
-def test_all_workers_join_from_elsewhere(tmp_path: Path, join: Join) -> None:
-    """Would break if a broker without workers of its own were ready too early, or never."""
+def test_all_workers_join_from_other_hosts(tmp_path: Path, join: Join) -> None:
+    """Fails if a server without local workers is ready before a worker has joined, or never."""
     ready = tmp_path / "ready.json"
     flags = ("--teacher", "math", "--n-workers", "0", "--port", "0", "--worker-port", "0", "--ready-file", str(ready))
     with (tmp_path / "log").open("wb") as log:
@@ -70,9 +70,10 @@ def test_all_workers_join_from_elsewhere(tmp_path: Path, join: Join) -> None:
         assert not ready.exists()
         worker = join(port, "--teacher", "math")
         wait_until(ready.exists, 20.0, "readiness")
-        told = json.loads(ready.read_text())
-        assert told["worker_pids"] == [] and told["worker_port"] == port and set(told["fingerprints"]) == {"math"}
-        with asking(told["port"], 3) as dealer:
+        content = json.loads(ready.read_text())
+        assert content["worker_pids"] == [] and content["worker_port"] == port
+        assert set(content["fingerprints"]) == {"math"}
+        with sent_requests(content["port"], 3) as dealer:
             assert n_scored(dealer, 3) == 3
         assert worker.poll() is None
     finally:
@@ -81,78 +82,76 @@ def test_all_workers_join_from_elsewhere(tmp_path: Path, join: Join) -> None:
     assert server.returncode == 0 and not ready.exists()
 
 
-def test_join_and_leave_at_any_time(tmp_path: Path, model: Path, join: Join) -> None:
-    """Would break if a worker that was told to end took requests with it, or one could not join a running server."""
+def test_a_worker_joins_and_leaves_a_running_server(tmp_path: Path, model: Path, join: Join) -> None:
+    """Fails if a worker cannot join a running server, loses requests on SIGTERM, or serves another model."""
     options = ("--engine", "trivial", "--worker-port", "0")
     with ServerProcess(model, tmp_path, options=options) as server:
-        guest = join(server.ready["worker_port"], "--name", "guest")
-        wait_until(lambda: workers(server) == {"w0.0", "guest"}, 20.0, "the guest")
-        guest.send_signal(signal.SIGTERM)
-        assert "leaving when what is here is finished" in words_of(guest) and guest.returncode == 0
+        joined = join(server.ready["worker_port"], "--name", "remote")
+        wait_until(lambda: workers(server) == {"w0.0", "remote"}, 20.0, "the remote worker")
+        joined.send_signal(signal.SIGTERM)
+        assert "dismissed" in log_of(joined) and joined.returncode == 0
         assert workers(server) == {"w0.0"}
         other = join(server.ready["worker_port"], folder=trivial_model(tmp_path / "other", 2000))
-        assert "is not the" in words_of(other) and other.returncode == 1
-        with asking(server.port, 3) as dealer:
+        assert "model_fingerprint" in log_of(other) and other.returncode == 1
+        with sent_requests(server.port, 3) as dealer:
             assert n_scored(dealer, 3) == 3
 
 
 def test_a_second_signal_ends_a_worker_at_once(model: Path, join: Join) -> None:
-    """Would break if a worker whose broker is gone could be ended by SIGKILL only."""
-    lost = join(1, "--name", "lost")  # nobody listens there: it keeps trying
-    assert lost.stderr is not None
-    while "loaded" not in lost.stderr.readline():
+    """Fails if only SIGKILL ends a worker whose broker is gone."""
+    worker = join(1, "--name", "unconnected")  # the port is closed: the worker keeps trying
+    assert worker.stderr is not None
+    while "loaded" not in worker.stderr.readline():
         pass
-    lost.send_signal(signal.SIGINT)
-    assert "leaving" in lost.stderr.readline() and lost.poll() is None
-    lost.send_signal(signal.SIGINT)
-    assert "at once" in words_of(lost) and lost.returncode == 1
+    worker.send_signal(signal.SIGINT)
+    assert "signal:" in worker.stderr.readline() and worker.poll() is None
+    worker.send_signal(signal.SIGINT)
+    assert "second signal:" in log_of(worker) and worker.returncode == 1
 
 
 def test_keys_for_clients_and_workers(tmp_path: Path, model: Path, join: Join) -> None:
-    """Would break if a real server let in who has no key, or kept out who has the right one."""
+    """Fails if a server accepts a client or worker without a key, or refuses one with the right key."""
     keys = tmp_path / "keys"
     run("keygen", str(keys), "--client", "c", "--worker", "w")
     bundle = ("--keys", str(keys / "bundles/c"))
     options = ("--engine", "trivial", "--host", "0.0.0.0", "--worker-port", "0", "--keys", str(keys))
     with ServerProcess(model, tmp_path, options=options) as server:
         assert workers(server, *bundle) == {"w0.0"}
-        guest = join(server.ready["worker_port"], "--name", "guest", "--keys", str(keys / "bundles/w"))
-        wait_until(lambda: "guest" in workers(server, *bundle), 20.0, "the guest")
-        stranger = join(server.ready["worker_port"], "--name", "stranger")
-        assert "does not let us in" in run("status", *at(server), "--timeout", "1", code=2).stderr
-        assert workers(server, *bundle) == {"w0.0", "guest"}
-        (keys / "workers/w.key").unlink()  # taken back: who is in stays in, but it opens no new connection
-        wait_until(lambda: "worker w is no longer allowed" in server.log_text(), 5.0, "the list to be read again")
+        listed = join(server.ready["worker_port"], "--name", "listed", "--keys", str(keys / "bundles/w"))
+        wait_until(lambda: "listed" in workers(server, *bundle), 20.0, "the worker with a key")
+        keyless = join(server.ready["worker_port"], "--name", "keyless")
+        assert "--keys" in run("status", *address(server), "--timeout", "1", code=2).stderr
+        assert workers(server, *bundle) == {"w0.0", "listed"}
+        (keys / "workers/w.key").unlink()  # revoked: open connections stay, new ones are refused
+        wait_until(lambda: "worker w is no longer allowed" in server.log_text(), 5.0, "reload of the allow-list")
         late = join(server.ready["worker_port"], "--keys", str(keys / "bundles/w"))
-        assert "does not allow this worker's key" in words_of(late) and late.returncode == 1
-        assert guest.poll() is None and stranger.poll() is None
-        assert "guest" in workers(server, *bundle) and "stranger" not in workers(server, *bundle)
+        assert f"127.0.0.1:{server.ready['worker_port']}" in log_of(late) and late.returncode == 1
+        assert listed.poll() is None and keyless.poll() is None
+        assert "listed" in workers(server, *bundle) and "keyless" not in workers(server, *bundle)
 
 
 def test_a_killed_worker_is_replaced(tmp_path: Path, model: Path) -> None:
-    """Would break if the server went on with one copy less, or gave the new one another GPU."""
+    """Fails if the server continues with one copy less, or starts the new worker on another GPU."""
     with ServerProcess(model, tmp_path, n_workers=2, options=("--engine", "trivial", "--gpus", "4,5")) as server:
         os.kill(server.worker_pids[1], signal.SIGKILL)
         wait_until(lambda: workers(server) == {"w0.0", "w1.1"}, 20.0, "another worker")
-        status = json.loads(run("status", *at(server), "--json").stdout)
+        status = json.loads(run("status", *address(server), "--json").stdout)
         gpus = {worker["name"]: worker["gpus"][0]["id"] for worker in status["workers"]}
         assert gpus == {"w0.0": "4", "w1.1": "5"}
         pid = next(worker["pid"] for worker in status["workers"] if worker["name"] == "w1.1")
-    wait_until(lambda: not is_alive(pid), 5.0, "the new worker's end")
+    wait_until(lambda: not is_alive(pid), 5.0, "exit of the new worker")
 
 
 class SleepingWorkers(WorkerCommand):
-    """Processes that never join, so that the test speaks for the broker about them."""
+    """Start processes that never join; the test sends the broker's events about them."""
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
         return [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
-def test_a_slot_that_is_excluded_again_and_again_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Would break if a bad card were tried for ever, or one bad answer in a long time ended the server."""
-    monkeypatch.setattr("teacher_server.cli.supervisor._LAST_WORDS_S", 0.05)
+def test_a_slot_that_is_repeatedly_excluded_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if workers on a faulty GPU are restarted forever, or one bad reply in a long time ends the server."""
+    monkeypatch.setattr("teacher_server.cli.supervisor._EXCLUDED_EXIT_S", 0.05)
     plans = plan_workers(settings_of("--model", "m", "--device", "cpu", "--gpus", "7"), FoundGpus((), "", {}))
     broker = Broker("127.0.0.1", 0, f"ipc://{tmp_path}/workers")
     broker.start()
@@ -165,47 +164,46 @@ def test_a_slot_that_is_excluded_again_and_again_ends_the_server(
         broker.events.put(WorkerEvent("excluded", name, "a NaN in logprobs"))
         supervisor.check()
         time.sleep(0.1)
-        supervisor.check()  # it did not end by itself
-        wait_until(lambda: not is_alive(pid), 5.0, "the excluded worker's end")
+        supervisor.check()  # the process has not exited by itself
+        wait_until(lambda: not is_alive(pid), 5.0, "exit of the excluded worker")
         supervisor.check()
 
     try:
         exclude("w0.0")
         monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", 0.0)
-        exclude("w0.1")  # after a good time: the first again
+        exclude("w0.1")  # after a good time: the count starts again
         monkeypatch.setattr("teacher_server.cli.supervisor._GOOD_TIME_S", 600.0)
         exclude("w0.2")
-        with pytest.raises(ServerError, match="GPU 7.*3 times in a row, now because a NaN in logprobs"):
+        with pytest.raises(ServerError, match="GPU 7.* 3 times.* a NaN in logprobs"):
             exclude("w0.3")
     finally:
         supervisor.stop()
         broker.stop()
 
 
-class PoorEnd(WorkerCommand):
-    """Processes that never join and end with code 1 when they are told to, except those of slot `stubborn`."""
+class FailsOnExit(WorkerCommand):
+    """Start processes that never join and exit with code 1 on SIGUSR1, except the one of slot `stubborn`."""
 
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
-        end = "signal.SIG_IGN" if plan.gpus == ("stubborn",) else "lambda *_: sys.exit(1)"
-        code = (
-            f"import signal, sys, time; signal.signal(signal.SIGUSR1, {end}); print('up', flush=True); time.sleep(60)"
-        )
+        handler = "signal.SIG_IGN" if plan.gpus == ("stubborn",) else "lambda *_: sys.exit(1)"
+        code = f"import signal, sys, time; signal.signal(signal.SIGUSR1, {handler})"
+        code += "; print('up', flush=True); time.sleep(60)"
         return [sys.executable, "-c", code]
 
 
 def supervise(folder: Path, gpus: str) -> tuple[Broker, Supervisor]:
-    """A supervisor with a slot for each of `gpus`, whose broker hears of no worker but from the test."""
+    """Start a supervisor with one slot per entry of `gpus`. Its broker gets events from the test only."""
     plans = plan_workers(settings_of("--model", "m", "--device", "cpu", "--gpus", gpus), FoundGpus((), "", {}))
     broker = Broker("127.0.0.1", 0, f"ipc://{folder}/workers")
     broker.start()
-    return broker, Supervisor(PoorEnd("", 1.0, "text"), plans, broker)
+    return broker, Supervisor(FailsOnExit("", 1.0, "text"), plans, broker)
 
 
-def test_a_dismissed_worker_is_not_replaced_however_it_ends(
+def test_a_dismissed_worker_is_not_replaced_after_any_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Would break if a worker drained by name came back because its engine's end was untidy, or hung for ever."""
-    monkeypatch.setattr("teacher_server.cli.supervisor._LEAVE_S", 0.2)
+    """Fails if a drained worker is restarted because its engine exited with an error, or if it can hang forever."""
+    monkeypatch.setattr("teacher_server.cli.supervisor._DISMISSED_EXIT_S", 0.2)
     broker, supervisor = supervise(tmp_path, "a,stubborn")
     try:
         pids, up = supervisor.pids, ""
@@ -223,7 +221,7 @@ def test_a_dismissed_worker_is_not_replaced_however_it_ends(
             supervisor.check()
             return not supervisor.pids
 
-        wait_until(all_left, 10.0, "both to have left")
+        wait_until(all_left, 10.0, "exit of both workers")
         assert not any(is_alive(pid) for pid in pids) and supervisor.all_ready
     finally:
         supervisor.stop()
@@ -231,19 +229,19 @@ def test_a_dismissed_worker_is_not_replaced_however_it_ends(
 
 
 def test_a_worker_lost_while_others_load_is_restarted(tmp_path: Path) -> None:
-    """Would break if one crash in the minutes until the last worker has loaded ended those that serve already."""
+    """Fails if a crash of one worker while another one loads ends the server."""
     broker, supervisor = supervise(tmp_path, "a,b")
     try:
         first, loading = supervisor.pids
         broker.events.put(WorkerEvent("ready", "w0.0", ""))
         supervisor.check()
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: not is_alive(first), 5.0, "the worker's end")
+        wait_until(lambda: not is_alive(first), 5.0, "exit of the worker")
         supervisor.check()
         assert supervisor.pids[0] != first and supervisor.pids[1] == loading and not supervisor.all_ready
-        os.kill(loading, signal.SIGKILL)  # this one was never ready
-        wait_until(lambda: not is_alive(loading), 5.0, "the other worker's end")
-        with pytest.raises(ServerError, match=r"w1\.0.*before it was ready"):
+        os.kill(loading, signal.SIGKILL)  # this worker was never ready
+        wait_until(lambda: not is_alive(loading), 5.0, "exit of the other worker")
+        with pytest.raises(ServerError, match=r"w1\.0.* code -9"):
             supervisor.check()
     finally:
         supervisor.stop()

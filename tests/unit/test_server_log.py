@@ -1,4 +1,4 @@
-"""The server's log lines and its status table, as people and machines read them."""
+"""JSON log lines and the status table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from teacher_server.wire.status import Gpu, ServerStatus, TeacherStatus, WorkerS
 
 
 def test_json_lines_carry_extra_fields_and_tracebacks() -> None:
-    """Would break if a log pipeline got lines that are not one JSON object, or could be told a false level."""
+    """Fails if a record is not one line with one JSON object, or an extra field replaces the level."""
     try:
         raise ValueError("two\nlines")
     except ValueError:
@@ -75,10 +75,10 @@ def make_status() -> ServerStatus:
     )
 
 
-def test_the_table_says_who_works_where() -> None:
-    """Would break if the table left out which GPU a worker is on, who has no worker, or who was sent away and why."""
+def test_the_table_shows_workers_gpus_and_exclusions() -> None:
+    """Fails if the table omits a worker's GPU, a teacher without workers, or an excluded worker and its reason."""
     text = status_table("tcp://here:1", make_status())
-    for word in (
+    for cell in (
         "draining",
         "1 h 2 min",
         "1,000,000",
@@ -92,9 +92,9 @@ def test_the_table_says_who_works_where() -> None:
         "(no worker yet)",
         "excluded w1.0: a NaN",
     ):
-        assert word in text, (word, text)
+        assert cell in text, (cell, text)
 
 
-def test_a_worker_cannot_steer_the_terminal() -> None:
-    """Would break if a hostile worker's name or error moved the cursor of whoever looks at the status."""
+def test_a_worker_cannot_control_the_terminal() -> None:
+    """Fails if control characters in a worker's name or error reach the terminal."""
     assert "\x1b" not in status_table("tcp://here:1", make_status())
