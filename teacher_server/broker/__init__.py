@@ -1,1 +1,1 @@
-"""The broker: one thread between clients and workers."""
+"""Broker: one thread that queues requests, assigns them to workers, and checks and forwards the replies."""

@@ -1,12 +1,12 @@
-"""The broker: one thread between clients and workers, which owns every socket of the server.
+"""Broker between clients and workers: one thread that owns every socket of the server.
 
-    clients  DEALER --tcp--> ROUTER front | ledger | ROUTER back <--ipc-- DEALER  workers this server started
-                                                   | ROUTER join <--tcp-- DEALER  workers of other hosts
+    clients  DEALER --tcp--> ROUTER front | request queue | ROUTER back <--ipc-- DEALER  local workers
+                                                          | ROUTER join <--tcp-- DEALER  workers of other hosts
 
-`ClientHandler` says what to do with a client's message, `WorkerRegistry` with a worker's, `RequestQueue` who does what
-next. Replies are checked and then forwarded as they came, without a copy. All sides bring explicit
-random identities: automatic ones repeat after a restart, and then a reply can reach the wrong
-requester. There is no message the broker waits for, so none whose loss could wedge it.
+`ClientHandler` processes the clients' messages, `WorkerRegistry` those of the workers, and `RequestQueue` assigns
+requests to workers. Replies are checked and forwarded without a copy. All peers set random identities: automatic
+identities repeat after a restart, and then a reply could reach the wrong client. The broker never blocks on a
+message, so a lost message cannot stall it.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from teacher_server.wire.worker_protocol import Assignment
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.1  # how late a deadline or a lost worker may be noticed
-_RELOAD_S = 1.0  # how late a new key is let in
-_BURST = 64  # messages read from one socket before the others get their turn
-_DRAIN_LINGER_S = 5.0  # for the last replies of a drained server to leave
-_DRAIN, _STOP = b"\0drain", b"\0stop"  # on the control socket, beside the names of dead workers
+_TICK_S = 0.1  # largest delay until a deadline or a lost worker is detected
+_RELOAD_S = 1.0  # largest delay until a new key is accepted
+_BURST = 64  # messages read from one socket before the other sockets are read
+_DRAIN_LINGER_S = 5.0  # time to send the last replies of a drained server
+_DRAIN, _STOP = b"\0drain", b"\0stop"  # on the control socket, which also carries the names of dead workers
 
 
 class Broker:
-    """Runs in its own thread from `start` to `stop`; binding happens in the constructor.
+    """The broker thread, from `start` to `stop`. The constructor binds the sockets.
 
     Args:
-        host, port: where clients connect; port 0 picks a free one, see `port`.
-        local_endpoint: ZMQ endpoint of the workers this server starts; whoever can open it is one.
-        worker_port: where workers of other hosts connect, 0 for a free one; None: nowhere.
-        max_queue_bytes: bound on requests that wait for a worker.
-        worker_timeout_s: a worker silent for this long is lost.
-        keys: who may connect to `port` and `worker_port`; None: everyone.
-        teachers: name -> model fingerprint ("" if unknown) of all teachers, so that requests may wait for their
-            workers, and no worker of another model joins; empty: any may join.
+        host, port: address for clients; port 0 picks a free one, see `port`.
+        local_endpoint: ZMQ endpoint for local workers; every process that can open it is accepted as a worker.
+        worker_port: port for workers of other hosts, 0 for a free one; None: no such port.
+        max_queue_bytes: limit on the bytes of queued requests.
+        worker_timeout_s: a worker that sends nothing for this long is lost.
+        keys: keys accepted on `port` and `worker_port`; None: no authentication.
+        teachers: name -> model fingerprint ("" if unknown) of all teachers. Their requests are queued before a worker
+            has joined, and workers with another model are refused. Empty: a worker of any teacher may join.
 
     Raises:
-        ServerError: an address cannot be bound.
+        ServerError: if an address cannot be bound.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Broker:
             if self._authenticator is not None:
                 self._authenticator.start()
                 stack.callback(self._authenticator.stop)
-            # What is under way to a worker is bounded by its credit; a limit in messages could only lose some of it.
+            # A worker's credit bounds what is in flight to it; a limit on messages could only drop some of them.
             self._front, back = (
                 make_router(self._context, backlog=CLIENT_BACKLOG),
                 make_router(self._context, backlog=0),
@@ -107,11 +107,11 @@ class Broker:
             self._control_out.connect(control)
             self._cleanup = stack.pop_all()
         self._control_lock = threading.Lock()
-        self._ledger, known = RequestQueue(epoch[:8], max_queue_bytes), Teachers(teachers or {})
-        self._board = StatusBoard(epoch, self._ledger, known)
-        self._post = Outbox(self._front, self._board, metrics)
-        self._crew = WorkerRegistry(self._ledger, known, self._board, self._post, metrics)
-        self._desk = ClientHandler(epoch, self._ledger, known, self._board, self._post, self._crew)
+        self._queue, known = RequestQueue(epoch[:8], max_queue_bytes), Teachers(teachers or {})
+        self._board = StatusBoard(epoch, self._queue, known)
+        self._outbox = Outbox(self._front, self._board, metrics)
+        self._registry = WorkerRegistry(self._queue, known, self._board, self._outbox, metrics)
+        self._client_handler = ClientHandler(epoch, self._queue, known, self._board, self._outbox, self._registry)
         self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
 
     def start(self) -> None:
@@ -119,28 +119,28 @@ class Broker:
 
     @property
     def events(self) -> queue.SimpleQueue[WorkerEvent]:
-        """News for the supervisor."""
-        return self._crew.events
+        """Events for the supervisor."""
+        return self._registry.events
 
     @property
     def alive(self) -> bool:
-        """False once the thread has ended, by `stop` or by a bug (which is in the log)."""
+        """Whether the thread runs. It ends by `stop` or by an exception, which is logged."""
         return self._thread.is_alive()
 
     def worker_died(self, name: str) -> None:
-        """Tell it that the local worker process `name` has ended."""
+        """Report that the local worker process `name` has exited."""
         self._control(name.encode())
 
     def drain(self) -> None:
-        """Take no new requests; a `drained` event says that the last one is answered."""
+        """Refuse new requests. A `drained` event follows when the last request is completed."""
         self._control(_DRAIN)
 
     def snapshot(self) -> ServerStatus:
-        """The latest status, at most half a second old; from any thread."""
+        """Return the latest status, at most half a second old. Any thread may call it."""
         return self._board.latest
 
     def stop(self) -> None:
-        """Stop and close every socket; bounded. Requests that are not answered yet are dropped."""
+        """Stop the thread and close every socket, within bounded time. Unfinished requests are dropped."""
         self._control(_STOP)
         if self._thread.ident is not None:
             self._thread.join(timeout=2.0)
@@ -149,7 +149,7 @@ class Broker:
         self._cleanup.close()
 
     def _control(self, message: bytes) -> None:
-        # A thread that has died reads no more, and must not keep the one that ends the server.
+        # A dead broker thread reads no message, and must not block the thread that ends the server.
         with self._control_lock, contextlib.suppress(zmq.Again):
             if not self._control_out.closed:
                 self._control_out.send(message, zmq.NOBLOCK)
@@ -164,14 +164,14 @@ class Broker:
             next_tick_s = next_reload_s = 0.0
             while True:
                 ready = dict(poller.poll(int(_TICK_S * 1000)))
-                if self._control_in in ready and not self._obey(self._control_in.recv()):
+                if self._control_in in ready and not self._on_control(self._control_in.recv()):
                     return
                 for back in self._backs:
                     if back in ready:
                         own = back is self._backs[0]
-                        self._read(back, functools.partial(self._crew.on_message, back, own=own))
+                        self._read(back, functools.partial(self._registry.on_message, back, own=own))
                 if self._front in ready:
-                    self._read(self._front, self._desk.on_message)
+                    self._read(self._front, self._client_handler.on_message)
                 now_s = time.monotonic()
                 if now_s >= next_tick_s:
                     self._tick(now_s)
@@ -181,17 +181,17 @@ class Broker:
                     next_reload_s = now_s + _RELOAD_S
                 self._dispatch()
         except Exception:
-            log.exception("broker stopped by a bug")  # the supervisor sees `alive` turn False and ends the server
+            log.exception("the broker thread failed")  # `alive` turns False, and the supervisor ends the server
         finally:
             self._front.close(linger=int(_DRAIN_LINGER_S * 1000) if self._board.draining else 0)
             for socket in (*self._backs, self._control_in):
                 socket.close(linger=0)
 
-    def _obey(self, command: bytes) -> bool:
+    def _on_control(self, command: bytes) -> bool:
         if command == _DRAIN:
             self._board.draining = True
         elif command != _STOP:
-            self._crew.lose_named(command.decode(), "its process ended")
+            self._registry.mark_lost_by_name(command.decode(), "its process exited")
         return command != _STOP
 
     def _read(self, socket: zmq.Socket[bytes], handle: Callable[[bytes, list[zmq.Frame]], None]) -> None:
@@ -203,21 +203,21 @@ class Broker:
             handle(identity.bytes, frames)
 
     def _tick(self, now_s: float) -> None:
-        for job in self._ledger.expire(now_s):
-            self._post.refuse_job(job, "deadline", f"no answer in {job.request.deadline_s:.0f} s")
-            self._desk.tell_cancelled(job)
-        for identity in self._ledger.silent(now_s, self._worker_timeout_s):
-            self._crew.lose(identity, f"silent for {self._worker_timeout_s:g} s")
-        self._crew.dismiss_leavers()
+        for job in self._queue.expire(now_s):
+            self._outbox.refuse_job(job, "deadline", f"not completed within {job.request.deadline_s:.0f} s")
+            self._client_handler.notify_cancelled(job)
+        for identity in self._queue.silent_workers(now_s, self._worker_timeout_s):
+            self._registry.mark_lost(identity, f"silent for {self._worker_timeout_s:g} s")
+        self._registry.dismiss_drained()
         self._board.tick(now_s)
-        if self._board.draining and not self._drained and not self._ledger.n_jobs:
+        if self._board.draining and not self._drained and not self._queue.n_jobs:
             self._drained = True
             self.events.put(WorkerEvent("drained", "", ""))
 
     def _dispatch(self) -> None:
         now_s = time.monotonic()
-        for identity, job in self._ledger.assign():
+        for identity, job in self._queue.assign():
             remaining_s = max(0.0, job.deadline_s - now_s)
             waited_s = now_s - job.arrived_s
             header = Assignment(job_id=job.job_id, stream_id=job.stream_id, waited_s=waited_s, remaining_s=remaining_s)
-            self._post.to_worker(identity, header, job.payload)
+            self._outbox.to_worker(identity, header, job.payload)

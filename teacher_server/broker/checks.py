@@ -1,7 +1,7 @@
-"""Is this answer one to that request? What the broker asks of every reply before a client sees it.
+"""Check every reply of a worker against its request, before the broker forwards it to a client.
 
-A worker that fails here has sent bad data: it is excluded, and its work is done again elsewhere. So
-a sick card, a wrong build or a damaged network buffer costs time and never a wrong number.
+A worker whose reply fails a check is excluded, and other workers repeat its requests. A faulty GPU, a wrong
+build or a damaged network buffer therefore costs time, but never gives wrong numbers.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from teacher_server.wire.worker_protocol import WorkerHello
 _WORKER_ERRORS = ("engine", "bad_request", "damaged", "deadline")
 
 
-def check_answer(
+def check_worker_reply(
     job: Job, hello: WorkerHello, reply: ServerMessage, frames: Sequence[Buffer], *, final: bool
 ) -> ScoreReply | RowsReply | ErrorReply:
-    """`reply`, if worker `hello` may say it about `job`; updates the job's place in its stream.
+    """Return `reply` if it is a valid reply of worker `hello` to `job`. Updates the job's position in its stream.
 
     Args:
-        frames: all after the header.
-        final: it came as the end of the job, not as a part of it.
+        frames: all frames after the header.
+        final: whether the message ends the job.
 
     Raises:
-        ProtocolError: another request, other tokens, another model, a row missing or twice, damage, a NaN, numbers
-            that are no probabilities.
+        ProtocolError: if the reply is for another request, other tokens or another model, if a row is missing or
+            repeated, or if the data is damaged, not finite or not a probability.
     """
     if isinstance(reply, ErrorReply):
         _same("request_id", reply.request_id, job.request.request_id)
         if reply.code not in _WORKER_ERRORS or not final or frames:
-            raise ProtocolError(f"a worker cannot say {reply.code!r} here")
+            raise ProtocolError(f"error code {reply.code!r} is not allowed in this message of a worker")
         return reply
     if not isinstance(reply, ScoreReply | RowsReply):
-        raise ProtocolError(f"{type(reply).__name__} is no answer to work")
+        raise ProtocolError(f"{type(reply).__name__} is not a valid reply of a worker")
     _same("request_id", reply.request_id, job.request.request_id)
     _same("token_digest", reply.token_digest, job.digest)
     _same("model_fingerprint", reply.model_fingerprint, hello.model_fingerprint)
@@ -52,7 +52,7 @@ def check_answer(
     if isinstance(reply, ScoreReply):
         _check_scores(job, reply)
         if not final:
-            raise ProtocolError("scores come whole, not in parts")
+            raise ProtocolError("scores in a part of a stream; they must be one message")
     else:
         _check_rows(job, hello, reply, final=final)
     check_reply(reply, frames)
@@ -64,7 +64,7 @@ def check_answer(
 def _check_scores(job: Job, reply: ScoreReply) -> None:
     request = job.request
     if not isinstance(request, ScoreRequest):
-        raise ProtocolError("scores for an LM head")
+        raise ProtocolError("scores as the reply to a request for the LM head")
     _same("signal", reply.signal, request.signal)
     _same("n_rows", reply.n_rows, request.n_response)
     _same("k", reply.k, request.k)
@@ -89,7 +89,7 @@ def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) 
     job.n_parts, job.n_rows = job.n_parts + 1, reply.stop
 
 
-def _same(what: str, got: object, expected: object) -> None:
+def _same(field: str, got: object, expected: object) -> None:
     if got != expected:
         shown = (value.hex() if isinstance(value, bytes) else value for value in (got, expected))
-        raise ProtocolError("{} is {}, expected {}".format(what, *shown))
+        raise ProtocolError("{} is {}, expected {}".format(field, *shown))

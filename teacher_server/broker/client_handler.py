@@ -1,4 +1,4 @@
-"""What the broker does with a client's message: admit work, describe the server, drain it."""
+"""Process the messages of clients: admit requests, describe the server, drain it."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ log = logging.getLogger(__name__)
 
 
 class ClientHandler:
-    """Answers every message at once, or admits it to the ledger."""
+    """Reply to every message at once, or admit it to the request queue."""
 
     def __init__(
         self,
         epoch: bytes,
-        ledger: RequestQueue,
+        request_queue: RequestQueue,
         teachers: Teachers,
         board: StatusBoard,
-        post: Outbox,
-        crew: WorkerRegistry,
+        outbox: Outbox,
+        registry: WorkerRegistry,
     ) -> None:
-        self._epoch, self._ledger, self._teachers = epoch, ledger, teachers
-        self._board, self._post, self._crew = board, post, crew
+        self._epoch, self._queue, self._teachers = epoch, request_queue, teachers
+        self._board, self._outbox, self._registry = board, outbox, registry
 
     def on_message(self, client: bytes, frames: list[zmq.Frame]) -> None:
         request_id = NO_REQUEST
@@ -69,15 +69,15 @@ class ClientHandler:
                 self._cancel(client, request_id)
             elif isinstance(message, InfoRequest):
                 teacher = self._teachers.resolve(message.teacher)
-                self._post.reply(client, self._teachers.info(request_id, teacher, self._ledger))
+                self._outbox.reply(client, self._teachers.info(request_id, teacher, self._queue))
             elif isinstance(message, StatusRequest):
-                self._post.to_client(client, encode_status(request_id, self._board.now()))
+                self._outbox.to_client(client, encode_status(request_id, self._board.now()))
             else:
                 self._drain(client, message)
         except LookupError as error:
-            self._post.refuse(client, request_id, "bad_request", str(error.args[0]))
+            self._outbox.refuse(client, request_id, "bad_request", str(error.args[0]))
         except ProtocolError as error:
-            self._post.refuse(client, request_id, "damaged", str(error))
+            self._outbox.refuse(client, request_id, "damaged", str(error))
 
     def _submit(self, client: bytes, request: Work, frames: list[zmq.Frame]) -> None:
         digest = bytes(ID_BYTES)
@@ -88,51 +88,51 @@ class ClientHandler:
         elif len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames with a request that has none")
         teacher = self._teachers.resolve(request.teacher)
-        if self._board.draining and self._ledger.find_request(client, request.request_id) is None:
-            text = "the server finishes its work and leaves"
-            self._post.refuse(client, request.request_id, "draining", text, retry_after_s=1.0)
+        if self._board.draining and self._queue.find_request(client, request.request_id) is None:
+            text = "the server is draining"
+            self._outbox.refuse(client, request.request_id, "draining", text, retry_after_s=1.0)
             return
         n_bytes = sum(len(frame) for frame in frames)
-        admission = self._ledger.submit(client, teacher, request, frames, digest, n_bytes, time.monotonic())
+        admission = self._queue.submit(client, teacher, request, frames, digest, n_bytes, time.monotonic())
         if admission == "full":
-            text = f"{self._ledger.n_queued} requests ({self._ledger.queued_bytes} bytes) are waiting"
-            self._post.refuse(client, request.request_id, "busy", text, retry_after_s=0.2)
+            text = f"{self._queue.n_queued} requests ({self._queue.queued_bytes} bytes) are waiting"
+            self._outbox.refuse(client, request.request_id, "busy", text, retry_after_s=0.2)
 
     def _received(self, client: bytes, message: Received) -> None:
-        job = self._ledger.find_request(client, message.request_id)
+        job = self._queue.find_request(client, message.request_id)
         if job is None or job.worker is None or job.stream_id != message.stream_id:
-            return  # about an attempt that has ended
-        job.deadline_s = time.monotonic() + job.request.deadline_s  # somebody does wait for the rest
-        n_messages = min(message.n_messages, job.n_parts)  # or a client could open the window as wide as it likes
+            return  # it belongs to an earlier attempt
+        job.deadline_s = time.monotonic() + job.request.deadline_s  # the client is still reading the stream
+        n_messages = min(message.n_messages, job.n_parts)  # else a client could make the window arbitrarily large
         header = JobReceived(job_id=job.job_id, stream_id=message.stream_id, n_messages=n_messages)
-        self._post.to_worker(job.worker, header)
+        self._outbox.to_worker(job.worker, header)
 
     def _cancel(self, client: bytes, request_id: bytes) -> None:
-        job = self._ledger.find_request(client, request_id)
+        job = self._queue.find_request(client, request_id)
         if job is not None:
-            self._ledger.cancel(job)
-            self.tell_cancelled(job)
+            self._queue.cancel(job)
+            self.notify_cancelled(job)
 
-    def tell_cancelled(self, job: Job) -> None:
-        """Let the worker that has a dropped job, if one has, stop working on it."""
+    def notify_cancelled(self, job: Job) -> None:
+        """Tell the worker of a dropped job, if it has one, to stop working on it."""
         if job.worker is not None:
-            self._post.to_worker(job.worker, JobCancel(job_id=job.job_id))
+            self._outbox.to_worker(job.worker, JobCancel(job_id=job.job_id))
 
     def _drain(self, client: bytes, message: DrainRequest) -> None:
         if message.worker:
-            n_left = self._crew.let_leave(message.worker)
+            n_left = self._registry.drain(message.worker)
         else:
-            n_left = self._ledger.n_jobs
+            n_left = self._queue.n_jobs
             if not self._board.draining:
                 log.info("draining: %d requests left", n_left)
             self._board.draining = True
-        self._post.reply(client, DrainReply(request_id=message.request_id, n_left=n_left))
+        self._outbox.reply(client, DrainReply(request_id=message.request_id, n_left=n_left))
 
     def _pong(self, client: bytes) -> None:
         pong = Pong(
             epoch=self._epoch,
-            n_workers=len(self._ledger.workers),
-            n_queued=self._ledger.n_queued,
+            n_workers=len(self._queue.workers),
+            n_queued=self._queue.n_queued,
             draining=self._board.draining,
         )
-        self._post.reply(client, pong)
+        self._outbox.reply(client, pong)

@@ -1,7 +1,7 @@
-"""What Prometheus is told: counts and times that the broker notes, and gauges read off its snapshot.
+"""Serve Prometheus metrics: counters and histograms of the broker, and gauges of its snapshot.
 
-The broker's thread calls `BrokerMetrics`, which costs a few microseconds; a scrape runs in a thread
-of its own and reads `snapshot()`, so a slow reader costs the broker nothing.
+The broker's thread calls `BrokerMetrics`, which takes a few microseconds. A scrape runs in its own thread and
+reads `snapshot()`, so a slow reader does not slow the broker.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ _STATES = ("ready", "draining")
 
 
 class BrokerMetrics:
-    """Counters and histograms, all from the server's start. One thread calls it."""
+    """Counters and histograms since the start of the server. Call it from one thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         by_signal = ("teacher", "signal")
-        self._requests = _counter(registry, "requests_answered", "Requests answered with scores.", *by_signal)
-        self._tokens = _counter(registry, "tokens_scored", "Tokens of answered requests, prompts included.", *by_signal)
-        self._queue_s = _histogram(registry, "queue_seconds", "Arrival of a request to its forward pass.")
-        self._compute_s = _histogram(registry, "compute_seconds", "The batch a request was scored in.")
-        self._refused = _counter(registry, "requests_refused", "Requests answered with an error.", "code")
-        self._retried = _counter(registry, "requests_retried", "Requests given to another worker.")
-        self._lost = _counter(registry, "workers_lost", "Workers that died or fell silent.")
+        self._requests = _counter(registry, "requests_answered", "Requests completed with scores.", *by_signal)
+        self._tokens = _counter(registry, "tokens_scored", "Tokens of completed requests, with prompts.", *by_signal)
+        self._queue_s = _histogram(registry, "queue_seconds", "From the arrival of a request to its forward pass.")
+        self._compute_s = _histogram(registry, "compute_seconds", "Compute time of the batch of a request.")
+        self._refused = _counter(registry, "requests_refused", "Requests completed with an error.", "code")
+        self._retried = _counter(registry, "requests_retried", "Requests assigned again, to another worker.")
+        self._lost = _counter(registry, "workers_lost", "Workers that died or stopped sending heartbeats.")
         self._excluded = _counter(registry, "workers_excluded", "Workers that sent bad data.")
         self._children: dict[tuple[str, str], tuple[Counter, Counter, Histogram, Histogram]] = {}
 
-    def answered(self, teacher: str, signal: str, n_tokens: int, queue_s: float, compute_s: float) -> None:
-        """`signal` as in the reply's header; `n_tokens` = P + R of the request, 0 for the LM head."""
+    def completed(self, teacher: str, signal: str, n_tokens: int, queue_s: float, compute_s: float) -> None:
+        """Count a completed request.
+
+        Args:
+            signal: as in the header of the reply.
+            n_tokens: P + R of the request, 0 for the LM head.
+        """
         children = self._children.get((teacher, signal))
-        if children is None:  # `labels` takes a lock and formats strings: once per pair, not per request
+        if children is None:  # `labels` takes a lock and formats strings, so call it once per pair
             children = self._children[teacher, signal] = (
                 self._requests.labels(teacher, signal),
                 self._tokens.labels(teacher, signal),
@@ -76,22 +81,22 @@ def _histogram(registry: CollectorRegistry, name: str, text: str) -> Histogram:
 
 
 class HasSnapshot(Protocol):
-    """The broker, as far as metrics know it."""
+    """The part of the broker that the gauges read."""
 
     def snapshot(self) -> ServerStatus: ...
 
 
 class _Gauges(Collector):
-    """The state of the server at the moment of a scrape."""
+    """State of the server at the time of a scrape."""
 
     def __init__(self, broker: HasSnapshot) -> None:
         self._broker = broker
 
     def collect(self) -> Iterator[Metric]:
         status = self._broker.snapshot()
-        yield _gauge("uptime_seconds", "Since the server's start.", [((), status.uptime_s)])
-        yield _gauge("draining", "1 once no new work is taken.", [((), float(status.draining))])
-        yield _gauge("queued_bytes", "Of requests that wait for a worker.", [((), status.queued_bytes)])
+        yield _gauge("uptime_seconds", "Time since the start of the server.", [((), status.uptime_s)])
+        yield _gauge("draining", "1 while new requests are refused.", [((), float(status.draining))])
+        yield _gauge("queued_bytes", "Bytes of requests that wait for a worker.", [((), status.queued_bytes)])
         queued = [((teacher.name,), float(teacher.n_queued)) for teacher in status.teachers]
         yield _gauge("queued_requests", "Requests that wait for a worker.", queued, "teacher")
         workers = [
@@ -101,10 +106,10 @@ class _Gauges(Collector):
         ]
         yield _gauge("workers", "Workers that have joined.", workers, "teacher", "state")
         for name, text, field in (
-            ("worker_in_flight", "Requests that a worker holds.", "n_in_flight"),
-            ("worker_tokens_in_flight", "Their tokens.", "tokens_in_flight"),
-            ("worker_tokens_per_second", "Scored, over the last ten seconds or so.", "tokens_per_s"),
-            ("worker_last_heard_seconds", "Since a worker's last sign of life.", "last_heard_s"),
+            ("worker_in_flight", "Requests assigned to a worker.", "n_in_flight"),
+            ("worker_tokens_in_flight", "Tokens of the requests assigned to a worker.", "tokens_in_flight"),
+            ("worker_tokens_per_second", "Tokens scored per second, over about ten seconds.", "tokens_per_s"),
+            ("worker_last_heard_seconds", "Time since the last heartbeat of a worker.", "last_heard_s"),
         ):
             values = [((worker.name, worker.teacher), float(getattr(worker, field))) for worker in status.workers]
             yield _gauge(name, text, values, "worker", "teacher")
@@ -133,10 +138,10 @@ class MetricsServer:
 
 
 def serve_metrics(host: str, port: int, broker: HasSnapshot, registry: CollectorRegistry) -> MetricsServer:
-    """HTTP on host:port in a thread of its own; port 0 picks a free one. Plain text for whoever can reach it.
+    """Serve HTTP on host:port in its own thread, without authentication. Port 0 picks a free port.
 
     Raises:
-        ServerError: the address cannot be bound.
+        ServerError: if the address cannot be bound.
     """
     registry.register(_Gauges(broker))
     try:

@@ -1,4 +1,4 @@
-"""The broker's way out: every message it sends to a client or a worker leaves through here."""
+"""Send the broker's messages to clients and workers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Sends without blocking; a peer that is gone or does not read asks again by itself if it still lives."""
+    """Send without blocking. A message that cannot be sent is dropped; a live peer sends its request again."""
 
     def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics | None) -> None:
         self._front, self._board, self._metrics = front, board, metrics
         self._socket_of: dict[bytes, zmq.Socket[bytes]] = {}  # of each worker
 
-    def learn(self, worker: bytes, socket: zmq.Socket[bytes]) -> None:
-        """From now on `worker` is reached through `socket`."""
+    def add_worker(self, worker: bytes, socket: zmq.Socket[bytes]) -> None:
+        """Send messages for `worker` through `socket` from now on."""
         self._socket_of[worker] = socket
 
-    def unlearn(self, worker: bytes) -> None:
+    def remove_worker(self, worker: bytes) -> None:
         self._socket_of.pop(worker, None)
 
     def to_client(self, client: bytes, frames: Sequence[Any]) -> None:
@@ -40,7 +40,7 @@ class Outbox:
     def refuse(
         self, client: bytes, request_id: bytes, code: ErrorCode, text: str, *, retry_after_s: float = 0.0
     ) -> None:
-        """Answer with an error, and count it."""
+        """Reply with an error, and count it."""
         self._board.n_errors[code] += 1
         if self._metrics is not None:
             self._metrics.refused(code)
@@ -50,7 +50,7 @@ class Outbox:
         self.refuse(job.client, job.request.request_id, code, text)
 
     def to_worker(self, worker: bytes, message: BrokerMessage, payload: Sequence[Any] = ()) -> None:
-        """A worker that cannot be reached is found by its silence, and what it had is done elsewhere."""
+        """Send `message` if the worker is known. An unreachable worker is detected by its missing heartbeats."""
         socket = self._socket_of.get(worker)
         if socket is not None:
             self._send(socket, worker, [to_worker.encode(message), *payload])
@@ -58,5 +58,5 @@ class Outbox:
     def _send(self, socket: zmq.Socket[bytes], identity: bytes, frames: Sequence[Any]) -> None:
         try:
             socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:  # EHOSTUNREACH: gone. EAGAIN: does not read.
+        except zmq.ZMQError as error:  # EHOSTUNREACH: disconnected. EAGAIN: the peer does not read.
             log.warning("could not send to %s: %s", identity.hex(), error.strerror)

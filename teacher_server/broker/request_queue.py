@@ -1,14 +1,14 @@
-"""Who asked for what, who works on it, and what to do when someone is gone: the broker's memory.
+"""Queue requests, assign them to workers, and requeue the requests of lost workers.
 
-Pure bookkeeping: no sockets, and the time is an argument, so each rule is tested in microseconds.
+Pure bookkeeping without sockets. The time is an argument, so each rule is tested in microseconds.
 
     submit -> queue -> assign -> worker -> complete
                 ^                  |
                 +-- lose, retry ---+        a lost worker's jobs go back to the head of the queue
 
-Dispatch is by credit: a worker announces how many tokens of unfinished work it takes, and what is
-outstanding is counted here from assigned jobs, so there is no counter on the wire that could drift.
-Clients of one teacher take turns, so a long queue of one of them does not hold up the others.
+Assignment uses credit: a worker announces how many tokens of unfinished requests it accepts. The
+outstanding tokens are computed here from the assigned jobs, so no counter on the wire can drift.
+Clients of one teacher are served round-robin, so a long queue of one client does not delay the others.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _JOB_OVERHEAD_BYTES = 1024  # Python objects and headers of a queued job, so tha
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One admitted request, until it is answered or dropped."""
+    """One admitted request, until it is completed or dropped."""
 
     job_id: bytes
     client: bytes
     teacher: str
     request: Work
-    payload: list[Any]  # the client's frames as they came, kept to be forwarded (again)
+    payload: list[Any]  # the client's frames, kept so that they can be assigned again
     digest: Id  # of its tokens; zeros for the LM head
     arrived_s: float
     deadline_s: float  # absolute, on the caller's clock
     n_bytes: int
     attempts: int = 0
     worker: bytes | None = None  # None: in the queue
-    failed_on: set[str] = field(default_factory=set)  # names of workers whose engine could not do it
-    # What has been forwarded of a stream by the worker that holds it now.
+    failed_workers: set[str] = field(default_factory=set)  # names of workers whose engine failed on it
+    # Messages and rows of the stream that the current worker has sent.
     stream_id: bytes = b""
     n_parts: int = 0
     n_rows: int = 0
@@ -74,7 +74,7 @@ class Worker:
     compute_s: float = 0.0
 
     def has_credit(self, n_tokens: int) -> bool:
-        # An idle worker takes a sequence longer than its whole credit; else nobody ever would.
+        # An idle worker accepts a sequence longer than its whole credit; else it would never be assigned.
         return not self.outstanding or self.n_tokens + n_tokens <= self.hello.credit_tokens
 
     def release(self, job_id: bytes) -> None:
@@ -82,12 +82,12 @@ class Worker:
 
 
 class RequestQueue:
-    """All jobs and workers of one broker.
+    """Jobs and workers of one broker.
 
     Args:
-        epoch: 8 random bytes of this broker process; a reply to an earlier one's job matches nothing.
-        max_queue_bytes: requests waiting for a worker; beyond it clients are told `busy`.
-        max_attempts: workers a job may lose before it is suspected to be what kills them.
+        epoch: 8 random bytes of this broker process, so that no reply to a job of an earlier process matches.
+        max_queue_bytes: limit on the bytes of queued requests; beyond it clients get the error `busy`.
+        max_attempts: a job is given up after this many workers were lost with it, because it may be the cause.
     """
 
     def __init__(self, epoch: bytes, max_queue_bytes: int, max_attempts: int = 5) -> None:
@@ -98,14 +98,14 @@ class RequestQueue:
         self._epoch = epoch
         self._max_queue_bytes = max_queue_bytes
         self._max_attempts = max_attempts
-        self._queues: dict[str, dict[bytes, deque[Job]]] = {}  # teacher -> client -> its jobs; first client is next
+        self._queues: dict[str, dict[bytes, deque[Job]]] = {}  # teacher -> client -> its jobs; the first client is next
         self._jobs: dict[bytes, Job] = {}
         self._by_key: dict[tuple[bytes, bytes], Job] = {}
         self._n_made = self._n_attempts = 0
 
     @property
     def n_jobs(self) -> int:
-        """Queued and assigned."""
+        """Number of jobs, queued and assigned."""
         return len(self._jobs)
 
     def n_queued_for(self, teacher: str) -> int:
@@ -116,7 +116,7 @@ class RequestQueue:
     def submit(
         self, client: bytes, teacher: str, request: Work, payload: list[Any], digest: bytes, n_bytes: int, now_s: float
     ) -> Admission:
-        """Queue a request. A resend of one still here only renews its deadline (`known`)."""
+        """Queue a request. A resend of an unfinished request only renews its deadline (`known`)."""
         known = self._by_key.get((client, request.request_id))
         if known is not None:
             known.deadline_s = now_s + request.deadline_s
@@ -138,22 +138,25 @@ class RequestQueue:
         return self._by_key.get((client, request_id))
 
     def assign(self) -> Iterator[tuple[bytes, Job]]:
-        """(worker, job) pairs to send now: clients in turn, each one's oldest job, to the worker with least to do."""
-        for teacher, clients in self._queues.items():
-            given = True
-            while given:
-                given = False
-                for client in list(clients):
-                    identity = self._choose(teacher, clients[client][0])
-                    if identity is not None:
-                        given = True
-                        yield identity, self._give(identity, clients, client)
+        """Yield the (worker, job) pairs to send now.
 
-    def _give(self, identity: bytes, clients: dict[bytes, deque[Job]], client: bytes) -> Job:
+        Clients are served round-robin, each with its oldest job, on the worker with the fewest outstanding tokens.
+        """
+        for teacher, clients in self._queues.items():
+            assigned = True
+            while assigned:
+                assigned = False
+                for client in list(clients):
+                    identity = self._choose_worker(teacher, clients[client][0])
+                    if identity is not None:
+                        assigned = True
+                        yield identity, self._assign_next(identity, clients, client)
+
+    def _assign_next(self, identity: bytes, clients: dict[bytes, deque[Job]], client: bytes) -> Job:
         jobs = clients.pop(client)
         job = jobs.popleft()
         if jobs:
-            clients[client] = jobs  # at the end: its next turn comes after everyone else's
+            clients[client] = jobs  # at the end: all other clients come first
         self.n_queued -= 1
         self.queued_bytes -= job.n_bytes
         self._n_attempts += 1
@@ -165,42 +168,46 @@ class RequestQueue:
         worker.n_tokens += job.n_tokens
         return job
 
-    def _choose(self, teacher: str, job: Job) -> bytes | None:
+    def _choose_worker(self, teacher: str, job: Job) -> bytes | None:
         able = {k: w for k, w in self.workers.items() if w.hello.teacher == teacher and not w.leaving}
-        # Those that failed on this job, or are too small for it, come last: with nobody else there, they say so.
-        able = {k: w for k, w in able.items() if w.hello.name not in job.failed_on} or able
+        # Without another worker, one that failed on this job or is too small for it gets it, and replies with an error.
+        able = {k: w for k, w in able.items() if w.hello.name not in job.failed_workers} or able
         able = {k: w for k, w in able.items() if w.hello.max_tokens >= job.n_tokens} or able
         free = [(w.n_tokens, k) for k, w in able.items() if w.has_credit(job.n_tokens)]
         return min(free)[1] if free else None
 
     def complete(self, worker: bytes, job_id: bytes) -> Job | None:
-        """The job this answers, or None if someone answered before or nobody waits any more."""
+        """Remove and return a finished job. Returns None if it was completed or dropped before."""
         if worker in self.workers:
             self.workers[worker].release(job_id)
         job = self._jobs.get(job_id)
-        # The end of a stream counts only with its beginning.
+        # The end of a stream counts only if the same worker sent its beginning.
         if job is None or (job.is_stream and job.worker != worker):
             return None
         self._forget(job)
         return job
 
     def cancel(self, job: Job) -> None:
-        """Drop a job; `Job.worker` should be told."""
+        """Drop a job. The caller notifies `Job.worker`."""
         self._forget(job)
 
     def expire(self, now_s: float) -> list[Job]:
-        """Drop and return the jobs whose deadline has passed, wherever they are; `Job.worker` should be told."""
+        """Drop and return the jobs whose deadline has passed, queued or assigned. The caller notifies `Job.worker`."""
         late = [job for job in self._jobs.values() if job.deadline_s < now_s]
         for job in late:
             self._forget(job)
         return late
 
     def retry(self, job: Job, failed_on: str) -> bool:
-        """Put back an assigned job that the engine of `failed_on` could not do; False if there is no other to try."""
+        """Requeue an assigned job on which the engine of worker `failed_on` failed.
+
+        Returns:
+            False if no other worker can try it, or the job has no attempts left.
+        """
         others = {w.hello.name for w in self.workers.values() if w.hello.teacher == job.teacher and not w.leaving}
-        if job.attempts >= self._max_attempts or not others - job.failed_on - {failed_on}:
+        if job.attempts >= self._max_attempts or not others - job.failed_workers - {failed_on}:
             return False
-        job.failed_on.add(failed_on)
+        job.failed_workers.add(failed_on)
         return self._requeue(job)
 
     def _requeue(self, job: Job) -> bool:
@@ -241,8 +248,8 @@ class RequestQueue:
 
     # Workers
 
-    def hello(self, worker: bytes, hello: WorkerHello, now_s: float) -> bool:
-        """Note a sign of life; True if this worker is new (or was thought lost)."""
+    def heartbeat(self, worker: bytes, hello: WorkerHello, now_s: float) -> bool:
+        """Record a heartbeat. Returns True if this worker is new, or was lost before."""
         known = self.workers.get(worker)
         if known is None:
             self.workers[worker] = Worker(hello, now_s, leaving=hello.leaving)
@@ -251,37 +258,40 @@ class RequestQueue:
         known.leaving = known.leaving or hello.leaving
         return False
 
-    def lose(self, worker: bytes, *, blame: bool = True) -> list[Job]:
-        """Forget a worker and requeue what it had; returns the jobs that are given up instead.
+    def remove_worker(self, worker: bytes, *, blame: bool = True) -> list[Job]:
+        """Remove a worker and requeue its jobs.
 
         Args:
-            blame: count it as an attempt of its jobs; not when it only came back under another identity.
+            blame: count it as an attempt of its jobs. False if the worker has only reconnected.
+
+        Returns:
+            The jobs that are given up, because they have no attempts left.
         """
-        gone = self.workers.pop(worker, None)
+        removed = self.workers.pop(worker, None)
         given_up: list[Job] = []
-        for job_id in reversed(gone.outstanding if gone else {}):
+        for job_id in reversed(removed.outstanding if removed else {}):
             job = self._jobs.get(job_id)
             if job is None or job.worker != worker:
-                continue  # answered, expired, or already with someone else
+                continue  # completed, expired, or assigned to another worker
             job.attempts -= not blame
             if not self._requeue(job):
                 given_up.append(job)
         return given_up
 
-    def silent(self, now_s: float, timeout_s: float) -> list[bytes]:
-        """Workers not heard of for longer than `timeout_s`."""
+    def silent_workers(self, now_s: float, timeout_s: float) -> list[bytes]:
+        """Return workers that have sent no heartbeat for longer than `timeout_s`."""
         return [identity for identity, worker in self.workers.items() if now_s - worker.last_heard_s > timeout_s]
 
-    def leavers(self) -> list[bytes]:
-        """Workers that leave and have nothing left to do."""
+    def drained_workers(self) -> list[bytes]:
+        """Return workers that are leaving and have no outstanding jobs."""
         return [identity for identity, worker in self.workers.items() if worker.leaving and not worker.outstanding]
 
-    def answered(self, worker: bytes, job: Job, queue_s: float, compute_s: float) -> None:
-        """Note a good answer of `worker` for the status table."""
-        by = self.workers.get(worker)
-        if by is not None:
-            by.n_done += 1
-            by.n_tokens_done += job.n_tokens
-            share = max(0.01, 1 / by.n_done)  # a mean of about a hundred answers, from the first one on
-            by.queue_s += share * (queue_s - by.queue_s)
-            by.compute_s += share * (compute_s - by.compute_s)
+    def record_completed(self, worker: bytes, job: Job, queue_s: float, compute_s: float) -> None:
+        """Update the counters and mean times of `worker` for the status table."""
+        stats = self.workers.get(worker)
+        if stats is not None:
+            stats.n_done += 1
+            stats.n_tokens_done += job.n_tokens
+            share = max(0.01, 1 / stats.n_done)  # moving mean over about a hundred requests, exact for the first ones
+            stats.queue_s += share * (queue_s - stats.queue_s)
+            stats.compute_s += share * (compute_s - stats.compute_s)

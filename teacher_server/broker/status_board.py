@@ -1,4 +1,4 @@
-"""What the broker tells about itself: counters, and a status that other threads may read at any time."""
+"""Count the broker's events, and publish its status for other threads."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ _RATE_S = 10.0  # time constant of tokens/s
 
 
 class StatusBoard:
-    """`latest` is replaced, never changed, so a reader needs no lock."""
+    """Counters of the broker and its latest status. `latest` is replaced, never modified, so readers need no lock."""
 
-    def __init__(self, epoch: bytes, ledger: RequestQueue, teachers: Teachers) -> None:
+    def __init__(self, epoch: bytes, request_queue: RequestQueue, teachers: Teachers) -> None:
         self.n_answered = 0
         self.n_lost_workers = 0
         self.n_errors: Counter[ErrorCode] = Counter()
         self.excluded: dict[str, str] = {}
         self.draining = False
-        self._epoch, self._ledger, self._teachers = epoch, ledger, teachers
+        self._epoch, self._queue, self._teachers = epoch, request_queue, teachers
         self._started_s = self._refreshed_s = time.monotonic()
         self._tokens_before: dict[bytes, int] = {}
         self.latest = self._build(self._started_s)
 
     def tick(self, now_s: float) -> None:
-        """Measure rates and renew `latest`, if it is time."""
+        """Update the rates and `latest` if half a second has passed."""
         elapsed_s = now_s - self._refreshed_s
         if elapsed_s < _REFRESH_S:
             return
         share = 1 - math.exp(-elapsed_s / _RATE_S)
-        for identity, worker in self._ledger.workers.items():
+        for identity, worker in self._queue.workers.items():
             rate = (worker.n_tokens_done - self._tokens_before.get(identity, 0)) / elapsed_s
             worker.tokens_per_s += share * (rate - worker.tokens_per_s)
-        self._tokens_before = {key: worker.n_tokens_done for key, worker in self._ledger.workers.items()}
+        self._tokens_before = {key: worker.n_tokens_done for key, worker in self._queue.workers.items()}
         self._refreshed_s = now_s
         self.latest = self._build(now_s)
 
     def now(self) -> ServerStatus:
-        """A status of this moment; from the broker's thread only."""
+        """Return the current status. Call it from the broker's thread only."""
         self.latest = self._build(time.monotonic())
         return self.latest
 
     def _build(self, now_s: float) -> ServerStatus:
-        ledger = self._ledger
+        request_queue = self._queue
         return ServerStatus(
             epoch=self._epoch.hex(),
             uptime_s=now_s - self._started_s,
             draining=self.draining,
-            n_queued=ledger.n_queued,
-            queued_bytes=ledger.queued_bytes,
+            n_queued=request_queue.n_queued,
+            queued_bytes=request_queue.queued_bytes,
             n_answered=self.n_answered,
             n_errors={str(code): count for code, count in self.n_errors.items()},
-            n_retried=ledger.n_retried,
+            n_retried=request_queue.n_retried,
             n_lost_workers=self.n_lost_workers,
             excluded=dict(self.excluded),
-            teachers=self._teachers.statuses(ledger),
+            teachers=self._teachers.statuses(request_queue),
             workers=[
                 WorkerStatus(
                     name=worker.hello.name,
@@ -82,6 +82,6 @@ class StatusBoard:
                     last_heard_s=max(0.0, now_s - worker.last_heard_s),
                     cuda_visible_devices=worker.hello.cuda_visible_devices,
                 )
-                for worker in ledger.workers.values()
+                for worker in request_queue.workers.values()
             ],
         )

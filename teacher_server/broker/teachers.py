@@ -1,8 +1,8 @@
-"""Which teachers this server has: their names, and the one model that stands behind each.
+"""Names of the server's teachers, and the model of each.
 
-A server that starts with the model's folder knows its fingerprint; otherwise the first worker of a
-teacher says which model it is. Every later one must hold the same, in the same dtype, as long as the
-server lives: otherwise two answers to one request could differ.
+If the server has the model's folder, the folder determines the fingerprint; otherwise the first worker
+of the teacher does. Every later worker must have the same model and dtype for as long as the server
+runs, because otherwise two replies to one request could differ.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _MUST_AGREE = ("model_fingerprint", "tokenizer_fingerprint", "vocab_size", "hidd
 
 
 class Teachers:
-    """
+    """Teachers of one server.
+
     Args:
-        expected: model fingerprint of each teacher by name, empty if the first worker says it; requests for them may
-            wait for their workers. Nothing expected: any name may join.
+        expected: teacher name -> model fingerprint, empty if the first worker determines it. Requests for these
+            teachers are queued before a worker has joined. Without entries, a worker of any teacher may join.
     """
 
     def __init__(self, expected: Mapping[str, str]) -> None:
@@ -29,40 +30,42 @@ class Teachers:
         self._first: dict[str, WorkerHello | None] = dict.fromkeys(expected)
 
     def resolve(self, name: str) -> str:
-        """The full name of the teacher asked for. Raises LookupError with the text for the client."""
+        """Return the name of the requested teacher; an empty name selects the only one.
+
+        Raises:
+            LookupError: with the text for the client.
+        """
         if name in self._first:
             return name
         names = ", ".join(sorted(self._first)) or "none"
         if name:
-            raise LookupError(f"no teacher {name!r} here, but: {names}")
+            raise LookupError(f"no teacher {name!r} on this server; available: {names}")
         if len(self._first) > 1:
-            raise LookupError(f"this server has several teachers, name one of: {names}")
+            raise LookupError(f"this server has several teachers; name one of: {names}")
         return next(iter(self._first), "")
 
     def refusal(self, hello: WorkerHello) -> str:
-        """Why this worker may not join; empty if it may, and then it is noted."""
+        """Return why this worker cannot join. If it can, record it and return an empty string."""
         if self._expected and hello.teacher not in self._expected:
-            # A new name would make `the only teacher` ambiguous, and with it every request that names none.
-            return f"there is no teacher {hello.teacher!r} here, but: {', '.join(sorted(self._first))}"
+            # A second teacher would make every request without a teacher's name ambiguous.
+            return f"no teacher {hello.teacher!r} on this server; available: {', '.join(sorted(self._first))}"
         model = self._expected.get(hello.teacher, "")
         if model and hello.model_fingerprint != model:
-            # Also if it is the first: one that was left over from another model must not decide what is served.
-            return f"its model_fingerprint {hello.model_fingerprint} is not the {model} of teacher {hello.teacher!r}"
+            # Checked for the first worker too: a leftover worker must not determine the model that is served.
+            return _mismatch(hello, "model_fingerprint", hello.model_fingerprint, model)
         first = self._first.get(hello.teacher)
         if first is None:
             self._first[hello.teacher] = hello
             return ""
-        for what in _MUST_AGREE:
-            if getattr(first, what) != getattr(hello, what):
-                return (
-                    f"its {what} {getattr(hello, what)} is not the {getattr(first, what)} of teacher {hello.teacher!r} "
-                    f"({first.model_path})"
-                )
+        for field in _MUST_AGREE:
+            if getattr(first, field) != getattr(hello, field):
+                text = _mismatch(hello, field, getattr(hello, field), getattr(first, field))
+                return f"{text} ({first.model_path})"
         return ""
 
-    def info(self, request_id: bytes, name: str, ledger: RequestQueue) -> InfoReply | ErrorReply:
-        """The description of a resolved teacher, or `busy` while none of its workers is there."""
-        hellos = [worker.hello for worker in ledger.workers.values() if worker.hello.teacher == name]
+    def info(self, request_id: bytes, name: str, request_queue: RequestQueue) -> InfoReply | ErrorReply:
+        """Return the description of a resolved teacher, or the error `busy` while it has no worker."""
+        hellos = [worker.hello for worker in request_queue.workers.values() if worker.hello.teacher == name]
         if not hellos:
             text = "no worker has loaded the model yet"
             return ErrorReply(request_id=request_id, code="busy", text=text, retry_after_s=0.5)
@@ -84,8 +87,8 @@ class Teachers:
             dtype=hellos[0].dtype,
         )
 
-    def statuses(self, ledger: RequestQueue) -> list[TeacherStatus]:
-        """One entry a teacher, those without workers included."""
+    def statuses(self, request_queue: RequestQueue) -> list[TeacherStatus]:
+        """Return one entry per teacher, with or without workers."""
         return [
             TeacherStatus(
                 name=name,
@@ -93,14 +96,18 @@ class Teachers:
                 model_path=first.model_path if first else "",
                 model_fingerprint=first.model_fingerprint if first else "",
                 tokenizer_fingerprint=first.tokenizer_fingerprint if first else "",
-                n_queued=ledger.n_queued_for(name),
-                n_workers=sum(worker.hello.teacher == name for worker in ledger.workers.values()),
+                n_queued=request_queue.n_queued_for(name),
+                n_workers=sum(worker.hello.teacher == name for worker in request_queue.workers.values()),
             )
             for name, first in self._first.items()
         ]
 
 
+def _mismatch(hello: WorkerHello, field: str, got: object, expected: object) -> str:
+    return f"its {field} {got} differs from the {expected} of teacher {hello.teacher!r}"
+
+
 def _all_of(values: Iterable[str]) -> str:
-    """The distinct values, for people: `cuda:0,cuda:1`; cut to what the header takes."""
+    """Return the distinct values as text, `cuda:0,cuda:1`, truncated to the limit of the header."""
     distinct: Sequence[str] = sorted(set(values))
     return ",".join(distinct)[:128]

@@ -1,4 +1,4 @@
-"""What the broker does with a worker's message: who may join, whose answers count, who has to go."""
+"""Process the messages of workers: join, check and forward replies, exclude, drain, and detect lost workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import zmq
 
-from teacher_server.broker.checks import check_answer
+from teacher_server.broker.checks import check_worker_reply
 from teacher_server.broker.metrics import BrokerMetrics
 from teacher_server.broker.outbox import Outbox
 from teacher_server.broker.request_queue import Job, RequestQueue
@@ -28,13 +28,13 @@ from teacher_server.wire.worker_protocol import (
 
 log = logging.getLogger(__name__)
 
-_MAX_NOTES, _MAX_WORDS = 1000, 1000  # a worker's own words may be in them
-Process = tuple[str, str, int, bytes]  # name, host, pid (the same in every container), nonce
+_MAX_ENTRIES, _MAX_CHARS = 1000, 1000  # limits, because a worker chooses names and texts
+Process = tuple[str, str, int, bytes]  # name, host, pid (may repeat in another container), nonce
 T = TypeVar("T")
 
 
 class WorkerEvent(NamedTuple):
-    """What the supervisor learns. `text` says why, for refused and excluded."""
+    """Event for the supervisor. `text` is the reason of `refused` and `excluded`."""
 
     kind: Literal["ready", "refused", "excluded", "dismissed", "drained"]
     name: str
@@ -42,127 +42,140 @@ class WorkerEvent(NamedTuple):
 
 
 class WorkerRegistry:
-    """All workers of one broker."""
+    """Workers of one broker."""
 
     def __init__(
-        self, ledger: RequestQueue, teachers: Teachers, board: StatusBoard, post: Outbox, metrics: BrokerMetrics | None
+        self,
+        request_queue: RequestQueue,
+        teachers: Teachers,
+        board: StatusBoard,
+        outbox: Outbox,
+        metrics: BrokerMetrics | None,
     ) -> None:
         self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
-        self._ledger, self._teachers, self._board, self._post, self._metrics = ledger, teachers, board, post, metrics
-        self._banned: dict[Process, str] = {}  # what it did
-        self._leaving: dict[Process, str] = {}  # by name; a new connection must not undo a drain
+        self._queue, self._teachers, self._board = request_queue, teachers, board
+        self._outbox, self._metrics = outbox, metrics
+        self._banned: dict[Process, str] = {}  # process -> why it was excluded
+        self._leaving: dict[Process, str] = {}  # process -> name; a new connection must not undo a drain
 
     def on_message(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[zmq.Frame], *, own: bool) -> None:
-        """`own`: it came over the private socket of the workers that this server starts."""
+        """Process one message. `own`: it came over the private socket of the local workers."""
         try:
             if not frames:
                 raise ProtocolError("empty message")
             message = from_worker.decode(frames[0].buffer)
         except ProtocolError as error:
-            if identity in self._ledger.workers:
+            if identity in self._queue.workers:
                 self._exclude(identity, f"it sent an unreadable message: {error}")
             else:
-                log.error("dropped a message from the stranger %s: %s", identity.hex(), error)
+                log.error("dropped a message from the unknown worker %s: %s", identity.hex(), error)
             return
         if isinstance(message, WorkerHello):
-            self._welcome(socket, identity, message, own=own)
+            self._on_hello(socket, identity, message, own=own)
         else:
             self._on_result(identity, message, frames[1:])
 
-    # Who is there
+    # Registration
 
-    def _welcome(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, own: bool) -> None:
-        if identity not in self._ledger.workers:
-            self._post.learn(identity, socket)
-            why = self._reason_against(identity, hello, own=own)[:_MAX_WORDS]
-            if why:
-                log.error("worker %s of %s may not join: %s", hello.name, hello.host, why)
-                self._post.to_worker(identity, Dismiss(why=why))
-                self._post.unlearn(identity)
-                if own:  # the supervisor is not to stop the server for a guest
-                    self.events.put(WorkerEvent("refused", hello.name, why))
+    def _on_hello(self, socket: zmq.Socket[bytes], identity: bytes, hello: WorkerHello, *, own: bool) -> None:
+        if identity not in self._queue.workers:
+            self._outbox.add_worker(identity, socket)
+            reason = self._refusal(identity, hello, own=own)[:_MAX_CHARS]
+            if reason:
+                log.error("worker %s of %s cannot join: %s", hello.name, hello.host, reason)
+                self._outbox.to_worker(identity, Dismiss(why=reason))
+                self._outbox.remove_worker(identity)
+                if own:  # the supervisor stops the server for a local worker only
+                    self.events.put(WorkerEvent("refused", hello.name, reason))
                 return
         hello.leaving = hello.leaving or _process(hello) in self._leaving
-        if self._ledger.hello(identity, hello, time.monotonic()):
+        if self._queue.heartbeat(identity, hello, time.monotonic()):
             log.info("worker %s joined: %s on %s, %s", hello.name, hello.engine, hello.host, hello.device)
             self.events.put(WorkerEvent("ready", hello.name, ""))
 
-    def _reason_against(self, identity: bytes, hello: WorkerHello, *, own: bool) -> str:
+    def _refusal(self, identity: bytes, hello: WorkerHello, *, own: bool) -> str:
         process = _process(hello)
         if not own and LOCAL_WORKER_NAME.fullmatch(hello.name):
-            return f"the server names its own workers so: {hello.name}"
+            return f"the name {hello.name} is reserved for local workers of the server"
         if process in self._banned:
             return self._banned[process]
-        for other, worker in list(self._ledger.workers.items()):
+        for other, worker in list(self._queue.workers.items()):
             if _process(worker.hello) == process:
-                # A broken connection: it starts anew under another identity, and does not have its old work any more.
-                self.lose(other, "it connected again", blame=False)
+                # After a broken connection a worker uses another identity, and has dropped its requests.
+                self.mark_lost(other, "it reconnected", blame=False)
             elif worker.hello.name == hello.name:
-                return f"another worker is called {hello.name}, on {worker.hello.host}"
+                return f"the name {hello.name} is used by another worker, on {worker.hello.host}"
         return self._teachers.refusal(hello)
 
-    def lose_named(self, name: str, why: str) -> None:
-        for identity in [key for key, worker in self._ledger.workers.items() if worker.hello.name == name]:
-            self.lose(identity, why)
+    def mark_lost_by_name(self, name: str, reason: str) -> None:
+        for identity in [key for key, worker in self._queue.workers.items() if worker.hello.name == name]:
+            self.mark_lost(identity, reason)
 
-    def lose(self, identity: bytes, why: str, *, blame: bool = True) -> None:
-        """What it had goes elsewhere; a request that too many workers were lost with is given up."""
-        worker = self._ledger.workers[identity]
-        log.warning("lost %s (%s); %d requests go elsewhere", worker.hello.name, why, len(worker.outstanding))
+    def mark_lost(self, identity: bytes, reason: str, *, blame: bool = True) -> None:
+        """Remove a worker and requeue its requests. Requests without attempts left are refused."""
+        worker = self._queue.workers[identity]
+        log.warning("lost worker %s (%s); %d requests requeued", worker.hello.name, reason, len(worker.outstanding))
         self._board.n_lost_workers += 1
         if self._metrics is not None:
             self._metrics.lost_worker()
-        self._post.unlearn(identity)
-        n_retried = self._ledger.n_retried
-        given_up = self._ledger.lose(identity, blame=blame)
-        self._count_retried(self._ledger.n_retried - n_retried)
+        self._outbox.remove_worker(identity)
+        n_retried = self._queue.n_retried
+        given_up = self._queue.remove_worker(identity, blame=blame)
+        self._count_retried(self._queue.n_retried - n_retried)
         for job in given_up:
-            text = f"{job.attempts} workers were lost while they held this request; the last one: {why}"
-            self._post.refuse_job(job, "worker_lost", text)
+            text = f"{job.attempts} workers were lost during this request, the last one because: {reason}"
+            self._outbox.refuse_job(job, "worker_lost", text)
 
     def _count_retried(self, n: int) -> None:
         if self._metrics is not None and n:
             self._metrics.retried(n)
 
-    def let_leave(self, name: str) -> int:
-        """Give a worker nothing new; how many requests it still has. Raises LookupError if there never was one."""
-        workers = [worker for worker in self._ledger.workers.values() if worker.hello.name == name]
+    def drain(self, name: str) -> int:
+        """Assign no new requests to a worker.
+
+        Returns:
+            The number of its unfinished requests.
+
+        Raises:
+            LookupError: if no worker has, or had, this name.
+        """
+        workers = [worker for worker in self._queue.workers.values() if worker.hello.name == name]
         if not workers and name not in self._leaving.values():
-            raise LookupError(f"no worker {name!r} here; `status` lists them")
+            raise LookupError(f"no worker {name!r} on this server; `status` lists the workers")
         for worker in workers:
             worker.leaving = True
-            _remember(self._leaving, _process(worker.hello), name)
+            _store(self._leaving, _process(worker.hello), name)
         return sum(len(worker.outstanding) for worker in workers)
 
-    def dismiss_leavers(self) -> None:
-        """Send home who wants to leave and has nothing left."""
-        for identity in self._ledger.leavers():
-            name = self._ledger.workers[identity].hello.name
-            log.info("worker %s leaves", name)
-            self._post.to_worker(identity, Dismiss())
-            self._post.unlearn(identity)
-            self._ledger.lose(identity)
+    def dismiss_drained(self) -> None:
+        """Dismiss the workers that are leaving and have no unfinished requests."""
+        for identity in self._queue.drained_workers():
+            name = self._queue.workers[identity].hello.name
+            log.info("dismissed worker %s", name)
+            self._outbox.to_worker(identity, Dismiss())
+            self._outbox.remove_worker(identity)
+            self._queue.remove_worker(identity)
             self.events.put(WorkerEvent("dismissed", name, ""))
 
-    def _exclude(self, identity: bytes, why: str) -> None:
-        hello, why = self._ledger.workers[identity].hello, why[:_MAX_WORDS]
-        log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, why)
-        _remember(self._banned, _process(hello), why)
-        _remember(self._board.excluded, hello.name, why)
+    def _exclude(self, identity: bytes, reason: str) -> None:
+        hello, reason = self._queue.workers[identity].hello, reason[:_MAX_CHARS]
+        log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, reason)
+        _store(self._banned, _process(hello), reason)
+        _store(self._board.excluded, hello.name, reason)
         if self._metrics is not None:
             self._metrics.excluded()
-        self._post.to_worker(identity, Dismiss(why=why))
-        self.events.put(WorkerEvent("excluded", hello.name, why))
-        self.lose(identity, f"excluded: {why}")
+        self._outbox.to_worker(identity, Dismiss(why=reason))
+        self.events.put(WorkerEvent("excluded", hello.name, reason))
+        self.mark_lost(identity, f"excluded: {reason}")
 
-    # What it did
+    # Results
 
     def _on_result(self, identity: bytes, message: Part | Done, frames: list[zmq.Frame]) -> None:
-        worker, job = self._ledger.workers.get(identity), self._ledger.find(message.job_id)
+        worker, job = self._queue.workers.get(identity), self._queue.find(message.job_id)
         if worker is None:
-            return  # thought lost, and its work is with others; it joins again with its next hello
+            return  # marked lost, and its requests are requeued; its next hello registers it again
         final = isinstance(message, Done)
-        # Nobody waits, or someone else is at it: only a whole answer is of use then.
+        # The job was dropped, or is assigned to another worker. Only a complete reply is useful then.
         if job is None or (job.worker != identity and job.is_stream):
             worker.release(message.job_id)
             return
@@ -171,49 +184,49 @@ class WorkerRegistry:
                 raise ProtocolError("a result without a reply")
             reply = replies.decode(frames[0].buffer)
             if isinstance(reply, RowsReply) and job.is_stream and reply.stream_id != job.stream_id:
-                return  # the rest of an earlier attempt, which this worker had lost without knowing
-            answer = check_answer(job, worker.hello, reply, [frame.buffer for frame in frames[1:]], final=final)
+                return  # from an earlier attempt: the worker has not noticed that it was marked lost
+            checked = check_worker_reply(job, worker.hello, reply, [frame.buffer for frame in frames[1:]], final=final)
         except ProtocolError as error:
             self._exclude(identity, str(error))
             return
-        if isinstance(answer, ErrorReply):
-            self._on_error(identity, job, answer, frames)
+        if isinstance(checked, ErrorReply):
+            self._on_error(identity, job, checked, frames)
             return
         if final:
-            if job.worker not in (None, identity):  # it was given to another one in the meantime
-                self._post.to_worker(job.worker, JobCancel(job_id=job.job_id))
-            self._ledger.complete(identity, job.job_id)
-            self._ledger.answered(identity, job, answer.queue_s, answer.compute_s)
+            if job.worker not in (None, identity):  # the job was assigned to another worker in the meantime
+                self._outbox.to_worker(job.worker, JobCancel(job_id=job.job_id))
+            self._queue.complete(identity, job.job_id)
+            self._queue.record_completed(identity, job, checked.queue_s, checked.compute_s)
             self._board.n_answered += 1
             if self._metrics is not None:
-                self._metrics.answered(job.teacher, answer.signal, _n_scored(job), answer.queue_s, answer.compute_s)
-        self._post.to_client(job.client, frames)
+                self._metrics.completed(job.teacher, checked.signal, _n_scored(job), checked.queue_s, checked.compute_s)
+        self._outbox.to_client(job.client, frames)
 
     def _on_error(self, identity: bytes, job: Job, error: ErrorReply, frames: list[zmq.Frame]) -> None:
-        worker = self._ledger.workers[identity]
+        worker = self._queue.workers[identity]
         if job.worker != identity:
             worker.release(job.job_id)
             return
-        if error.code == "engine" and self._ledger.retry(job, failed_on=worker.hello.name):
+        if error.code == "engine" and self._queue.retry(job, failed_on=worker.hello.name):
             self._count_retried(1)
-            log.warning("%s could not score a request (%s); another one tries", worker.hello.name, error.text)
+            log.warning("worker %s failed on a request (%s); another worker retries", worker.hello.name, error.text)
             return
-        self._ledger.complete(identity, job.job_id)
+        self._queue.complete(identity, job.job_id)
         self._board.n_errors[error.code] += 1
         if self._metrics is not None:
             self._metrics.refused(error.code)
-        self._post.to_client(job.client, frames)
+        self._outbox.to_client(job.client, frames)
 
 
 def _process(hello: WorkerHello) -> Process:
     return hello.name, hello.host, hello.pid, hello.nonce
 
 
-def _remember(notes: dict[T, str], key: T, text: str) -> None:
-    """The newest thousand."""
-    notes[key] = text
-    if len(notes) > _MAX_NOTES:
-        del notes[next(iter(notes))]
+def _store(entries: dict[T, str], key: T, text: str) -> None:
+    """Add an entry, and drop the oldest one above the limit."""
+    entries[key] = text
+    if len(entries) > _MAX_ENTRIES:
+        del entries[next(iter(entries))]
 
 
 def _n_scored(job: Job) -> int:

@@ -1,4 +1,4 @@
-"""Fixtures of the service tests: two tiny models and one server that outlives a test file."""
+"""Fixtures of the service tests: two tiny models, and one server per test file for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.service.harness import ServerProcess, save_model
 
 TINY_VOCAB = 300
-WIDE_VOCAB = 32003  # odd, and past uint16 / 2: ids must survive the planes and no padding may creep in
+WIDE_VOCAB = 32003  # odd, and above 2^15: detects errors in the id planes and padding of the vocabulary
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the service tests share: tiny models, random rollouts, and a real server process."""
+"""Helpers of the service tests: tiny models, random rollouts, and a real server process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_TIMEOUT_S = 90.0  # importing torch and transformers on a busy machine; 5 
 
 
 def save_model(folder: Path, vocab_size: int, seed: int = 0) -> Path:
-    """A random Qwen3 with a few thousand parameters besides its embeddings; weights large enough for peaked rows."""
+    """Save a random Qwen3 with a few thousand parameters plus embeddings. Large weights make the rows peaked."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -44,7 +44,7 @@ def save_model(folder: Path, vocab_size: int, seed: int = 0) -> Path:
 
 
 def random_rollouts(n: int, n_vocab: int, seed: int = 0, response: tuple[int, int] = (1, 40)) -> list[Rollout]:
-    """`n` rollouts of random tokens; prompts of 1 to 30 tokens, responses of `response` (both ends included)."""
+    """Return `n` rollouts of random tokens: prompts of 1 to 30 tokens, responses of `response` (inclusive range)."""
     rng = np.random.default_rng(seed)
     rollouts = []
     for i in range(n):
@@ -64,7 +64,7 @@ def random_rollouts(n: int, n_vocab: int, seed: int = 0, response: tuple[int, in
 
 
 def connect(port: int, **settings: Any) -> ZmqTeacher:
-    """A client with settings for tests; any may be overridden."""
+    """Connect a client with settings for tests. Any setting can be overridden."""
     defaults: dict[str, Any] = {
         "k": 8,
         "temperature": 1.0,
@@ -78,25 +78,25 @@ def connect(port: int, **settings: Any) -> ZmqTeacher:
 
 
 def trivial_model(folder: Path, vocab_size: int = 1000) -> Path:
-    """A model folder for `--engine trivial`, which starts in half a second because it has no weights."""
+    """Make a model folder for `--engine trivial`, which needs no weights and starts in half a second."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, "vocab_size": vocab_size}))
     return folder
 
 
 def command(*words: str) -> list[str]:
-    """`python -m teacher_server WORDS`"""
+    """Return the command line `python -m teacher_server WORDS`."""
     return [sys.executable, "-m", "teacher_server", *words]
 
 
 def server_command(model: Path | None, *options: str) -> list[str]:
-    """Without a model the options have to name teachers."""
+    """Return the command line of a server on CPU. Without a model, the options must name the teachers."""
     models = () if model is None else ("--model", str(model))
     return command(*models, "--device", "cpu", *options)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that nobody reaped yet does not."""
+    """Return whether a process runs. A zombie does not count."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -105,7 +105,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until(condition: Any, timeout_s: float, what: str) -> None:
-    """Poll `condition` until it holds; fails the test after `timeout_s`."""
+    """Poll `condition` until it is true. Fails the test after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
@@ -113,7 +113,7 @@ def wait_until(condition: Any, timeout_s: float, what: str) -> None:
 
 
 class ServerProcess:
-    """`python -m teacher_server` as a context: started and ready on entry, dead on exit with all its workers."""
+    """`python -m teacher_server` as a context manager: ready on entry, and ended with all its workers on exit."""
 
     def __init__(
         self, model: Path | None, folder: Path, *, port: int = 0, n_workers: int = 1, options: Sequence[str] = ()
@@ -124,15 +124,15 @@ class ServerProcess:
         self._command = server_command(model, *flags)
         self.port = port
         self.worker_pids: list[int] = []
-        self.ready: dict[str, Any] = {}  # what the ready file said
+        self.ready: dict[str, Any] = {}  # content of the ready file
 
     def __enter__(self) -> ServerProcess:
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=log)
         try:
-            ended = self.process.poll
-            wait_until(lambda: self._ready_file.exists() or ended() is not None, START_TIMEOUT_S, "server start")
-            assert self.process.poll() is None, f"the server ended:\n{self.log_text()}"
+            exited = self.process.poll
+            wait_until(lambda: self._ready_file.exists() or exited() is not None, START_TIMEOUT_S, "server start")
+            assert self.process.poll() is None, f"the server exited:\n{self.log_text()}"
         except BaseException:
             self.kill()
             raise
@@ -142,16 +142,16 @@ class ServerProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self.process.poll() is None:
-            self.process.terminate()  # as a user would; it leaves no temporary folder behind
+            self.process.terminate()  # as a user does, so that the server removes its temporary folder
             self.process.wait(timeout=10)
         self.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in self.worker_pids), 5.0, "the workers' end")
+        wait_until(lambda: not any(is_alive(pid) for pid in self.worker_pids), 5.0, "exit of the workers")
 
     def log_text(self) -> str:
         return self._log.read_text()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would be; the kernel then kills the workers."""
+        """Send SIGKILL, as in a crash. The kernel then kills the workers."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(timeout=5)
         if self.process.stdout is not None:

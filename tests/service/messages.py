@@ -1,4 +1,4 @@
-"""Valid messages for tests, any field of which may be overridden."""
+"""Make valid messages for tests. Any field can be overridden."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_hello(**changes: Any) -> WorkerHello:
 
 
 def make_tokens(n: int = 40, seed: int = 0) -> np.ndarray:
-    """[n] int32"""
+    """Return [n] int32 random token ids."""
     return np.random.default_rng(seed).integers(0, V, n).astype(np.int32)
 
 
@@ -61,9 +61,9 @@ def make_request(tokens: np.ndarray | None = None, **changes: Any) -> ScoreReque
 
 
 def make_scores(n_rows: int, k: int, *, max_id: int = V - 1, mass: bool = False, seed: int = 0) -> TopKScores:
-    """Random scores whose rows are distributions: distinct ids, descending, listed mass + tail = 1."""
+    """Return random scores whose rows are distributions: distinct ids, descending, listed mass + tail = 1."""
     rng = np.random.default_rng(seed)
-    # Distinct in a row: a random start, then steps that stay below the largest id.
+    # Ids of a row are distinct: a random start, then equal steps that stay below the largest id.
     step = max(1, (max_id + 1) // k)
     ids = (rng.integers(0, step, (n_rows, 1)) + np.arange(k) * step).astype(np.int32)
     logits = -np.sort(rng.exponential(4.0, (n_rows, k + 1)), axis=1)
@@ -80,7 +80,7 @@ def make_scores(n_rows: int, k: int, *, max_id: int = V - 1, mass: bool = False,
 def make_reply(
     request: ScoreRequest, tokens: np.ndarray, scores: TopKScores | None = None, **changes: Any
 ) -> tuple[ScoreReply, list[memoryview]]:
-    """(header, frames) of a good answer to a `topk` request by the worker of `make_hello`."""
+    """Return (header, frames) of a valid reply to a `topk` request from the worker of `make_hello`."""
     if scores is None:
         scores = make_scores(request.n_response, request.k, mass=request.mass > 0)
     fields: dict[str, Any] = {

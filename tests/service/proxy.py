@@ -1,4 +1,4 @@
-"""A TCP proxy that can be a bad network: forward, hold everything back, or cut."""
+"""A TCP proxy that simulates a bad network: forward, hold all data, or reset connections."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Proxy:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def hold(self) -> None:
-        """From now on nothing passes and nothing is refused: a black hole."""
+        """Stop forwarding without closing connections, as a black-holed network does."""
         self._loop.call_soon_threadsafe(self._open.clear)
 
     def release(self) -> None:
-        """Undo `hold`; what was held back passes."""
+        """Undo `hold`, and forward the held data."""
         self._loop.call_soon_threadsafe(self._open.set)
 
     def cut(self) -> None:
-        """Reset every connection; new ones are accepted."""
+        """Reset every connection. New connections are accepted."""
         self._loop.call_soon_threadsafe(self._abort)
 
     def close(self) -> None:
@@ -55,16 +55,16 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
-            there = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:  # the server is being restarted: the peer sees a closed connection and tries again
+            target = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:  # the server restarts: the peer sees a closed connection and reconnects
             writer.close()
             self._writers.discard(writer)
             return
-        self._writers.add(there[1])
-        await asyncio.gather(self._pump(reader, there[1]), self._pump(there[0], writer))
+        self._writers.add(target[1])
+        await asyncio.gather(self._pump(reader, target[1]), self._pump(target[0], writer))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):  # cut: the other direction ends by itself
+        with contextlib.suppress(ConnectionError):  # after a reset the other direction ends by itself
             while data := await reader.read(_CHUNK_BYTES):
                 await self._open.wait()
                 writer.write(data)

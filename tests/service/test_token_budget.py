@@ -1,4 +1,4 @@
-"""Which requests share a forward pass."""
+"""Selection of the requests that share a forward pass."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import numpy as np
 from teacher_server.engines.base import TokenSequence
 from teacher_server.wire.worker_protocol import Assignment
 from teacher_server.worker.token_budget import WorkItem, take_batch
-from tests.service.test_ledger import request
+from tests.service.test_request_queue import request
 
 JOB = Assignment(job_id=bytes(16), stream_id=bytes(16), waited_s=0.0, remaining_s=10.0)
 
 
 def item(n_tokens: int, temperature: float = 1.0) -> WorkItem:
-    asked = request(n_tokens)
-    asked.temperature = temperature
-    return WorkItem(JOB, asked, TokenSequence(np.zeros(n_tokens, np.int32), 1), b"", 0.0, 0.0, 10.0)
+    header = request(n_tokens)
+    header.temperature = temperature
+    return WorkItem(JOB, header, TokenSequence(np.zeros(n_tokens, np.int32), 1), b"", 0.0, 0.0, 10.0)
 
 
-def test_padding_counts_and_nothing_is_lost() -> None:
-    """Would break if a batch could exceed its memory, or an item fell between two batches."""
+def test_padding_counts_and_no_request_is_lost() -> None:
+    """Fails if the padded tokens of a batch exceed the budget, or a request is in no batch."""
     rng = np.random.default_rng(0)
     waiting = [item(int(n)) for n in rng.integers(2, 300, 200)]
     everything, seen = list(waiting), []
     while waiting:
         oldest = waiting[0]
         batch = take_batch(waiting, 1000)
-        assert batch[0] is oldest, "none may starve"
+        assert batch[0] is oldest, "the oldest request must be in the batch"
         assert len(batch) * max(one.request.total_length for one in batch) <= 1000
         seen += batch
     assert sorted(map(id, seen)) == sorted(map(id, everything))
 
 
 def test_a_sequence_over_budget_goes_alone() -> None:
-    """Would break if a long sequence never ran, or took others with it out of memory."""
+    """Fails if a sequence over the budget never runs, or shares its batch."""
     waiting = [item(2000), item(5)]
     assert [one.request.total_length for one in take_batch(waiting, 1000)] == [2000]
 
 
 def test_parameters_are_not_mixed() -> None:
-    """Would break if a request were scored at its neighbour's temperature."""
+    """Fails if a request is scored with the temperature of another one."""
     waiting = [item(10, 1.0), item(10, 0.5), item(10, 1.0)]
     assert [one.request.temperature for one in take_batch(waiting, 1000)] == [1.0, 1.0]
     assert [one.request.temperature for one in waiting] == [0.5]

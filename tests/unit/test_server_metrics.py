@@ -1,4 +1,4 @@
-"""The Prometheus endpoint: what a scrape reads, over real HTTP."""
+"""The Prometheus endpoint, scraped over real HTTP."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.unit.test_server_log import make_status
 
 
 class Snapshots:
-    """What the endpoint sees of the broker."""
+    """The part of the broker that the endpoint reads."""
 
     def snapshot(self) -> ServerStatus:
         return make_status()
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    """{(name, label values sorted by label...): value}"""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
+    """Return {(name, label values sorted by label...): value}."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        families = text_string_to_metric_families(response.read().decode())
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in families
@@ -34,12 +34,12 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
 
 
 def test_a_scrape_reads_counts_times_and_gauges() -> None:
-    """Would break if a dashboard showed nothing, or a worker's numbers under another one's name."""
+    """Fails if a metric is missing, or has the labels of another worker or teacher."""
     registry = CollectorRegistry()
     metrics = BrokerMetrics(registry)
     for _ in range(3):
-        metrics.answered("math", "topk", 100, 0.02, 2.0)
-    metrics.answered("math", "head", 0, 0.5, 0.0)
+        metrics.completed("math", "topk", 100, 0.02, 2.0)
+    metrics.completed("math", "head", 0, 0.5, 0.0)
     metrics.refused("busy")
     metrics.retried(2)
     metrics.lost_worker()
@@ -64,7 +64,7 @@ def test_a_scrape_reads_counts_times_and_gauges() -> None:
 
 
 def test_the_port_is_free_again_after_stop_and_taken_is_an_error() -> None:
-    """Would break if a restarted server lost its metrics, or one without them started in silence."""
+    """Fails if the port stays bound after `stop`, or a taken port is not an error."""
     registry = CollectorRegistry()
     server = serve_metrics("127.0.0.1", 0, Snapshots(), registry)
     with pytest.raises(ServerError, match="--metrics-port"):
