@@ -22,8 +22,9 @@ from prometheus_client import CollectorRegistry
 from teacher_server.broker.broker import Broker
 from teacher_server.broker.metrics import BrokerMetrics, serve_metrics
 from teacher_server.cli.supervisor import Supervisor, WorkerCommand
-from teacher_server.config.options import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, add_flags
-from teacher_server.config.settings import ServerSettings, TeacherSettings, read_settings
+from teacher_server.config.options import add_flags
+from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
+from teacher_server.config.settings import read_settings
 from teacher_server.errors import ServerError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_server_keys

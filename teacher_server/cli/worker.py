@@ -14,7 +14,8 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from teacher_server.config.options import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS, add_flags, given_flags
+from teacher_server.config.options import add_flags, given_flags
+from teacher_server.config.schema import COMPUTE_TIMEOUT_S, KEYS, LOG_FORMAT, TEACHER_OPTIONS
 from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoint
 from teacher_server.errors import SettingsError
 from teacher_server.log import log_to_stderr

@@ -1,1 +1,1 @@
-"""The server's settings: one table of options, read from flags and YAML."""
+"""The server's settings, declared once, read from flags and YAML, and checked."""

@@ -1,8 +1,8 @@
-"""Command line and YAML file -> what the server runs: checked, complete, frozen.
+"""Read the server's settings from the command line and a YAML file, and check them against each other.
 
     flag  >  teachers.NAME.key of the file  >  key of the file  >  default
 
-Nothing here looks at GPUs or model folders; `gpus.py` and `model_folder.py` do.
+`teacher_server.worker.gpus` and `.model_folder` check GPUs and model folders.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import ipaddress
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from teacher_server.config.options import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, file_values, given_flags
+from teacher_server.config.options import file_values, given_flags
+from teacher_server.config.schema import N_WORKERS, SERVER_OPTIONS, TEACHER_OPTIONS, ServerSettings, TeacherSettings
 from teacher_server.errors import SettingsError
-from teacher_server.log import LogFormat
 
 ONLY_TEACHER = "default"  # its name where --model or `model:` gives no other
 _OWN_OPTIONS = (*TEACHER_OPTIONS, N_WORKERS)
@@ -28,48 +27,8 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherSettings:
-    """One teacher: a model and how its workers run it. See `options.TEACHER_OPTIONS`."""
-
-    name: str
-    model: str  # folder; empty: all its workers join from elsewhere
-    engine: str
-    device: str
-    dtype: str
-    gpus: tuple[str, ...] | None
-    tensor_parallel_size: int
-    n_workers: int | None
-    threads: int
-    max_tokens: int
-    max_batch_tokens: int
-    gpu_memory_utilization: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """The whole server. See `options.SERVER_OPTIONS`."""
-
-    teachers: tuple[TeacherSettings, ...]
-    gpus: tuple[str, ...] | None  # to be dealt among the teachers
-    host: str
-    address: str  # IPv4 of `host`
-    port: int
-    worker_port: int | None
-    keys: str | None
-    insecure: bool
-    max_queue_mib: int
-    worker_timeout_s: float
-    compute_timeout_s: float
-    metrics_port: int | None
-    metrics_host: str
-    log_format: LogFormat
-    ready_file: Path | None
-    share_gpus: bool
-
-
 def read_settings(args: argparse.Namespace) -> ServerSettings:
-    """Raises SettingsError naming the flag or key that is wrong, and the fix."""
+    """Return the complete settings. Raises SettingsError naming the invalid flag or key, and the fix."""
     flags = given_flags(args, (*SERVER_OPTIONS, *_OWN_OPTIONS))
     config = read_yaml(args.config) if args.config is not None else {}
     where = str(args.config)
@@ -80,7 +39,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
     teachers = []
     for name, model in models.items():
         values = defaults | in_file | own.get(name, {}) | flags
-        # The common `gpus` are dealt among the teachers; only the file can give one teacher its own.
+        # The common `gpus` are distributed over the teachers; only the file can give a teacher its own.
         values["gpus"] = None if "gpus" in flags else own.get(name, {}).get("gpus")
         fields = {option.key: values[option.key] for option in _OWN_OPTIONS}
         teachers.append(TeacherSettings(name=name, model=model, **fields))
@@ -95,7 +54,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
 def _teachers(
     args: argparse.Namespace, config: Mapping[Any, Any], where: str
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """({name: model folder}, {name: its own values in the file})"""
+    """Return {name: model folder} and {name: values of the file for this teacher alone}."""
     models: dict[str, str] = {}
     own: dict[str, dict[str, Any]] = {}
     in_file = config.get("teachers") or {}
@@ -127,7 +86,7 @@ def _teachers(
 
 
 def read_yaml(path: str) -> dict[Any, Any]:
-    """The mapping in a YAML file. Raises SettingsError: no file, no YAML, no mapping, or a key that stands twice."""
+    """Return the mapping in a YAML file. Raises SettingsError: not readable, not a mapping, or a duplicate key."""
     try:
         content = yaml.load(Path(path).read_bytes(), _StrictLoader)  # a SafeLoader
     except OSError as error:
@@ -142,21 +101,21 @@ def read_yaml(path: str) -> dict[Any, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML takes the last of two equal keys, so that a teacher named twice would vanish silently."""
+    """Refuse duplicate keys: YAML would use the last one and drop a teacher that is named twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} stands twice", problem_mark=node.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key!r}", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def _check(settings: ServerSettings) -> None:
-    """What no setting can tell alone."""
+    """Check settings against each other. Raises SettingsError."""
     for teacher in settings.teachers:
         if teacher.n_workers == 0 and settings.worker_port is None:
-            raise SettingsError("--n-workers 0: no worker could ever join. Fix: add --worker-port.")
+            raise SettingsError("--n-workers 0: no worker can join. Fix: add --worker-port.")
         if not teacher.model and teacher.n_workers != 0:
             raise SettingsError(f"teacher {teacher.name}: no model. Fix: --teacher {teacher.name}=PATH.")
         if teacher.engine in ("hf", "trivial") and teacher.tensor_parallel_size > 1:
@@ -165,10 +124,10 @@ def _check(settings: ServerSettings) -> None:
                 f"(teacher {teacher.name}): only vllm splits a model. Fix: --engine vllm."
             )
     if settings.insecure and settings.keys:
-        raise SettingsError("--insecure with --keys: with keys nothing is insecure. Fix: drop one of them.")
+        raise SettingsError("--insecure with --keys: they exclude each other. Fix: remove one of them.")
     if not ipaddress.ip_address(settings.address).is_loopback and not settings.keys and not settings.insecure:
         raise SettingsError(
-            f"--host {settings.host}: reachable from other machines, and without keys whoever gets there may use it. "
+            f"--host {settings.host}: reachable from other machines, and without keys any client may use it. "
             "Fix: use 127.0.0.1, or --keys DIR (made by `python -m teacher_server keygen DIR`), or --insecure in a "
             "trusted network."
         )
@@ -186,7 +145,7 @@ def _ipv4(flag: str, host: str) -> str:
 
 
 def tcp_endpoint(flag: str, address: str) -> str:
-    """`tcp://HOST:PORT` of HOST:PORT. Raises SettingsError."""
+    """Return `tcp://HOST:PORT` for HOST:PORT. Raises SettingsError."""
     host, _, port = address.rpartition(":")
     if not _HOST.fullmatch(host) or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise SettingsError(f"{flag} {address}: not HOST:PORT, like 10.0.0.5:15556.")
@@ -194,9 +153,9 @@ def tcp_endpoint(flag: str, address: str) -> str:
 
 
 def check_name(name: object, where: str) -> str:
-    """The name, if it is one. Raises SettingsError."""
+    """Return the name if it is valid. Raises SettingsError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SettingsError(f"{where}: {name!r} is no name. Fix: up to 64 letters, digits and . _ -")
+        raise SettingsError(f"{where}: {name!r} is not a valid name. Fix: up to 64 letters, digits and . _ -")
     return name
 
 

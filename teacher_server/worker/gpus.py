@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from teacher_server.config.settings import ServerSettings, TeacherSettings
+from teacher_server.config.schema import ServerSettings, TeacherSettings
 from teacher_server.errors import SettingsError
 from teacher_server.wire.status import Gpu
 

@@ -1,4 +1,4 @@
-"""Flags and YAML of the teacher server: which wins, and what a wrong one is told."""
+"""Flags and YAML of the teacher server: precedence, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from teacher_server.cli.serve import build_parser
-from teacher_server.config.settings import ServerSettings, read_settings
+from teacher_server.config.schema import ServerSettings
+from teacher_server.config.settings import read_settings
 from teacher_server.errors import SettingsError
 
 
@@ -16,14 +17,14 @@ def settings_of(*words: str) -> ServerSettings:
 
 
 def in_file(folder: Path, text: str) -> tuple[str, str]:
-    """The words that name a YAML file of this text."""
+    """Write a YAML file; return the arguments that name it."""
     file = folder / "teacher.yaml"
     file.write_text(text)
     return "--config", str(file)
 
 
 def test_flag_beats_own_key_beats_key_beats_default(tmp_path: Path) -> None:
-    """Would break if a value that was typed lost against the file, or one teacher's value reached another."""
+    """Fails if the file overrides a flag, or a value of one teacher applies to another."""
     text = "port: 1\nthreads: 3\ndtype: bfloat16\nteachers: {a: {model: /a, threads: 5}, b: {model: /b}}"
     settings = settings_of(*in_file(tmp_path, text), "--port", "2", "--dtype", "float32")
     assert settings.port == 2 and settings.host == "127.0.0.1"
@@ -35,14 +36,14 @@ def test_flag_beats_own_key_beats_key_beats_default(tmp_path: Path) -> None:
 
 
 def test_teachers_of_flags_join_those_of_the_file(tmp_path: Path) -> None:
-    """Would break if --teacher dropped the teachers, or the settings, that the file has."""
+    """Fails if --teacher removes teachers or settings of the file."""
     config = in_file(tmp_path, "teachers: {a: {model: /old, threads: 5}}")
     settings = settings_of(*config, "--teacher", "a=/new", "--teacher", "b=/b")
     assert [(t.name, t.model, t.threads) for t in settings.teachers] == [("a", "/new", 5), ("b", "/b", 1)]
 
 
 def test_a_whole_file_needs_no_flag(tmp_path: Path) -> None:
-    """Would break if some setting could not be written in the file."""
+    """Fails if a setting cannot be written in the file."""
     text = """
 host: 127.0.0.1
 port: 0
@@ -72,7 +73,7 @@ teachers:
         ("model: /m\nports: 5", ("unknown key 'ports'", "port")),
         ("teachers: {a: {model: /a, thread: 5}}", ("teachers.a", "unknown key 'thread'", "threads")),
         ("teachers: {a: {model: /a, port: 5}}", ("teachers.a", "unknown key 'port'")),
-        ("teachers: {a: {model: /a}, a: {model: /b}}", ("'a' stands twice",)),
+        ("teachers: {a: {model: /a}, a: {model: /b}}", ("duplicate key 'a'",)),
         ("model: /m\nport: 70000", ("port", "70000", "65535")),
         ("model: /m\nport: true", ("port", "True")),
         ("model: /m\nport: 1.5", ("port", "1.5")),
@@ -92,8 +93,8 @@ teachers:
         ("model: [", ("not YAML",)),
     ],
 )
-def test_a_wrong_file_is_told_by_key(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
-    """Would break if a typo in the file were ignored, or ended in a traceback."""
+def test_an_invalid_file_is_refused_by_key(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    """Fails if a typo in the file is ignored, or ends in a traceback."""
     with pytest.raises(SettingsError) as caught:
         settings_of(*in_file(tmp_path, text))
     for word in words:
@@ -114,8 +115,8 @@ def test_a_wrong_file_is_told_by_key(tmp_path: Path, text: str, words: tuple[str
         (("--config", "/no/such.yaml"), ("--config /no/such.yaml",)),
     ],
 )
-def test_wrong_flags_are_told_by_name(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
-    """Would break if flags that contradict each other, or open the server by accident, were accepted."""
+def test_invalid_flags_are_refused_by_name(flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+    """Fails if contradicting flags, or flags that open the server unintentionally, are accepted."""
     with pytest.raises(SettingsError) as caught:
         settings_of("--model", "/m", *flags)
     for word in words:
@@ -123,12 +124,12 @@ def test_wrong_flags_are_told_by_name(flags: tuple[str, ...], words: tuple[str, 
 
 
 def test_beyond_loopback_with_keys_or_the_explicit_flag() -> None:
-    """Would break if neither of the two ways to serve other hosts worked."""
+    """Fails if a server with keys, or with --insecure, cannot serve other hosts."""
     assert settings_of("--model", "/m", "--host", "0.0.0.0", "--keys", "k").address == "0.0.0.0"
     assert settings_of("--model", "/m", "--host", "0.0.0.0", "--insecure").address == "0.0.0.0"
 
 
 def test_a_teacher_without_a_folder_is_for_joining_workers() -> None:
-    """Would break if a broker's host needed the model that only the workers' hosts have."""
+    """Fails if the broker's host needs the model that only the workers' hosts have."""
     words = ("--teacher", "a", "--n-workers", "0", "--worker-port", "0")
     assert settings_of(*words).teachers[0].model == ""
