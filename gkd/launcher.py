@@ -90,7 +90,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, plan.derived.n_engines)
     actor_workers = actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE)
     actor = ActorPool(actor_workers, config)
-    rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+    rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
     startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
     # Each rank says where it sits before it builds anything; the table is made while they build.

@@ -1,1 +1,1 @@
-"""The student as sampler: a vLLM engine, its Ray surface, its weight receiver, the pool of engines."""
+"""Rollout generation: vLLM engines, their Ray workers, weight receivers and the pool of engines."""

@@ -1,7 +1,7 @@
-"""One vLLM engine in this process: the student as the sampler of its own training data.
+"""One in-process vLLM engine that samples rollouts from the student.
 
-No ray here; `gkd.rollout.worker` puts one of these into a Ray actor. Tokens in, tokens out: the engine
-never sees text, so student tokens are never re-tokenized.
+No ray here; `gkd.rollout.worker` runs it in a Ray actor. Tokens in, tokens out: the engine never sees text, so student
+tokens are never re-tokenized.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gkd.config.schema import RolloutConfig
 from gkd.errors import ClusterError, DataError
 from gkd.handles import EngineUsage
 from gkd.rollout.engine_start import start_vllm
-from gkd.rollout.residency import PARTS, WEIGHTS, Residency, check_level
 from gkd.rollout.sampling import Request, Sampling, vllm_params
+from gkd.rollout.sleep_state import TAGS, WEIGHTS, SleepState, check_level
 from gkd.rollout.usage import PassMeter
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
@@ -25,19 +25,19 @@ from gkd.weight_sync.transfer import GroupSpec
 
 
 class RolloutEngine:
-    """Generate with continuous batching and streaming completion; take new weights at any time between two steps.
+    """Generate with continuous batching, and receive new weights at any time between two steps.
 
-    It may have several users at a time: each gives it sequences under a name of its own (`owner`), and one `step` moves
-    all of them. Not thread-safe: whoever uses it at a time, `gkd.rollout.engine_loop` decides.
+    Several owners can submit sequences; one `step` advances all of them. Not thread-safe: while a stream is open,
+    `gkd.rollout.engine_loop` serializes the calls.
 
     Args:
         model_path: Hugging Face folder; its weights are version 0 until the first `receive`.
         config: sizes of the engine.
         dtype: "float32" | "bfloat16".
-        max_model_len: longest prompt plus response, tokens.
+        max_model_len: maximum prompt plus response length, tokens.
         device: "cpu" | "cuda".
-        eos_ids: a response ends with (and includes) the first of these.
-        can_sleep: it can give its memory away. On CUDA that takes vLLM's own allocator for weights and KV cache.
+        eos_ids: a response ends with the first of these, inclusive.
+        enable_sleep_mode: allow `sleep`. On CUDA, weights and KV cache then use vLLM's own allocator.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class RolloutEngine:
         device: str,
         eos_ids: Sequence[int],
         trust_remote_code: bool = False,
-        can_sleep: bool = False,
+        enable_sleep_mode: bool = False,
     ) -> None:
         self.policy_version = 0
         self._eos_ids = list(eos_ids)
-        self._serial = 0
+        self._n_requests = 0
         self._running: dict[str, Request] = {}
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
         self._meter = PassMeter(config.max_num_seqs)
@@ -65,21 +65,21 @@ class RolloutEngine:
             max_model_len=max_model_len,
             device=device,
             trust_remote_code=trust_remote_code,
-            can_sleep=can_sleep,
+            enable_sleep_mode=enable_sleep_mode,
         )
-        self._residency = Residency(self._call_workers, can_sleep=can_sleep)
+        self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int] | None = None
     ) -> Iterator[Rollout]:
-        """Yield rollouts as they finish, in any order; `sampling.n` for each prompt. Arguments as of `add`.
+        """Yield `sampling.n` rollouts per prompt in order of completion.
 
         Args:
             prompt_indices: index of each prompt in its batch; None: 0, 1, 2, ...
 
         Raises:
             DataError: a prompt leaves no room for a response.
-            ClusterError: a part of the engine is asleep, or its weights are none.
+            ClusterError: the engine is asleep, or its weights were discarded.
         """
         owner = object()
         n_left = len(prompts) * sampling.n
@@ -87,60 +87,61 @@ class RolloutEngine:
             self.add(owner, prompts, sampling, prompt_indices or range(len(prompts)))
             while n_left:
                 self.step()
-                for rollout in self.take(owner):
+                for rollout in self.pop_finished(owner):
                     n_left -= 1
                     yield rollout
-        finally:  # the caller stopped early, or a step failed: leave nothing running in the engine
-            self.drop(owner)
+        finally:  # the caller stopped early or a step failed: leave no sequence in the engine
+            self.abort(owner)
 
     def add(
         self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> None:
-        """Begin `sampling.n` sequences for each prompt; `step` moves them.
+        """Submit `sampling.n` sequences per prompt; `step` advances them.
 
-        Every sequence has a seed of its own, made from (seed, sample_index), so what it says does not depend on
-        which engine it ran on or, beyond rounding, on what ran beside it.
+        Each sequence has its own seed, derived from (seed, sample_index). Its tokens therefore do not depend on the
+        engine or, up to rounding, on the other sequences in its batches.
 
         Args:
-            prompt_indices: index of each prompt in its batch, which determines sample_index.
+            owner: key of the caller for `pop_finished` and `abort`.
+            prompt_indices: index of each prompt in its batch; sample_index = prompt_index * sampling.n + sample.
 
         Raises:
-            DataError: a prompt leaves no room for a response. Those before it have begun.
-            ClusterError: a part of the engine is asleep, or its weights are none.
+            DataError: a prompt leaves no room for a response. The prompts before it have been submitted.
+            ClusterError: the engine is asleep, or its weights were discarded.
         """
         from vllm.exceptions import VLLMValidationError
 
-        self._residency.require(PARTS, "write")
-        self._residency.require_content("write")
+        self._sleep_state.require_awake(TAGS, "generate")
+        self._sleep_state.require_weights("generate")
         if not self._running:
-            # What an earlier call left there would change the batches of this one, and with them its rounding: a
-            # resumed run would not write what the uninterrupted one wrote. Samples of one prompt still share it.
-            self._forget_prefixes()
+            # Prefixes cached by earlier calls would change the composition of batches and so the rounding: a resumed
+            # run would differ from an uninterrupted one. The samples of a prompt still share its prefix.
+            self._reset_prefix_cache()
         for prompt_index, prompt in zip(prompt_indices, prompts, strict=True):
-            for index in range(prompt_index * sampling.n, (prompt_index + 1) * sampling.n):
-                self._serial += 1
-                request_id = str(self._serial)
-                params = vllm_params(sampling, index, self._eos_ids)
+            for sample_index in range(prompt_index * sampling.n, (prompt_index + 1) * sampling.n):
+                self._n_requests += 1
+                request_id = str(self._n_requests)
+                params = vllm_params(sampling, sample_index, self._eos_ids)
                 tokens = {"prompt_token_ids": prompt.token_ids.tolist()}
                 try:
                     engine_id = self.llm.llm_engine.add_request(request_id, tokens, params)
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
-                self._running[request_id] = Request(owner, prompt, index, engine_id)
+                self._running[request_id] = Request(owner, prompt, sample_index, engine_id)
                 self._meter.added(len(prompt.token_ids))
 
     @property
     def n_running(self) -> int:
-        """Sequences that are not finished, of all owners."""
+        """Number of unfinished sequences of all owners."""
         return len(self._running)
 
     def step(self) -> None:
-        """One forward pass for all that run; what is finished by it waits for its owner's `take`."""
+        """Run one forward pass; finished rollouts are kept for their owner's `pop_finished`."""
         self._meter.time_pass(self._step)
 
     def usage(self) -> EngineUsage:
-        """What it did since it was last asked; from any thread."""
-        return self._meter.taken()
+        """Return and reset the counters since the last call. Thread-safe."""
+        return self._meter.pop_usage()
 
     def _step(self) -> None:
         for output in self.llm.llm_engine.step():
@@ -148,16 +149,16 @@ class RolloutEngine:
                 request = self._running.pop(output.request_id)
                 self._finished[request.owner].append(self._rollout(request, output.outputs[0]))
 
-    def take(self, owner: Hashable) -> list[Rollout]:
-        """What has finished of this owner's since it last asked."""
+    def pop_finished(self, owner: Hashable) -> list[Rollout]:
+        """Return this owner's rollouts that finished since the last call."""
         return self._finished.pop(owner, [])
 
-    def drop(self, owner: Hashable) -> None:
-        """Forget all that this owner has here, finished or not."""
-        mine = [request_id for request_id, request in self._running.items() if request.owner == owner]
-        if mine:
-            self.llm.llm_engine.abort_request(mine)
-        for request_id in mine:
+    def abort(self, owner: Hashable) -> None:
+        """Drop all sequences of this owner, finished or not."""
+        request_ids = [request_id for request_id, request in self._running.items() if request.owner == owner]
+        if request_ids:
+            self.llm.llm_engine.abort_request(request_ids)
+        for request_id in request_ids:
             del self._running[request_id]
         self._finished.pop(owner, None)
         self._meter.dropped(len(self._running))
@@ -165,13 +166,13 @@ class RolloutEngine:
     def _rollout(self, request: Request, completion: Any) -> Rollout:
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
         flat = completion.logprobs
-        # logprobs=0 keeps the sampled token only (it may stand beside the top one): its first entry a position
+        # logprobs=0 returns the sampled token, possibly with the top one; the first entry of a position is the sampled
         sampled = np.asarray([flat.logprobs[start] for start in flat.start_indices], dtype=np.float32)
-        request.written(len(tokens), self.policy_version)
+        request.record_span(len(tokens), self.policy_version)
         self._meter.finished(len(tokens))
         return Rollout(
             prompt_id=request.prompt.prompt_id,
-            sample_index=request.index,
+            sample_index=request.sample_index,
             prompt_ids=np.asarray(request.prompt.token_ids, dtype=np.int32),
             response_ids=tokens,
             rollout_logprobs=sampled,
@@ -180,46 +181,47 @@ class RolloutEngine:
         )
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
-        """Join every sender's weight-sync group with all of this engine's workers; blocks."""
+        """Join the weight-sync group of every sender with all workers of this engine; blocks."""
         self.llm.collective_rpc("gkd_join_groups", args=(specs,))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
-        """Take one weight version (blocks until every sender sent it) and forget what the old one computed.
+        """Load one weight version; blocks until every sender has sent it. Returns the number of bytes received.
 
-        Sequences that are being written go on with the new weights: what they have so far stays, and its cache is
-        computed anew. The KV cache may be asleep.
+        Unfinished sequences keep their tokens and continue with the new weights; their KV cache is recomputed. The KV
+        cache may be asleep.
 
         Raises ClusterError: the weights are asleep.
         """
-        self._residency.require([WEIGHTS], "receive weights")
-        self._land()
+        self._sleep_state.require_awake([WEIGHTS], "receive weights")
+        self._drain_async_passes()
         n_bytes = self.llm.collective_rpc("gkd_receive", args=(plans,))[0]
-        self._residency.written()
+        self._sleep_state.weights_loaded()
         states = self.llm.llm_engine.output_processor.request_states
-        n_forgotten = 0
+        n_recompute = 0
         for request in self._running.values():
-            n_written = states[request.engine_id].detokenizer.num_output_tokens()
-            request.written(n_written, self.policy_version)
-            if n_written:  # what no pass has moved yet has nothing in the cache
-                n_forgotten += len(request.prompt.token_ids) + n_written
-        self._meter.paused(n_forgotten)
-        self._forget_prefixes()
+            n_generated = states[request.engine_id].detokenizer.num_output_tokens()
+            request.record_span(n_generated, self.policy_version)
+            if n_generated:  # sequences that have not started hold no cache
+                n_recompute += len(request.prompt.token_ids) + n_generated
+        self._meter.paused(n_recompute)
+        self._reset_prefix_cache()
         self.policy_version = policy_version
         return int(n_bytes)
 
-    def settle(self) -> None:
-        """Finish all that is under way on the device; before another thread uses the engine, whose work CUDA does not
-        order after this one's.
+    def synchronize(self) -> None:
+        """Wait for all work on the device.
+
+        Required before another thread uses the engine: CUDA does not order the work of two threads.
         """
-        self._land()
-        self.llm.collective_rpc("gkd_settle")
+        self._drain_async_passes()
+        self.llm.collective_rpc("gkd_synchronize")
 
-    def _land(self) -> None:
-        """Finish the passes that vLLM has begun ahead (asynchronous scheduling), and begin no other.
+    def _drain_async_passes(self) -> None:
+        """Complete the passes that vLLM has started ahead (asynchronous scheduling) without starting others.
 
-        Their tokens are the old weights'. Resetting the cache would drop them, but after their draws from the
-        sequences' random generators; and those of a sequence that was preempted for want of memory would come out
-        after it, as the new weights' own.
+        Their tokens belong to the old weights. Resetting the cache instead would discard these tokens after they were
+        drawn from the sequences' random generators, and the tokens of a preempted sequence would be returned later as
+        if the new weights had generated them.
         """
         core = self.llm.llm_engine.engine_core.engine_core
         if not core.batch_queue:
@@ -231,66 +233,64 @@ class RolloutEngine:
         finally:
             core.resume_scheduler()
 
-    def _forget_prefixes(self) -> None:
-        """Empty the cache; sequences that are being written wait until theirs is computed anew."""
+    def _reset_prefix_cache(self) -> None:
+        """Clear the KV cache; running sequences are preempted and recomputed."""
         if not self.llm.reset_prefix_cache(reset_running_requests=bool(self._running)):
-            raise ClusterError("the rollout engine cannot forget its cached prefixes: requests are still running")
+            raise ClusterError("vLLM did not reset the prefix cache of the rollout engine: requests are still running")
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Give memory of the device back; blocks. Harmless when repeated: what is asleep stays as it is, so level 2
-        after level 1 drops nothing more.
+        """Release device memory; blocks. Idempotent: tags that are asleep are not changed, also at another level.
 
         Args:
-            level: 1 = the host keeps the weights | 2 = nobody does (but the model's buffers are kept): after `wake_up`
-                the engine writes only when it has received weights. Nobody ever keeps the KV cache.
-            tags: "weights", "kv_cache"; None = both. The weights of an engine may sleep alone, though it is of no more
-                use then.
+            level: 1 = copy the weights to host memory | 2 = discard the weights (the model's buffers are kept); then
+                the engine generates only after `wake_up` and `receive`. The KV cache is always discarded.
+            tags: "weights", "kv_cache"; None = both.
 
         Raises:
-            ClusterError: sequences are being written, or the engine was built without can_sleep.
+            ClusterError: sequences are unfinished, or the engine was built without enable_sleep_mode.
         """
         check_level(level)
-        parts = self._residency.to_sleep(PARTS if tags is None else tags)
-        if not parts:
+        awake = self._sleep_state.awake_tags(TAGS if tags is None else tags)
+        if not awake:
             return
         if self._running:
             raise ClusterError(
-                f"the rollout engine cannot sleep: {len(self._running)} sequences are being written. "
-                "Fix: let them finish, or drop them"
+                f"the rollout engine cannot sleep: {len(self._running)} sequences are unfinished. "
+                "Fix: wait for them, or abort them"
             )
-        self._land()
-        self._forget_prefixes()
-        self._residency.sleep(parts, level)
+        self._drain_async_passes()
+        self._reset_prefix_cache()
+        self._sleep_state.sleep(awake, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory of the device again; blocks. Harmless when repeated.
+        """Allocate the device memory again; blocks. Idempotent.
 
-        Around a sync: wake_up(["weights"]), `receive`, wake_up(["kv_cache"]). Beside the actor's weights there has to
-        be room for the engine's, and not for its KV cache.
+        For a weight sync: wake_up(["weights"]), `receive`, wake_up(["kv_cache"]). The GPU then holds the weights of
+        actor and engine at the same time, but not the KV cache.
 
         Args:
-            tags: as of `sleep`.
+            tags: as for `sleep`.
         """
-        self._residency.wake_up(PARTS if tags is None else tags)
+        self._sleep_state.wake_up(TAGS if tags is None else tags)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of "weights" (buffers included) and "kv_cache" on the devices of all its workers together."""
-        return self._residency.memory_bytes()
+        """Return bytes of "weights" (including buffers) and "kv_cache" on the devices, summed over the workers."""
+        return self._sleep_state.memory_bytes()
 
     def process_memory(self) -> dict[str, int]:
-        """Bytes, of its workers the largest: `host_rss` of a process, and on CUDA `device_used` by everybody."""
-        answers: list[dict[str, int]] = self._call_workers("gkd_process_memory")
-        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+        """Return bytes, maximum over the workers: `host_rss` and, on CUDA, `device_used` by all processes."""
+        by_worker: list[dict[str, int]] = self._call_workers("gkd_process_memory")
+        return {name: max(held[name] for held in by_worker) for name in by_worker[0]}
 
     def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        answers: list[Any] = self.llm.collective_rpc(method, args=args)
-        return answers
+        results: list[Any] = self.llm.collective_rpc(method, args=args)
+        return results
 
     def digests(self) -> dict[str, str]:
-        """Digest by Hugging Face name of every tensor the engine holds.
+        """Return Hugging Face name -> digest of every tensor of the model.
 
-        Raises ClusterError: the weights are asleep, or none.
+        Raises ClusterError: the weights are asleep or were discarded.
         """
-        self._residency.require([WEIGHTS], "show its weights")
-        self._residency.require_content("show its weights")
+        self._sleep_state.require_awake([WEIGHTS], "compute digests")
+        self._sleep_state.require_weights("compute digests")
         return self.llm.collective_rpc("gkd_digests")[0]

@@ -1,13 +1,13 @@
-"""The loop of one rollout engine while a stream is open: one thread steps it and does all else in between.
+"""Event loop of one rollout engine while a stream is open: a single thread makes all engine calls.
 
-    other threads: admit, call, generate, close         the loop's thread: run
-        -> what is to be done, in order of arrival  ->  do it
-        -> the backlog: prompts of the stream       ->  begin the next ones, if there is room
-                                                        one step; hand out what has finished; again
+    other threads: admit, call, generate, close         loop thread: run
+        -> queue of calls, first in, first out      ->  execute them
+        -> backlog: prompts of the stream           ->  submit the next ones if there is room
+                                                        one step; return what finished; repeat
 
-No engine call is ever made by two threads at a time, whatever is asked must wait for one step and not for a sequence,
-and while nothing is being written the thread sleeps. The backlog is here and not in the engine, which answers first
-come, first served: so a `generate` beside the stream waits for room and not for the backlog. No ray and no vLLM here.
+A call waits for at most one step, not for a sequence to finish. The thread sleeps while the engine has no work. The
+backlog is kept here because the engine's own queue is first come, first served: a `generate` call concurrent with the
+stream waits for a free slot, but not for the backlog. No ray and no vLLM here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ log = get_logger("engine_loop")
 T = TypeVar("T")
 
 
-class Steppable(Protocol):
-    """What the loop needs of `gkd.rollout.engine.RolloutEngine`."""
+class SteppableEngine(Protocol):
+    """The part of `gkd.rollout.engine.RolloutEngine` that the loop uses."""
 
     @property
     def n_running(self) -> int: ...
@@ -38,52 +38,53 @@ class Steppable(Protocol):
         self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> None: ...
     def step(self) -> None: ...
-    def take(self, owner: Hashable) -> list[Rollout]: ...
-    def drop(self, owner: Hashable) -> None: ...
-    def settle(self) -> None: ...
+    def pop_finished(self, owner: Hashable) -> list[Rollout]: ...
+    def abort(self, owner: Hashable) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
-    what: Callable[[], Any]
-    vital: bool  # the stream cannot go on if it fails
+class _Call:
+    function: Callable[[], Any]
+    fatal: bool  # an error ends the stream
     result: Future[Any] = field(default_factory=Future)
 
 
 class EngineLoop:
-    """One stream of one engine. Everything but `run` may be called from any thread.
+    """One stream on one engine. All methods except `run` are thread-safe.
 
     Args:
-        engine: nobody else uses it from `run`'s first step until `close` has returned.
-        sampling: of the stream's own prompts.
-        max_running: the stream begins no prompt while the engine has this many sequences, at least 1, whoever's they
-            are. A prompt's samples begin together, so it may then have sampling.n - 1 more.
+        engine: used exclusively by the loop from the first step of `run` until `close` has returned.
+        sampling: of the stream's prompts.
+        max_running: the stream starts no prompt while the engine has this many sequences of any owner; at least 1.
+            The samples of a prompt start together, so the engine may then have up to sampling.n - 1 more.
+        diagnosed: context manager around engine steps, which explains out-of-memory errors.
     """
 
     def __init__(
         self,
-        engine: Steppable,
+        engine: SteppableEngine,
         sampling: Sampling,
         max_running: int,
-        explained: Callable[[], AbstractContextManager[None]] = nullcontext,
+        diagnosed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._engine, self._sampling, self._max_running = engine, sampling, max_running
-        self._explained = explained
-        self._changed = threading.Condition()  # guards all below
-        self._posted: deque[_Posted] = deque()
-        self._backlog: deque[tuple[Prompt, int]] = deque()  # with their prompt indices; the engine has not got them yet
-        self._guests: dict[Hashable, list[Rollout]] = {}  # what has finished for each `generate`
-        self._state = "new"  # "new" | "running" | "ending" | "ended"; nothing is posted in the last two
+        self._diagnosed = diagnosed
+        self._changed = threading.Condition()  # guards all attributes below
+        self._calls: deque[_Call] = deque()
+        self._backlog: deque[tuple[Prompt, int]] = deque()  # (prompt, prompt index) not yet submitted to the engine
+        self._finished: dict[Hashable, list[Rollout]] = {}  # owner, one per running `generate` -> finished rollouts
+        self._state = "new"  # "new" | "running" | "ending" | "ended"; the last two accept no calls
         self._closing = False
         self._error: Exception | None = None  # the first one
-        self._end_failed = False  # it was the handing back that failed, and nothing before it
+        self._cleanup_failed = False  # `_error` was raised while ending the stream, not before
 
     def run(self) -> Iterator[list[Rollout]]:
-        """Yield the samples of each prompt of the stream when the last of them is finished, until `close`.
+        """Yield all samples of a prompt of the stream when the last one has finished, until `close`.
 
         Raises:
-            Exception: what a step, a refused prompt, something vital that was asked for, or the end itself failed
-                with; the first of them. Whoever waits for something gets it, too.
+            Exception: the first error of a step, a refused prompt, a fatal call or the clean-up. All waiting callers
+                get the same error.
         """
         with self._changed:
             if self._closing:
@@ -91,17 +92,17 @@ class EngineLoop:
             self._state = "running"
         unfinished: defaultdict[int, list[Rollout]] = defaultdict(list)
         try:
-            while self._do_posted():
-                with self._explained():
-                    self._begin_prompts()
+            while self._execute_calls():
+                with self._diagnosed():
+                    self._start_prompts()
                     if self._engine.n_running:
                         self._engine.step()
-                for rollout in self._engine.take(self):
-                    place = rollout.sample_index // self._sampling.n
-                    unfinished[place].append(rollout)
-                    if len(unfinished[place]) == self._sampling.n:
-                        yield sorted(unfinished.pop(place), key=lambda r: r.sample_index)
-                self._serve_guests()
+                for rollout in self._engine.pop_finished(self):
+                    prompt_index = rollout.sample_index // self._sampling.n
+                    unfinished[prompt_index].append(rollout)
+                    if len(unfinished[prompt_index]) == self._sampling.n:
+                        yield sorted(unfinished.pop(prompt_index), key=lambda r: r.sample_index)
+                self._distribute_finished()
         except Exception as error:
             self._error = error
             raise
@@ -109,64 +110,65 @@ class EngineLoop:
             self._end()
 
     def admit(self, prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> None:
-        """Give the stream more prompts; returns at once. They begin in this order, each when there is room for it. One
-        that the engine refuses when its turn comes ends the stream.
+        """Append prompts to the backlog; returns at once. They start in this order, each when there is room.
+
+        A prompt that the engine refuses ends the stream.
 
         Raises:
-            ClusterError: the stream is closed. If it failed: what it failed with.
+            ClusterError: the stream is closed. If it failed, its error instead.
         """
-        placed = list(zip(prompts, prompt_indices, strict=True))
+        indexed = list(zip(prompts, prompt_indices, strict=True))
         with self._changed:
             self._check_open()
-            self._backlog.extend(placed)
+            self._backlog.extend(indexed)
             self._changed.notify_all()
 
-    def call(self, what: Callable[[], T], *, vital: bool = False) -> T:
-        """Have the loop do something with the engine between two steps; waits for its result, or raises its error.
+    def call(self, function: Callable[[], T], *, fatal: bool = False) -> T:
+        """Execute `function` in the loop thread between two steps; wait for its result or raise its error.
 
         Args:
-            vital: the engine is not to be used any more if it fails: the stream ends.
+            fatal: an error makes the engine unusable: end the stream.
 
         Raises:
-            ClusterError: the stream is closed. If it failed: what it failed with.
+            ClusterError: the stream is closed. If it failed, its error instead.
         """
-        posted = _Posted(what, vital)
-        self._post(posted)
-        result: T = posted.result.result()
+        call = _Call(function, fatal)
+        self._enqueue(call)
+        result: T = call.result.result()
         return result
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> Iterator[Rollout]:
-        """As `RolloutEngine.generate`, beside the stream."""
-        guest = object()
+        """Do the same as `RolloutEngine.generate`, concurrently with the stream."""
+        owner = object()
         n_left = len(prompts) * sampling.n
         with self._changed:
-            self._guests[guest] = []
+            self._finished[owner] = []
         try:
-            self.call(lambda: self._engine.add(guest, prompts, sampling, prompt_indices))
+            self.call(lambda: self._engine.add(owner, prompts, sampling, prompt_indices))
             while n_left:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._guests[guest] or self._state == "ended")
-                    finished, self._guests[guest] = self._guests[guest], []
+                    self._changed.wait_for(lambda: self._finished[owner] or self._state == "ended")
+                    finished, self._finished[owner] = self._finished[owner], []
                 if not finished:
                     raise self._error or _closed()
                 n_left -= len(finished)
                 yield from finished
         finally:
             with self._changed:
-                if not self._over:  # else its end drops, or has dropped, what the guest left
-                    self._post(_Posted(lambda: self._leave(guest), vital=True))
+                if not self._over:  # otherwise `_end` aborts, or has aborted, the remaining sequences
+                    self._enqueue(_Call(lambda: self._remove_owner(owner), fatal=True))
 
     def close(self) -> None:
-        """Drop what is not finished; returns when nobody but the caller uses the engine. Harmless when repeated.
+        """Abort unfinished sequences; returns when the engine is free for the caller. Idempotent.
 
         Raises:
-            Exception: what the engine failed with when it was handed back. Nothing if the stream had failed before.
+            Exception: the clean-up failed. Not raised if the stream had failed before.
         """
         with self._changed:
             self._closing = True
-            never_run = self._state == "new"  # the engine is still the caller's
+            never_run = self._state == "new"  # the loop thread has not used the engine
             if never_run:
                 self._state = "ending"
             self._changed.notify_all()
@@ -174,7 +176,7 @@ class EngineLoop:
             self._end()
         with self._changed:
             self._changed.wait_for(lambda: self._state == "ended")
-            if self._end_failed and self._error is not None:
+            if self._cleanup_failed and self._error is not None:
                 raise self._error
 
     @property
@@ -185,63 +187,64 @@ class EngineLoop:
         if self._over:
             raise self._error or _closed()
 
-    def _post(self, posted: _Posted) -> None:
+    def _enqueue(self, call: _Call) -> None:
         with self._changed:
             self._check_open()
-            self._posted.append(posted)
+            self._calls.append(call)
             self._changed.notify_all()
 
-    def _do_posted(self) -> bool:
-        """Sleep until there is something to do; do what has been posted by then. False: the stream is to end."""
+    def _execute_calls(self) -> bool:
+        """Sleep until there is work, then execute the calls queued by then. Return False if the stream is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._posted or self._backlog or self._engine.n_running)
-            n_posted = len(self._posted)
-        for _ in range(n_posted):
-            posted = self._posted.popleft()
+            self._changed.wait_for(lambda: self._closing or self._calls or self._backlog or self._engine.n_running)
+            n_calls = len(self._calls)
+        for _ in range(n_calls):
+            call = self._calls.popleft()
             try:
-                done = posted.what()
+                result = call.function()
             except Exception as error:
-                posted.result.set_exception(error)
-                if posted.vital:
+                call.result.set_exception(error)
+                if call.fatal:
                     raise
             else:
-                posted.result.set_result(done)
+                call.result.set_result(result)
         return not self._closing
 
-    def _begin_prompts(self) -> None:
+    def _start_prompts(self) -> None:
         while self._backlog and self._engine.n_running < self._max_running:
-            prompt, place = self._backlog.popleft()
-            self._engine.add(self, [prompt], self._sampling, [place])
+            prompt, prompt_index = self._backlog.popleft()
+            self._engine.add(self, [prompt], self._sampling, [prompt_index])
 
-    def _serve_guests(self) -> None:
+    def _distribute_finished(self) -> None:
         with self._changed:
-            for guest, finished in self._guests.items():
-                finished += self._engine.take(guest)
+            for owner, finished in self._finished.items():
+                finished += self._engine.pop_finished(owner)
             self._changed.notify_all()
 
-    def _leave(self, guest: Hashable) -> None:
-        self._engine.drop(guest)
+    def _remove_owner(self, owner: Hashable) -> None:
+        self._engine.abort(owner)
         with self._changed:
-            del self._guests[guest]
+            del self._finished[owner]
 
     def _end(self) -> None:
-        """Leave nothing in the engine and say so. The device may take its time: nobody waits for it but `close` and
-        the guests.
+        """Fail the queued calls and abort all sequences, then wait for the device.
+
+        The device may take long; only `close` and running `generate` calls wait for it.
         """
         with self._changed:
             self._state = "ending"
-            while self._posted:
-                self._posted.popleft().result.set_exception(self._error or _closed())
-            owners = (self, *self._guests)
+            while self._calls:
+                self._calls.popleft().result.set_exception(self._error or _closed())
+            owners = (self, *self._finished)
         try:
             for owner in owners:
-                self._engine.drop(owner)
-            self._engine.settle()
+                self._engine.abort(owner)
+            self._engine.synchronize()
         except Exception as error:
             if self._error is None:
-                self._error, self._end_failed = error, True
+                self._error, self._cleanup_failed = error, True
                 raise
-            log.error("the stream had failed (%s); then its end did, too: %s", self._error, error, exc_info=error)
+            log.error("clean-up of a failed rollout stream (%s) failed, too: %s", self._error, error, exc_info=error)
         finally:
             with self._changed:
                 self._state = "ended"

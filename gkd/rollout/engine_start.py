@@ -1,4 +1,4 @@
-"""vLLM in this process, made for rollouts: what it needs of the environment, its settings, the phases of its start."""
+"""Start vLLM in this process for rollouts: environment, engine arguments, start-up phases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from gkd.cluster.imports import quick_imports
 from gkd.config.schema import RolloutConfig
 
-# What vLLM reads from the environment when it is imported; `gkd.cluster` puts it into the actor's environment.
+# vLLM reads these variables at import, so they are set in the environment of the Ray actor.
 CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -16,15 +16,15 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 
-# What its construction is at, by the functions of vLLM that it is in.
+# Start-up phase by the vLLM function that is executing.
 ENGINE_PHASES = {
     "_find_and_load": "importing",
-    "init_device": "joining its workers' group",
+    "init_device": "initializing the workers' process group",
     "initialize_model": "building the model",
     "load_weights": "loading weights",
-    "process_weights_after_loading": "laying out weights",
-    "determine_available_memory": "measuring memory",
-    "initialize_from_config": "making the KV cache",
+    "process_weights_after_loading": "processing weights",
+    "determine_available_memory": "profiling memory",
+    "initialize_from_config": "allocating the KV cache",
     "compile_or_warm_up_model": "warming up",
 }
 
@@ -37,9 +37,9 @@ def start_vllm(
     max_model_len: int,
     device: str,
     trust_remote_code: bool,
-    can_sleep: bool,
+    enable_sleep_mode: bool,
 ) -> Any:
-    """vLLM's LLM; blocks until it can answer. Arguments as of `gkd.rollout.engine.RolloutEngine`."""
+    """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `gkd.rollout.engine.RolloutEngine`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with quick_imports():
         from vllm import LLM
@@ -55,23 +55,24 @@ def start_vllm(
         skip_tokenizer_init=True,
         trust_remote_code=trust_remote_code,
         disable_log_stats=True,
-        # The logprobs of the distribution that was sampled from: temperature and top-p applied.
+        # Logprobs of the sampling distribution, after temperature and top-p.
         logprobs_mode="processed_logprobs",
-        # Never "ray": inside a Ray actor vLLM would choose it, and wait for GPUs that this very actor holds.
+        # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",
         **(
             {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
             if on_cpu
-            # This kernel computes experts from the weights as they are loaded; others reorder them once, at start.
+            # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at
+            # start-up, so later weight syncs would not reach them.
             #
-            # gpu_memory_utilization is a share of the whole GPU, also where others hold some of it: vLLM refuses to
-            # start if less than that is free, and if others give memory back while it measures how much its own
-            # passes take. What others take only later, it does not know of.
+            # gpu_memory_utilization is a share of the whole GPU, including memory of other processes. vLLM fails to
+            # start if less than that is free, or if another process frees memory while vLLM profiles its own peak. It
+            # does not account for memory that other processes allocate later.
             else {
                 "gpu_memory_utilization": config.gpu_memory_utilization,
                 "moe_backend": "triton",
-                "enable_sleep_mode": can_sleep,
+                "enable_sleep_mode": enable_sleep_mode,
             }
         ),
     )

@@ -1,4 +1,4 @@
-"""The driver's side of the rollout stream: the least busy engine gets a prompt, what any engine finishes comes out."""
+"""Driver side of the rollout stream: send each prompt to the least busy engine, return chunks as they finish."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ log = get_logger("rollout_stream")
 
 
 def next_chunk(items: Any, what: str, timeout_s: float) -> RolloutChunk | None:
-    """Read a chunk's two objects, of which the first is there, from the streaming generator of a worker's call.
+    """Read the two objects of a chunk from the streaming generator of a worker's call; the first must be ready.
 
     Args:
-        what: the call and its engine, for messages.
-        timeout_s: how long to wait for the second object, which a worker in health sends at once.
+        what: name of the call and its engine, for messages.
+        timeout_s: limit of the wait for the second object, which a healthy worker sends at once.
 
     Returns:
-        None: the call has ended.
+        None if the call has ended.
 
     Raises:
-        RankTimeout: the second object does not come.
+        RankTimeout: the second object did not arrive.
         GkdError: the call failed; see `fetch`.
     """
     try:
@@ -42,21 +42,23 @@ def next_chunk(items: Any, what: str, timeout_s: float) -> RolloutChunk | None:
         return None
     ready, _ = ray.wait([items], num_returns=1, timeout=timeout_s, fetch_local=False)
     if not ready:
-        raise RankTimeout(f"{what}: half of a chunk has come, and nothing after it for {timeout_s:g} s")
+        raise RankTimeout(f"{what}: received only half of a chunk; timed out after {timeout_s:g} s")
     try:
         sizes = next(items)
-    except StopIteration:  # a failed call leaves one item, and it holds the error
+    except StopIteration:  # the single item of a failed call holds its error
         fetch(rollouts, what)
-        raise ClusterError(f"{what}: its rollouts ended in the middle of a chunk") from None
+        raise ClusterError(f"{what} ended in the middle of a chunk") from None
     return decode_sizes(fetch(sizes, what), rollouts)
 
 
 def least_busy(n_prompts: int, unfinished: Sequence[int]) -> list[int]:
-    """The engine for each of some prompts: one with the fewest unfinished ones, those before it counted; the first
-    such.
+    """Assign prompts one after the other to the engine with the fewest unfinished prompts; ties go to the first.
 
     Args:
-        unfinished: prompts that each engine has.
+        unfinished: number of unfinished prompts of each engine.
+
+    Returns:
+        Engine index of each prompt.
     """
     counts = list(unfinished)
     chosen = []
@@ -67,22 +69,22 @@ def least_busy(n_prompts: int, unfinished: Sequence[int]) -> list[int]:
 
 
 class EngineStreams:
-    """Implements `gkd.roles.RolloutStream`: one open stream on each engine. Methods may be called from any thread.
+    """Implements `gkd.roles.RolloutStream`: one open stream on each engine. Thread-safe.
 
     Args:
         workers: Ray handles of all engines; none has an open stream.
-        timeout_s: for how long an engine may take to open, to close, and to send the second half of a chunk.
+        timeout_s: limit for opening and closing an engine's stream, and for the second half of a chunk.
     """
 
     def __init__(self, workers: Sequence[Any], sampling: Sampling, dp_size: int, timeout_s: float) -> None:
         self._workers, self._timeout_s = list(workers), timeout_s
         self._names = [f"rollout engine {i}" for i in range(len(workers))]
-        self._lock = threading.Lock()  # guards the next four
+        self._lock = threading.Lock()  # guards the next three lines
         self._unfinished = [0] * len(workers)
-        self._admitted: list[tuple[Any, str]] = []  # calls of `admit` that are not known to have gone well
+        self._admitted: list[tuple[Any, str]] = []  # pending calls of `admit`, with the engine's name
         self._closed = self._failed = False
-        self._reading = threading.Lock()  # guards the next one, and the order in which it is read
-        self._items: dict[Any, int] = {}  # generator of its chunks -> engine
+        self._reading = threading.Lock()  # guards the next line; one thread reads at a time
+        self._items: dict[Any, int] = {}  # generator of an engine's chunks -> engine index
         opening = {name: worker.open_stream.remote(sampling) for name, worker in self._by_name()}
         try:
             gather(opening, "opening the rollout stream", timeout_s)
@@ -94,23 +96,23 @@ class EngineStreams:
             raise
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
-        """Raises ClusterError: the stream is closed. DataError: a number too large, see `encode_prompts`."""
+        """See `RolloutStream.admit`. Raises ClusterError: the stream is closed. DataError: see `encode_prompts`."""
         with self._lock:
             if self._closed:
-                raise ClusterError("prompts were given to a closed rollout stream")
+                raise ClusterError("cannot admit prompts: the rollout stream is closed")
             shares: dict[int, list[int]] = defaultdict(list)
             for j, engine in enumerate(least_busy(len(prompts), self._unfinished)):
                 shares[engine].append(j)
-            asked = {
+            encoded = {
                 e: encode_prompts([prompts[j] for j in s], [prompt_indices[j] for j in s]) for e, s in shares.items()
             }
             for engine, share in shares.items():
-                ref = self._workers[engine].admit.remote(asked[engine])
+                ref = self._workers[engine].admit.remote(encoded[engine])
                 self._admitted.append((ref, self._names[engine]))
                 self._unfinished[engine] += len(share)
 
     def finished(self, timeout_s: float) -> list[RolloutChunk]:
-        """Chunks in order of completion; nothing at once if the stream is closed.
+        """See `RolloutStream.finished`; returns an empty list at once if the stream is closed.
 
         Raises:
             ClusterError: an engine died, or its stream failed.
@@ -122,7 +124,7 @@ class EngineStreams:
             try:
                 while self._items and not self._closed:
                     left_s = 0.0 if chunks else max(0.0, deadline - time.monotonic())
-                    # The driver's node has no use for the rollouts: they are ready where they are.
+                    # Do not fetch: the driver needs only the sizes.
                     ready, _ = ray.wait(list(self._items), num_returns=1, timeout=left_s, fetch_local=False)
                     if not ready:
                         break
@@ -134,12 +136,12 @@ class EngineStreams:
         return chunks
 
     def close(self) -> None:
-        """Raises ClusterError: an engine could not be told to stop; not after `finished` has said so."""
+        """See `RolloutStream.close`. Raises ClusterError: an engine failed to stop; not if `finished` raised before."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            # What is on its way to an engine must arrive before the end, or the next stream would get it.
+            # Pending `admit` calls must complete first; otherwise the next stream would receive their prompts.
             admitted = [ref for ref, _ in self._admitted]
             self._admitted.clear()
         try:
@@ -150,9 +152,9 @@ class EngineStreams:
         except GkdError as error:
             if not self._failed:
                 raise
-            log.warning("closing a rollout stream that had failed: %s", error)
+            log.warning("error while closing a failed rollout stream: %s", error)
         with self._reading:
-            self._items.clear()  # with them goes what nobody read
+            self._items.clear()  # also frees unread chunks
 
     @property
     def closed(self) -> bool:
@@ -164,18 +166,18 @@ class EngineStreams:
         if chunk is None:
             del self._items[items]
             if not self._closed:
-                raise ClusterError(f"the rollout stream of {self._names[engine]} ended by itself")
+                raise ClusterError(f"the rollout stream of {self._names[engine]} ended before it was closed")
             return []
         with self._lock:
             self._unfinished[engine] -= 1
         return [chunk]
 
     def _check_admitted(self) -> None:
-        """Raise what went wrong in handing prompts over, and forget what went well."""
+        """Raise the error of a failed `admit` call and forget the completed ones."""
         with self._lock:
             if self._closed:
                 return
-            names = dict(self._admitted)
+            names = dict(self._admitted)  # ref -> engine
             done, _ = ray.wait(list(names), num_returns=len(names), timeout=0) if names else ([], [])
             self._admitted = [(ref, name) for ref, name in self._admitted if ref not in done]
         for ref in done:

@@ -1,12 +1,11 @@
-"""The part of a rollout engine that takes the student's new weights, and can show what it holds.
+"""Receive the student's weights in a rollout engine's workers, and compute digests of the weights they hold.
 
-vLLM mixes `WeightReceiver` into each of its workers (`worker_extension_cls`), so the methods run where
-the model is, under any executor and tensor-parallel size, through `LLM.collective_rpc`.
+vLLM mixes `WeightReceiver` into each of its workers (`worker_extension_cls`). Its methods run where the model is, under
+any executor and tensor-parallel size, through `LLM.collective_rpc`.
 
-On CPU vLLM packs each linear layer's weight into an oneDNN handler and throws the original away.
-A later `load_weights` would then change nothing that is computed with. So, before the model is
-built, packing is replaced by the plain matrix product on the live parameter: slower by little, and
-the weights that are computed with are the ones that can be loaded, read back and compared.
+On CPU vLLM packs each linear layer's weight into a oneDNN handle and discards the original, so a later `load_weights`
+would have no effect. Importing this module, before the model is built, replaces packing by a matrix product with the
+parameter itself: slightly slower, but the weights used in the forward pass can be loaded, read back and compared.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from vllm.platforms import current_platform
 from gkd.cluster import stacks
 from gkd.errors import WeightSyncError
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
-from gkd.rollout.sleeper import Sleeper
+from gkd.rollout.sleep_mixin import SleepMixin
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, receive
 
@@ -37,7 +36,7 @@ def keep_cpu_weights_live() -> None:
         return
 
     def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-        del remove_weight  # the parameter stays: it is what the layer computes with
+        del remove_weight  # the layer computes with the parameter, so it must stay
         setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  (vLLM's attribute, not torch's)
 
     layer_utils.dispatch_cpu_unquantized_gemm = use_plain_linear
@@ -45,28 +44,28 @@ def keep_cpu_weights_live() -> None:
 
 
 keep_cpu_weights_live()
-# vLLM starts its workers itself where there are several, so nobody else tells them to.
+# With tp > 1 vLLM spawns its workers itself; install the stack dump handler there, too.
 stacks.listen()
 
 
-class WeightReceiver(Sleeper):
-    """Mixed into vLLM's worker class: `self.model_runner`, `self.device` and `self.rank` are the worker's."""
+class WeightReceiver(SleepMixin):
+    """Mixin for vLLM's worker class, which provides `model_runner`, `device` and `rank`."""
 
     model_runner: Any
     device: torch.device
     rank: int
 
     def gkd_join_groups(self, specs: list[GroupSpec]) -> None:
-        """One group a sender; blocks until all members are there. `rank` is the engine's first; workers follow it."""
+        """Join one group per sender; blocks until all members joined. `spec.rank` is the engine's first worker's."""
         self._gkd_groups = [
             TransferGroup(dataclasses.replace(spec, rank=spec.rank + self.rank), self.device) for spec in specs
         ]
 
     def gkd_receive(self, plans: list[list[Bucket]]) -> int:
-        """Load one weight version, plan by plan (one a sender); returns bytes received.
+        """Load one weight version, one plan per sender; returns the number of bytes received.
 
         Raises:
-            WeightSyncError: a parameter of the model, or an expert's part of one, was not written.
+            WeightSyncError: a parameter of the model, or the part of one expert, was not received.
         """
         model = self.model_runner.get_model()
         received: set[str] = set()
@@ -79,27 +78,27 @@ class WeightReceiver(Sleeper):
         n_bytes = sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
         missed = sorted(set(dict(model.named_parameters())) - loaded)
         for prefix, module in model.named_modules():
-            if isinstance(module, RoutedExperts):  # one loaded expert makes the parameter of all of them a loaded one
+            if isinstance(module, RoutedExperts):  # vLLM reports the fused parameter as loaded after one expert
                 missed += sorted(set(expert_names(prefix, module)) - received)
         if missed:
-            raise WeightSyncError(f"the sync left parameters of the rollout engine unwritten: {missed[:8]}")
+            raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
         return n_bytes
 
-    def gkd_settle(self) -> None:
-        """Wait for all that this worker has given its device to do."""
+    def gkd_synchronize(self) -> None:
+        """Wait for all work that this worker has queued on its device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gkd_digests(self) -> dict[str, str]:
-        """Digest of each tensor the engine computes with, by its Hugging Face name (full tensors, gathered over TP)."""
+        """Return Hugging Face name -> digest of every tensor of the model (full tensors, gathered over TP ranks)."""
         return {name: digest(tensor) for name, tensor in held_tensors(self.model_runner.get_model())}
 
 
 def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor) of what the engine holds, un-fusing what vLLM fuses.
+    """Yield (Hugging Face name, full tensor) of the model, splitting the parameters that vLLM fuses.
 
-    Collective over the tensor-parallel group. The names of fused parts come from the model's own
-    `packed_modules_mapping`; their sizes from the layer.
+    Collective over the tensor-parallel group. Names of the parts come from the model's `packed_modules_mapping`, their
+    sizes from the layer.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     seen: set[int] = set()
@@ -108,7 +107,7 @@ def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield from expert_tensors(prefix, module, _all_gather)
             continue
         for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:  # tied embeddings: one tensor, and the export has it once
+            if id(parameter) in seen:  # tied embeddings: one tensor, exported once
                 continue
             seen.add(id(parameter))
             parent, _, own = prefix.rpartition(".")
@@ -147,4 +146,4 @@ def _all_gather(tensor: torch.Tensor, dim: int, replicas: int = 1) -> torch.Tens
     if group.world_size == 1:
         return tensor
     parts = group.all_gather(tensor.contiguous(), dim=dim).chunk(group.world_size, dim=dim)
-    return torch.cat(parts[::replicas], dim=dim)  # replicated KV heads: ranks r .. r + replicas - 1 hold the same
+    return torch.cat(parts[::replicas], dim=dim)  # replicated KV heads: ranks r .. r + replicas - 1 are identical

@@ -53,7 +53,7 @@ def start(config: Config, *, at_once: bool, after_ray: bool = True) -> tuple[flo
         began = time.perf_counter()
 
         def build_rollout() -> dict[str, object]:
-            engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+            engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
             return RolloutPool(engines, config, 1).init_model("cpu", [1])
 
         building = build_rollout() if at_once else {}

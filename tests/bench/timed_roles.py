@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import ray
+import torch
 
 from gkd.config.schema import Config
 from gkd.data.scatter import select
@@ -109,17 +110,23 @@ class TimedEngine(RolloutEngine):
             self._meter.finished(sequence.n_tokens)
             self._finished.setdefault(sequence.owner, []).append(sequence.rollout())
 
-    def drop(self, owner: Hashable) -> None:
+    def abort(self, owner: Hashable) -> None:
         self._queue = deque(s for s in self._queue if s.owner != owner)
         self._moving = [s for s in self._moving if s.owner != owner]
         self._finished.pop(owner, None)
         self._meter.dropped(self.n_running)
 
-    def settle(self) -> None:
-        """Nothing is under way between two passes."""
+    def synchronize(self) -> None:
+        """Do nothing: no work is in flight between two passes."""
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """It never sleeps."""
+        """Do nothing: this engine is never asleep."""
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {"weights": 0, "kv_cache": 0}
+
+    def process_memory(self) -> dict[str, int]:
+        return {"host_rss": 0}
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         del specs
@@ -159,8 +166,8 @@ class _Sequence:
 
 class TimedRolloutWorker(RolloutWorker):
     def prepare(self, config: Config, stages: Stages, meeting: Any) -> None:
-        self._config = config
-        self._engine = TimedEngine(config, stages, meeting)
+        self._set_up(config, torch.device("cpu"), Path(config.trainer.run_dir))
+        self._set_engine(TimedEngine(config, stages, meeting))
 
 
 class Meeting:

@@ -1,4 +1,4 @@
-"""One real vLLM engine: what it samples, with which logprobs, and what it says to weights that do not fit."""
+"""One real vLLM engine: samples, logprobs, and errors for prompts and weights that do not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _prompts() -> list[Prompt]:
 
 
 def _probe(student: Path, port: int) -> dict[str, Any]:
-    """Runs in a process of its own, because an engine is one a process."""
+    """Run in a child process: vLLM allows one engine per process."""
     import threading
 
     import torch
@@ -82,7 +82,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     thread.start()
     engine.join_groups([spec(1)])
     result["incomplete"] = message(lambda: engine.receive([buckets], 1))
-    result["left_out"] = list(model.named_parameters())[-1][0]
+    result["missing"] = list(model.named_parameters())[-1][0]
     result["version_after"] = engine.policy_version
     thread.join()
     return result
@@ -98,7 +98,7 @@ def probe(lab: Lab) -> dict[str, Any]:
 
 
 def test_every_sample_is_whole(probe: dict[str, Any]) -> None:
-    """If it fails, samples are missing, misnumbered, or go on after the end of the sequence."""
+    """Fails if samples are missing, misnumbered, or continue after the end of the sequence."""
     together: list[Rollout] = probe["together"]
     assert [r.sample_index for r in together] == list(range(N_PROMPTS * N_SAMPLES))
     for rollout in together:
@@ -109,13 +109,13 @@ def test_every_sample_is_whole(probe: dict[str, Any]) -> None:
 
 
 def test_logprobs_are_those_of_the_sampling_distribution(probe: dict[str, Any]) -> None:
-    """If it fails, rollout_logprobs are of another temperature, token or position, and importance ratios are wrong."""
+    """Fails if rollout_logprobs are of another temperature, token or position."""
     for rollout, expected in zip(probe["together"], probe["expected_logprobs"], strict=True):
         np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=1e-3)
 
 
-def test_a_sample_does_not_depend_on_its_company(probe: dict[str, Any]) -> None:
-    """If it fails, the number of engines, or what runs beside a prompt, changes what the student says."""
+def test_a_sample_does_not_depend_on_concurrent_sequences(probe: dict[str, Any]) -> None:
+    """Fails if a sample depends on the number of engines or on the other sequences in the batch."""
     together, alone = probe["together"], sorted(probe["alone"], key=lambda r: r.sample_index)
     same = [r for r in together if r.prompt_id == 4]
     assert [r.sample_index for r in alone] == [8, 9]
@@ -124,8 +124,8 @@ def test_a_sample_does_not_depend_on_its_company(probe: dict[str, Any]) -> None:
 
 
 def test_bad_prompts_and_incomplete_weights_are_typed_errors(probe: dict[str, Any]) -> None:
-    """If it fails, a refused prompt wedges the engine, or a sync that misses a tensor counts as done."""
+    """Fails if a refused prompt blocks the engine, or an incomplete weight sync succeeds."""
     assert probe["too_long"].startswith("DataError") and "prompt 99" in probe["too_long"]
     assert probe["after_refusal"] == N_SAMPLES
-    assert probe["incomplete"].startswith("WeightSyncError") and probe["left_out"] in probe["incomplete"]
-    assert probe["version_after"] == 0, "an engine whose sync failed must not claim the new version"
+    assert probe["incomplete"].startswith("WeightSyncError") and probe["missing"] in probe["incomplete"]
+    assert probe["version_after"] == 0, "a failed sync must not advance the version"

@@ -1,4 +1,4 @@
-"""One real vLLM engine with a mixture of experts: it takes new experts, computes with them and shows what it holds."""
+"""Weight sync of a mixture-of-experts model in one real vLLM engine: loading, generation, digests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _save(folder: Path, seed: int) -> None:
 
 
 def _probe(old: Path, new: Path, port: int) -> dict[str, Any]:
-    """Runs in a process of its own: an engine built from `old` gets the weights of `new`."""
+    """Run in a child process: an engine built from `old` receives the weights of `new`."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -117,19 +117,19 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             return pool.submit(_probe, root / "old", root / "new", free_port("127.0.0.1")).result(timeout=200)
 
 
-def test_it_holds_the_experts_it_was_sent(probe: dict[str, Any]) -> None:
-    """Fails if an expert's matrix lands in another place, or cannot be read back under its Hugging Face name."""
+def test_the_engine_holds_the_experts_that_were_sent(probe: dict[str, Any]) -> None:
+    """Fails if an expert's matrix is loaded to the wrong slot, or is read back under another name."""
     assert sum(".experts." in name for name in probe["sent"]) == 3 * N_EXPERTS
     assert probe["held"] == probe["sent"]
 
 
-def test_it_samples_with_the_experts_it_was_sent(probe: dict[str, Any]) -> None:
-    """Fails if the engine goes on computing with the experts it started with, or routes otherwise than HF."""
+def test_the_engine_samples_with_the_experts_that_were_sent(probe: dict[str, Any]) -> None:
+    """Fails if the engine keeps using its initial experts, or routes differently from Hugging Face."""
     for got, new, old in zip(probe["logprobs"], probe["new"], probe["old"], strict=True):
         np.testing.assert_allclose(got, new, atol=1e-3)
         assert np.abs(got - old).max() > 0.1
 
 
 def test_a_missing_expert_is_named(probe: dict[str, Any]) -> None:
-    """Fails if a sync without one expert's matrix counts as done: vLLM reports one parameter for all experts."""
+    """Fails if a sync without one expert's matrix succeeds: vLLM reports one parameter for all experts."""
     assert "model.layers.1.mlp.experts.2.up_proj.weight" in probe["incomplete"]

@@ -1,4 +1,4 @@
-"""Engines that sleep, through the real pool: two of them, one trainer rank, and weights that find them asleep."""
+"""Offloading of the real rollout pool: two engines, one trainer rank, weight syncs to sleeping engines."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Pools:
     rollout: RolloutPool
     sync: WeightSync
 
-    def answers(self) -> list[tuple[int, bytes, bytes]]:
-        """Tokens and logprobs, to the bit."""
+    def responses(self) -> list[tuple[int, bytes, bytes]]:
+        """Return sample index, tokens and logprobs, as bytes."""
         rng = np.random.default_rng(5)
         prompts = [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(8)]
         chunks = self.rollout.generate(prompts, prompt_indices=range(8), n=2, temperature=0.7, seed=3)
@@ -57,7 +57,7 @@ def pools(lab: Lab) -> Iterator[Pools]:
         slots = cluster.make_pools(specs, 60)
         env = worker_env(on_cpu=True)
         actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
-        engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.BESIDE)
+        engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
         rollout = RolloutPool(engines, config, 1)
         gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4, 200), "init_model", 200)
         yield Pools(rollout, WeightSync(actor.exporters(), rollout.workers, config, "cpu", 200))
@@ -70,50 +70,50 @@ def _sums(held: Held) -> dict[str, int]:
     return {state: sum(engine[state] for engine in held.values()) for state in ("params", "kv_cache")}
 
 
-def test_calls_find_their_states_and_leave_them_there(pools: Pools) -> None:
-    """Fails if a call on engines asleep fails or answers otherwise, reloads what it does not need, or if a sync does
-    not bring back weights that nobody kept (it is verified by digests)."""
+def test_calls_reload_the_states_they_need(pools: Pools) -> None:
+    """Fails if a call on sleeping engines fails, returns other responses or reloads unneeded states, or if a sync does
+    not restore discarded weights (verified by digests)."""
     rollout, sync = pools.rollout, pools.sync
     sync.push(1)
-    before = pools.answers()
+    before = pools.responses()
     awake = _sums(rollout.reload_states().wait())
     assert awake["kv_cache"] >= N_ENGINES * (63 << 20) and awake["params"] > N_ENGINES * (8 << 20)
 
     assert _sums(rollout.offload_states().wait()) == {"params": 0, "kv_cache": 0}
-    assert pools.answers() == before
+    assert pools.responses() == before
     assert _sums(rollout.offload_states(["kv_cache"]).wait()) == {**awake, "kv_cache": 0}
 
-    nothing: Any = rollout.offload_states(level=2, blocking=False)
-    sync.push(2)  # finds it done
-    assert _sums(nothing.wait()) == _sums(nothing.wait()) == {"params": 0, "kv_cache": 0}
+    pending: Any = rollout.offload_states(level=2, blocking=False)
+    sync.push(2)  # runs after the offload
+    assert _sums(pending.wait()) == _sums(pending.wait()) == {"params": 0, "kv_cache": 0}
     assert _sums(rollout.reload_states(["params"]).wait()) == {**awake, "kv_cache": 0}
-    assert pools.answers() == before
+    assert pools.responses() == before
     assert _sums(rollout.reload_states(blocking=False).wait(60)) == awake
 
     rollout.offload_states(non_blocking=True)
     assert _sums(rollout.settle_states().wait()) == {"params": 0, "kv_cache": 0}
     rollout.reload_states(non_blocking=True)
-    assert pools.answers() == before, "the next call waits for a move that nobody has waited for"
+    assert pools.responses() == before, "the next call must wait for the pending move"
 
 
-def test_errors_come_out_of_the_handle(pools: Pools) -> None:
-    """Fails if an engine's refusal is lost, an engine that is late is not named, or a stream loses its engine."""
+def test_the_handle_raises_errors(pools: Pools) -> None:
+    """Fails if an engine's error is lost, a late engine is not named, or an engine with an open stream is offloaded."""
     rollout = pools.rollout
     rollout.reload_states()
     pools.sync.push(3)
-    with pytest.raises(ClusterError, match="no state 'gradients'"):
+    with pytest.raises(ClusterError, match="'gradients'"):
         rollout.offload_states(["gradients"])
     later = rollout.offload_states(level=3, blocking=False)
     with pytest.raises(ClusterError, match="sleep level 3"):
         later.wait()
     stream = rollout.open_stream(n=1, temperature=1.0, seed=5)
     try:
-        with pytest.raises(ClusterError, match="close the stream"):
+        with pytest.raises(ClusterError, match="open stream"):
             rollout.offload_states()
     finally:
         stream.close()
     later = rollout.offload_states(blocking=False)
-    with pytest.raises(RankTimeout, match="offload_states: no answer within 0 s from: rollout engine"):
+    with pytest.raises(RankTimeout, match="rollout engine"):
         later.wait(0.0)
     assert _sums(later.wait()) == {"params": 0, "kv_cache": 0}
     assert rollout.greedy([Prompt(0, np.array([5, 6], np.int32), "w2")], n_samples=1).samples

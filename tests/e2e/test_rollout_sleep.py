@@ -1,6 +1,6 @@
-"""Real vLLM engines that give their memory away and take it back: what they write afterwards, and what is left behind.
+"""Sleep mode of real vLLM engines on CPU: generated tokens afterwards, released memory, refused calls.
 
-On CPU. What this does not prove: vLLM's own sleep mode, which CUDA uses (tests/gpu/test_engine_sleep_cuda.py).
+Does not cover vLLM's own sleep mode, which CUDA uses: see tests/gpu/test_engine_sleep_cuda.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ N_CYCLES = 30
 
 
 def _nans_and_buffers(worker: Any) -> tuple[bool, dict[str, str]]:
-    """Are all parameters NaN? And the digests of the buffers."""
+    """Return whether all parameters are NaN, and the digests of the buffers."""
     from gkd.weight_sync.buckets import digest
 
     model = worker.model_runner.get_model()
@@ -37,8 +37,8 @@ def _nans_and_buffers(worker: Any) -> tuple[bool, dict[str, str]]:
     return nan, {name: digest(buffer) for name, buffer in model.named_buffers()}
 
 
-def _written_cache(worker: Any) -> int:
-    """Bytes of the KV cache that are not zero."""
+def _nonzero_cache(worker: Any) -> int:
+    """Return the number of nonzero bytes of the KV cache."""
     import torch
 
     storage = worker.model_runner.kv_caches[0].untyped_storage()
@@ -46,7 +46,7 @@ def _written_cache(worker: Any) -> int:
 
 
 def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
-    """Runs in a process of its own, because an engine is one a process."""
+    """Run in a child process: vLLM allows one engine per process."""
     import resource
 
     import psutil
@@ -62,14 +62,14 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
 
     config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8)
     engine = RolloutEngine(
-        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], can_sleep=True
+        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], enable_sleep_mode=True
     )
     rng = np.random.default_rng(3)
     prompts = [Prompt(i, rng.integers(2, vocab, 3 + i).astype(np.int32)) for i in range(4)]
     samplings = (Sampling(1, 0.0, 1.0, 10, seed=0), Sampling(2, 0.7, 1.0, 10, seed=11))
 
-    def answers() -> list[tuple[bytes, bytes]]:
-        """Tokens and logprobs, to the bit: greedy, then sampled."""
+    def responses() -> list[tuple[bytes, bytes]]:
+        """Return tokens and logprobs as bytes: greedy, then sampled."""
         rollouts = [sorted(engine.generate(prompts, s), key=lambda r: r.sample_index) for s in samplings]
         return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for part in rollouts for r in part]
 
@@ -100,84 +100,84 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
         finally:
             thread.join()
 
-    def refusal(call: Callable[[], Any]) -> str:
+    def error_of(call: Callable[[], Any]) -> str:
         try:
             call()
         except GkdError as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def probed(what: Callable[[Any], Any]) -> Any:
-        return engine.llm.collective_rpc(what)[0]
+    def on_worker(function: Callable[[Any], Any]) -> Any:
+        return engine.llm.collective_rpc(function)[0]
 
-    result: dict[str, Any] = {"old": [answers()], "new": [], "awake": [engine.memory_bytes()], "refused": {}}
+    result: dict[str, Any] = {"old": [responses()], "new": [], "awake": [engine.memory_bytes()], "refused": {}}
     refused = result["refused"]
-    result["cache_before"] = probed(_written_cache)
+    result["cache_before"] = on_worker(_nonzero_cache)
 
-    # The host keeps the weights. Everything twice.
+    # Level 1, twice.
     for _ in range(2):
         engine.sleep(1)
-        engine.sleep(2)  # asleep already: nothing more is dropped
+        engine.sleep(2)  # already asleep: no effect
         result.setdefault("asleep", []).append(engine.memory_bytes())
-        refused["generate"] = refusal(answers)
-        refused["receive"] = refusal(lambda: engine.receive([plan(old)], 9))
-        refused["digests"] = refusal(engine.digests)
+        refused["generate"] = error_of(responses)
+        refused["receive"] = error_of(lambda: engine.receive([plan(old)], 9))
+        refused["digests"] = error_of(engine.digests)
         engine.wake_up()
         engine.wake_up()
-        result.setdefault("cache_after", []).append(probed(_written_cache))
+        result.setdefault("cache_after", []).append(on_worker(_nonzero_cache))
         result["awake"].append(engine.memory_bytes())
-        result["old"].append(answers())
+        result["old"].append(responses())
 
-    # One part alone; then the other, too.
+    # One tag after the other.
     for first, second in (("kv_cache", "weights"), ("weights", "kv_cache")):
         engine.sleep(1, [first])
         result[f"{first} alone"] = engine.memory_bytes()
-        refused[f"generate without {first}"] = refusal(answers)
+        refused[f"generate without {first}"] = error_of(responses)
         engine.sleep(1, [second])
         result["asleep"].append(engine.memory_bytes())
         engine.wake_up([first])
         result[f"{first} back"] = engine.memory_bytes()
         engine.wake_up([second])
-        result["old"].append(answers())
+        result["old"].append(responses())
 
-    # Nobody keeps the weights. Twice, in the order of a sync on a shared device.
+    # Level 2, twice, in the order of a weight sync on a shared GPU.
     push(new, 1)
-    result["new"].append(answers())
+    result["new"].append(responses())
     push(old, 2)
-    result["old"].append(answers())
-    _, buffers = probed(_nans_and_buffers)
+    result["old"].append(responses())
+    _, buffers = on_worker(_nans_and_buffers)
     for version in (3, 5):
         engine.sleep(2)
         result["asleep"].append(engine.memory_bytes())
         engine.wake_up(["weights"])
-        result.setdefault("dropped", []).append(probed(_nans_and_buffers) == (True, buffers))
-        refused["digests of nothing"] = refusal(engine.digests)
-        refused["part of a sync"] = refusal(lambda: push(part, 99))
+        result.setdefault("dropped", []).append(on_worker(_nans_and_buffers) == (True, buffers))
+        refused["digests when discarded"] = error_of(engine.digests)
+        refused["part of a sync"] = error_of(lambda: push(part, 99))
         push(new, version)
-        refused["generate without kv_cache"] = refusal(answers)
+        refused["generate without kv_cache"] = error_of(responses)
         engine.wake_up(["kv_cache"])
-        result["new"].append(answers())
+        result["new"].append(responses())
         result["new digests"] = engine.digests()
         engine.sleep(2)
         engine.wake_up()
-        refused["generate of nothing"] = refusal(answers)
-        refused["part of a sync"] = refusal(lambda: push(part, 99))
-        refused["generate after a part"] = refusal(answers)
+        refused["generate when discarded"] = error_of(responses)
+        refused["part of a sync"] = error_of(lambda: push(part, 99))
+        refused["generate after a part"] = error_of(responses)
         push(old, version + 1)
-        result["old"].append(answers())
+        result["old"].append(responses())
         result["awake"].append(engine.memory_bytes())
     result["sent digests"] = {name: digest(tensor) for name, tensor in new.items()}
     result["version"] = engine.policy_version
 
-    # While it writes; and what it cannot do at all.
+    # While sequences are unfinished; invalid arguments.
     engine.add("owner", prompts, samplings[1], range(len(prompts)))
     engine.step()
-    refused["running"] = refusal(lambda: engine.sleep(1))
+    refused["running"] = error_of(lambda: engine.sleep(1))
     result["still running"] = engine.n_running
-    engine.drop("owner")
-    refused["level"] = refusal(lambda: engine.sleep(3))
-    refused["tag"] = refusal(lambda: engine.sleep(1, ["optimizer"]))
-    refused["wake tag"] = refusal(lambda: engine.wake_up(["optimizer"]))
+    engine.abort("owner")
+    refused["level"] = error_of(lambda: engine.sleep(3))
+    refused["tag"] = error_of(lambda: engine.sleep(1, ["optimizer"]))
+    refused["wake tag"] = error_of(lambda: engine.wake_up(["optimizer"]))
     result["awake"].append(engine.memory_bytes())
 
     result["rss"] = []
@@ -187,16 +187,16 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
         engine.wake_up()
         result["rss"].append((*asleep, psutil.Process().memory_info().rss))
         result["awake"].append(engine.memory_bytes())
-    result["old"].append(answers())
+    result["old"].append(responses())
 
-    # The host's copy goes, too.
+    # Level 2 frees the host copy, too.
     engine.sleep(2)
     result["rss without copy"] = psutil.Process().memory_info().rss
     engine.wake_up()
     push(old, 7)
 
-    # There is no memory to come back to; then there is. (Last: glibc's
-    # allocator then goes on in another arena, of which it gives less back.)
+    # wake_up fails for lack of memory, then succeeds. (Last, because glibc then continues in another arena, of which it
+    # returns less memory to the system.)
     engine.sleep(1)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + KV_CACHE_MIB * MIB // 2, limits[1]))
@@ -207,9 +207,9 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
         result["no memory"] = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    refused["generate after no memory"] = refusal(answers)
+    refused["generate after no memory"] = error_of(responses)
     engine.wake_up()
-    result["old"].append(answers())
+    result["old"].append(responses())
     result["weights"] = sum(t.nbytes for t in old.values())
     return result
 
@@ -227,21 +227,20 @@ def probe(request: pytest.FixtureRequest, lab: Lab, tmp_path_factory: pytest.Tem
             return pool.submit(_probe, student, vocab, free_port("127.0.0.1")).result(timeout=200)
 
 
-def test_it_writes_as_if_it_had_never_slept(probe: dict[str, Any]) -> None:
-    """Fails if a weight, a buffer or a sampling state is another one after sleep, at either level, or if anything
-    computes with memory that was given away."""
+def test_sleep_does_not_change_the_responses(probe: dict[str, Any]) -> None:
+    """Fails if weights, buffers or sampling states differ after sleep at either level, or released memory is used."""
     assert probe["old"][0] != probe["new"][0]
     for name, n in (("old", 10), ("new", 3)):
         assert len(probe[name]) == n
-        assert all(answers == probe[name][0] for answers in probe[name]), name
+        assert all(responses == probe[name][0] for responses in probe[name]), name
     assert probe["new digests"] == probe["sent digests"]
     assert probe["version"] == 6
 
 
-def test_the_memory_goes_and_comes_back_to_the_byte(probe: dict[str, Any]) -> None:
-    """Fails if something of the engine stays behind while it sleeps, or takes more on every return."""
+def test_memory_is_released_and_restored_exactly(probe: dict[str, Any]) -> None:
+    """Fails if a sleeping engine holds memory, or holds more after each wake-up."""
     awake = probe["awake"][0]
-    # Buffers and padding make the difference; the KV cache is whole blocks of what was asked for.
+    # Buffers and padding account for the difference; the KV cache consists of whole blocks.
     assert 0 <= awake["weights"] - probe["weights"] < 0.2 * MIB
     assert KV_CACHE_MIB * MIB - MIB < awake["kv_cache"] <= KV_CACHE_MIB * MIB
     assert len(probe["awake"]) == 6 + N_CYCLES and all(held == awake for held in probe["awake"])
@@ -250,9 +249,8 @@ def test_the_memory_goes_and_comes_back_to_the_byte(probe: dict[str, Any]) -> No
         assert probe[f"{part} alone"] == {**awake, part: 0} == probe[f"{other} back"]
 
 
-def test_the_system_gets_the_memory(probe: dict[str, Any]) -> None:
-    """Fails if the allocator keeps what the engine gave away, 30 cycles leave anything behind, or level 2 keeps the
-    host's copy of the weights."""
+def test_memory_is_returned_to_the_system(probe: dict[str, Any]) -> None:
+    """Fails if the allocator keeps released memory, 30 cycles leak memory, or level 2 keeps the host copy."""
     held = sum(probe["awake"][0].values())
     for left, asleep, awake in probe["rss"]:
         assert left == 0
@@ -261,26 +259,26 @@ def test_the_system_gets_the_memory(probe: dict[str, Any]) -> None:
     assert probe["rss"][-1][1] - probe["rss without copy"] > probe["weights"] - MIB
 
 
-def test_a_dropped_weight_is_no_number_and_a_new_cache_is_empty(probe: dict[str, Any]) -> None:
-    """Fails if level 2 keeps weights (so that a sync which leaves one out would not show), or loses a buffer, or if a
-    cache comes back with something in it."""
+def test_discarded_weights_are_nan_and_a_restored_cache_is_zero(probe: dict[str, Any]) -> None:
+    """Fails if level 2 keeps weights (an incomplete sync would go unnoticed) or loses a buffer, or a restored cache is
+    not zeroed."""
     assert probe["dropped"] == [True, True]
     assert probe["cache_before"] > 0 and probe["cache_after"] == [0, 0]
 
 
-def test_what_an_engine_without_its_memory_cannot_do(probe: dict[str, Any]) -> None:
-    """Fails if an engine writes or shows garbage, takes weights that have no place, or sleeps while it writes."""
+def test_calls_that_a_sleeping_engine_refuses(probe: dict[str, Any]) -> None:
+    """Fails if an engine uses uninitialized memory, receives weights while asleep, or sleeps with unfinished work."""
     refused: dict[str, str] = probe["refused"]
-    assert "write: weights and kv_cache asleep. Fix: call wake_up(['weights', 'kv_cache']) first" in refused["generate"]
-    assert "write: kv_cache asleep" in refused["generate without kv_cache"]
-    assert "write: weights asleep" in refused["generate without weights"]
-    assert "receive weights: weights asleep" in refused["receive"]
-    assert "show its weights: weights asleep" in refused["digests"]
-    for name in ("digests of nothing", "generate of nothing", "generate after a part"):
-        assert "dropped its weights" in refused[name] and "receive a version" in refused[name]
-    assert "8 sequences are being written" in refused["running"] and probe["still running"] == 8
+    assert "generate: weights and kv_cache asleep" in refused["generate"]
+    assert "generate: kv_cache asleep" in refused["generate without kv_cache"]
+    assert "generate: weights asleep" in refused["generate without weights"]
+    assert "weights: weights asleep" in refused["receive"]
+    assert "digests: weights asleep" in refused["digests"]
+    for name in ("digests when discarded", "generate when discarded", "generate after a part"):
+        assert "sleep(level=2)" in refused[name]
+    assert "8 sequences" in refused["running"] and probe["still running"] == 8
     assert "sleep level 3" in refused["level"]
-    assert "no part 'optimizer'" in refused["tag"] and "weights, kv_cache" in refused["wake tag"]
+    assert "'optimizer'" in refused["tag"] and "'optimizer'" in refused["wake tag"]
     assert refused.pop("part of a sync").startswith("WeightSyncError")
     assert "memory" in probe["no memory"] and "asleep" in refused["generate after no memory"]
     assert all(message.startswith("ClusterError: ") for message in refused.values())
@@ -293,25 +291,25 @@ def _probe_two_workers(student: Path) -> dict[str, Any]:
 
     config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
     engine = RolloutEngine(
-        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], can_sleep=True
+        str(student), config, dtype="float32", max_model_len=32, device="cpu", eos_ids=[EOS], enable_sleep_mode=True
     )
     rng = np.random.default_rng(3)
     prompts = [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(4)]
 
-    def answers() -> list[tuple[bytes, bytes]]:
+    def responses() -> list[tuple[bytes, bytes]]:
         rollouts = sorted(engine.generate(prompts, Sampling(2, 0.7, 1.0, 10, seed=11)), key=lambda r: r.sample_index)
         return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts]
 
-    result: dict[str, Any] = {"before": answers(), "awake": engine.memory_bytes()}
+    result: dict[str, Any] = {"before": responses(), "awake": engine.memory_bytes()}
     engine.sleep(1)
     result["asleep"] = engine.memory_bytes()
     engine.wake_up()
-    return result | {"after": answers(), "awake again": engine.memory_bytes()}
+    return result | {"after": responses(), "awake again": engine.memory_bytes()}
 
 
 @pytest.mark.slow
 def test_an_engine_of_two_workers(lab: Lab) -> None:
-    """Fails if one of an engine's workers keeps its memory or its share is not counted."""
+    """Fails if one of two workers keeps its memory, or its share is not counted."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
             patch.setenv(key, value)

@@ -1,4 +1,4 @@
-"""One real vLLM engine that is given new weights while it writes: who wrote which token, and with which cache."""
+"""Weight updates of one real vLLM engine while it generates: version spans, logprobs, recomputed KV cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.e2e.conftest import EOS, VOCAB, Lab
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES, MAX_TOKENS, TEMPERATURE = 6, 2, 12, 0.7
-N_WAITING, N_ASIDE = 60, 4  # prompts of a stream, and of an evaluation beside it
-# Passes before new weights come. 8 of the 12 sequences run at a time: 4 are still waiting then.
+N_STREAM, N_EVAL = 60, 4  # prompts of a stream, and of a concurrent evaluation
+# Passes before each weight update. 8 of the 12 sequences run at a time: 4 are still waiting at the first one.
 AFTER = (5, 9)
 
 
@@ -32,7 +32,7 @@ def _prompts() -> list[Prompt]:
 
 
 def _expected(model: Any, rollout: Rollout) -> np.ndarray:
-    """[R] float32: the logprob of each response token after all tokens before it."""
+    """Return [R] float32: the logprob of each response token given all tokens before it."""
     import torch
 
     tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
@@ -43,8 +43,8 @@ def _expected(model: Any, rollout: Rollout) -> np.ndarray:
     return picked
 
 
-def _interrupted(engine: Any, sampling: Any, pushes: dict[int, Callable[[], None]]) -> list[Rollout]:
-    """All prompts; after so many passes, something in between."""
+def _generate_with_pushes(engine: Any, sampling: Any, pushes: dict[int, Callable[[], None]]) -> list[Rollout]:
+    """Generate all prompts; call pushes[i] after pass i."""
     engine.add("stream", _prompts(), sampling, range(N_PROMPTS))
     finished: list[Rollout] = []
     n_passes = 0
@@ -53,12 +53,12 @@ def _interrupted(engine: Any, sampling: Any, pushes: dict[int, Callable[[], None
         n_passes += 1
         if n_passes in pushes:
             pushes[n_passes]()
-        finished += engine.take("stream")
+        finished += engine.pop_finished("stream")
     return sorted(finished, key=lambda r: r.sample_index)
 
 
 def _probe(student: Path, port: int) -> dict[str, Any]:
-    """Runs in a process of its own, because an engine is one a process."""
+    """Run in a child process: vLLM allows one engine per process."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -110,42 +110,42 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     def one_generated() -> list[Rollout]:
         return sorted(engine.generate(_prompts()[4:5], sampling, [4]), key=lambda r: r.sample_index)
 
-    def guest_overtakes() -> tuple[list[int], int, list[Rollout]]:
-        """Places in order of completion; how many of them there were when the guest was done; what it got."""
+    def evaluate_during_stream() -> tuple[list[int], int, list[Rollout]]:
+        """Return finished prompt indices in order, their number when the evaluation ended, and its rollouts."""
         loop = EngineLoop(engine, sampling, config.max_num_seqs)
-        loop.admit([_prompts()[i % N_PROMPTS] for i in range(N_WAITING)], range(N_WAITING))
-        places: list[int] = []
+        loop.admit([_prompts()[i % N_PROMPTS] for i in range(N_STREAM)], range(N_STREAM))
+        finished: list[int] = []
         got: list[Rollout] = []
         at_end: list[int] = []
 
         def evaluate() -> None:
             try:
-                got.extend(loop.generate(_prompts()[:N_ASIDE], sampling, range(N_ASIDE)))
+                got.extend(loop.generate(_prompts()[:N_EVAL], sampling, range(N_EVAL)))
             finally:
-                at_end.append(len(places))
+                at_end.append(len(finished))
 
-        guest = threading.Thread(target=evaluate)
+        evaluation = threading.Thread(target=evaluate)
         chunks = loop.run()
         for chunk in chunks:
-            places.append(chunk[0].sample_index // N_SAMPLES)
-            if len(places) == 1:
-                guest.start()
-                while not loop._posted:
+            finished.append(chunk[0].sample_index // N_SAMPLES)
+            if len(finished) == 1:
+                evaluation.start()
+                while not loop._calls:
                     time.sleep(0.001)
-            if len(places) == N_WAITING:
+            if len(finished) == N_STREAM:
                 break
         chunks.close()  # type: ignore[attr-defined]
-        guest.join()
-        return places, at_end[0], got
+        evaluation.join()
+        return finished, at_end[0], got
 
     result: dict[str, Any] = {"alone": [(one_streamed(), one_generated())]}
-    result["guest"] = guest_overtakes()
+    result["evaluation"] = evaluate_during_stream()
     result["together"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
-    result["same"] = _interrupted(engine, sampling, {AFTER[0]: lambda: push(1)})
-    result["new"] = _interrupted(engine, sampling, {AFTER[0]: lambda: push(2), AFTER[1]: lambda: push(3)})
+    result["same"] = _generate_with_pushes(engine, sampling, {AFTER[0]: lambda: push(1)})
+    result["new"] = _generate_with_pushes(engine, sampling, {AFTER[0]: lambda: push(2), AFTER[1]: lambda: push(3)})
     result["alone"].append((one_streamed(), one_generated()))
 
-    # Like asynchronous scheduling, which vLLM has on GPUs only: a pass is begun before the last one's tokens are in.
+    # Emulates asynchronous scheduling, which vLLM uses only on GPUs: a pass starts before the last one's tokens arrive.
     result["together_again"] = sorted(engine.generate(_prompts(), sampling), key=lambda r: r.sample_index)
     core = engine.llm.llm_engine.engine_core.engine_core
     core.batch_queue, core.batch_queue_size, core.step_fn = deque(maxlen=2), 2, core.step_with_batch_queue
@@ -155,10 +155,10 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
         result["in_flight"].append(len(core.batch_queue))
         push(version)
 
-    result["landed_same"] = _interrupted(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(4)})
-    result["landed"] = _interrupted(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(5)})
+    result["async_same"] = _generate_with_pushes(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(4)})
+    result["async_new"] = _generate_with_pushes(engine, sampling, {2 * AFTER[0] + 1: lambda: push_in_flight(5)})
     versions = sorted(models)
-    for name in ("same", "new", "landed_same", "landed"):
+    for name in ("same", "new", "async_same", "async_new"):
         result[f"expected_{name}"] = [{v: _expected(models[v], r) for v in versions} for r in result[name]]
     result["left"] = engine.n_running
     return result
@@ -175,12 +175,12 @@ def probe(lab: Lab) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "versions", "differ"),
-    [("same", (0, 1), False), ("new", (1, 2, 3), True), ("landed_same", (3, 4), False), ("landed", (4, 5), True)],
+    [("same", (0, 1), False), ("new", (1, 2, 3), True), ("async_same", (3, 4), False), ("async_new", (4, 5), True)],
 )
 def test_each_span_has_the_logprobs_of_its_version(
     probe: dict[str, Any], name: str, versions: tuple[int, ...], differ: bool
 ) -> None:
-    """Fails if a token is taken for another version's, is lost or doubled, or was written by a cache of old weights."""
+    """Fails if a token is attributed to the wrong version, lost or duplicated, or used a KV cache of old weights."""
     rollouts: list[Rollout] = probe[name]
     assert [r.sample_index for r in rollouts] == list(range(N_PROMPTS * N_SAMPLES))
     seen: dict[int, int] = dict.fromkeys(versions, 0)
@@ -188,8 +188,8 @@ def test_each_span_has_the_logprobs_of_its_version(
     for rollout, expected in zip(rollouts, probe[f"expected_{name}"], strict=True):
         assert [s.start for s in rollout.version_spans] == [0, *(s.stop for s in rollout.version_spans[:-1])]
         assert rollout.version_spans[-1].stop == len(rollout.response_ids) == len(rollout.rollout_logprobs)
-        written = [s.policy_version for s in rollout.version_spans]
-        assert written == sorted(set(written)) and rollout.policy_version == written[0]
+        versions_of = [s.policy_version for s in rollout.version_spans]
+        assert versions_of == sorted(set(versions_of)) and rollout.policy_version == versions_of[0]
         for span in rollout.version_spans:
             seen[span.policy_version] += span.stop - span.start
             part = slice(span.start, span.stop)
@@ -202,18 +202,17 @@ def test_each_span_has_the_logprobs_of_its_version(
     assert probe["left"] == 0
 
 
-@pytest.mark.parametrize(("plain", "interrupted"), [("together", "same"), ("together_again", "landed_same")])
-def test_weights_that_are_the_same_change_nothing(probe: dict[str, Any], plain: str, interrupted: str) -> None:
-    """Fails if a sequence that is interrupted by new weights loses its place in its random numbers, or a token that was
-    under way."""
+@pytest.mark.parametrize(("plain", "interrupted"), [("together", "same"), ("together_again", "async_same")])
+def test_an_update_with_equal_weights_changes_nothing(probe: dict[str, Any], plain: str, interrupted: str) -> None:
+    """Fails if a weight update shifts a sequence's random numbers, or loses a token in flight."""
     for before, after in zip(probe[plain], probe[interrupted], strict=True):
         assert before.response_ids.tolist() == after.response_ids.tolist()
         np.testing.assert_allclose(before.rollout_logprobs, after.rollout_logprobs, atol=1e-4)
-    assert probe["in_flight"] == [1, 1], "passes were under way where the names say so"
+    assert probe["in_flight"] == [1, 1], "an asynchronous pass was in flight at each push"
 
 
-def test_a_streamed_prompt_is_answered_like_a_generated_one(probe: dict[str, Any]) -> None:
-    """Fails if what a prompt's seed and place make depends on whether it was given to a stream or to a batch."""
+def test_a_streamed_prompt_gets_the_same_samples_as_a_generated_one(probe: dict[str, Any]) -> None:
+    """Fails if samples depend on whether the prompt was submitted to a stream or to a batch."""
     for streamed, generated in probe["alone"]:
         assert [r.sample_index for r in streamed] == [8, 9]
         for one, other in zip(streamed, generated, strict=True):
@@ -225,10 +224,9 @@ def test_a_streamed_prompt_is_answered_like_a_generated_one(probe: dict[str, Any
 
 
 def test_an_evaluation_does_not_wait_for_the_backlog(probe: dict[str, Any]) -> None:
-    """Fails if vLLM's queue, which is first come, first served, holds the stream's backlog before an evaluation; or the
-    stream loses a prompt over it."""
-    places, at_end, got = probe["guest"]
-    print(f"{at_end} of {N_WAITING} prompts of the stream were finished when the evaluation was")
-    assert at_end < N_WAITING / 2
-    assert sorted(r.sample_index for r in got) == list(range(N_ASIDE * N_SAMPLES))
-    assert sorted(places) == list(range(N_WAITING))
+    """Fails if the stream's backlog is queued in vLLM before a later evaluation, or a prompt of the stream is lost."""
+    finished, at_end, got = probe["evaluation"]
+    print(f"{at_end} of {N_STREAM} prompts of the stream were finished when the evaluation was")
+    assert at_end < N_STREAM / 2
+    assert sorted(r.sample_index for r in got) == list(range(N_EVAL * N_SAMPLES))
+    assert sorted(finished) == list(range(N_STREAM))

@@ -60,7 +60,7 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
 
     config = RolloutConfig(gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=eager)
     engine = RolloutEngine(
-        str(student), config, dtype="bfloat16", max_model_len=256, device="cuda", eos_ids=[EOS], can_sleep=True
+        str(student), config, dtype="bfloat16", max_model_len=256, device="cuda", eos_ids=[EOS], enable_sleep_mode=True
     )
     rng = np.random.default_rng(3)
     prompts = [Prompt(i, rng.integers(2, VOCAB, 20 + i).astype(np.int32)) for i in range(4)]

@@ -117,5 +117,5 @@ def _answered(lengths: list[int], config: Config, rates: Rates) -> EngineUsage:
         for _ in range(running.count(0)):
             meter.finished(1)
         running = [left for left in running if left]
-    usage = meter.taken()
+    usage = meter.pop_usage()
     return EngineUsage(usage.busy_s, rates.chunk_s * len(lengths), usage.products, np.array(lengths, np.int32))

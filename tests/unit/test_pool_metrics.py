@@ -84,7 +84,7 @@ def test_an_engine_counts_what_its_passes_move_and_read() -> None:
     now[0] += 5.0
     meter.paused(12)
     meter.time_pass(one_pass)  # 12 tokens are read again
-    usage = meter.taken()
+    usage = meter.pop_usage()
     assert (usage.busy_s, usage.gap_s) == (1.5, 0.125) and usage.response_lengths.tolist() == [1]
     rows = np.array([[1, 2, 12, 0.5], [1, 2, 3, 0.5], [1, 2, 12, 0.5]])
     np.testing.assert_allclose(usage.products, rows.T @ rows)
@@ -92,13 +92,13 @@ def test_an_engine_counts_what_its_passes_move_and_read() -> None:
     meter.dropped(0)
     meter.added(6)
     meter.time_pass(one_pass)
-    np.testing.assert_allclose(meter.taken().products[0], [1, 1, 6, 0.5])
+    np.testing.assert_allclose(meter.pop_usage().products[0], [1, 1, 6, 0.5])
     meter.dropped(0)
     now[0] += 5.0
     meter.added(1)
     meter.time_pass(one_pass)
-    assert meter.taken().gap_s == 0.0  # nothing was left to be moved
-    assert meter.taken().products[0, 0] == 0
+    assert meter.pop_usage().gap_s == 0.0  # nothing was left to be moved
+    assert meter.pop_usage().products[0, 0] == 0
 
 
 def test_the_pool_s_numbers_are_sums_and_quantiles() -> None:

@@ -1,0 +1,105 @@
+"""Sleep mode of one rollout engine: track which of its memory is on the GPU, and refuse calls that need the rest.
+
+    generate -> sleep -> the actor uses the GPU -> wake_up(weights) -> receive -> wake_up(kv_cache) -> generate
+
+Levels and tags are those of vLLM's sleep mode. `gkd.rollout.sleep_mixin` moves the memory. No vLLM import here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from gkd.errors import ClusterError
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+
+
+class SleepState:
+    """Which tags of one engine are asleep; identical on all its workers.
+
+    Args:
+        call: calls a method of all workers by name with positional arguments; returns their results.
+        enabled: the engine was built with sleep mode.
+    """
+
+    def __init__(self, call: Callable[..., list[Any]], *, enabled: bool) -> None:
+        self._call, self._enabled = call, enabled
+        self._asleep: set[str] = set()
+        self._discarded = False  # the weights were discarded, and no new version has been loaded since
+
+    def awake_tags(self, tags: Iterable[str]) -> list[str]:
+        """Return those of `tags` that are awake, in the order of `TAGS`.
+
+        Raises:
+            ClusterError: unknown tag, or the engine was built without sleep mode.
+        """
+        chosen = _ordered(tags)
+        if not self._enabled:
+            raise ClusterError(
+                "this rollout engine was built without sleep mode. Fix: trainer.colocate=true (enable_sleep_mode=True)"
+            )
+        return [tag for tag in chosen if tag not in self._asleep]
+
+    def sleep(self, tags: Sequence[str], level: int) -> None:
+        """Release the memory of tags that are awake. After an error they count as asleep; `wake_up` can be retried."""
+        remaining = [tag for tag in TAGS if tag not in self._asleep and tag not in tags]
+        self._asleep |= set(tags)
+        self._discarded |= level == 2 and WEIGHTS in tags
+        self._call("gkd_sleep", list(tags), remaining, level)
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Restore those of `tags` that are asleep. After an error all of them still count as asleep.
+
+        Raises ClusterError: unknown tag.
+        """
+        chosen = [tag for tag in _ordered(tags) if tag in self._asleep]
+        if chosen:
+            self._call("gkd_wake", chosen, WEIGHTS in chosen and self._discarded)
+            self._asleep -= set(chosen)
+
+    def require_awake(self, tags: Iterable[str], action: str) -> None:
+        """Raise ClusterError if one of the tags is asleep.
+
+        Args:
+            action: what the caller is about to do, for the message: "generate".
+        """
+        asleep = [tag for tag in tags if tag in self._asleep]
+        if asleep:
+            raise ClusterError(
+                f"the rollout engine cannot {action}: {' and '.join(asleep)} asleep. Fix: call wake_up({asleep}) first"
+            )
+
+    def require_weights(self, action: str) -> None:
+        """Raise ClusterError if the weights were discarded and not loaded since."""
+        if self._discarded:
+            raise ClusterError(
+                f"the rollout engine cannot {action}: sleep(level=2) discarded its weights. "
+                "Fix: run a weight sync first, or use sleep(level=1), which keeps them in host memory"
+            )
+
+    def weights_loaded(self) -> None:
+        """Note that a complete version of the weights has been loaded."""
+        self._discarded = False
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return bytes by tag on the devices, summed over all workers."""
+        by_worker = self._call("gkd_memory")
+        return {tag: sum(held[tag] for held in by_worker) for tag in TAGS}
+
+
+def check_level(level: int) -> None:
+    """Raise ClusterError if `level` is not a sleep level."""
+    if level not in (1, 2):
+        raise ClusterError(
+            f"sleep level {level!r} is not supported. Fix: 1 (offload the weights to host memory) or 2 (discard them)"
+        )
+
+
+def _ordered(tags: Iterable[str]) -> list[str]:
+    wanted = list(tags)
+    unknown = [tag for tag in wanted if tag not in TAGS]
+    if unknown:
+        raise ClusterError(f"a rollout engine has no tag {unknown[0]!r}. Fix: use some of {', '.join(TAGS)}")
+    return [tag for tag in TAGS if tag in wanted]

@@ -1,0 +1,99 @@
+"""Sleep state of a rollout engine: which tags are asleep, and whether its weights are valid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gkd.errors import ClusterError
+from gkd.rollout.sleep_state import KV_CACHE, TAGS, WEIGHTS, SleepState, check_level
+
+
+class Workers:
+    """Record the calls of two workers; raise `error` if it is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+
+    def __call__(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append((method, *args))
+        if self.error is not None:
+            raise self.error
+        return [{WEIGHTS: 3, KV_CACHE: 4}, {WEIGHTS: 30, KV_CACHE: 40}]
+
+
+def test_only_awake_tags_are_released_and_only_sleeping_tags_are_restored() -> None:
+    """Fails if a repeated call releases or restores memory twice, or the workers receive wrong remaining tags."""
+    workers = Workers()
+    state = SleepState(workers, enabled=True)
+    state.wake_up(TAGS)
+    assert state.awake_tags(TAGS) == list(TAGS)
+    state.sleep([KV_CACHE], 1)
+    assert state.awake_tags(TAGS) == [WEIGHTS]
+    state.sleep([WEIGHTS], 1)
+    assert state.awake_tags(TAGS) == []
+    state.wake_up([WEIGHTS, WEIGHTS])
+    state.wake_up([WEIGHTS])
+    state.wake_up(TAGS)
+    assert workers.calls == [
+        ("gkd_sleep", [KV_CACHE], [WEIGHTS], 1),
+        ("gkd_sleep", [WEIGHTS], [], 1),
+        ("gkd_wake", [WEIGHTS], False),
+        ("gkd_wake", [KV_CACHE], False),
+    ]
+    assert state.memory_bytes() == {WEIGHTS: 33, KV_CACHE: 44}
+
+
+def test_discarded_weights_are_invalid_until_a_sync() -> None:
+    """Fails if uninitialized weights count as valid after a partial wake-up or another sleep, or valid ones do not."""
+    workers = Workers()
+    state = SleepState(workers, enabled=True)
+    state.sleep([KV_CACHE], 2)
+    state.require_weights("generate")  # only the KV cache is asleep
+    state.sleep([WEIGHTS], 2)
+    state.wake_up([WEIGHTS])
+    state.sleep([WEIGHTS], 1)  # copies uninitialized memory
+    state.wake_up(TAGS)
+    assert [call[-1] for call in workers.calls if call[0] == "gkd_wake"] == [True, True]
+    with pytest.raises(ClusterError, match=r"cannot generate: sleep\(level=2\)"):
+        state.require_weights("generate")
+    state.weights_loaded()
+    state.require_weights("generate")
+    state.sleep([WEIGHTS], 1)
+    state.wake_up(TAGS)
+    state.require_weights("generate")
+    assert workers.calls[-1] == ("gkd_wake", [WEIGHTS], False)
+
+
+def test_an_engine_is_asleep_after_a_failed_move() -> None:
+    """Fails if an engine in an unknown state is used, or cannot be woken up again."""
+    workers = Workers()
+    state = SleepState(workers, enabled=True)
+    workers.error = RuntimeError("no memory")
+    with pytest.raises(RuntimeError):
+        state.sleep(TAGS, 1)
+    with pytest.raises(RuntimeError):
+        state.wake_up(TAGS)
+    with pytest.raises(ClusterError, match=r"cannot generate: weights and kv_cache"):
+        state.require_awake(TAGS, "generate")
+    workers.error = None
+    state.wake_up(TAGS)
+    state.require_awake(TAGS, "generate")
+    assert workers.calls[-1] == ("gkd_wake", list(TAGS), False)
+
+
+def test_unknown_tags_and_levels_are_refused() -> None:
+    """Fails if a misspelt tag or an unsupported level is silently ignored."""
+    state = SleepState(Workers(), enabled=True)
+    for call in (state.awake_tags, state.wake_up):
+        with pytest.raises(ClusterError, match="'kv'"):
+            call(["kv"])
+    for level in (0, 3, "1"):
+        with pytest.raises(ClusterError, match=f"sleep level {level!r}"):
+            check_level(level)  # type: ignore[arg-type]
+    disabled = SleepState(Workers(), enabled=False)
+    with pytest.raises(ClusterError, match="trainer.colocate"):
+        disabled.awake_tags(TAGS)
+    disabled.wake_up(TAGS)
