@@ -83,6 +83,21 @@ class TeacherError(GkdError):
     """The teacher refused a request or returned invalid scores."""
 
 
+class TeacherRefusal(TeacherError):
+    """The teacher server refused a request; a resend would be refused, too.
+
+    Args:
+        code: of the server's ErrorReply, e.g. ``bad_request``.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[TeacherRefusal], tuple[str, str]]:
+        return type(self), (str(self), self.code)  # see ConfigError
+
+
 class TeacherUnavailable(TeacherError):
     """The teacher did not respond within the outage budget; names its address and how to start it."""
 

@@ -48,7 +48,7 @@ def ask_status(teacher: TeacherConfig) -> ServerStatus:
                     return decode_status(reply, frames)
                 said = reply.text if isinstance(reply, ErrorReply) else type(reply).__name__
                 raise TeacherError(f"teacher {link.address}: asked for its status, it answered: {said}")
-            if (gone := link.unavailable("its status is")) is not None:
+            if (gone := link.unavailable("the server's status")) is not None:
                 raise gone
     except ProtocolError as error:
         raise TeacherError(f"teacher {link.address}: {error}") from error

@@ -9,7 +9,7 @@ import numpy as np
 from gkd.config.derived import derive
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.errors import ConfigError, TeacherError, TeacherUnavailable
+from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
@@ -53,8 +53,8 @@ def ask_teacher(config: Config) -> TeacherInfo:
     except TeacherUnavailable as error:
         where = f"teacher.server_ip = {config.teacher.server_ip}, teacher.server_port = {config.teacher.server_port}"
         raise TeacherUnavailable(f"{where}: {error}") from error
-    except TeacherError as error:
-        if "refused it: bad_request:" not in str(error):
+    except TeacherRefusal as error:
+        if error.code != "bad_request":
             raise
         raise ConfigError("teacher.name", config.teacher.name, f"{error}.", "use one of the server's names.") from error
     finally:

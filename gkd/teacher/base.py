@@ -1,7 +1,4 @@
-"""What the trainer expects of any teacher, remote or local, and the check of what it says.
-
-On the road of one batch: rollout -> *teacher score* -> micro-batches.
-"""
+"""Interface of a teacher that scores rollouts, and its description."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from gkd.types import Rollout, TeacherTopK
 
 @dataclass(frozen=True, slots=True)
 class TeacherInfo:
-    """Which model scores, and its limits; name and fingerprint are recorded in the run folder."""
+    """Model and limits of a teacher; name and fingerprint are recorded in the run folder."""
 
     teacher: str  # its name among the server's teachers
     model_name: str
     model_path: str
-    fingerprint: str  # of the weights' folder; differs between two checkpoints of one model
-    vocab_size: int  # rows of the LM head, which may be more than the tokenizer has tokens
+    fingerprint: str  # of the model folder; differs between checkpoints of a model
+    vocab_size: int  # rows of the LM head; may exceed the number of tokens
     hidden_size: int
-    tokenizer_fingerprint: str  # see teacher_server.wire.protocol.tokenizer_fingerprint; empty: no tokenizer there
-    max_tokens: int  # longest prompt + response
+    tokenizer_fingerprint: str  # see teacher_server.wire.protocol.tokenizer_fingerprint; empty: no tokenizer
+    max_tokens: int  # maximum prompt + response length
     n_workers: int
-    n_streams: int  # sequences that its workers want in flight, all together
+    n_streams: int  # recommended number of sequences in flight, sum over its workers
     engine: str
     device: str
     dtype: str
@@ -33,21 +30,21 @@ class TeacherInfo:
 
 
 class Teacher(Protocol):
-    """Scores rollouts. Several threads may use it at once."""
+    """Scores rollouts. Thread-safe."""
 
     def info(self) -> TeacherInfo:
-        """Raises TeacherUnavailable if the teacher cannot be asked."""
+        """Return the teacher's description. Raises TeacherUnavailable."""
         ...
 
     def score(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TeacherTopK]]:
-        """(index into `rollouts`, its scores) in order of completion, each index exactly once.
+        """Yield (index into `rollouts`, scores) in order of completion, each index exactly once.
 
         Raises:
-            TeacherError: the teacher refused a sequence or sent scores that cannot be right.
-            TeacherUnavailable: it stayed away for longer than its budget.
+            TeacherError: the teacher refused a sequence or returned invalid scores.
+            TeacherUnavailable: the teacher did not respond within the budget.
         """
         ...
 
     def close(self) -> None:
-        """Release sockets or memory, in bounded time; may be called twice."""
+        """Release sockets or memory in bounded time. Idempotent."""
         ...

@@ -1,9 +1,10 @@
-"""The teacher behind a network address: every request is a future that is done when its sequence is scored.
+"""Client of the teacher server: each request returns a future of the sequence's scores.
 
-On the road of one batch: rollout -> *teacher score* -> micro-batches. Any number of threads may use
-one client. Behind it: `queries` (what is asked), `pending` and `streams` (which answer is one to it),
-`exchange` (the thread and its window), `link` (the connection), `outage` (when to give up). Needs
-numpy and zmq, no torch.
+    ZmqTeacher -> requests, streams    build a request; check the replies
+               -> exchange (inbox)     one thread: window of requests in flight, resends
+               -> link, outage         connection and heartbeats; when to give up
+
+Thread-safe. Imports numpy and zmq, but not torch.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ from gkd.teacher.base import TeacherInfo
 from gkd.teacher.exchange import ClientStats, Exchange
 from gkd.teacher.link import TeacherLink
 from gkd.teacher.outage import OutageClock
-from gkd.teacher.pending import Info, Pending, T
-from gkd.teacher.queries import Queries
+from gkd.teacher.requests import (
+    DescriptionRequest,
+    PendingRequest,
+    RequestSettings,
+    SampledRequest,
+    T,
+    TopKRequest,
+)
+from gkd.teacher.streams import MatrixShape, RowBlocks, WholeMatrix
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.wire.protocol import MAX_ID, MAX_K, Wire
+from teacher_server.wire.protocol import ID_BYTES, MAX_ID, MAX_K, Wire, as_frame, token_digest
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -36,27 +44,27 @@ MAX_WAITING = 4096
 class ZmqTeacher:
     """A `Teacher` at `server_ip:server_port`.
 
-    Every method may raise, and every future may end with, TeacherUnavailable (nothing was heard, or
-    nothing answered, for longer than the budgets; the client can be used again) or another TeacherError
-    (the request was refused, the answer cannot be right, or the client is closed).
+    Methods and futures raise TeacherUnavailable if the server sent no reply, or no scores, within the budgets; the
+    client remains usable. They raise another TeacherError if a request was refused, scores are invalid, or the client
+    is closed.
 
     Args:
-        k: top-k entries a response position.
-        temperature: the teacher's logits are divided by it.
-        n_vocab: size of the common vocabulary; the teacher's rows are cut to it, then normalised. 0 = all.
-        n_in_flight: window of unanswered requests at the server; more are kept here.
-        request_timeout_s: a request without an answer for this long is sent again.
-        outage_budget_s: give up when nothing at all was heard for this long, or when the server lives
-            but returned no scores for this long plus `request_timeout_s`.
-        wire: "fp16" (5 bytes an entry) or "fp32" (8 bytes, exact).
-        expected_fingerprint: of the teacher's weights; another teacher's scores raise TeacherError. Empty: the
-            first one that answers is the expected one.
-        name: which of the server's teachers; may be empty if there is one.
+        k: top-k entries per response position.
+        temperature: divisor of the teacher's logits.
+        n_vocab: size of the common vocabulary. The teacher's rows are truncated to it and then normalized. 0 = all.
+        n_in_flight: maximum number of requests at the server; others wait in the client.
+        request_timeout_s: resend a request without a reply after this time.
+        outage_budget_s: give up if no message at all arrived for this long, or if the server is alive but returned no
+            scores for this long plus `request_timeout_s`.
+        wire: "fp16" (5 bytes per entry) or "fp32" (8 bytes, exact).
+        expected_fingerprint: of the teacher's weights; scores of other weights raise TeacherError. Empty: the weights
+            of the first reply.
+        name: one of the server's teachers; may be empty if there is only one.
         keys: folder with server.key and client.key_secret; empty: no encryption.
-        max_waiting: requests kept here before `submit` blocks.
+        max_waiting: requests waiting in the client before `submit` blocks.
 
     Raises:
-        ConfigError: a setting is out of range, or the keys cannot be used.
+        ConfigError: a setting is out of range, or the keys are invalid.
     """
 
     def __init__(
@@ -85,10 +93,10 @@ class ZmqTeacher:
         _check_range("teacher.request_timeout_s", request_timeout_s, 1e-3, 4e4)
         _check_range("teacher.outage_budget_s", outage_budget_s, 1e-3, 1e6)
         if len(name) > 128:
-            raise ConfigError("teacher.name", name, "it is longer than 128 characters.", "use a name of the server's.")
-        self._queries = Queries(name, k, temperature, n_vocab, wire, request_timeout_s)
+            raise ConfigError("teacher.name", name, "longer than 128 characters.", "use one of the server's names.")
+        self._settings = RequestSettings(name, k, temperature, n_vocab, wire, request_timeout_s)
         self._n_in_flight = n_in_flight
-        self._described: TeacherInfo | None = None
+        self._info: TeacherInfo | None = None
         clock = OutageClock(outage_budget_s=outage_budget_s, stall_budget_s=outage_budget_s + request_timeout_s)
         link = TeacherLink(server_ip, server_port, clock, load_keys(keys))
         self._exchange = Exchange(
@@ -102,101 +110,119 @@ class ZmqTeacher:
         self.close()
 
     def close(self) -> None:
-        """Fail what is not answered and close, without waiting for the server; may be called twice."""
+        """Fail all pending requests and close, without waiting for the server. Idempotent."""
         self._exchange.close()
 
     @property
     def stats(self) -> ClientStats:
-        """Counts since the client was made; its own thread goes on counting."""
+        """Return the live counters of this client."""
         return self._exchange.stats
 
     def info(self) -> TeacherInfo:
-        """See `Teacher.info`. Blocks until a model has loaded there or the outage budget is spent."""
-        self._described = self._send(Info(self._queries.teacher)).result()
-        return self._described
+        """See `Teacher.info`. Blocks until the server has loaded a model or the outage budget is spent."""
+        self._info = self._send(DescriptionRequest(self._settings.teacher)).result()
+        return self._info
 
     def score(self, rollouts: Sequence[Rollout]) -> Iterator[tuple[int, TeacherTopK]]:
-        """See `Teacher.score`. Leaving the iterator early cancels what is not answered.
+        """See `Teacher.score`. Closing the iterator cancels its pending requests.
 
-        No more than `n_in_flight` sequences of one call are under way or wait for their consumer.
+        At most `n_in_flight` sequences of a call are in flight or wait for the consumer.
         """
         vocab_size = self._vocab_size()
         done: queue.SimpleQueue[int] = queue.SimpleQueue()
         todo = deque(enumerate(rollouts))
-        mine: dict[int, Future[TeacherTopK]] = {}
+        futures: dict[int, Future[TeacherTopK]] = {}
         try:
-            while todo or mine:
+            while todo or futures:
                 batch = []
-                while todo and len(mine) < self._n_in_flight:
+                while todo and len(futures) < self._n_in_flight:
                     index, rollout = todo.popleft()
-                    pending = self._queries.topk(rollout, vocab_size)
-                    pending.future.add_done_callback(functools.partial(_note_done, done, index))
-                    mine[index] = pending.future
-                    batch.append(pending)
+                    request = self._topk_request(rollout, vocab_size)
+                    request.future.add_done_callback(functools.partial(_put_index, done, index))
+                    futures[index] = request.future
+                    batch.append(request)
                 self._exchange.submit(batch)
                 index = done.get()
                 try:
-                    scores = mine.pop(index).result()
+                    scores = futures.pop(index).result()
                 except TeacherUnavailable as error:
-                    unsent = f" {len(todo)} more sequences had not been sent yet." if todo else ""
+                    unsent = f" {len(todo)} more sequences were not sent." if todo else ""
                     raise TeacherUnavailable(f"{error}{unsent}") from error
                 yield index, scores
         finally:
-            for future in mine.values():
+            for future in futures.values():
                 future.cancel()
 
     def submit(self, rollout: Rollout, *, k: int = 0, mass: float = 0.0) -> Future[TeacherTopK]:
-        """Score one sequence; any number at a time, done in the order in which they are scored.
+        """Request the top-k scores of one sequence. Futures complete in the order in which sequences are scored.
 
-        Blocks only while `max_waiting` requests wait here. Cancelling the future drops the request, here and at the
-        server.
+        Blocks only while `max_waiting` requests wait in the client. Cancelling the future also cancels the request at
+        the server.
 
         Args:
-            k: another one than the client's; 0 = the client's.
-            mass: list only as many of the k as it takes to reach this probability; 0 = all k.
+            k: 0 = the client's k.
+            mass: list only as many of the k entries as needed to reach this probability; 0 = all k.
         """
-        return self._send(self._queries.topk(rollout, self._vocab_size(), k, mass))
+        return self._send(self._topk_request(rollout, self._vocab_size(), k, mass))
 
     def submit_sampled(self, rollout: Rollout) -> Future[np.ndarray]:
-        """[R] float32, nats: the teacher's logprob of each response token. See `submit`."""
-        return self._send(self._queries.sampled(rollout))
+        """Request the teacher's logprob of each response token, [R] float32, nats. See `submit`."""
+        name, header, tokens = self._settings.for_rollout(rollout, "sampled")
+        return self._send(SampledRequest(name, header, tokens, resend_s=self._settings.resend_s))
 
     def submit_hidden(self, rollout: Rollout) -> Future[np.ndarray]:
-        """[R, H] float32: the final hidden states. `lm_head` makes logits of them, which are neither cut to `n_vocab`
-        nor divided by `temperature` yet. See `submit`."""
-        hidden_size = (self._described or self.info()).hidden_size
-        return self._send(self._queries.hidden(rollout, hidden_size, self._exchange.acknowledge))
+        """Request the final hidden states, [R, H] float32. See `submit`.
+
+        Their product with `lm_head` is the logits, not yet truncated to `n_vocab` nor divided by `temperature`.
+        """
+        hidden_size = (self._info or self.info()).hidden_size
+        name, header, tokens = self._settings.for_rollout(rollout, "hidden")
+        shape = MatrixShape("hidden", header.n_response, hidden_size, token_digest(tokens))
+        acknowledge, resend_s = self._exchange.acknowledge, self._settings.resend_s
+        return self._send(WholeMatrix(name, header, [as_frame(tokens)], shape, acknowledge, resend_s=resend_s))
 
     def logits(self, rollout: Rollout) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, [rows, V] float32) pieces of the logits / temperature, in order; each row's largest is 0.
+        """Yield (first row, [rows, V] float32) blocks of logits / temperature in order; the maximum of each row is 0.
 
-        The server runs at most 8 messages of up to 4 MiB ahead of the consumer. It is asked with the first `next`;
-        leaving the iterator early cancels the request. One thread.
+        The server sends at most 8 messages of up to 4 MiB ahead of the consumer. The first `next` submits the request;
+        closing the iterator cancels it. One thread.
         """
-        pending = self._queries.logits(rollout, self._vocab_size(), self._exchange.acknowledge)
-        self._send(pending)
-        yield from pending.pieces()
+        vocab_size = self._vocab_size()
+        name, header, tokens = self._settings.for_rollout(rollout, "logits")
+        shape = MatrixShape("logits", header.n_response, vocab_size, token_digest(tokens))
+        acknowledge, resend_s = self._exchange.acknowledge, self._settings.resend_s
+        request = RowBlocks(name, header, [as_frame(tokens)], shape, acknowledge, resend_s=resend_s)
+        self._send(request)
+        yield from request.blocks()
 
     def lm_head(self) -> np.ndarray:
-        """[V, H] float32: final hidden states @ lm_head.T are the logits. Blocks until it is here."""
-        info = self._described or self.info()
-        return self._send(self._queries.head(info, self._exchange.acknowledge)).result()
+        """Return the LM head, [V, H] float32: logits = hidden states @ lm_head.T. Blocks."""
+        info = self._info or self.info()
+        name, header = self._settings.for_head()
+        shape = MatrixShape("head", info.vocab_size, info.hidden_size, bytes(ID_BYTES))
+        acknowledge, resend_s = self._exchange.acknowledge, self._settings.resend_s
+        return self._send(WholeMatrix(name, header, [], shape, acknowledge, resend_s=resend_s)).result()
+
+    def _topk_request(self, rollout: Rollout, vocab_size: int, k: int = 0, mass: float = 0.0) -> TopKRequest:
+        settings = self._settings
+        name, header, tokens = settings.for_rollout(rollout, "topk", k=k or settings.k, mass=mass)
+        return TopKRequest(name, header, tokens, resend_s=settings.resend_s, n_vocab=vocab_size)
 
     def _vocab_size(self) -> int:
-        """What ids are checked against; the server is asked once, and only if nobody said it."""
-        return self._queries.n_vocab or (self._described or self.info()).vocab_size
+        """Return the upper bound of token ids; asks the server once if `n_vocab` is 0."""
+        return self._settings.n_vocab or (self._info or self.info()).vocab_size
 
-    def _send(self, pending: Pending[T]) -> Future[T]:
-        self._exchange.submit([pending])
-        return pending.future
+    def _send(self, request: PendingRequest[T]) -> Future[T]:
+        self._exchange.submit([request])
+        return request.future
 
 
-def _note_done(done: queue.SimpleQueue[int], index: int, _: Future[TeacherTopK]) -> None:
+def _put_index(done: queue.SimpleQueue[int], index: int, _: Future[TeacherTopK]) -> None:
     done.put(index)
 
 
 def load_keys(folder: str) -> PeerKeys | None:
-    """Of teacher.keys; None: empty, no encryption. Raises ConfigError."""
+    """Load the keys in teacher.keys; None if it is empty (no encryption). Raises ConfigError."""
     if not folder:
         return None
     from teacher_server.wire.keys import KeysError, load_peer_keys
@@ -210,4 +236,4 @@ def load_keys(folder: str) -> PeerKeys | None:
 
 def _check_range(key: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also true for NaN
-        raise ConfigError(key, value, f"it is not within {low:g} to {high:g}.", "choose a value in this range.")
+        raise ConfigError(key, value, f"not in [{low:g}, {high:g}].", "choose a value in this range.")

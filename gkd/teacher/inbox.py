@@ -1,4 +1,4 @@
-"""What other threads give the client's thread: requests that wait for a place in the window, and commands."""
+"""Queue from the callers' threads to the client's thread: requests waiting for the window, and commands."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gkd.errors import TeacherError
-from gkd.teacher.pending import Pending
+from gkd.teacher.requests import PendingRequest
 
-AnyPending = Pending[Any]
+AnyRequest = PendingRequest[Any]
 
 
 class Inbox:
-    """For any thread, except what is marked as the reader's.
+    """Thread-safe queue; the methods of the last section are for the reader only.
 
     Args:
-        max_waiting: requests that wait before `put` blocks.
-        wake: tells the reader that there is something new.
+        max_waiting: number of waiting requests from which on `put` blocks.
+        wake: interrupts the reader's poll.
     """
 
     def __init__(self, max_waiting: int, wake: Callable[[], None]) -> None:
         self.reader: threading.Thread | None = None
-        self.ended = ""  # why nothing can be put in any more
+        self.closed_because = ""  # the reason; empty while open
         self._max_waiting, self._wake = max_waiting, wake
         self._changed = threading.Condition()
-        self._waiting: deque[AnyPending] = deque()
-        self._commands: deque[Callable[[], None]] = deque()  # append and popleft are atomic
+        self._waiting: deque[AnyRequest] = deque()
+        self._commands: deque[Callable[[], None]] = deque()  # deque operations are atomic
 
-    def put(self, batch: Sequence[AnyPending]) -> None:
-        """Queue requests; blocks while too many wait, but never the reader (in a future's callback).
+    def put(self, batch: Sequence[AnyRequest]) -> None:
+        """Queue requests; blocks while the queue is full, except in the reader (in a future's callback).
 
         Raises:
-            TeacherError: it has ended.
+            TeacherError: the inbox is closed.
         """
         with self._changed:
-            if not self._is_reader() and any(pending.is_work for pending in batch):
-                self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self.ended)
-            if self.ended:
-                raise TeacherError(self.ended)
-            for pending in batch:
-                if pending.is_work:
-                    self._waiting.append(pending)
+            if not self._is_reader() and any(request.uses_window for request in batch):
+                self._changed.wait_for(lambda: len(self._waiting) < self._max_waiting or self.closed_because)
+            if self.closed_because:
+                raise TeacherError(self.closed_because)
+            for request in batch:
+                if request.uses_window:
+                    self._waiting.append(request)
                 else:
-                    self._waiting.appendleft(pending)  # needs no place in the window
+                    self._waiting.appendleft(request)
         self._wake()
 
     def command(self, command: Callable[[], None]) -> None:
-        """Have the reader call `command` soon; dropped if it has ended."""
+        """Have the reader call `command` soon; dropped if the inbox is closed."""
         self._commands.append(command)
         if not self._is_reader():
             self._wake()
 
-    def end(self, why: str) -> None:
-        """Refuse everything from now on; the first reason stays."""
+    def close(self, reason: str) -> None:
+        """Refuse requests from now on; the first reason is kept."""
         with self._changed:
-            self.ended = self.ended or why
+            self.closed_because = self.closed_because or reason
             self._changed.notify_all()
         self._wake()
 
@@ -66,7 +66,7 @@ class Inbox:
     def _is_reader(self) -> bool:
         return threading.current_thread() is self.reader
 
-    # For the reader
+    # Reader only
 
     @property
     def has_commands(self) -> bool:
@@ -76,25 +76,29 @@ class Inbox:
         while self._commands:
             yield self._commands.popleft()
 
-    def next(self, *, room: bool) -> AnyPending | None:
-        """The next request that may start; without `room` only one that takes none."""
+    def next(self, *, room: bool) -> AnyRequest | None:
+        """Return the next request to send, or None.
+
+        Args:
+            room: the window has room; otherwise only requests that do not use it are returned.
+        """
         with self._changed:
-            if not self._waiting or (self._waiting[0].is_work and not room):
+            if not self._waiting or (self._waiting[0].uses_window and not room):
                 return None
             self._changed.notify_all()
             return self._waiting.popleft()
 
-    def remove(self, pending: AnyPending) -> bool:
-        """False if it does not wait here."""
+    def remove(self, request: AnyRequest) -> bool:
+        """Remove a waiting request; return False if it is not in the queue."""
         with self._changed:
-            if pending not in self._waiting:
+            if request not in self._waiting:
                 return False
-            self._waiting.remove(pending)
+            self._waiting.remove(request)
             self._changed.notify_all()
             return True
 
-    def clear(self) -> list[AnyPending]:
-        """Take out everything that waits."""
+    def clear(self) -> list[AnyRequest]:
+        """Remove and return all waiting requests."""
         with self._changed:
             waiting = list(self._waiting)
             self._waiting.clear()

@@ -1,7 +1,6 @@
-"""The client's line to the server: one DEALER, a heartbeat, and the news of what may have been lost on it.
+"""Connection of the client to the server: one DEALER socket, heartbeats, and detection of lost messages.
 
-Knows nothing of sequences: `exchange` decides what to send again, this says who is there. One thread
-uses it; only `wake` is for the others.
+Reports connection events; `gkd.teacher.exchange` decides what to resend. Not thread-safe, except for `wake`.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from teacher_server.wire.protocol import (
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
 
-POLL_S = 0.1  # how late a resend or the end of a budget may be noticed
+POLL_S = 0.1  # maximum delay of a resend or of the detection of an outage
 _PING_S = 0.5  # more often if the outage budget is short
-_SUSPICIOUS_PINGS = 2.5  # a silence that ends after so many may have swallowed something
-_REOPEN_S = 0.5  # after a break that ZMQ does not repair by itself
-_BURST = 64  # messages read before the caller gets its turn to send
-_GOODBYE_MS = 200  # for the last cancellations to leave
+_SUSPICIOUS_PINGS = 2.5  # after a silence of this many ping intervals, messages may be lost
+_REOPEN_S = 0.5  # delay after a disconnect that ZMQ does not repair
+_BURST = 64  # messages read per `listen`
+_GOODBYE_MS = 200  # limit of the wait for the last cancellations to be sent
 
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -51,44 +50,44 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 
-Arrival = tuple[ServerMessage, list[Buffer]]
+Message = tuple[ServerMessage, list[Buffer]]
 
 
-class News(NamedTuple):
-    """What one turn brought."""
+class LinkEvents(NamedTuple):
+    """Result of one `listen`."""
 
-    messages: list[Arrival]  # heartbeats are kept back
-    connected: bool  # a connection was made: what could not be sent now can
-    lost: bool  # the connection or the server is a new one: what is under way on the old one never arrives
-    doubtful: bool  # something may have been lost: a silence ended, or a message could not be read
+    messages: list[Message]  # without heartbeats
+    connected: bool  # a connection was established: requests that could not be sent can be now
+    lost: bool  # the connection or the server is a new one: messages in transit are lost
+    doubtful: bool  # messages may be lost: a silence ended, or a message was unreadable
 
 
 class TeacherLink:
-    """One connection, made again whenever it breaks.
+    """One connection, reestablished whenever it breaks.
 
     Args:
-        keys: encrypt, and talk to this server only; None: no encryption.
+        keys: encrypt and authenticate the server; None: no encryption.
 
     Raises:
-        ConfigError: the address cannot be one.
+        ConfigError: the address is invalid.
     """
 
     def __init__(self, server_ip: str, server_port: int, clock: OutageClock, keys: PeerKeys | None) -> None:
         self.address = f"tcp://{server_ip}:{server_port}"
         self.clock = clock
         self.connected = False
-        self.trouble = ""  # the last message of no use, for the error text
+        self.trouble = ""  # last error reply or unreadable message, for the error text
         self.n_unreadable = 0
         self.n_server_restarts = 0
         self._server_ip, self._server_port, self._keys = server_ip, server_port, keys
-        self._refused = ""  # why the last handshake failed
-        self._n_connections = 0  # made since the start
-        self._gone_s: float | None = None  # since when there is no connection and nobody makes one
+        self._refused = ""  # reason of the last failed handshake
+        self._n_connections = 0  # established since the start
+        self._gone_s: float | None = None  # time of a disconnect after which ZMQ does not reconnect
         self._epoch = b""
         self._pong_on_this_connection = False
         self._next_ping_s = 0.0
         self._ping_s = min(_PING_S, clock.outage_budget_s / 4)
-        # An automatic identity may be given to another client after a server restart, and our replies with it.
+        # After a server restart an automatic identity may be reused for another client, which would get our replies.
         self._identity = b"c" + os.urandom(ID_BYTES - 1)
         self._context = zmq.Context()
         self._waker, self._wakened = socket.socketpair()
@@ -98,22 +97,24 @@ class TeacherLink:
             self._open()
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError("teacher.server_ip", server_ip, str(error), "name a host or an IPv4 address.") from error
+            raise ConfigError(
+                "teacher.server_ip", server_ip, str(error), "use a host name or an IPv4 address."
+            ) from error
 
     def _open(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self._identity)
-        # Send only to a live connection: while there is none, resends would pile up in the socket.
+        # Send only while connected: otherwise resends would accumulate in the socket.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        # A peer that vanished behind a dead route says nothing: these notice it in seconds, TCP alone in minutes.
+        # Detect an unreachable peer within seconds; TCP alone takes minutes.
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by the caller's window, so is the other
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # both directions are bounded by the caller's window
         self._socket.setsockopt(zmq.SNDHWM, 0)
         if self._keys is not None:
             from teacher_server.wire.keys import secure_peer
@@ -126,32 +127,32 @@ class TeacherLink:
         self._socket.connect(self.address)
 
     def close(self) -> None:
-        """Close; waits at most 0.2 s, and only for what a live connection still takes. May be called twice."""
+        """Close; waits at most 0.2 s for queued messages, and only while connected. Idempotent."""
         self._context.destroy(linger=_GOODBYE_MS if self.connected else 0)
         self.connected = False
         self._waker.close()
         self._wakened.close()
 
     def wake(self) -> None:
-        """End the current `listen`. From any thread; after `close` it does nothing."""
-        with contextlib.suppress(OSError):  # full: it will wake anyway; closed: nobody is there to be woken
+        """Interrupt the current `listen`. Thread-safe; no-op after `close`."""
+        with contextlib.suppress(OSError):  # full: the reader will wake anyway; closed: nothing to wake
             self._waker.send(b"\0")
 
     def begin(self) -> None:
-        """Somebody begins to wait for something: the budgets start now."""
+        """Start the budgets and send a heartbeat: a first request is pending."""
         self.clock.restart()
         self._next_ping_s = self.clock.now_s
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        """False if there is no connection at the moment. The buffers are not copied."""
+        """Send without copying the buffers; return False if there is no connection."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         return True
 
-    def listen(self, timeout_s: float | None) -> News:
-        """What has arrived, after at most `timeout_s`; None: sleep until something happens, without heartbeats."""
+    def listen(self, timeout_s: float | None) -> LinkEvents:
+        """Wait for at most `timeout_s` and return what happened; None: wait without limit and without heartbeats."""
         if timeout_s is not None and self.clock.now_s >= self._next_ping_s:
             self._ping()
         ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
@@ -167,16 +168,16 @@ class TeacherLink:
             self._reopen()
         elif self._socket in ready:
             messages, restarted, doubtful = self._read()
-            return News(messages, connected, lost or restarted, doubtful)
-        return News([], connected, lost, False)
+            return LinkEvents(messages, connected, lost or restarted, doubtful)
+        return LinkEvents([], connected, lost, False)
 
     def _ping(self) -> None:
         self.send([requests.encode(Ping())])
         self._next_ping_s = self.clock.now_s + self._ping_s
 
-    def _read(self) -> tuple[list[Arrival], bool, bool]:
-        """(messages, the server is a new one, something may be lost)"""
-        arrived: list[Arrival] = []
+    def _read(self) -> tuple[list[Message], bool, bool]:
+        """Return (messages, the server restarted, messages may be lost)."""
+        messages: list[Message] = []
         restarted, unreadable = False, self.n_unreadable
         silence_ended = False
         for _ in range(_BURST):
@@ -195,28 +196,28 @@ class TeacherLink:
             if isinstance(header, Pong):
                 restarted = self._note_epoch(header) or restarted
             else:
-                arrived.append((header, [frame.buffer for frame in frames]))
-        return arrived, restarted, silence_ended or self.n_unreadable > unreadable
+                messages.append((header, [frame.buffer for frame in frames]))
+        return messages, restarted, silence_ended or self.n_unreadable > unreadable
 
     def _note_epoch(self, pong: Pong) -> bool:
-        """True if the server is a new one behind an old connection; a new connection is news of its own."""
+        """Return whether the server restarted behind the same connection, as behind a proxy."""
         first, self._pong_on_this_connection = not self._pong_on_this_connection, True
         changed = self._epoch not in (b"", pong.epoch)
         self.n_server_restarts += changed
         self._epoch = pong.epoch
         return changed and not first
 
-    # The connection
+    # Connection
 
     def _watch_connection(self) -> None:
-        """Read what ZMQ says of the connection."""
+        """Process ZMQ's connection events."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected, self._n_connections = True, self._n_connections + 1
                 self._pong_on_this_connection = False
                 self._refused, self._gone_s = "", None
-                self._ping()  # first of all, so that a new epoch is known before a new server's answers
+                self._ping()  # first message, so that a new epoch is known before a new server's replies
             elif event == zmq.EVENT_DISCONNECTED:
                 self.connected, self._gone_s = False, self.clock.now_s
             elif event & (zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECT_RETRIED):
@@ -225,7 +226,7 @@ class TeacherLink:
                 self._refused = self._explain_refusal(event)
 
     def _reopen(self) -> None:
-        """ZMQ never connects again after a refused key, an oversize frame or a byte that is not ZMTP."""
+        """Open a new socket: ZMQ does not reconnect after a refused key, an oversize frame or an invalid ZMTP byte."""
         self._gone_s, self.connected = None, False
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -234,24 +235,24 @@ class TeacherLink:
 
     def _explain_refusal(self, event: int) -> str:
         if self._keys is None:
-            return "the server wants a key (set teacher.keys), or another service is on this port"
+            return "the server requires a key (set teacher.keys), or another service uses this port"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return "the server refuses the key in teacher.keys: is it in the server's allow-list?"
-        return "the server is not the one of server.key in teacher.keys, or uses no keys"
+            return "the server refuses the key in teacher.keys; check the server's allow-list"
+        return "the server's key differs from server.key in teacher.keys, or the server uses no keys"
 
-    def unavailable(self, what: str) -> TeacherUnavailable | None:
-        """The error to give up with, or None while the budgets last.
+    def unavailable(self, pending: str) -> TeacherUnavailable | None:
+        """Return the error if a budget is exceeded, else None.
 
         Args:
-            what: what is waited for, e.g. ``12 requests are``.
+            pending: what the caller waits for, for the message: ``12 sequences``.
         """
         problem = self.clock.problem()
         if not problem:
             return None
         last = f"{self.clock.silent_s:.1f} s ago" if self.clock.ever_heard else "never"
-        refused = f" Its handshake fails: {self._refused}." if self._refused else ""
-        trouble = f" Last trouble: {self.trouble}." if self.trouble else ""
+        refused = f" Handshake failed: {self._refused}." if self._refused else ""
+        trouble = f" Last error: {self.trouble}." if self.trouble else ""
         return TeacherUnavailable(
-            f"teacher {self.address}: {problem} (last heard: {last}), {what} waited for.{refused}{trouble} Start one "
-            f"with: python -m teacher_server --model PATH --host {self._server_ip} --port {self._server_port}"
+            f"teacher {self.address}: {problem} (last message: {last}); pending: {pending}.{refused}{trouble} "
+            f"Fix: python -m teacher_server --model PATH --host {self._server_ip} --port {self._server_port}"
         )

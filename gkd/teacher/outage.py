@@ -1,48 +1,48 @@
-"""When to give a silent teacher up: a clock that only counts time in which someone waited and listened.
+"""Outage detection: a clock that counts only time in which the client waited for the server.
 
-A stopped process (SIGSTOP, a suspended machine, a debugger) finds minutes gone at its next turn. Those
-were not the server's, so one turn of the loop counts as half a second at most.
+After SIGSTOP, a suspend or a breakpoint, the client's loop finds that minutes have passed. The server is not to blame
+for them, so one iteration of the loop counts for at most half a second.
 """
 
 from __future__ import annotations
 
 import time
 
-_LONGEST_TURN_S = 0.5
+_MAX_TICK_S = 0.5
 
 
 class OutageClock:
-    """Times since the last sign of life and the last useful answer, against their budgets. For one thread.
+    """Compare the times since the last message and since the last progress with their budgets. Not thread-safe.
 
     Args:
-        outage_budget_s: longest silence, heartbeats included.
-        stall_budget_s: longest time without `progressed`, heartbeats or not.
+        outage_budget_s: maximum time without any message, heartbeats included.
+        stall_budget_s: maximum time without `progressed`, even if heartbeats arrive.
     """
 
     def __init__(self, *, outage_budget_s: float, stall_budget_s: float) -> None:
-        self.now_s = 0.0  # advances with `tick` only
+        self.now_s = 0.0  # advances only in `tick`
         self.ever_heard = False
         self.outage_budget_s, self._stall_budget_s = outage_budget_s, stall_budget_s
         self._ticked_s = time.monotonic()
         self._heard_s = self._progress_s = 0.0
 
     def tick(self) -> None:
-        """One turn of the loop has passed."""
+        """Advance the clock; called in each iteration of the loop."""
         monotonic_s = time.monotonic()
-        self.now_s += min(monotonic_s - self._ticked_s, _LONGEST_TURN_S)
+        self.now_s += min(monotonic_s - self._ticked_s, _MAX_TICK_S)
         self._ticked_s = monotonic_s
 
     def restart(self) -> None:
-        """Somebody begins to wait: both budgets start now."""
+        """Start both budgets now: a first request is pending."""
         self.tick()
         self._heard_s = self._progress_s = self.now_s
 
     def heard(self) -> None:
-        """The server said something."""
+        """Note that a message of the server arrived."""
         self._heard_s, self.ever_heard = self.now_s, True
 
     def progressed(self) -> None:
-        """The server gave what was asked for, or has nothing to do."""
+        """Note that the server returned scores, or that it is not responsible for the wait."""
         self._progress_s = self.now_s
 
     @property
@@ -50,10 +50,10 @@ class OutageClock:
         return self.now_s - self._heard_s
 
     def problem(self) -> str:
-        """Which budget is spent, in words; empty if none is."""
+        """Return a description of the exceeded budget; empty if none is exceeded."""
         stalled_s = self.now_s - self._progress_s
         if self.silent_s > self.outage_budget_s:
-            return f"nothing heard for {self.silent_s:.1f} s"
+            return f"no message for {self.silent_s:.1f} s"
         if stalled_s > self._stall_budget_s:
-            return f"the server is alive but has answered nothing for {stalled_s:.1f} s"
+            return f"the server is alive but returned no scores for {stalled_s:.1f} s"
         return ""

@@ -1,8 +1,8 @@
-"""A matrix that comes in row pieces: every row once and in order, whoever sends it and however often.
+"""Requests whose result is a matrix, received in row blocks: each row exactly once and in order.
 
-A worker that fails in the middle of a stream is replaced by another one, which begins a new stream at
-row 0; rows that are here already are then skipped. Messages of a stream are numbered, so one that was
-lost with a broken connection shows as a gap, and the whole is asked for under a new request id.
+If a worker fails during a stream, another worker starts a new stream at row 0; rows that were already received are
+skipped. The messages of a stream are numbered. A message lost with a connection therefore shows as a gap, and the
+request is sent again under a new id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gkd.errors import TeacherError
-from gkd.teacher.pending import Answer, Pending, T, check_source
+from gkd.teacher.requests import PendingRequest, Reply, T, check_source
 from teacher_server.wire.payload import unpack_rows
 from teacher_server.wire.protocol import (
     STREAM_WINDOW,
@@ -28,119 +28,119 @@ from teacher_server.wire.protocol import (
     ScoreRequest,
 )
 
-_PATIENCE = 3  # times a stream that never began is asked for under one id
+_MAX_SENT = 3  # sends of a request under one id while no stream has started
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What the stream must be. `digest`: of the tokens it is about; zeros for the LM head."""
+class MatrixShape:
+    """Expected properties of a stream."""
 
     signal: Literal["logits", "hidden", "head"]
     n_rows: int
     n_cols: int
-    digest: bytes
+    digest: bytes  # of the scored tokens; zeros for the LM head
 
 
-class _Rows(Pending[T]):
-    """What both kinds of streams share: the order of messages, and what has been acknowledged.
+class _MatrixRequest(PendingRequest[T]):
+    """Base of both kinds of streams: checks the order of messages and acknowledges them.
 
     Args:
-        acknowledge: brings a `Received` to the server; called from any thread, with the lock held.
+        acknowledge: sends a `Received` to the server; called from any thread, with the lock held.
     """
 
     is_stream = True
 
     def __init__(
         self,
-        where: str,
-        query: ScoreRequest | HeadRequest,
+        name: str,
+        header: ScoreRequest | HeadRequest,
         frames: Sequence[Buffer],
-        shape: Shape,
+        shape: MatrixShape,
         acknowledge: Callable[[Received], None],
         *,
         resend_s: float,
     ) -> None:
-        super().__init__(where, query, frames, resend_s=resend_s)
-        self.shape, self._wire, self._acknowledge = shape, query.wire, acknowledge
-        self._lock = threading.Condition()  # a consumer's thread takes and acknowledges pieces
-        self._n_rows_here = 0  # rows [0, n) need not come again
-        self._n_sent_before = 0  # under earlier ids
-        self._forget_stream()
+        super().__init__(name, header, frames, resend_s=resend_s)
+        self.shape, self._wire, self._acknowledge = shape, header.wire, acknowledge
+        self._lock = threading.Condition()  # shared with the consumer's thread
+        self._n_rows_held = 0  # rows [0, n) need not be received again
+        self._n_sent_before = 0  # under earlier request ids
+        self._reset_stream()
 
-    def _forget_stream(self) -> None:
+    def _reset_stream(self) -> None:
         self._stream_id, self._worker = b"", ""
-        self._ended: set[bytes] = set()  # earlier streams of this request id
-        self._heard_s = 0.0
-        self._n_messages = self._n_received = self._next_row = 0  # of the stream that runs now
+        self._ended: set[bytes] = set()  # ids of replaced streams of this request
+        self._received_s = 0.0
+        self._n_messages = self._n_acknowledged = self._next_row = 0  # of the current stream
 
-    def rename(self) -> None:
+    def renew_id(self) -> None:
         with self._lock:
-            super().rename()
-            self._forget_stream()
+            super().renew_id()
+            self._reset_stream()
             self._n_sent_before = self.n_sent
 
-    def is_lost(self, now_s: float) -> bool:
+    def needs_new_id(self, now_s: float) -> bool:
         if self.paused:
             return False
         if self._stream_id:
-            return now_s - self._heard_s >= self.resend_s
-        return self.n_sent - self._n_sent_before >= _PATIENCE
+            return now_s - self._received_s >= self.resend_s
+        return self.n_sent - self._n_sent_before >= _MAX_SENT
 
-    def take(self, answer: Answer, frames: list[Buffer], now_s: float) -> T | None:
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> T | None:
         with self._lock:
-            reply = self._check(answer)
-            if reply.stream_id in self._ended:
+            message = self._check(reply)
+            if message.stream_id in self._ended:
                 return None
-            if reply.stream_id != self._stream_id:
-                self._begin(reply)
-            if reply.index < self._n_messages:
+            if message.stream_id != self._stream_id:
+                self._begin(message)
+            if message.index < self._n_messages:
                 return None  # a duplicate
-            if (reply.index, reply.start) != (self._n_messages, self._next_row):
+            if (message.index, message.start) != (self._n_messages, self._next_row):
                 raise ProtocolError(
-                    f"message {reply.index} of the stream holds row {reply.start}, expected were message "
-                    f"{self._n_messages} and row {self._next_row}"
+                    f"message {message.index} of the stream starts at row {message.start}, expected message "
+                    f"{self._n_messages} at row {self._next_row}"
                 )
-            if reply.index >= self._n_received + STREAM_WINDOW:
-                raise ProtocolError(f"more than {STREAM_WINDOW} messages of a stream were sent ahead")
-            if reply.worker != self._worker:
-                raise ProtocolError(f"a stream of worker {self._worker!r} goes on from {reply.worker!r}")
-            rows = unpack_rows(reply, frames)
-            self._n_messages, self._next_row, self._heard_s = reply.index + 1, reply.stop, now_s
-            if reply.stop <= self._n_rows_here:
-                self._received(reply.stream_id, self._n_messages)
+            if message.index >= self._n_acknowledged + STREAM_WINDOW:
+                raise ProtocolError(f"more than {STREAM_WINDOW} messages of a stream were sent without acknowledgment")
+            if message.worker != self._worker:
+                raise ProtocolError(f"worker {message.worker!r} continued a stream of worker {self._worker!r}")
+            rows = unpack_rows(message, frames)
+            self._n_messages, self._next_row, self._received_s = message.index + 1, message.stop, now_s
+            if message.stop <= self._n_rows_held:
+                self._ack(message.stream_id, self._n_messages)
             else:
-                n_known = max(0, self._n_rows_here - reply.start)
-                self._put(reply, reply.start + n_known, rows[n_known:])
-                self._n_rows_here = reply.stop
-            return self._result() if reply.stop == reply.n_rows else None
+                n_known = max(0, self._n_rows_held - message.start)
+                self._put(message, message.start + n_known, rows[n_known:])
+                self._n_rows_held = message.stop
+            return self._result() if message.stop == message.n_rows else None
 
-    def _check(self, answer: Answer) -> RowsReply:
-        if not isinstance(answer, RowsReply):
-            raise ProtocolError(f"{type(answer).__name__} is no answer to {self.shape.signal}")
-        check_source(self.shape.digest, answer)
-        got = (answer.signal, answer.n_rows, answer.n_cols)
-        wanted = (self.shape.signal, self.shape.n_rows, self.shape.n_cols)
-        if got != wanted:
-            raise ProtocolError(f"(signal, rows, columns) are {got}, expected {wanted}")
-        if self._wire == "fp16" and answer.dtype == "float32":
-            raise ProtocolError("float32 rows came where two bytes a number were asked for")
-        return answer
+    def _check(self, reply: Reply) -> RowsReply:
+        if not isinstance(reply, RowsReply):
+            raise ProtocolError(f"received {type(reply).__name__} for a {self.shape.signal} request")
+        check_source(self.shape.digest, reply)
+        received = (reply.signal, reply.n_rows, reply.n_cols)
+        expected = (self.shape.signal, self.shape.n_rows, self.shape.n_cols)
+        if received != expected:
+            raise ProtocolError(f"(signal, rows, columns) are {received}, expected {expected}")
+        if self._wire == "fp16" and reply.dtype == "float32":
+            raise ProtocolError("received float32 rows for a request with wire fp16")
+        return reply
 
     def _begin(self, reply: RowsReply) -> None:
         if reply.index:
-            raise ProtocolError(f"a stream begins with message {reply.index}")
+            raise ProtocolError(f"the first message of a stream has index {reply.index}")
         self._ended.add(self._stream_id)
         self._stream_id, self._worker = reply.stream_id, reply.worker
-        self._n_messages = self._n_received = self._next_row = 0
-        self._n_rows_here = self._rows_kept()
+        self._n_messages = self._n_acknowledged = self._next_row = 0
+        self._n_rows_held = self._rows_kept()
 
-    def _received(self, stream_id: bytes, n_messages: int) -> None:
-        if stream_id == self._stream_id:  # not about a stream that has been replaced
-            self._n_received = n_messages
+    def _ack(self, stream_id: bytes, n_messages: int) -> None:
+        if stream_id == self._stream_id:  # otherwise the stream has been replaced
+            self._n_acknowledged = n_messages
             self._acknowledge(Received(request_id=self.request_id, stream_id=stream_id, n_messages=n_messages))
 
     def _rows_kept(self) -> int:
-        """Rows that need not come again when the stream starts over."""
+        """Return how many leading rows are kept when a new stream starts."""
         raise NotImplementedError
 
     def _put(self, reply: RowsReply, start: int, rows: np.ndarray) -> None:
@@ -150,63 +150,63 @@ class _Rows(Pending[T]):
         raise NotImplementedError
 
 
-class WholeRows(_Rows[np.ndarray]):
-    """The matrix put together in place, float32: never more than itself and one message."""
+class WholeMatrix(_MatrixRequest[np.ndarray]):
+    """Return the whole matrix, [rows, cols] float32, assembled in place: holds one message in addition to it."""
 
     _rows: np.ndarray | None = None
 
     def _rows_kept(self) -> int:
-        return self._n_rows_here
+        return self._n_rows_held
 
     def _put(self, reply: RowsReply, start: int, rows: np.ndarray) -> None:
         if self._rows is None:
             self._rows = np.empty((self.shape.n_rows, self.shape.n_cols), np.float32)
         self._rows[start : start + len(rows)] = rows
-        self._received(reply.stream_id, self._n_messages)
+        self._ack(reply.stream_id, self._n_messages)
 
     def _result(self) -> np.ndarray:
-        assert self._rows is not None  # the last message has just been put
+        assert self._rows is not None  # called after the last `_put`
         return self._rows
 
 
-class _Piece(NamedTuple):
+class _Block(NamedTuple):
     stream_id: bytes
-    n_messages: int  # of its stream, this one included
+    n_messages: int  # of its stream, including this one
     start: int
     rows: np.ndarray
 
 
-class PiecewiseRows(_Rows[bool]):
-    """The matrix handed on piece by piece; at most `STREAM_WINDOW` pieces wait here for their consumer."""
+class RowBlocks(_MatrixRequest[bool]):
+    """Yield the matrix in row blocks; at most `STREAM_WINDOW` blocks wait for the consumer."""
 
     def __init__(
         self,
-        where: str,
-        query: ScoreRequest | HeadRequest,
+        name: str,
+        header: ScoreRequest | HeadRequest,
         frames: Sequence[Buffer],
-        shape: Shape,
+        shape: MatrixShape,
         acknowledge: Callable[[Received], None],
         *,
         resend_s: float,
     ) -> None:
-        super().__init__(where, query, frames, shape, acknowledge, resend_s=resend_s)
-        self._waiting: deque[_Piece] = deque()
-        self._n_rows_taken = 0
+        super().__init__(name, header, frames, shape, acknowledge, resend_s=resend_s)
+        self._waiting: deque[_Block] = deque()
+        self._n_rows_consumed = 0
         self.future.add_done_callback(self._wake_consumer)
 
-    def pieces(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, [rows, C] float32) in order; one thread. Leaving it early cancels the request."""
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (first row, [rows, cols] float32) in order. Closing the iterator cancels the request. One thread."""
         try:
             while True:
                 with self._lock:
                     self._lock.wait_for(lambda: self._waiting or self.future.done())
                     if not self._waiting:
-                        self.future.result()  # raises what ended the stream
+                        self.future.result()  # raises the stream's error
                         return
-                    piece = self._waiting.popleft()
-                    self._n_rows_taken = piece.start + len(piece.rows)
-                    self._received(piece.stream_id, piece.n_messages)
-                yield piece.start, piece.rows
+                    block = self._waiting.popleft()
+                    self._n_rows_consumed = block.start + len(block.rows)
+                    self._ack(block.stream_id, block.n_messages)
+                yield block.start, block.rows
         finally:
             self.future.cancel()
 
@@ -219,13 +219,13 @@ class PiecewiseRows(_Rows[bool]):
             self._lock.notify_all()
 
     def _rows_kept(self) -> int:
-        self._waiting.clear()  # it comes again; keeping it, too, could hold twice the window
-        return self._n_rows_taken
+        self._waiting.clear()  # the new stream sends them again; keeping them could hold twice the window
+        return self._n_rows_consumed
 
     def _put(self, reply: RowsReply, start: int, rows: np.ndarray) -> None:
         if self.shape.signal == "logits" and rows.max(1).any():
-            raise TeacherError(f"{self.where}, from worker {reply.worker!r}: a row of logits has not 0 as its largest")
-        self._waiting.append(_Piece(reply.stream_id, self._n_messages, start, rows))
+            raise TeacherError(f"{self.name}, from worker {reply.worker!r}: the largest logit of a row is not 0")
+        self._waiting.append(_Block(reply.stream_id, self._n_messages, start, rows))
         self._lock.notify_all()
 
     def _result(self) -> bool:

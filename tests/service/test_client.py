@@ -170,9 +170,9 @@ def test_an_unreadable_message_of_ours_or_theirs_is_sent_again_soon() -> None:
 
 def test_another_model_behind_the_address_stops_the_run() -> None:
     """Would break if a server restarted with other weights changed the teacher in the middle of a run."""
-    with pytest.raises(TeacherError, match="now serves model-b, before it was model-a"):
+    with pytest.raises(TeacherError, match="model-b, expected model-a"):
         run(lambda request, tokens, n: [honest(request, tokens, model_fingerprint="model-b" if n == 7 else "model-a")])
-    with pytest.raises(TeacherError, match="now serves model-a, before it was model-x"):
+    with pytest.raises(TeacherError, match="model-a, expected model-x"):
         run(answer, expected_fingerprint="model-x")
 
 
@@ -214,7 +214,7 @@ def test_a_mass_target_that_was_missed_is_an_error() -> None:
     with (
         ScriptedServer(answer) as server,
         client(server) as teacher,
-        pytest.raises(TeacherError, match="1 of 8 entries with a mass of 0.5 were sent for a target of 0.9"),
+        pytest.raises(TeacherError, match="1 of 8 entries .* 0.5, .* 0.9"),
     ):
         teacher.submit(random_rollouts(1, N_VOCAB)[0], mass=0.9).result(timeout=5)
 
@@ -247,5 +247,5 @@ def test_a_sequence_that_cannot_be_asked_about_is_named() -> None:
     """Would break if a broken rollout reached the wire, or its error did not say which one it is."""
     rollout = random_rollouts(1, N_VOCAB)[0]
     rollout.response_ids[0] = -1
-    with connect(15555, n_vocab=N_VOCAB) as teacher, pytest.raises(TeacherError, match="prompt 0, sample 0: cannot be"):
+    with connect(15555, n_vocab=N_VOCAB) as teacher, pytest.raises(TeacherError, match="prompt 0, sample 0"):
         teacher.submit(rollout)

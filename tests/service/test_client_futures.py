@@ -119,7 +119,7 @@ def test_close_fails_what_is_outstanding() -> None:
         teacher.close()
         assert time.monotonic() - started_s < 2
         for future in futures:
-            with pytest.raises(TeacherError, match="closed, with 5 requests not answered"):
+            with pytest.raises(TeacherError, match="closed; 5 requests"):
                 future.result(timeout=0)
         with pytest.raises(TeacherError, match="closed"):
             teacher.submit(random_rollouts(1, N_VOCAB)[0])

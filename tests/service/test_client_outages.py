@@ -29,9 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_an_alive_but_stuck_server_is_given_up() -> None:
     """Would break if heartbeats alone kept a run waiting for ever."""
     started_s = time.monotonic()
-    with pytest.raises(
-        TeacherUnavailable, match=r"alive but has answered nothing .* 4 sequences are .* 8 more"
-    ) as caught:
+    with pytest.raises(TeacherUnavailable, match=r"alive .* 4 sequences.* 8 more") as caught:
         run(ignore, n_in_flight=4, request_timeout_s=0.2, outage_budget_s=0.7)
     assert time.monotonic() - started_s < 4
     assert "tcp://127.0.0.1:" in str(caught.value)
@@ -40,7 +38,7 @@ def test_an_alive_but_stuck_server_is_given_up() -> None:
 @pytest.mark.parametrize("code", ["busy", "draining"])
 def test_a_server_that_only_says_busy_is_given_up_with_its_words(code: str) -> None:
     """Would break if retries counted as progress, or if nobody could see why nothing moved."""
-    with pytest.raises(TeacherUnavailable, match=f"answered nothing .*Last trouble: {code}: scripted"):
+    with pytest.raises(TeacherUnavailable, match=f"alive .*{code}: scripted"):
         run(lambda request, tokens, n: [error(request, code, 0.1)], request_timeout_s=0.2, outage_budget_s=0.3)
 
 
@@ -50,7 +48,7 @@ def test_a_silent_server_is_given_up_and_the_client_lives_on() -> None:
         server.answers_pings = False
         futures = [teacher.submit(rollout) for rollout in random_rollouts(3, N_VOCAB)]
         for future in futures:
-            with pytest.raises(TeacherUnavailable, match=r"nothing heard for .* 3 sequences are waited for"):
+            with pytest.raises(TeacherUnavailable, match=r"no message .* 3 sequences"):
                 future.result(timeout=5)
         server.answers_pings, server.script = True, answer
         assert len(dict(teacher.score(random_rollouts(3, N_VOCAB)))) == 3
@@ -172,7 +170,7 @@ def test_a_refused_key_is_named_and_forgiven(tmp_path: Path) -> None:
     allowed.unlink()
     options = {"keys": str(tmp_path / "bundles" / "trainer"), "outage_budget_s": 0.8}
     with ScriptedServer(answer, load_server_keys(tmp_path)) as server, client(server, **options) as teacher:
-        with pytest.raises(TeacherUnavailable, match="handshake fails: the server refuses the key in teacher.keys"):
+        with pytest.raises(TeacherUnavailable, match="Handshake failed: .*teacher.keys"):
             teacher.info()
         allowed.write_text(text)
         assert server._authenticator is not None and server._authenticator.maybe_reload()
@@ -182,9 +180,9 @@ def test_a_refused_key_is_named_and_forgiven(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "server_keys,client_keys,words",
     [
-        ("a", "b", "is not the one of server.key in teacher.keys"),
-        ("", "a", "is not the one of server.key in teacher.keys, or uses no keys"),
-        ("a", "", "the server wants a key .set teacher.keys., or another service"),
+        ("a", "b", "differs from server.key in teacher.keys"),
+        ("", "a", "server.key in teacher.keys, or the server uses no keys"),
+        ("a", "", "requires a key .set teacher.keys., or another service"),
     ],
 )
 def test_keys_that_do_not_fit_are_named(tmp_path: Path, server_keys: str, client_keys: str, words: str) -> None:
@@ -216,7 +214,7 @@ def test_another_service_on_the_port_is_named() -> None:
         threading.Thread(target=serve, daemon=True).start()
         with (
             connect(listener.getsockname()[1], outage_budget_s=0.4) as teacher,
-            pytest.raises(TeacherUnavailable, match="another service is on this port"),
+            pytest.raises(TeacherUnavailable, match="another service"),
         ):
             teacher.info()
         listener.shutdown(socket.SHUT_RDWR)

@@ -237,7 +237,7 @@ def test_a_server_that_ignores_the_window_is_refused() -> None:
         pieces = teacher.logits(rollout())
         next(pieces)
         time.sleep(0.3)
-        with pytest.raises(TeacherError, match="more than 8 messages of a stream were sent ahead"):
+        with pytest.raises(TeacherError, match="more than 8 messages"):
             list(pieces)
 
 
@@ -250,7 +250,7 @@ def test_logits_that_are_not_shifted_are_refused() -> None:
             return [stream.message(index)]
 
         server.on_next = on_next
-        with pytest.raises(TeacherError, match="prompt 0, sample 0, from worker 'w0': a row of logits"):
+        with pytest.raises(TeacherError, match="prompt 0, sample 0, from worker 'w0': .*logit"):
             gather(teacher.logits(rollout()))
         wait_until(lambda: server.of(Cancel), 2.0, "the cancellation")
 
@@ -262,7 +262,7 @@ def test_an_outage_in_the_middle_of_a_stream_reaches_its_consumer() -> None:
         pieces = teacher.logits(rollout())
         next(pieces)
         server.on_next = lambda stream, index: []
-        with pytest.raises(TeacherUnavailable, match="1 sequences are waited for"):
+        with pytest.raises(TeacherUnavailable, match="1 sequences"):
             list(pieces)
 
 
@@ -283,6 +283,6 @@ def test_rows_wider_than_asked_for_are_refused() -> None:
     with (
         StreamingServer() as server,
         client(server, wire="fp16") as teacher,
-        pytest.raises(TeacherError, match="damaged .*float32 rows came where two bytes a number were asked for"),
+        pytest.raises(TeacherError, match="damaged .*float32 .*fp16"),
     ):
         teacher.submit_hidden(rollout()).result(timeout=5)

@@ -1,0 +1,266 @@
+"""Requests of the teacher client: their headers and frames, and the checks of the replies.
+
+A `PendingRequest` holds one request and validates replies to it. `gkd.teacher.exchange` decides when to send it; after
+its submission only the exchange's thread uses it. Requests whose result is a matrix are in `gkd.teacher.streams`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from gkd.data.score_checks import MASS_SLACK, validate_topk
+from gkd.errors import TeacherError
+from gkd.teacher.base import TeacherInfo
+from gkd.types import Rollout, TeacherTopK
+from teacher_server.wire.payload import check_tokens, unpack_sampled, unpack_topk
+from teacher_server.wire.protocol import (
+    ID_BYTES,
+    Buffer,
+    HeadRequest,
+    InfoReply,
+    InfoRequest,
+    ProtocolError,
+    RowsReply,
+    ScoreReply,
+    ScoreRequest,
+    Signal,
+    Wire,
+    as_frame,
+    checksum,
+    requests,
+    token_digest,
+)
+
+_INFO_RESEND_S = 1.0
+T = TypeVar("T")
+Reply = ScoreReply | RowsReply | InfoReply
+Header = ScoreRequest | HeadRequest | InfoRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """Settings that all requests of one client share; see `gkd.teacher.client.ZmqTeacher`."""
+
+    teacher: str
+    k: int
+    temperature: float
+    n_vocab: int
+    wire: Wire
+    resend_s: float
+
+    def for_rollout(
+        self, rollout: Rollout, signal: Signal, *, k: int = 0, mass: float = 0.0
+    ) -> tuple[str, ScoreRequest, np.ndarray]:
+        """Return the request's name for errors, its header, and its tokens, [P + R] int32.
+
+        Raises TeacherError: tokens or settings exceed the limits of the protocol.
+        """
+        name = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
+        with refusals_of(name):
+            tokens = check_tokens(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
+            header = ScoreRequest(
+                request_id=os.urandom(ID_BYTES),
+                signal=signal,
+                teacher=self.teacher,
+                k=k,
+                mass=mass,
+                temperature=self.temperature,
+                n_vocab=self.n_vocab,
+                prompt_length=len(rollout.prompt_ids),
+                total_length=len(tokens),
+                wire=self.wire,
+                deadline_s=self._deadline_s,
+                checksum=checksum(as_frame(tokens)),
+            )
+        return name, header, tokens
+
+    def for_head(self) -> tuple[str, HeadRequest]:
+        """Return name and header of a request for the LM head. Raises TeacherError as `for_rollout`."""
+        name = "the LM head"
+        with refusals_of(name):
+            header = HeadRequest(
+                request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=self._deadline_s
+            )
+        return name, header
+
+    @property
+    def _deadline_s(self) -> float:
+        return 2 * self.resend_s  # every resend renews it
+
+
+class PendingRequest(Generic[T]):
+    """A request that has no complete reply yet.
+
+    Args:
+        name: identifies it in errors, e.g. ``prompt 17, sample 2``.
+        header: of the message; a stream may change its request id.
+        frames: the message's other frames.
+        resend_s: send again if no reply arrived for this long.
+
+    Raises:
+        TeacherError: the header exceeds the limits of the protocol.
+    """
+
+    uses_window = True  # counts toward n_in_flight
+    is_stream = False
+
+    def __init__(self, name: str, header: Header, frames: Sequence[Buffer], *, resend_s: float) -> None:
+        self.name, self.header, self.resend_s = name, header, resend_s
+        self.future: Future[T] = Future()
+        with refusals_of(name):
+            self.message: list[Buffer] = [requests.encode(header), *frames]
+        self.due_s = 0.0  # next time to send it, on the exchange's clock
+        self.n_sent = 0
+        self.n_damaged = 0
+
+    @property
+    def request_id(self) -> bytes:
+        return self.header.request_id
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> T | None:
+        """Check a reply; return the result, or None if more replies must follow.
+
+        Raises:
+            ProtocolError: the reply is damaged or does not match the request; resend.
+            TeacherError: the scores are invalid, and would be again after a resend.
+        """
+        raise NotImplementedError
+
+    @property
+    def paused(self) -> bool:
+        """Return whether the server is waiting for the consumer of a stream."""
+        return False
+
+    def needs_new_id(self, now_s: float) -> bool:
+        """Return whether a resend must use a new request id, because the server ignores it under the old one."""
+        return False
+
+    def renew_id(self) -> None:
+        """Take a new request id, so that the server handles the request as a new one."""
+        self.header = msgspec.structs.replace(self.header, request_id=os.urandom(ID_BYTES))
+        self.message[0] = requests.encode(self.header)
+
+
+def check_source(digest: bytes, reply: ScoreReply | RowsReply) -> None:
+    """Raise ProtocolError on a token digest mismatch or a missing worker name."""
+    if reply.token_digest != digest:
+        raise ProtocolError(f"the reply of worker {reply.worker!r} has another token digest")
+    if not reply.worker:
+        raise ProtocolError("the reply has no worker name")
+
+
+class _ScoreRequest(PendingRequest[T]):
+    """Base of requests whose reply is one message."""
+
+    def __init__(self, name: str, header: ScoreRequest, tokens: np.ndarray, *, resend_s: float) -> None:
+        super().__init__(name, header, [as_frame(tokens)], resend_s=resend_s)
+        self._expected, self._digest = header, token_digest(tokens)
+
+    def _check(self, reply: Reply) -> ScoreReply:
+        sent = self._expected
+        if not isinstance(reply, ScoreReply):
+            raise ProtocolError(f"received {type(reply).__name__} for a {sent.signal} request")
+        check_source(self._digest, reply)
+        received = (reply.signal, reply.n_rows, reply.k, reply.wire, reply.adaptive)
+        expected = (sent.signal, sent.n_response, sent.k, sent.wire, sent.mass > 0)
+        if received != expected:
+            raise ProtocolError(f"(signal, rows, k, wire, adaptive) are {received}, expected {expected}")
+        return reply
+
+
+class TopKRequest(_ScoreRequest[TeacherTopK]):
+    """Request top-k scores.
+
+    Args:
+        n_vocab: upper bound (exclusive) of the token ids in the reply.
+    """
+
+    def __init__(self, name: str, header: ScoreRequest, tokens: np.ndarray, *, resend_s: float, n_vocab: int) -> None:
+        super().__init__(name, header, tokens, resend_s=resend_s)
+        self._n_vocab = n_vocab
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherTopK:
+        checked = self._check(reply)
+        unpacked = unpack_topk(checked, frames)
+        scores = TeacherTopK(unpacked.ids, unpacked.logprobs, unpacked.tail, unpacked.counts)
+        where = f"{self.name}, from worker {checked.worker!r}"
+        validate_topk(scores, self._n_vocab, where, n_rows=self._expected.n_response)
+        if scores.counts is not None:
+            self._check_mass(scores, scores.counts, where)
+        return scores
+
+    def _check_mass(self, scores: TeacherTopK, counts: np.ndarray, where: str) -> None:
+        """Raise TeacherError if a row lists fewer than k entries without reaching the mass target."""
+        sent = self._expected
+        short = (counts < sent.k) & (1 - scores.tail_mass < sent.mass - MASS_SLACK)
+        if short.any():
+            row = int(short.argmax())
+            raise TeacherError(
+                f"{where}: response position {row}: {counts[row]} of {sent.k} entries have a mass of "
+                f"{1 - scores.tail_mass[row]:.6g}, below the target of {sent.mass:g}"
+            )
+
+
+class SampledRequest(_ScoreRequest[np.ndarray]):
+    """Request the logprob of each response token."""
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> np.ndarray:
+        checked = self._check(reply)
+        logprobs = unpack_sampled(checked, frames)
+        if logprobs.max() > MASS_SLACK:
+            raise TeacherError(
+                f"{self.name}, from worker {checked.worker!r}: a logprob is {logprobs.max():.6g}, above 0"
+            )
+        return logprobs
+
+
+class DescriptionRequest(PendingRequest[TeacherInfo]):
+    """Request the teacher's description.
+
+    Args:
+        teacher: its name; empty if the server has one teacher.
+    """
+
+    uses_window = False
+
+    def __init__(self, teacher: str) -> None:
+        header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher)
+        super().__init__("the teacher's description", header, [], resend_s=_INFO_RESEND_S)
+        self._teacher = teacher
+
+    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherInfo:
+        if not isinstance(reply, InfoReply) or (self._teacher and reply.teacher != self._teacher):
+            raise ProtocolError(f"not a description of teacher {self._teacher!r}")
+        return TeacherInfo(
+            teacher=reply.teacher,
+            model_name=reply.model_name,
+            model_path=reply.model_path,
+            fingerprint=reply.model_fingerprint,
+            vocab_size=reply.vocab_size,
+            hidden_size=reply.hidden_size,
+            tokenizer_fingerprint=reply.tokenizer_fingerprint,
+            max_tokens=reply.max_tokens,
+            n_workers=reply.n_workers,
+            n_streams=reply.n_streams,
+            engine=reply.engine,
+            device=reply.device,
+            dtype=reply.dtype,
+            protocol_version=reply.protocol_version,
+        )
+
+
+@contextmanager
+def refusals_of(name: str) -> Iterator[None]:
+    """Raise errors of the protocol as TeacherError with the request's name."""
+    try:
+        yield
+    except (ProtocolError, ValueError) as error:
+        raise TeacherError(f"{name}: cannot be scored: {error}") from error
