@@ -15,6 +15,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = ("gkd", "teacher_server")
+# A package or root module imports only what stands above it (tests/unit/test_import_order.py). So the loop
+# (`gkd.trainer`) sees its roles as Protocols, `gkd.footprint` predicts memory without a backend, and the teacher server
+# installs without the trainer.
+_ORDER = """
+teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
+teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.main teacher_server.__main__
+gkd.errors gkd.log gkd.types gkd.handles gkd.config gkd.roles
+gkd.run gkd.metrics gkd.data gkd.pipeline gkd.trainer
+gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
+gkd.rollout gkd.teacher gkd.gpu_map
+gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
+gkd.preflight gkd.launcher gkd.main_gkd
+gkd.tools.split_tuner gkd.tools gkd.quickstart
+"""
+ORDER = tuple(_ORDER.split())
+MAP_PAGE = ROOT / "CONTRIBUTING.md"
+MAP_BEGIN, MAP_END = "<!-- package map, written by python -m tests.structure --write-map -->", "<!-- end of the map -->"
 
 
 def source_files(root: Path = ROOT) -> list[Path]:
@@ -110,6 +127,26 @@ def summary(root: Path = ROOT) -> dict[str, object]:
     }
 
 
+def package_map(root: Path = ROOT) -> str:
+    """Return a Markdown table of the packages, in import order, with the first line of their docstrings."""
+    rows = []
+    for unit in sorted(
+        ORDER, key=lambda unit: unit.startswith("teacher_server")
+    ):  # stable: the trainer's packages first
+        file = root / unit.replace(".", "/") / "__init__.py"
+        if file.exists():
+            doc = ast.get_docstring(ast.parse(file.read_text())) or ""
+            rows.append(f"| `{unit.replace('.', '/')}` | {doc.partition(chr(10))[0]} |")
+    return "\n".join(["| package | content |", "|---|---|", *rows])
+
+
+def written_map(text: str, new_map: str) -> str:
+    """Return a page with its package map replaced."""
+    before, _, rest = text.partition(MAP_BEGIN)
+    _, _, after = rest.partition(MAP_END)
+    return f"{before}{MAP_BEGIN}\n{new_map}\n{MAP_END}{after}"
+
+
 def _function_lengths(path: Path) -> Iterator[int]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -121,7 +158,10 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout to measure")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--edges", action="store_true", help="print each unit's imports, too")
+    parser.add_argument("--write-map", action="store_true", help="update the package map in CONTRIBUTING.md")
     args = parser.parse_args()
+    if args.write_map:
+        MAP_PAGE.write_text(written_map(MAP_PAGE.read_text(), package_map(args.root)))
     figures = summary(args.root)
     for name, value in figures.items():
         print(f"{name:24} {value}")

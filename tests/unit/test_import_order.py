@@ -7,22 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.structure import ROOT, cycles, file_imports, imported_names, source_files, unit_imports
-
-# A package or root module imports only what stands above it. So the loop (`gkd.trainer`) sees its roles as Protocols,
-# `gkd.footprint` predicts memory without a backend, and the teacher server installs without the trainer.
-_ORDER = """
-teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
-teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.main teacher_server.__main__
-gkd.errors gkd.log gkd.types gkd.handles gkd.config gkd.roles
-gkd.run gkd.metrics gkd.data gkd.pipeline gkd.trainer
-gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
-gkd.rollout gkd.teacher gkd.gpu_map
-gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
-gkd.preflight gkd.launcher gkd.main_gkd
-gkd.tools.split_tuner gkd.tools gkd.quickstart
-"""
-ORDER = tuple(_ORDER.split())
+from tests.structure import ORDER, ROOT, cycles, file_imports, imported_names, source_files, unit_imports
 
 # Library -> files that may import it, also lazily.
 LIBRARIES: dict[str, tuple[str, ...]] = {

@@ -1,0 +1,63 @@
+"""The pages of the repository: links, README's size and example, generated parts, wording."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from tests.structure import MAP_PAGE, ROOT, package_map, written_map
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    """Fails if a page sends its reader to a file or heading that does not exist."""
+    broken, n_links = [], 0
+    for page in PAGES:
+        for target, anchor in _LINK.findall(_FENCE.sub("", page.read_text())):
+            n_links += 1
+            file = (page.parent / target).resolve() if target else page
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}#{anchor}")
+    assert n_links > 40 and not broken
+
+
+def test_every_named_file_exists() -> None:
+    """Fails if a page names a source file that was moved or deleted."""
+    named = re.compile(r"`((?:gkd|teacher_server|tests|launch|configs)/[\w/.]+\.(?:py|sh|yaml))`")
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    missing = [f"{p.name}: {f}" for p in pages for f in named.findall(p.read_text()) if not (ROOT / f).exists()]
+    assert not missing
+
+
+def test_the_readme_stays_short() -> None:
+    """Fails if the README grows into a manual again."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 180 and len(text.split()) <= 1300
+
+
+def test_the_readme_s_configuration_is_valid(tmp_path: Path) -> None:
+    """Fails if a newcomer's first YAML is refused."""
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert yaml.safe_load(example)["trainer"]["save_every"] > 0, "an interrupted run must not lose everything"
+    file = tmp_path / "mine.yaml"
+    file.write_text(example)
+    check_config(load_config(file, []))
+
+
+def test_the_package_map_is_current() -> None:
+    """Fails if the map of packages differs from the packages: run python -m tests.structure --write-map."""
+    page = MAP_PAGE.read_text()
+    assert page == written_map(page, package_map())
