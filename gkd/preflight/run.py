@@ -23,9 +23,9 @@ from gkd.hf.model_folder import read_config_json
 from gkd.log import get_logger
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
-from gkd.preflight.teacher import ask_teacher, check_teacher, scores_gib, warn_of_the_losses
+from gkd.preflight.teacher import ask_teacher, check_reachable, check_teacher, scores_gib, warn_of_the_losses
 from gkd.run.folder import RunFolder
-from gkd.run.open import named_checkpoint, open_run_folder
+from gkd.run.open import check_run_folder, open_run_folder
 from gkd.teacher.base import TeacherInfo
 from gkd.types import Prompt
 
@@ -59,7 +59,9 @@ def preflight(config: Config) -> Plan:
     """
     derived = check_config(config)
     check_ray_installed()
-    named_checkpoint(config)  # its folder is looked for now, and read last
+    check_run_folder(config)  # the checkpoint is read last
+    if not derived.is_local_teacher:
+        check_reachable(config.teacher)
     device = resolve_device(config)
     if device == "cpu" and config.actor.loss_kernel == "triton":
         raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
@@ -160,11 +162,18 @@ def resolve_device(config: Config) -> str:
             "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu.",
         )
     n_wanted = derive(config).n_gpus
+    if device == "cuda" and not n_gpus:
+        raise ConfigError(
+            "trainer.device",
+            wanted,
+            "torch sees no GPU here.",
+            "use cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that this environment has a CUDA build of torch.",
+        )
     if device == "cuda" and n_gpus < n_wanted:
         raise ConfigError(
             "rollout.n_gpus_per_node",
             config.rollout.n_gpus_per_node,
-            f"with trainer.n_gpus_per_node {config.trainer.n_gpus_per_node} the pools want {n_wanted} GPUs, and torch "
+            f"with trainer.n_gpus_per_node {config.trainer.n_gpus_per_node} the pools need {n_wanted} GPUs, and torch "
             f"sees {n_gpus} here.",
             "lower the pools, or name a larger cluster in cluster.ray_address.",
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import numpy as np
 
 from gkd.config.derived import derive
 from gkd.config.schedulers import staleness_bound
-from gkd.config.schema import Config
+from gkd.config.schema import Config, TeacherConfig
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.teacher.base import TeacherInfo
@@ -18,11 +19,40 @@ from teacher_server.wire.protocol import tokenizer_fingerprint
 
 log = get_logger("preflight")
 
-# How long a running teacher server may take to say who it is.
+# Limit for the reply of a running teacher server to the first request.
 TEACHER_HELLO_S = 10.0
+# Limit for a TCP connection. A host that drops packets does not reply at all.
+CONNECT_S = 2.0
 
 # Scores that take more host memory than this are warned of.
 LARGE_SCORES_GIB = 4.0
+
+
+def check_reachable(teacher: TeacherConfig, timeout_s: float = CONNECT_S) -> None:
+    """Connect to the teacher's port once. Returns also if the connection times out: a busy server may accept it later.
+
+    Raises:
+        ConfigError: naming teacher.server_ip: the host name cannot be resolved.
+        TeacherUnavailable: the host refuses the connection, or there is no route to it.
+    """
+    host, port = teacher.server_ip, teacher.server_port
+    try:
+        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+    except (OSError, UnicodeError) as error:
+        problem = f"unknown host name, or not an IPv4 address ({error})."
+        raise ConfigError("teacher.server_ip", host, problem, "correct it.") from error
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(address)
+    except TimeoutError:
+        log.info("no connection to the teacher at %s:%d within %g s; trying again", host, port, timeout_s)
+    except OSError as error:
+        raise TeacherUnavailable(
+            f"teacher.server_ip = {host}, teacher.server_port = {port}: cannot connect to {host}:{port} "
+            f"({error.strerror}). Fix: start a server with: "
+            f"python -m teacher_server --model PATH --host {host} --port {port}"
+        ) from error
 
 
 def ask_teacher(config: Config) -> TeacherInfo:

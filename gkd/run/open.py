@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -37,30 +38,15 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
         CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are; or one
             cannot be read now.
     """
+    named = check_run_folder(config)
     root = Path(config.trainer.run_dir)
-    if root.exists() and not root.is_dir():
-        raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
-    is_ours = (root / "config.yaml").exists() and (root / "teacher.json").exists()
-    if not is_ours and _holds_another_s(root):
-        problem = "it is not empty and holds no whole run of ours."
-        raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
-    store, named = CheckpointStore(root / CHECKPOINTS), named_checkpoint(config)
-    if named is not None and named.parent == store.root.resolve():
-        named = store.root / named.name
-    elif is_ours and _has_begun(root):
-        if config.trainer.resume != "auto":
-            raise ConfigError(
-                "trainer.run_dir",
-                str(root),
-                "it holds a run already.",
-                "name another folder, or set trainer.resume=auto to go on with that run.",
-            )
-        check_same_run(root / "config.yaml", config)
+    store = CheckpointStore(root / CHECKPOINTS)
+    if named is None and _holds_run(root):
         check_same_teacher(root / "teacher.json", teacher, config)
         check_same_reference(root / "teacher.json", teacher, config)
     if named is not None:
         _check_checkpoint(named, teacher, config)
-    try:
+    with _writing(root):
         make_folder(root)
         lock = _hold(root)
         try:
@@ -77,9 +63,40 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
         except BaseException:
             lock.close()
             raise
-    except OSError as error:
-        raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
     return RunFolder(root, config, teacher, lock, start)
+
+
+def check_run_folder(config: Config) -> Path | None:
+    """Check trainer.run_dir and trainer.resume as far as the settings decide. Changes nothing and reads no checkpoint.
+
+    Returns:
+        The checkpoint that trainer.resume names; None for auto and never.
+
+    Raises:
+        ConfigError: the folder cannot be used; the settings are not those of its run; or as `named_checkpoint`.
+    """
+    root = Path(config.trainer.run_dir)
+    if root.exists() and not root.is_dir():
+        raise ConfigError("trainer.run_dir", str(root), "it is a file.", "name a folder.")
+    if (root / LOCK).exists():
+        with _writing(root):
+            _hold(root).close()
+    if not _is_ours(root) and _holds_another_s(root):
+        problem = "it is not empty and holds no complete run of gkd."
+        raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
+    named = named_checkpoint(config)
+    if named is not None and named.parent == (root / CHECKPOINTS).resolve():
+        return root / CHECKPOINTS / named.name
+    if _holds_run(root):
+        if config.trainer.resume != "auto":
+            raise ConfigError(
+                "trainer.run_dir",
+                str(root),
+                "it holds a run already.",
+                "name another folder, or set trainer.resume=auto to resume that run.",
+            )
+        check_same_run(root / "config.yaml", config)
+    return named
 
 
 def named_checkpoint(config: Config) -> Path | None:
@@ -140,6 +157,15 @@ def _check_checkpoint(folder: Path, teacher: Mapping[str, str], config: Config) 
     check_same_reference(folder / "teacher.json", teacher, config)
 
 
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Raise ConfigError naming trainer.run_dir if the block cannot write into it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("trainer.run_dir", str(root), f"it cannot be written ({error}).", "name another.") from error
+
+
 def _hold(root: Path) -> TextIO:
     """Lock the folder for as long as the file stays open; the kernel lets go of it however the process ends."""
     lock = (root / LOCK).open("w")
@@ -166,6 +192,15 @@ def _holds_another_s(root: Path) -> bool:
     ours = {LOCK, ORIGIN, GOING_BACK, "teacher.json"}
     ours |= {f"{TMP}{name}" for name in (*ours, "config.yaml")}
     return root.exists() and any(path.name not in ours for path in root.iterdir())
+
+
+def _is_ours(root: Path) -> bool:
+    return (root / "config.yaml").exists() and (root / "teacher.json").exists()
+
+
+def _holds_run(root: Path) -> bool:
+    """Return whether a run of gkd has made progress in the folder."""
+    return _is_ours(root) and _has_begun(root)
 
 
 def _has_begun(root: Path) -> bool:

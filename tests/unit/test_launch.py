@@ -99,6 +99,7 @@ def test_the_summary_is_what_the_run_wrote(tmp_path: Path) -> None:
         (["trainer.device=auto"], 2, "cuda"),
         (["trainer.device=cpu"], 2, "trainer.device"),
         (["trainer.device=cuda"], 1, "rollout.n_gpus_per_node"),
+        (["trainer.device=cuda"], 0, "trainer.device"),
         (["trainer.device=auto", "weight_sync.transport=nccl"], 0, "weight_sync.transport"),
         (["trainer.device=auto", "cluster.ray_address=h:1"], 0, "trainer.device"),
         (["trainer.device=cuda", "cluster.ray_address=h:1"], 0, "cuda"),
