@@ -88,7 +88,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     on_cpu = plan.device == "cpu"
     env = worker_env(on_cpu)
     log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, plan.derived.n_engines)
-    actor_workers = actor_slots.spawn(ActorWorker, env, beside=actor_worker.BESIDE)
+    actor_workers = actor_slots.spawn(ActorWorker, env, beside=actor_worker.CONCURRENCY_GROUPS)
     actor = ActorPool(actor_workers, config)
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)

@@ -1,4 +1,4 @@
-"""The settings' student, of either backend, on one rank."""
+"""Build the student of one actor rank from the settings, with either backend."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.imports import quick_imports
-from gkd.config.loss_spec import LossSpec
+from gkd.config.derived import derive
 from gkd.config.schema import Config, OptimConfig
-from teacher_server.wire.protocol import Signal
 
 if TYPE_CHECKING:
     from gkd.actor.common.base import Student
@@ -22,34 +21,32 @@ def build_student(
     config: Config,
     layout: ParallelLayout,
     device: torch.device,
-    *,
-    loss: LossSpec,
-    signals: tuple[Signal, ...],
     total_steps: int,
-    patience_s: float,
-    on_phase: Callable[[str], object],
+    collective_timeout_s: float,
+    *,
+    on_phase: Callable[[str], None],
 ) -> Student:
-    """Builds it and loads its weights; blocks for all ranks.
+    """Build the student and load its weights. Collective.
 
     Args:
-        total_steps: optimizer steps of the whole run, where the learning rate's schedule ends.
-        patience_s: how long ranks wait for one another in a collective.
-        on_phase: is told what the start is at.
+        total_steps: optimizer steps of the whole run, at which the learning-rate schedule ends.
+        collective_timeout_s: of the process groups that the backend creates.
+        on_phase: called with the name of each start-up phase.
     """
-    # Imported here and not above: the driver imports the worker for its class alone and should load neither.
-    actor = config.actor
+    actor, derived = config.actor, derive(config)
     common: dict[str, Any] = {
         "optim": _optim_spec(actor.optim, total_steps),
         "dtype": getattr(torch, config.model.dtype),
         "device": device,
-        "loss": loss,
-        "signals": signals,
+        "loss": derived.loss,
+        "signals": derived.signals,
         "fused_lm_head": actor.fused_lm_head,
         "logits_chunk_mib": actor.logits_chunk_mib,
         "loss_kernel": actor.loss_kernel,
         "seed": config.data.seed,
         "on_phase": on_phase,
     }
+    # The backends are imported here, because the driver imports the worker for its class alone.
     if actor.strategy == "fsdp2":
         with quick_imports():
             from gkd.actor.fsdp.student import FsdpStudent
@@ -71,7 +68,7 @@ def build_student(
         layout,
         recompute=actor.recompute,
         sequence_parallel=actor.sequence_parallel,
-        collective_timeout_s=patience_s,
+        collective_timeout_s=collective_timeout_s,
         **common,
     )
 

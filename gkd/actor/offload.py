@@ -1,19 +1,20 @@
-"""One rank's states between the calls on it: on its device, or, where roles share it in time, in host memory."""
+"""Offload one rank's states to host memory between calls, and reload what a call needs.
+
+All ranks synchronize on a barrier before and after each move, so that no rank computes while another one is still
+copying. A rank that fails alone, for example out of memory, skips the barriers from then on: the other ranks are
+blocked in a collective of the call and will not reach them.
+"""
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from gkd.actor.common.base import Student
-from gkd.errors import ClusterError, GkdError
+from gkd.actor.rank_barrier import RankBarrier, raised_by_all_ranks
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.referrers import holders
@@ -22,36 +23,37 @@ from gkd.memory.usage import read_usage
 
 log = get_logger("memory")
 
-_WORTH_NAMING = 256 << 20  # a student's buffers and what kernels keep for themselves are less
-_NAMED = 5
+_LEAK_BYTES = 256 << 20  # a student's buffers and the workspaces of kernels are smaller
+_MAX_HOLDERS = 5  # listed in the warning
 _OFFLOADING = "offloading states"
 IS_OFFLOAD_STATES = "is_offload_states"
-DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: the actor's without what it has learned
+DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: by the actor without its LoRA adapters
 META_KEYS = (IS_OFFLOAD_STATES, DISABLE_ADAPTER)
 
 
-def check_meta(meta: Mapping[str, Any] | None, known: Sequence[str]) -> dict[str, Any]:
-    """What a call is told beside its work. Raises ValueError: a key that this call has no use for."""
-    given = dict(meta or {})
-    if wrong := sorted(set(given) - set(known)):
-        raise ValueError(f"a call's meta knows {', '.join(known)}, not {', '.join(wrong)}")
-    return given
+def check_meta(meta: Mapping[str, Any] | None, allowed: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a call. Raises ValueError: the call does not support a key."""
+    options = dict(meta or {})
+    if unknown := sorted(set(options) - set(allowed)):
+        raise ValueError(f"meta has unknown keys {', '.join(unknown)}; this call supports {', '.join(allowed)}")
+    return options
 
 
-def _as_it_is(phase: str) -> AbstractContextManager[None]:
-    """Explains nothing."""
+def _undiagnosed(phase: str) -> AbstractContextManager[None]:
+    """No-op context manager."""
     return nullcontext()
 
 
 class OffloadController:
-    """A strategy of `state_offload_manager`. Its moves are collectives: the ranks meet before and after each, so that
-    none computes while another one still moves; and if one cannot move its states, all of them know.
+    """Move one rank's states to host memory and back; a strategy of `state_offload_manager`.
+
+    Every method that moves states is a collective, unless it is called with `alone`.
 
     Args:
-        automatic: after a call the states go to the host, if the call does not say otherwise.
-        timeout_s: how long the ranks wait for one another.
-        diagnosed: within what it gives, memory that runs out in a phase is explained, see `gkd.memory.oom`.
-        staying: bytes of others that stay on the device by design while the states are away.
+        automatic: offload the states after each call whose `meta` does not specify it.
+        timeout_s: how long a rank waits for the others.
+        diagnosed: see `RankBarrier`.
+        resident_bytes: device memory of other models that stays allocated while the states are offloaded.
     """
 
     def __init__(
@@ -61,201 +63,155 @@ class OffloadController:
         *,
         automatic: bool,
         timeout_s: float,
-        diagnosed: Callable[[str], AbstractContextManager[None]] = _as_it_is,
-        staying: Callable[[], int] = lambda: 0,
+        diagnosed: Callable[[str], AbstractContextManager[None]] = _undiagnosed,
+        resident_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._student, self._device, self._automatic = student, device, automatic
-        # On the CPU, whatever the ranks compute on: this must work where the device is full.
-        several = dist.get_world_size() > 1
-        self._ranks: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if several else None
-        self._diagnosed, self._staying = diagnosed, staying
+        self._barrier = RankBarrier(timeout_s, diagnosed)
+        self._resident_bytes = resident_bytes
         self._metrics: dict[str, float] = {}
-        self._named = 0
-        self._waited_s = 0.0
-        # Have states ever been told to move? All ranks give the same answer, wherever each one's states are.
-        self._moving = automatic
+        self._reported_bytes = 0
+        # Whether a collective call has ever moved states: the same on all ranks, wherever each rank's states are.
+        self._ever_moved = automatic
 
     def offload_states(
         self, include: Sequence[str] | None = None, *, non_blocking: bool = False, alone: bool = False
     ) -> Moves:
-        """See `States.offload`. On CUDA the memory goes back to the device, so that other processes can have it.
+        """Offload states, see `States.offload`. On CUDA, also release the memory to other processes.
 
         Args:
-            non_blocking: copies may be under way when this returns; `wait` on what is returned is a collective, too.
-            alone: this rank does it without the others: no collective.
+            non_blocking: return while copies are pending. Then `wait` of the returned moves is a collective, too.
+            alone: skip the barriers.
 
         Raises:
-            OutOfMemory: a rank, this or another one, ran out of memory.
-            ClusterError: another rank could not.
+            OutOfMemory: this rank or another one ran out of memory.
+            ClusterError: another rank failed.
         """
-        with self._met(_OFFLOADING, alone):
+        with self._synchronized(_OFFLOADING, alone):
             moves = self._student.states.offload(include, non_blocking=non_blocking)
             if not non_blocking:
-                self._give_back(include)
-        return Moves(lambda: self._end(moves, include, alone)) if non_blocking else moves
+                self._release(include)
+        return Moves(lambda: self._finish(moves, include, alone)) if non_blocking else moves
 
     def reload_states(
         self, include: Sequence[str] | None = None, *, non_blocking: bool = False, alone: bool = False
     ) -> Moves:
-        """See `States.reload`. Arguments and errors as of `offload_states`."""
+        """Reload states, see `States.reload`. Arguments and errors as for `offload_states`."""
         try:
-            with self._met("reloading states", alone):
+            with self._synchronized("reloading states", alone):
                 return self._student.states.reload(include, non_blocking=non_blocking)
         except Exception:
-            self._empty_cache()  # what had come already, and lies in torch's cache now
+            self._empty_cache()  # it holds the memory of states that had been reloaded before the error
             raise
 
     def allocated_bytes(self) -> int:
-        """Of this process on its GPU; on the CPU of the states alone."""
+        """Return the bytes that this process has allocated on its GPU; on the CPU, the bytes of the states."""
         return read_usage(self._device).allocated
 
     @contextmanager
-    def needed(
+    def states_on_device(
         self,
         infix: str,
         include: Sequence[str] | None = None,
         meta: Mapping[str, Any] | None = None,
         *,
         alone: bool = False,
-        known: Sequence[str] = (IS_OFFLOAD_STATES,),
+        allowed: Sequence[str] = (IS_OFFLOAD_STATES,),
     ) -> Iterator[None]:
-        """These states are on the device for the time of a call; where they are afterwards is `meta`'s say, and else
-        the setting's. Costs nothing where the states never move.
+        """Have these states on the device during a call, and afterwards where `meta` or else the settings specify.
 
-        After an error they go there, too, also if it is that they could not be reloaded. The ranks meet only after one
-        that all of them have.
+        They are moved there after an error, too, even if it was the reload that failed. After an error of this rank
+        alone, the barriers are skipped. Without any offloading this is free.
 
         Args:
             infix: of the metrics' names.
-            include: None: all.
-            meta: `is_offload_states`: False: they stay on the device after this call; True: they go to the host.
-            alone: not all ranks are in this call, so that they cannot meet.
-            known: what else the call itself may be told in `meta`, of `META_KEYS`.
+            include: kinds of states; None: all.
+            meta: `is_offload_states`: False leaves the states on the device after this call, True offloads them.
+            alone: not all ranks make this call; skip the barriers.
+            allowed: keys that the call supports in `meta`, of `META_KEYS`.
 
         Raises:
-            ValueError: another key in `meta`.
+            ValueError: an unknown key in `meta`.
         """
-        given = check_meta(meta, known)
-        offload = bool(given.get(IS_OFFLOAD_STATES, self._automatic))
-        if not offload and not self._moving:
+        options = check_meta(meta, allowed)
+        offload = bool(options.get(IS_OFFLOAD_STATES, self._automatic))
+        if not offload and not self._ever_moved:
             if not self._student.states.away():
                 yield
                 return
-            alone = True  # a call without the others has moved them, who do not know, and so they come back
-        self._moving |= not alone
-        call, before_s = _Call(self, alone), self._waited_s
+            alone = True  # a call of some ranks has offloaded them; the other ranks do not reload
+        self._ever_moved |= not alone
+        call, before_s = _Call(self, alone), self._barrier.waited_s
         try:
             with state_offload_manager(call, self._metrics, infix, offload, include=include):
                 try:
                     yield
                 except BaseException as error:
-                    call.alone |= not _is_everybodys(error)
+                    call.alone |= not raised_by_all_ranks(error)
                     raise
         finally:
-            name = f"time/{infix}/meeting"
-            self._metrics[name] = self._metrics.get(name, 0.0) + self._waited_s - before_s
+            name = f"time/{infix}/barrier_wait_s"
+            self._metrics[name] = self._metrics.get(name, 0.0) + self._barrier.waited_s - before_s
 
     def take_metrics(self) -> dict[str, float]:
-        """What the calls since the last one measured: the numbers of `state_offload_manager`, and
-        `time/<infix>/meeting`, how much of `onload` and `offload` this rank waited for the others.
+        """Return and reset the metrics of the calls since the last one.
+
+        They are those of `state_offload_manager`, and `time/<infix>/barrier_wait_s`: the part of `onload` and
+        `offload` that this rank waited for the others.
         """
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _end(self, moves: Moves, include: Sequence[str] | None, alone: bool) -> None:
-        with self._met(_OFFLOADING, alone):
+    def _finish(self, moves: Moves, include: Sequence[str] | None, alone: bool) -> None:
+        with self._synchronized(_OFFLOADING, alone):
             moves.wait()
-            self._give_back(include)
+            self._release(include)
 
-    def _give_back(self, include: Sequence[str] | None) -> None:
+    def _release(self, include: Sequence[str] | None) -> None:
         self._empty_cache()
         if self._device.type == "cuda" and include is None:
-            self._name_who_stays()
+            self._warn_of_leak()
 
     def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _name_who_stays(self) -> None:
-        """All states have gone: say who has memory on the GPU all the same, again only if it becomes half as much more.
+    def _warn_of_leak(self) -> None:
+        """Warn if much memory stays allocated although all states are offloaded; again only if it grows by half.
 
-        Others who share the GPU miss it, and where it grows from step to step somebody keeps what he should not.
+        Other processes on the same GPU lack it, and growth from step to step is a memory leak.
         """
-        if self._student.states.allocated():  # a call has brought some back meanwhile
+        if self._student.states.allocated():  # a call has reloaded some in the meantime
             return
-        left = self.allocated_bytes() - self._staying()
-        if left > max(_WORTH_NAMING, 1.5 * self._named):
-            self._named = left
-            found = "; ".join(holder.line() for holder in holders(self._device)[:_NAMED])
-            text = "%.2f GiB too much stay allocated on %s while the states are away; who holds most there: %s"
-            log.warning(text, left / GIB, self._device, found)
+        left = self.allocated_bytes() - self._resident_bytes()
+        if left > max(_LEAK_BYTES, 1.5 * self._reported_bytes):
+            self._reported_bytes = left
+            largest = "; ".join(holder.line() for holder in holders(self._device)[:_MAX_HOLDERS])
+            text = "%.2f GiB are still allocated on %s although all states are offloaded; largest holders: %s"
+            log.warning(text, left / GIB, self._device, largest)
 
     @contextmanager
-    def _met(self, phase: str, alone: bool) -> Iterator[None]:
-        """The block fails on all ranks or on none.
-
-        An error is explained before the others hear of it: whoever hears first ends the run. And they raise the same
-        one, since any of them may be the first whom the driver hears.
-        """
-        self._moving |= not alone
-        if self._ranks is None or alone:
-            with self._diagnosed(phase):
-                yield
-            return
-        with self._waiting():
-            dist.barrier(self._ranks)
-        problem: Exception | None = None
-        try:
-            with self._diagnosed(phase):
-                yield
-        except Exception as error:
-            problem = error
-        said: list[GkdError | None] = [None] * dist.get_world_size()
-        with self._waiting():
-            dist.all_gather_object(said, _for_others(problem), group=self._ranks)
-        if problem is not None:
-            raise problem
-        for error_there in said:
-            if error_there is not None:
-                raise error_there
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._waited_s += time.perf_counter() - began
+    def _synchronized(self, phase: str, alone: bool) -> Iterator[None]:
+        self._ever_moved |= not alone
+        with self._barrier.synchronized(phase, alone=alone):
+            yield
 
 
 class _Call:
-    """The strategy of one call. Once this rank is apart from the others, its moves are its own: they may never come to
-    a meeting again.
-    """
+    """The strategy of one call: after a failed reload it skips the barriers."""
 
-    def __init__(self, held: OffloadController, alone: bool) -> None:
-        self._held, self.alone = held, alone
+    def __init__(self, controller: OffloadController, alone: bool) -> None:
+        self._controller, self.alone = controller, alone
 
     def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
-        return self._held.offload_states(include, non_blocking=non_blocking, alone=self.alone)
+        return self._controller.offload_states(include, non_blocking=non_blocking, alone=self.alone)
 
     def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
         try:
-            return self._held.reload_states(include, non_blocking=non_blocking, alone=self.alone)
+            return self._controller.reload_states(include, non_blocking=non_blocking, alone=self.alone)
         except BaseException:
             self.alone = True
             raise
 
     def allocated_bytes(self) -> int:
-        return self._held.allocated_bytes()
-
-
-def _for_others(problem: Exception | None) -> GkdError | None:
-    """An error of this rank, as the others raise it."""
-    if problem is None or isinstance(problem, GkdError):
-        return problem
-    text = f"the states of actor rank {dist.get_rank()} could not be moved: {type(problem).__name__}: {problem}"
-    return ClusterError("\n".join([text, *traceback.format_exception(problem)]))
-
-
-def _is_everybodys(error: BaseException) -> bool:
-    """Return whether all ranks raise this error (`gkd.actor.common.agree`); a rank that breaks raises alone."""
-    return isinstance(error, GkdError) and not isinstance(error, ClusterError)
+        return self._controller.allocated_bytes()

@@ -1,1 +1,1 @@
-"""Actor weights to rollout engines: export, buckets, broadcast, and the proof that they arrived."""
+"""Send the actor's weights to the rollout engines: export, buckets, broadcast, verification by digests."""

@@ -1,7 +1,7 @@
-"""Pack named tensors into flat byte buckets, and digest them: the pure half of weight sync.
+"""Pack named tensors into flat byte buckets, and digest them: the part of weight sync without communication.
 
-Both ends derive the same buckets from the same list of `TensorSpec`, so only raw bytes travel.
-A bucket holds whole tensors; one that is larger than the bucket size gets a bucket of its own.
+Sender and receivers derive the same buckets from the same list of `TensorSpec`, so only raw bytes are sent. A bucket
+has whole tensors; a tensor larger than the bucket size has a bucket of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIGN_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor by its Hugging Face name, before any byte of it moves."""
+    """Hugging Face name, shape and dtype of a tensor, known before any byte of it is sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,21 +36,21 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Specs with the offset of each in a flat uint8 buffer of `n_bytes`."""
+    """Specs of tensors, and the offset of each in a flat uint8 buffer of `n_bytes`."""
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
     n_bytes: int
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, view) of each tensor in `buffer` ([>= n_bytes] uint8); nothing is copied."""
+        """Yield (name, view) of each tensor in `buffer`, [>= n_bytes] uint8, without a copy."""
         for spec, offset in zip(self.specs, self.offsets, strict=True):
             raw = buffer[offset : offset + spec.n_bytes]
             yield spec.name, raw.view(spec.torch_dtype).view(spec.shape)
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Greedy, in the given order, because the exporter streams tensors in that order."""
+    """Return the buckets, filled greedily in the given order, in which the exporter streams the tensors."""
     buckets: list[Bucket] = []
     pending: list[TensorSpec] = []
     offsets: list[int] = []
@@ -69,18 +69,18 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """128-bit xxh3 of the tensor's bytes, dtype and shape; equal digests mean bit-equal tensors.
+    """Return the 128-bit xxh3 of the tensor's bytes, dtype and shape; equal digests mean bitwise identical tensors.
 
-    Copies to host memory when the tensor is on a GPU.
+    A tensor on a GPU is copied to host memory.
     """
     data = tensor.detach().to("cpu").contiguous()
     header = f"{data.dtype}{tuple(data.shape)}".encode()
     hasher = xxhash.xxh3_128(header)
-    # Not Tensor.numpy(): a storage that it has shown can never be resized again, so on CPU it could not be offloaded.
+    # Not Tensor.numpy(): it makes a storage permanently non-resizable, so on CPU it could not be offloaded any more.
     hasher.update(np.from_dlpack(data.reshape(-1).view(torch.uint8)).data)
     return hasher.hexdigest()
 
 
 def differing(sent: dict[str, str], held: dict[str, str]) -> list[str]:
-    """Names whose digests differ, or that only one side has, sorted."""
+    """Return the names whose digests differ or that only one side has, sorted."""
     return sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))

@@ -1,4 +1,4 @@
-"""The driver's side of weight sync: set the group up once, then push a version and, when asked, prove it."""
+"""Driver side of weight sync: set up the process groups once, then push each version and optionally verify it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gkd.weight_sync.transfer import GroupSpec
 
 log = get_logger("weight_sync")
 
-# So much longer than the driver waits for them, the members wait for one another: so that it finds them there.
-_LONGER_S = 60.0
+# Collectives time out this much later than the driver's calls, so that a hang report finds the members in them.
+_EXTRA_TIMEOUT_S = 60.0
 
 
 class WeightSync:
-    """Implements `gkd.roles.WeightSyncRole`.
+    """Implement `gkd.roles.WeightSyncRole`.
 
     Args:
         exporters: by pipeline stage, the ranks that produce its tensors together; the first of each sends.
         engines: the rollout pool's workers.
-        timeout_s: for the groups to come together.
+        timeout_s: until all members have joined the groups.
 
     Raises:
-        RankTimeout: a rank did not come.
+        RankTimeout: a member did not join in time.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class WeightSync:
         self._join(timeout_s)
 
     def push(self, policy_version: int) -> SyncReport:
-        """Blocks until every engine holds the actor's weights.
+        """Send the actor's weights to every engine; blocks.
 
         Raises:
-            WeightSyncError: the transfer failed, or (verified) an engine holds other bytes than the actor exported.
+            WeightSyncError: the transfer failed, or verification found an engine with different weights.
         """
         verify = self._config.weight_sync.verify
-        # The first sync finds engines that loaded the same folder; only the one after a training step shows that
-        # weights really move. "first" checks both.
+        # At the first sync the engines have loaded the same folder; only the second, after a training step, shows that
+        # weights are really transferred. "first" verifies both.
         check = verify == "always" or (verify == "first" and self._n_pushed < 2)
         timeout_s = self._config.weight_sync.timeout_s
         senders = {
@@ -82,8 +82,8 @@ class WeightSync:
             wrong = differing(sent, held)
             if wrong:
                 raise WeightSyncError(
-                    f"{name} does not hold the weights the actor exported: {len(wrong)} of {len(sent)} tensors differ, "
-                    f"first {wrong[:5]}"
+                    f"{name} does not have the weights that the actor exported: {len(wrong)} of {len(sent)} tensors "
+                    f"differ, first {wrong[:5]}"
                 )
         return len(sent)
 
@@ -92,11 +92,11 @@ class WeightSync:
         return list(gather(refs, "export plan", timeout_s).values())
 
     def _join(self, timeout_s: float) -> None:
-        """One group for each stage's sender; every engine joins them all, in stage order."""
+        """Create one group for each stage's sender; every engine joins all of them, in stage order."""
         settings, tp = self._config.weight_sync, self._config.rollout.tp
         backend = settings.transport
         if backend == "auto":
-            # NCCL does not put two members of a group on one GPU.
+            # NCCL does not support two members of a group on one GPU.
             backend = "nccl" if self._device == "cuda" and not self._config.trainer.colocate else "gloo"
         senders = {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
         addresses = gather(
@@ -105,7 +105,7 @@ class WeightSync:
         world_size = 1 + len(self._engines) * tp
 
         def spec(address: tuple[str, int], rank: int) -> GroupSpec:
-            return GroupSpec(backend, *address, rank, world_size, max(settings.timeout_s, timeout_s) + _LONGER_S)
+            return GroupSpec(backend, *address, rank, world_size, max(settings.timeout_s, timeout_s) + _EXTRA_TIMEOUT_S)
 
         refs = {name: worker.join_group.remote(spec(addresses[name], 0)) for name, worker in senders.items()}
         refs |= {

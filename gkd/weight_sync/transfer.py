@@ -1,9 +1,8 @@
-"""Broadcast buckets of weights from the actor's ranks to the rollout engines: the moving half of weight sync.
+"""Broadcast buckets of weights from the actor's ranks to the rollout engines: the communication of weight sync.
 
-The group is a bare ProcessGroup over a TCPStore of its own. It is never registered as anybody's
-default group, so it can span a Megatron process and a vLLM process that have default groups of
-their own. There is one group for each pipeline stage: rank 0 is the stage's exporting rank, the others are all
-workers of all rollout engines, so no stage takes part in another stage's broadcasts.
+A group is a bare ProcessGroup over a TCPStore of its own. It is not registered as a default group, so it can span a
+Megatron process and a vLLM process that have default groups of their own. There is one group for each pipeline stage.
+Its rank 0 is the stage's exporting rank, and the others are all workers of all rollout engines.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PROBE = 0x5A
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """How one member joins: where the store is, and who it is there."""
+    """Arguments of one member for joining a group: the address of its store, and the member's rank."""
 
     backend: str  # "gloo" | "nccl"
     host: str
@@ -35,7 +34,7 @@ class GroupSpec:
 
 
 class TransferGroup:
-    """A broadcast-only group. Joining blocks until every member has come or `timeout_s` is over."""
+    """A broadcast-only group. The constructor blocks until all members have joined. Raises WeightSyncError."""
 
     def __init__(self, spec: GroupSpec, device: torch.device) -> None:
         timeout = timedelta(seconds=spec.timeout_s)
@@ -59,17 +58,19 @@ class TransferGroup:
             ) from error
 
     def _probe(self) -> None:
-        """One byte to everybody: NCCL connects its members only when they first talk.
+        """Broadcast one byte, because NCCL connects the members only at the first collective.
 
         Raises RuntimeError, WeightSyncError.
         """
         byte = torch.full((1,), _PROBE if self.spec.rank == 0 else 0, dtype=torch.uint8, device=self.device)
         self.broadcast(byte)
         if byte.item() != _PROBE:
-            raise WeightSyncError(f"rank {self.spec.rank}: a probe of the weight-sync group brought {byte.item()}")
+            raise WeightSyncError(
+                f"rank {self.spec.rank}: a probe of the weight-sync group received {byte.item()}, expected {_PROBE}"
+            )
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """From rank 0, in place; blocks until the data is here (gloo) or ordered on the current stream (nccl)."""
+        """Broadcast from rank 0, in place; blocks until the data is received (gloo) or enqueued on a stream (nccl)."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -88,30 +89,34 @@ def send(
     *,
     with_digests: bool,
 ) -> dict[str, str]:
-    """Stream `tensors` (in the order of the buckets) into buckets and broadcast each; returns digests by name.
+    """Copy `tensors` (in the order of the buckets) into buckets and broadcast each bucket.
 
-    `group` None means this rank only takes part in producing the tensors (a collective over the stage's
-    exporting ranks) and sends nothing.
+    Args:
+        group: None: this rank only participates in producing the tensors, a collective over the stage's exporting
+            ranks, and sends nothing.
+
+    Returns:
+        Digests by name; empty without `with_digests` or without a group.
 
     Raises:
-        WeightSyncError: the stream does not follow the plan.
+        WeightSyncError: the tensors differ from the buckets' specs.
     """
     stream = iter(tensors)
     digests: dict[str, str] = {}
     for bucket in buckets:
         buffer = None if group is None else torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
-        places: Iterator[tuple[str, torch.Tensor | None]] = (
+        views: Iterator[tuple[str, torch.Tensor | None]] = (
             bucket.views(buffer) if buffer is not None else ((spec.name, None) for spec in bucket.specs)
         )
-        for name, place in places:
-            given, tensor = next(stream, ("<end of stream>", None))
-            if given != name or tensor is None:
-                raise WeightSyncError(f"the exporter gave {given} where its plan has {name}")
-            if place is not None:
-                place.copy_(tensor)
+        for name, view in views:
+            exported, tensor = next(stream, ("<end of stream>", None))
+            if exported != name or tensor is None:
+                raise WeightSyncError(f"the exporter yielded {exported}, expected {name} by its export plan")
+            if view is not None:
+                view.copy_(tensor)
                 if with_digests:
-                    digests[name] = digest(place)
-            del tensor  # before the next one is made
+                    digests[name] = digest(view)
+            del tensor  # free it before the next one is produced
         if group is not None and buffer is not None:
             group.broadcast(buffer)
     return digests
@@ -122,7 +127,7 @@ def receive(
     buckets: Sequence[Bucket],
     load: Callable[[list[tuple[str, torch.Tensor]]], None],
 ) -> int:
-    """Receive every bucket of one sender and hand its tensors to `load`; returns bytes received."""
+    """Receive every bucket of one sender and pass its tensors to `load`. Returns the bytes received."""
     total = 0
     for bucket in buckets:
         buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)

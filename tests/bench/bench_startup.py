@@ -57,7 +57,7 @@ def start(config: Config, *, at_once: bool, after_ray: bool = True) -> tuple[flo
             return RolloutPool(engines, config, 1).init_model("cpu", [1])
 
         building = build_rollout() if at_once else {}
-        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.BESIDE), config)
+        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.CONCURRENCY_GROUPS), config)
         gather(actor.init_model("cpu", 1, _LIMIT_S), "actor", _LIMIT_S)
         actor_s = time.perf_counter() - began
         gather(building or build_rollout(), "rollout", _LIMIT_S)

@@ -47,7 +47,7 @@ def mine(rank: int) -> list[int]:
 
 def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[str, Any]:
     """Runs in a rank of two."""
-    from gkd.actor.frozen.reference import bare_logprobs, frozen_logprobs, frozen_reference
+    from gkd.actor.frozen.reference import base_logprobs, frozen_logprobs, frozen_reference
 
     config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", "trainer.device=cpu"])
     share = [rollouts()[place] for place in mine(rank)]
@@ -63,7 +63,7 @@ def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[
 
     def bare(student: Any, work: list[Rollout], packing: bool = True) -> list[np.ndarray]:
         settings = replace(config, actor=replace(config.actor, packing=packing))
-        return bare_logprobs(student, settings, work, device=CPU, where=f"actor rank {rank}")
+        return base_logprobs(student, settings, work, device=CPU, where=f"actor rank {rank}")
 
     lora = {"lora": LORA, "loss": spec, "signals": ("sampled",)}
     untouched, student = build("qwen3", **lora), build("qwen3", **lora)

@@ -52,7 +52,7 @@ class Pair:
 
     def save(self, folder: Path) -> None:
         """The copy is begun, the teacher goes on, and only then the files are written."""
-        snapshot = self.teacher.joined(self.student.snapshot())
+        snapshot = self.teacher.add_to(self.student.snapshot())
         self.step(STEP + 1)
         write(folder, self.rank, snapshot)
         snapshot.release()

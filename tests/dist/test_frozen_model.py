@@ -157,8 +157,8 @@ def test_bad_input_is_one_error_on_all_ranks(ranks: Any, world_size: int) -> Non
     texts = {
         "past the vocabulary": "past this model's vocabulary",
         "negative": "negative",
-        "empty response": "nothing to score",
-        "empty prompt": "nothing to score",
+        "empty response": "no tokens",
+        "empty prompt": "no tokens",
         "too long": "more than this model's 64",
         "n_vocab": "n_vocab = 1004",
         "k": "more than the vocabulary",

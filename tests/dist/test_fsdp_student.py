@@ -528,7 +528,7 @@ def test_a_malformed_micro_batch_on_one_rank(ranks: Any) -> None:
     caught = ranks[0]["bad_batches"]
     assert caught == ranks[1]["bad_batches"]
     for case, text in (
-        ("positions", "begin anew"),
+        ("positions", "position_ids"),
         ("borders", "does not ascend"),
         ("empty sequence", "does not ascend"),
         ("rows", "loss_index leaves"),

@@ -270,7 +270,7 @@ def test_errors(world: tuple[Path, list[Any]]) -> None:
     for _, _, result in world[1]:
         assert "out_pp2" in result["exists"] and "exists already" in result["exists"]
         assert "nothing" in result["no_checkpoint"] and "dtype = bfloat16" in result["other_dtype"]
-        assert "another model" in result["other_model"] and "model_type = qwen3" in result["other_model"]
+        assert "model_type = qwen3" in result["other_model"]
         assert "param of model.norm.weight" in result["lacking"]
         assert result["fresh_diff"] <= 1e-5
         assert "nan" in result["nan"] and "optimizer has not moved" in result["nan"] and "nan" in result["nan_eval"]

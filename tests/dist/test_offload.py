@@ -1,4 +1,4 @@
-"""The actor pool's states between its calls: real Ray actors of the real class, with real students in gloo groups."""
+"""Where the actor's states are between its calls. Real Ray actors with real students in gloo groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from gkd.actor.pool import ActorPool
-from gkd.actor.worker import BESIDE, ActorWorker
+from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.pools import Pool
 from gkd.config.load import load_config
@@ -31,17 +31,17 @@ KEEP = {"is_offload_states": False}
 
 
 class Rank(ActorWorker):
-    """A rank that tells what it has on its device."""
+    """A rank that reports what is on its device."""
 
-    def held(self) -> dict[str, int]:
+    def device_bytes(self) -> dict[str, int]:
         return self._student.states.device_bytes()
 
     def poison(self) -> None:
-        """Weights that are no numbers."""
-        self._held.reload_states()
+        """Set all weights to NaN."""
+        self._offload.reload_states()
         for tensor in self._student._live_states()["params"]:  # type: ignore[attr-defined]
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(float("nan"))
-        self._held.offload_states()
+        self._offload.offload_states()
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +63,21 @@ class Actor:
     def __init__(self, slots: Pool, model: Path, *overrides: str) -> None:
         base = ["data.train_files=[a]", f"model.path={model}", "model.dtype=float32", "trainer.run_dir=none"]
         sizes = [f"trainer.n_gpus_per_node={N_RANKS}", "actor.micro_batch_size=4", "actor.optim.lr=0.01"]
-        self.workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
+        self.workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS)
         self.config = load_config(None, [*base, *sizes, *overrides])
         self.pool = ActorPool(self.workers, self.config)
         gather(self.pool.init_model("cpu", 9, 120), "init_model", 120)
 
-    def held(self) -> dict[str, int]:
-        """Bytes on the devices of all ranks."""
-        ranks = ray.get([worker.held.remote() for worker in self.workers])
+    def device_bytes(self) -> dict[str, int]:
+        """Return the bytes on the devices of all ranks, by kind."""
+        ranks = ray.get([worker.device_bytes.remote() for worker in self.workers])
         return {kind: sum(rank[kind] for rank in ranks) for kind in KINDS}
 
-    def is_away(self) -> bool:
-        return not any(self.held().values())
+    def is_offloaded(self) -> bool:
+        return not any(self.device_bytes().values())
 
     def export(self, meta: dict[str, Any] | None = None) -> None:
-        """As a weight sync does, of which nobody is the receiver. Some ranks may have no part in it."""
+        """Export as a weight sync does, without a receiver. Some ranks may not take part."""
         (ranks,) = self.pool.exporters()
         plan = plan_buckets(ray.get(ranks[0].export_plan.remote()), 1 << 20)
         sent = {str(i): worker.send_weights.remote(plan, False, meta=meta) for i, worker in enumerate(ranks)}
@@ -110,7 +110,7 @@ def batch() -> list[ScoredChunk]:
 
 
 def _descending(scores: TeacherScores) -> TeacherScores:
-    """As a teacher lists them."""
+    """Return the scores with the top-k sorted, as a teacher lists them."""
     assert scores.topk is not None
     order = np.argsort(-scores.topk.topk_logprobs, axis=1)
     ids, logprobs = (np.take_along_axis(t, order, 1) for t in (scores.topk.topk_ids, scores.topk.topk_logprobs))
@@ -123,24 +123,26 @@ def numbers(stats: TrainStats) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_states_are_where_the_settings_and_the_calls_say(slots: Pool, model: Path, backend: str) -> None:
-    """Fails if a call leaves states elsewhere than it was told to, needs what is away, changes a number, or hangs
-    because not all ranks were called.
+def test_states_are_where_the_settings_or_the_call_specify(slots: Pool, model: Path, backend: str) -> None:
+    """Fails if states are elsewhere after a call than it specified, a call computes on offloaded states, a number
+    changes, or a call of some ranks alone hangs.
     """
     some = batch()
     plain = Actor(slots, model, f"actor.strategy={backend}")
     try:
         expected = [numbers(plain.pool.train_step(some)), numbers(plain.pool.evaluate(some))]
         expected.append(numbers(plain.pool.train_step(some)))
-        assert all(n > 0 for kind, n in plain.held().items() if kind != "grads"), "without the setting nothing moves"
+        assert all(n > 0 for kind, n in plain.device_bytes().items() if kind != "grads"), (
+            "no states move without the setting"
+        )
         unmoved = numbers(plain.pool.evaluate(some))
         plain.export({"is_offload_states": True})
-        assert numbers(plain.pool.evaluate(some)) == unmoved, "the first move, and not of all ranks"
+        assert numbers(plain.pool.evaluate(some)) == unmoved, "the first move was not of all ranks"
         plain.pool.reload_states()
-        _moves_by_hand(plain)
+        _moves_explicitly(plain)
         assert numbers(plain.pool.evaluate(some)) == unmoved
-        assert plain.held()["params"] > 0, "brought back by the call, and left there"
-        # Ranks that a sync calls and ranks that it does not have their states in different places.
+        assert plain.device_bytes()["params"] > 0, "reloaded by the call, and left on the device"
+        # A sync that calls some ranks alone leaves their states elsewhere than those of the other ranks.
         plain.pool.offload_states(["params"])
         plain.export()
         assert plain.pool.train_step(some, meta=KEEP).loss > 0
@@ -150,54 +152,56 @@ def test_states_are_where_the_settings_and_the_calls_say(slots: Pool, model: Pat
         plain.close()
     moved = Actor(slots, model, f"actor.strategy={backend}", "actor.offload_train=true")
     try:
-        assert moved.is_away(), "from the start on"
+        assert moved.is_offloaded(), "offloaded from the start"
         first = moved.pool.train_step(some)
         cost = moved.pool.memory_numbers()
-        assert moved.is_away() and {"time/train/onload", "time/train/offload"} <= cost.keys()
-        assert 0 < cost["time/train/meeting"] <= cost["time/train/onload"] + cost["time/train/offload"]
+        assert moved.is_offloaded() and {"time/train/onload", "time/train/offload"} <= cost.keys()
+        assert 0 < cost["time/train/barrier_wait_s"] <= cost["time/train/onload"] + cost["time/train/offload"]
         assert cost["memory/train/before_onload"] == 0 < cost["memory/train/after_onload"]
         got = [numbers(first), numbers(moved.pool.evaluate(some, meta=KEEP))]
-        assert moved.held()["params"] > 0 == moved.held()["optimizer"], "only what an evaluation needs"
+        assert moved.device_bytes()["params"] > 0 == moved.device_bytes()["optimizer"], (
+            "an evaluation reloads only the weights"
+        )
         moved.export()
         got.append(numbers(moved.pool.train_step(some, meta=KEEP)))
-        assert got == expected and moved.held()["optimizer"] > 0
+        assert got == expected and moved.device_bytes()["optimizer"] > 0
         moved.export()
         moved.pool.offload_states()
-        assert moved.is_away()
-        _fails(moved, some)
+        assert moved.is_offloaded()
+        _states_after_an_error(moved, some)
     finally:
         moved.close()
 
 
-def _moves_by_hand(actor: Actor) -> None:
-    before = actor.held()
+def _moves_explicitly(actor: Actor) -> None:
+    before = actor.device_bytes()
     pending = actor.pool.offload_states(["optimizer"], blocking=False)
     pending.wait()
     pending.wait()
-    assert actor.held() == before | {"optimizer": 0}
+    assert actor.device_bytes() == before | {"optimizer": 0}
     actor.pool.offload_states()
     actor.pool.offload_states()
-    assert actor.is_away()
+    assert actor.is_offloaded()
     back = actor.pool.reload_states(["params"], blocking=False)
     back.wait()
-    assert actor.held() == dict.fromkeys(KINDS, 0) | {"params": before["params"]}
+    assert actor.device_bytes() == dict.fromkeys(KINDS, 0) | {"params": before["params"]}
     with pytest.raises(ClusterError, match="params, grads, optimizer"):
         actor.pool.offload_states(["weights"])
     actor.pool.offload_states(non_blocking=True)
     actor.pool.settle_states()
     actor.pool.settle_states()
-    assert actor.is_away()
-    # Nobody waits for these: the next call does.
+    assert actor.is_offloaded()
+    # The next call waits for these moves.
     actor.pool.reload_states(non_blocking=True)
     actor.pool.offload_states(non_blocking=True)
 
 
-def _fails(actor: Actor, some: list[ScoredChunk]) -> None:
-    """An error inside a call: the states end where the call said, and can be moved as before."""
+def _states_after_an_error(actor: Actor, some: list[ScoredChunk]) -> None:
+    """Check that after an error in a call the states are where the call specified, and can be moved as before."""
     ray.get([worker.poison.remote() for worker in actor.workers])
-    for meta, away in ((None, True), (KEEP, False)):
+    for meta, offloaded in ((None, True), (KEEP, False)):
         with pytest.raises(NumericsError):
             actor.pool.train_step(some, meta=meta)
-        assert actor.is_away() == away
-    with pytest.raises(ClusterError, match="is_offload_states, not is_offload"):
+        assert actor.is_offloaded() == offloaded
+    with pytest.raises(ClusterError, match=r"\bis_offload\b"):
         actor.pool.evaluate(some, meta={"is_offload": True})

@@ -1,4 +1,4 @@
-"""What ranks do together when states move and one of them fails. Real gloo ranks."""
+"""Barriers of the ranks when states move and a rank fails. Real gloo ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ TO_HOST = {"is_offload_states": True}
 
 def _run(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Runs in a rank."""
-    result = _together(rank, world_size, root)
-    result["explained"] = _explained(rank, root / "reports")
-    result["apart"] = _apart(rank)
-    result["given_back"] = _given_back(rank)
+    result = _errors(rank, root)
+    result["diagnosed"] = _diagnosed(rank, root / "reports")
+    result["local_call"] = _local_call(rank)
+    result["n_cache_releases"] = _n_cache_releases(rank)
     return result
 
 
 @contextmanager
 def _scarce(here: bool) -> Iterator[None]:
-    """The device of this rank has no memory for what comes back."""
+    """Let every reload fail on this rank, as if its device were full."""
     real = torch.UntypedStorage.resize_
 
     def scarce(storage: torch.UntypedStorage, n_bytes: int) -> object:
@@ -48,98 +48,97 @@ def _scarce(here: bool) -> Iterator[None]:
         torch.UntypedStorage.resize_ = real  # type: ignore[method-assign]
 
 
-def _explained(rank: int, reports: Path) -> dict[str, Any]:
-    """Memory that runs out on rank 0 while states move, as each rank has it."""
+def _diagnosed(rank: int, reports: Path) -> dict[str, Any]:
+    """Return each rank's error when rank 0 runs out of memory during a reload, and where the states are then."""
 
-    def explains(phase: str) -> AbstractContextManager[None]:
+    def diagnose(phase: str) -> AbstractContextManager[None]:
         who = f"actor rank {rank}"
         return diagnosed(reports, device=CPU, who=who, phase=phase, advice=lambda shortage: ["a.key: lower it"])
 
     states = States(CPU, lambda: found)
     found = {PARAMS: [torch.ones(1000)]}
     student = cast(Any, SimpleNamespace(states=states))
-    held = OffloadController(student, CPU, automatic=True, timeout_s=60, diagnosed=explains)
-    held.offload_states()
+    controller = OffloadController(student, CPU, automatic=True, timeout_s=60, diagnosed=diagnose)
+    controller.offload_states()
 
     def call(meta: dict[str, Any] | None = None) -> None:
-        with held.needed("call", meta=meta):
-            raise AssertionError("runs without its states")
+        with controller.states_on_device("call", meta=meta):
+            raise AssertionError("the block runs without its states")
 
     result: dict[str, Any] = {}
     with _scarce(rank == 0):
-        result["by_hand"] = caught(held.reload_states)
-        result["written"] = len(list(reports.glob("*.json")))
-        held.offload_states()
-        result["in_a_call"] = caught(call)
-        result["after_it"] = states.allocated()
+        result["explicit"] = caught(controller.reload_states)
+        result["n_reports"] = len(list(reports.glob("*.json")))
+        controller.offload_states()
+        result["in_call"] = caught(call)
+        result["after_call"] = states.allocated()
         result["kept"] = [*caught(lambda: call({"is_offload_states": False})), states.allocated()]
     return result
 
 
-def _apart(rank: int) -> list[Any]:
-    """A call that rank 0 alone is in moves its states, and then all ranks need theirs."""
+def _local_call(rank: int) -> list[Any]:
+    """Offload rank 0's states in a call of rank 0 alone, then make calls of all ranks."""
     found = {PARAMS: [torch.ones(1000)], OPTIMIZER: [torch.ones(10)]}
     states = States(CPU, lambda: found)
-    held = OffloadController(cast(Any, SimpleNamespace(states=states)), CPU, automatic=False, timeout_s=60)
+    controller = OffloadController(cast(Any, SimpleNamespace(states=states)), CPU, automatic=False, timeout_s=60)
     result: list[Any] = []
     if rank == 0:
-        with held.needed("sync", [PARAMS], TO_HOST, alone=True):
+        with controller.states_on_device("sync", [PARAMS], TO_HOST, alone=True):
             pass
         result.append(states.allocated())
     for include, meta in (([PARAMS], None), (None, None), (None, TO_HOST), (None, None)):
-        with held.needed("train", include, meta):
+        with controller.states_on_device("train", include, meta):
             result.append([float(tensor.sum()) for kind in include or found for tensor in found[kind]])
     return result
 
 
-def _given_back(rank: int) -> int:
-    """How often torch's cache is emptied on a rank of a GPU, when a reload fails on rank 0."""
+def _n_cache_releases(rank: int) -> int:
+    """Return how often a GPU rank empties torch's cache when a reload fails on rank 0."""
     states = States(CPU, lambda: found)
     found = {PARAMS: [torch.ones(1000)]}
     student = cast(Any, SimpleNamespace(states=states))
-    held = OffloadController(student, torch.device("cuda", 0), automatic=True, timeout_s=60)
+    controller = OffloadController(student, torch.device("cuda", 0), automatic=True, timeout_s=60)
     states.offload()
     with _scarce(rank == 0), pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
         patch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-        assert _error_of(held.reload_states) is not None
+        assert _error_of(controller.reload_states) is not None
     return len(calls)
 
 
-def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Runs in a rank: errors of all ranks, and a move that fails on one."""
-    del world_size
+def _errors(rank: int, root: Path) -> dict[str, Any]:
+    """Return the errors of a call that fails on all ranks or on one, and of a move that fails on one."""
     found = {PARAMS: [torch.ones(1000)]}
     states = States(CPU, lambda: found)
-    held = OffloadController(cast(Any, SimpleNamespace(states=states)), CPU, automatic=True, timeout_s=60)
+    controller = OffloadController(cast(Any, SimpleNamespace(states=states)), CPU, automatic=True, timeout_s=60)
     result: dict[str, Any] = {}
 
     def block() -> None:
-        with held.needed("call"):
+        with controller.states_on_device("call"):
             raise DataError("bad batch")
 
     def breaks() -> None:
-        with held.needed("call"):
+        with controller.states_on_device("call"):
             if rank == 0:
                 raise torch.OutOfMemoryError("no memory")
-            # This rank is in a collective of the call, which rank 0 has left and will not come back to.
+            # This rank is blocked in a collective of the call, which rank 0 has left.
             deadline = time.monotonic() + 40.0
             while not (root / "rank 0 is out").exists():
-                assert time.monotonic() < deadline, "rank 0 waits for this rank"
+                assert time.monotonic() < deadline, "rank 0 waits for this rank in a barrier"
                 time.sleep(0.05)
-            raise RuntimeError("the other one has gone")
+            raise RuntimeError("connection lost")
 
     result["alone"] = [type(_error_of(breaks)).__name__, states.allocated()]
     (root / f"rank {rank} is out").touch()
-    result["everybodys"] = [caught(block), states.allocated()]
+    result["on_all_ranks"] = [caught(block), states.allocated()]
     with _scarce(rank == 0):
-        result["one_fails"] = str(_error_of(held.reload_states))
-    held.reload_states()
-    result["again"] = [states.allocated(), float(found[PARAMS][0].sum())]
-    moves = held.offload_states(non_blocking=True)
+        result["failed_move"] = str(_error_of(controller.reload_states))
+    controller.reload_states()
+    result["next_move"] = [states.allocated(), float(found[PARAMS][0].sum())]
+    moves = controller.offload_states(non_blocking=True)
     moves.wait()
     moves.wait()
-    result["not_blocking"] = states.allocated()
+    result["non_blocking"] = states.allocated()
     return result
 
 
@@ -153,47 +152,47 @@ def _error_of(work: Any) -> Exception | None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_gloo(_run, 2, tmp_path_factory.mktemp("meeting"), timeout_s=120.0)
+    return run_gloo(_run, 2, tmp_path_factory.mktemp("barriers"), timeout_s=120.0)
 
 
-def test_an_error_of_one_rank_comes_out_there(ranks: list[dict[str, Any]]) -> None:
-    """Fails if a rank that runs out of memory waits for the others, who wait for it, and nobody hears of its error; or
-    its states do not end where the settings say.
+def test_a_rank_that_fails_alone_skips_the_barriers(ranks: list[dict[str, Any]]) -> None:
+    """Fails if a rank that runs out of memory deadlocks with the others, or its states are not where the settings
+    specify.
     """
     assert [rank["alone"] for rank in ranks] == [["OutOfMemoryError", 0], ["RuntimeError", 0]]
 
 
-def test_all_ranks_know_when_one_cannot_move(ranks: list[dict[str, Any]]) -> None:
-    """Fails if a rank that is short of memory leaves the others waiting, or their next meeting is with its last one."""
+def test_a_failed_move_fails_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Fails if a rank without memory leaves the others waiting, or the next barrier is paired with a past one."""
     for rank in ranks:
-        assert "bad batch" in str(rank["everybodys"][0]) and rank["everybodys"][1] == 0
-        assert rank["again"] == [4000, 1000.0] and rank["not_blocking"] == 0
-    assert "allocate" in ranks[0]["one_fails"]
-    assert "the states of actor rank 0 could not be moved: RuntimeError" in ranks[1]["one_fails"]
+        assert "bad batch" in str(rank["on_all_ranks"][0]) and rank["on_all_ranks"][1] == 0
+        assert rank["next_move"] == [4000, 1000.0] and rank["non_blocking"] == 0
+    assert "allocate" in ranks[0]["failed_move"]
+    assert "actor rank 0" in ranks[1]["failed_move"] and "RuntimeError" in ranks[1]["failed_move"]
 
 
-def test_a_shortage_during_a_move_is_explained_before_the_others_hear_of_it(ranks: list[dict[str, Any]]) -> None:
-    """Fails if the driver, which ends the run at the first error that it hears, may hear of one that explains nothing,
-    or before the report is written.
+def test_an_out_of_memory_error_is_diagnosed_before_the_others_learn_of_it(ranks: list[dict[str, Any]]) -> None:
+    """Fails if the driver, which ends the run at the first error, can receive one without a diagnosis, or before the
+    report is written.
     """
     for rank in ranks:
-        explained = rank["explained"]
-        for kind, text in (explained["by_hand"], explained["in_a_call"], explained["kept"][:2]):
-            assert kind == "OutOfMemory" and "actor rank 0 ran out of memory of the host (reloading states)" in text
-            assert "a.key: lower it" in text and "saved: " in text
-        assert explained["written"] == 1
+        result = rank["diagnosed"]
+        for kind, text in (result["explicit"], result["in_call"], result["kept"][:2]):
+            assert kind == "OutOfMemory" and "actor rank 0" in text and "reloading states" in text
+            assert "a.key: lower it" in text and ".json" in text
+        assert result["n_reports"] == 1
 
 
-def test_states_go_where_the_settings_say_if_another_rank_cannot_reload(ranks: list[dict[str, Any]]) -> None:
-    """Fails if the ranks that could are left with their states on a device that others are to have."""
-    assert [rank["explained"]["after_it"] for rank in ranks] == [0, 0]
-    assert [rank["given_back"] for rank in ranks] == [1, 1], "what a part of the states had taken"
-    assert [rank["explained"]["kept"][2] for rank in ranks] == [0, 4000], "this call was told to leave them there"
+def test_states_are_offloaded_if_another_rank_cannot_reload(ranks: list[dict[str, Any]]) -> None:
+    """Fails if the ranks that could reload keep their states on a device that other processes need."""
+    assert [rank["diagnosed"]["after_call"] for rank in ranks] == [0, 0]
+    assert [rank["n_cache_releases"] for rank in ranks] == [1, 1], "memory of the states that had been reloaded"
+    assert [rank["diagnosed"]["kept"][2] for rank in ranks] == [0, 4000], "this call leaves them on the device"
 
 
-def test_a_call_without_the_others_may_move_states(ranks: list[dict[str, Any]]) -> None:
-    """Fails if the next call of all ranks computes on storages that a call of some has emptied, or waits for ranks that
-    know nothing of it.
+def test_a_call_of_one_rank_may_move_its_states(ranks: list[dict[str, Any]]) -> None:
+    """Fails if the next call of all ranks computes on storages that a call of one rank has emptied, or waits in a
+    barrier that the other ranks skip.
     """
-    needed = [[1000.0], [1000.0, 10.0], [1000.0, 10.0], [1000.0, 10.0]]
-    assert [rank["apart"] for rank in ranks] == [[0, *needed], needed]
+    sums = [[1000.0], [1000.0, 10.0], [1000.0, 10.0], [1000.0, 10.0]]
+    assert [rank["local_call"] for rank in ranks] == [[0, *sums], sums]

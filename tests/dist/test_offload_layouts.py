@@ -1,7 +1,7 @@
-"""Students over several ranks whose states go away after every call of a worker, against the same who keep theirs.
+"""Compare students on several ranks that offload their states after every call with students that never do.
 
-The calls ask for what `gkd.actor.worker` asks for: a sync comes to some ranks alone, an evaluation needs the weights.
-Real gloo ranks.
+The calls reload what `gkd.actor.worker` reloads: a sync is of some ranks alone, an evaluation needs the weights. Real
+gloo ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.dist.student_cases import CPU, build_student, share, weights
 pytestmark = pytest.mark.dist
 
 N_RANKS, N_STEPS, TEACHER_WIDTH = 2, 2, 5
-# name -> (backend, model, how Megatron's ranks share it, what the teacher gives)
+# name -> (backend, model, Megatron's layout, teacher signal)
 CASES: dict[str, tuple[str, str, dict[str, int], str]] = {
     "ep2": ("megatron", "qwen3_moe", {"ep": 2}, "topk"),
     "tp2": ("megatron", "qwen3", {"tp": 2}, "hidden"),
@@ -48,23 +48,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Runs in a rank: by case, what calls gave without and with moves."""
+    """Runs in a rank: return by case the results of the calls, without and with offloading."""
     from megatron.core import parallel_state
 
     measured = {}
     for name in CASES:
-        measured[name] = [_Run(root, name, rank, world_size, moves).calls() for moves in (False, True)]
+        measured[name] = [_Run(root, name, rank, world_size, offload).calls() for offload in (False, True)]
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
     return measured
 
 
 class _Run:
-    """One rank's calls, and what it has on the device within and after each."""
+    """One rank's calls, and the bytes on its device within and after each."""
 
-    def __init__(self, root: Path, name: str, rank: int, world_size: int, moves: bool) -> None:
+    def __init__(self, root: Path, name: str, rank: int, world_size: int, offload: bool) -> None:
         backend, self.kind, layout, self.signal = CASES[name]
-        self.root, self.rank, self.folder = root, rank, root / f"{name}_{moves}"
+        self.root, self.rank, self.folder = root, rank, root / f"{name}_{offload}"
         self.folder.mkdir(exist_ok=True)
         self.model = root / self.kind
         self.student = build_student(
@@ -72,21 +72,21 @@ class _Run:
         )
         self.is_split = {"tp", "pp"} & layout.keys()
         self.exports = backend == "fsdp2" or self.student.layout.exports
-        self.held = OffloadController(self.student, CPU, automatic=moves, timeout_s=60)
+        self.controller = OffloadController(self.student, CPU, automatic=offload, timeout_s=60)
         self.within: list[tuple[str, dict[str, int]]] = []
         self.after: list[dict[str, int]] = []
-        if moves:
-            self.held.offload_states()
+        if offload:
+            self.controller.offload_states()
 
     @contextmanager
     def call(self, infix: str, include: list[str] | None = None, *, alone: bool = False) -> Iterator[None]:
-        with self.held.needed(infix, include, alone=alone):
+        with self.controller.states_on_device(infix, include, alone=alone):
             self.within.append((infix, _on_device(self.student)))
             yield
         self.after.append(_on_device(self.student))
 
     def calls(self) -> dict[str, Any]:
-        """All of a run."""
+        """Make the calls of a run."""
         student, numbers = self.student, list[float]()
         if self.signal == "hidden":
             with self.call("teacher_head", [PARAMS], alone=True):
@@ -100,7 +100,7 @@ class _Run:
             sent = self.sync()
         with self.call("save", [PARAMS, OPTIMIZER]):
             snapshot = student.snapshot()
-        write(self.folder / "checkpoint", self.rank, snapshot)  # beside whatever the rank does next
+        write(self.folder / "checkpoint", self.rank, snapshot)
         dist.barrier()
         with self.call("load"):
             student.load_checkpoint(self.folder / "checkpoint")
@@ -119,7 +119,7 @@ class _Run:
         }
 
     def sync(self) -> dict[str, torch.Tensor]:
-        """What this rank sends; others are not called."""
+        """Return the weights that this rank sends; ranks that send none are not called."""
         if not self.exports:
             return {}
         with self.call("sync", [PARAMS], alone=True):
@@ -133,7 +133,7 @@ class _Run:
 
 
 def _on_device(student: Any) -> dict[str, int]:
-    """Bytes by kind, counted here: what cannot be moved has to be seen, too."""
+    """Return the bytes by kind, counted without `States`, which skips tensors that cannot be moved."""
     live, seen = student._live_states(), set[int]()
     sizes = dict.fromkeys(KINDS, 0)
     for kind in KINDS:
@@ -146,7 +146,7 @@ def _on_device(student: Any) -> dict[str, int]:
 
 
 def _with_hidden(batch: MicroBatch) -> MicroBatch:
-    """The teacher's hidden states in place of its scores."""
+    """Replace the teacher's top-k by hidden states."""
     targets = batch.targets
     assert targets is not None
     hidden = torch.randn(
@@ -156,29 +156,29 @@ def _with_hidden(batch: MicroBatch) -> MicroBatch:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_moving_after_every_call_changes_nothing(ranks: list[dict[str, Any]], name: str) -> None:
-    """Fails if a layout has states that do not come back: a number, a weight that is sent, or a byte of a checkpoint or
-    of the exported model is another.
+def test_offloading_after_every_call_changes_no_result(ranks: list[dict[str, Any]], name: str) -> None:
+    """Fails if a layout has states that are not restored: a number, a sent weight, or a byte of a checkpoint or of the
+    exported model differs.
     """
     for rank in ranks:
-        kept, moved = rank[name]
-        assert moved["numbers"] == kept["numbers"] and all(np.isfinite(kept["numbers"]))
-        assert moved["sent"].keys() == kept["sent"].keys()
-        assert all(np.array_equal(moved["sent"][key], kept["sent"][key]) for key in kept["sent"])
-        assert moved["files"] == kept["files"] and len(kept["files"]) >= N_RANKS + 1
+        kept, offloaded = rank[name]
+        assert offloaded["numbers"] == kept["numbers"] and all(np.isfinite(kept["numbers"]))
+        assert offloaded["sent"].keys() == kept["sent"].keys()
+        assert all(np.array_equal(offloaded["sent"][key], kept["sent"][key]) for key in kept["sent"])
+        assert offloaded["files"] == kept["files"] and len(kept["files"]) >= N_RANKS + 1
     assert any(rank[name][0]["sent"] for rank in ranks)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_has_what_it_needs_and_leaves_nothing(ranks: list[dict[str, Any]], name: str) -> None:
-    """Fails if a part of a student of this layout, or its teacher's LM head, is not found and stays on the device, or
-    more is brought than a call needs.
+def test_a_call_reloads_what_it_needs_and_leaves_nothing(ranks: list[dict[str, Any]], name: str) -> None:
+    """Fails if a part of a student of this layout, or its teacher's LM head, is not offloaded, or a call reloads more
+    than it needs.
     """
     for rank in ranks:
-        kept, moved = rank[name]
-        assert not any(any(sizes.values()) for sizes in moved["after"])
+        kept, offloaded = rank[name]
+        assert not any(any(sizes.values()) for sizes in offloaded["after"])
         whole = kept["after"][-1]
-        for infix, sizes in moved["within"]:
+        for infix, sizes in offloaded["within"]:
             assert sizes[PARAMS] > 0, infix
             if infix in ("evaluate", "sync", "export", "teacher_head"):
                 assert sizes[GRADS] == sizes[OPTIMIZER] == 0, infix

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from gkd.actor.pool import ActorPool
-from gkd.actor.worker import BESIDE, ActorWorker
+from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.config.load import load_config
 from gkd.errors import OutOfMemory
@@ -51,7 +51,7 @@ class Weights:
 
 
 class Rank(ActorWorker):
-    def _build_student(self, total_steps: int) -> Weights:  # type: ignore[override]
+    def _build_student(self, total_steps: int, timeout_s: float) -> Weights:  # type: ignore[override]
         return Weights(self._rank)
 
     def make_states(self, *, scarce: bool) -> None:
@@ -72,7 +72,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={folder}", f"trainer.n_gpus_per_node={N_RANKS}"]
     base.append("memory.timeline_of_ranks=true")
     with actor_slots(N_RANKS) as slots:
-        pool = ActorPool(slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE), load_config(None, base))
+        pool = ActorPool(slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS), load_config(None, base))
         gather(pool.init_model("cpu", 4, 60), "init_model", 60)
         yield pool
 

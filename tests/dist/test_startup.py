@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups, probe_groups
 from gkd.actor.pool import ActorPool
-from gkd.actor.worker import BESIDE, ActorWorker
+from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
 from gkd.cluster.hang import HangReport, hang_report
 from gkd.cluster.pools import Pool
@@ -34,7 +34,7 @@ class Rank(ActorWorker):
     stays away from it.
     """
 
-    def _build_student(self, total_steps: int) -> None:  # type: ignore[override]
+    def _build_student(self, total_steps: int, timeout_s: float) -> None:  # type: ignore[override]
         told: list[str] = []
         install_cpu_shim()
         probe_groups(init_groups(self._layout), self._device, told.append)
@@ -65,7 +65,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTim
     """
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path_factory.mktemp('run')}"]
     config = load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}", f"actor.tp={N_RANKS}"])
-    workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=BESIDE)
+    workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS)
     actor, told = ActorPool(workers, config), []
     gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 60)  # imports take their time
     startup = Startup(timeout_s=4, tell_s=0.5)

@@ -52,21 +52,23 @@ def alone(work: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["2 -> 1", "1 -> 2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_teacher_is_there_again(worlds: dict[str, Any], way: str, name: str) -> None:
-    """Fails if a resumed run has another teacher, or if the save has what a refresh beside the copy made of it."""
+def test_the_teacher_is_restored(worlds: dict[str, Any], way: str, name: str) -> None:
+    """Fails if a resumed run has a different teacher, or a refresh during the copy changes the save."""
     saved, ranks = worlds[way]
-    then, next_one = saved[name]
-    assert name == "copy" or any((then[key] != next_one[key]).any() for key in then), "the next refresh changes it"
+    at_save, after_refresh = saved[name]
+    assert name == "copy" or any((at_save[key] != after_refresh[key]).any() for key in at_save), (
+        "the next refresh changes it"
+    )
     for rank in ranks:
-        for before, after in zip((then, next_one), rank[name], strict=True):
+        for before, after in zip((at_save, after_refresh), rank[name], strict=True):
             assert before.keys() == after.keys()
             for key, array in before.items():
                 np.testing.assert_array_equal(after[key], array, err_msg=key)
 
 
 @pytest.mark.parametrize("way", ["2 -> 1", "1 -> 2"])
-def test_its_shards_stay_where_they_are_and_the_student_has_its_head(worlds: dict[str, Any], way: str) -> None:
-    """Fails if a load leaves the weights in other memory, or hidden states are multiplied by the folder's head."""
+def test_a_load_is_in_place_and_the_student_gets_the_head(worlds: dict[str, Any], way: str) -> None:
+    """Fails if a load allocates new memory, or hidden states are multiplied by the LM head of teacher.path."""
     saved, ranks = worlds[way]
     for rank in ranks:
         assert all(rank[f"{name} stayed"] for name in NAMES)
@@ -74,10 +76,10 @@ def test_its_shards_stay_where_they_are_and_the_student_has_its_head(worlds: dic
 
 
 @pytest.mark.parametrize("way", ["2 -> 1", "1 -> 2"])
-def test_a_checkpoint_without_it_is_refused(worlds: dict[str, Any], way: str) -> None:
-    """Fails if a run goes on with the teacher of the folder, or of another model, without a word."""
+def test_a_checkpoint_without_the_teacher_is_refused(worlds: dict[str, Any], way: str) -> None:
+    """Fails if a run silently continues with the teacher of teacher.path, or with one of a different model."""
     _, ranks = worlds[way]
     for rank in ranks:
         without, other = rank["refused"]
-        assert without[0] == "CheckpointError" and "does not hold the teacher" in without[1], without
-        assert other[0] == "CheckpointError" and "holds another teacher" in other[1], other
+        assert without[0] == "CheckpointError" and "teacher.update_interval" in without[1], without
+        assert other[0] == "CheckpointError" and "teacher.path" in other[1], other

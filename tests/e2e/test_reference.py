@@ -69,7 +69,7 @@ def test_adapters_are_held_to_what_they_began_at(lab: Lab, teacher_port: int) ->
     assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
     moved = [set(name for name in line if name.startswith("time/reference/")) for line in lines.values()]
     # Brought to the device, and left there for the training step.
-    expected = {f"time/reference/{name}" for name in ("onload", "execute", "meeting")}
+    expected = {f"time/reference/{name}" for name in ("onload", "execute", "barrier_wait_s")}
     assert all(names == expected for names in moved[1:]), moved
 
 

@@ -1,4 +1,4 @@
-"""Snapshots: copies that training cannot change any more, in memory that is used again."""
+"""Snapshots: copies that training cannot change, in memory that is reused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gkd.actor.common.shards import Piece, ShardReader
 from tests.unit.shard_pieces import CPU, WHOLE, address
 
 
-def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
+def test_a_snapshot_is_a_copy_in_reused_memory() -> None:
     """Fails if training can still change a snapshot, or memory is reused before, or not after, its release."""
     copies, live = HostCopies(CPU), torch.ones(100)
     first = copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {})
@@ -32,8 +32,8 @@ def test_a_snapshot_is_a_copy_and_its_memory_is_used_again() -> None:
     assert bigger.pieces[0].data.sum() == 1000
 
 
-def test_training_waits_for_the_copy_and_no_longer() -> None:
-    """Fails if weights may change before they are copied, or each settle or snapshot waits for the file, too."""
+def test_training_waits_only_for_the_copy() -> None:
+    """Fails if weights can change before they are copied, or `settle` or the next snapshot waits for the file."""
     copies, live = HostCopies(CPU), torch.zeros(16 << 20)
     taken = []
     for number in range(1, 6):
@@ -49,8 +49,8 @@ def test_training_waits_for_the_copy_and_no_longer() -> None:
         copies.settle()
 
 
-def test_pieces_lie_in_slabs_without_gaps(tmp_path: Path) -> None:
-    """Fails if more than a slab's end is wasted, or a piece that crosses a border or is empty is damaged."""
+def test_pieces_are_contiguous_in_slabs(tmp_path: Path) -> None:
+    """Fails if more than the end of the last slab is unused, or an empty or split piece is damaged."""
     live = [
         Piece("half", "param", 0, 3, torch.arange(101, dtype=torch.bfloat16)),
         Piece("none", "param", 0, 7, torch.zeros(0)),
@@ -72,16 +72,16 @@ def test_pieces_lie_in_slabs_without_gaps(tmp_path: Path) -> None:
 
 
 def test_two_snapshots_go_into_one_file(tmp_path: Path) -> None:
-    """Fails if what rides along is written before it is copied, lacks its meta data, or keeps its memory."""
-    own, others = HostCopies(CPU), HostCopies(CPU)
-    mine = own.snapshot([Piece("w", "param", 0, 0, WHOLE)], {"step": 1, "world_size": 1}, {})
-    theirs = others.snapshot([Piece("w", "teacher", 0, 0, WHOLE.bfloat16())], {"teacher": 2}, {})
-    both = mine.join(theirs)
+    """Fails if the joined snapshot is written before it is copied, lacks its meta data, or keeps its memory."""
+    student, teacher = HostCopies(CPU), HostCopies(CPU)
+    first = student.snapshot([Piece("w", "param", 0, 0, WHOLE)], {"step": 1, "world_size": 1}, {})
+    second = teacher.snapshot([Piece("w", "teacher", 0, 0, WHOLE.bfloat16())], {"teacher": 2}, {})
+    both = first.join(second)
     write(tmp_path, 0, both)
     both.release()
     with ShardReader(tmp_path) as reader:
         assert reader.meta == {"step": 1, "world_size": 1, "teacher": 2}
         assert torch.equal(reader.read("w", "param", 0, 0, len(WHOLE)), WHOLE)
         assert torch.equal(reader.read("w", "teacher", 0, 0, len(WHOLE)), WHOLE.bfloat16())
-    for copies, before in ((own, mine), (others, theirs)):
+    for copies, before in ((student, first), (teacher, second)):
         assert address(copies.snapshot([Piece("w", "param", 0, 0, WHOLE)], {}, {})) == address(before)

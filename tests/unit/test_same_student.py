@@ -1,4 +1,4 @@
-"""A checkpoint of another student is refused, with the first difference named."""
+"""A checkpoint of a different student is refused; the error names the first difference."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def _check(saved: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "difference"),
     [
-        ({"strategy": "megatron"}, "strategy = megatron, this student has fsdp2"),
-        ({"dtype": "float32"}, "dtype = float32, this student has bfloat16"),
-        ({"shapes": {"a": [2, 3], "b": [5]}}, r"another model: b = \[5\], this student has \[4\]"),
-        ({"shapes": {"a": [2, 3]}}, r"b = nothing, this student has \[4\]"),
-        ({"shapes": {"a": [2, 3], "b": [4], "c": [1]}}, r"c = \[1\], this student has nothing"),
+        ({"strategy": "megatron"}, "strategy = megatron.* fsdp2"),
+        ({"dtype": "float32"}, "dtype = float32.* bfloat16"),
+        ({"shapes": {"a": [2, 3], "b": [5]}}, r"b = \[5\].* \[4\]"),
+        ({"shapes": {"a": [2, 3]}}, r"b = .* \[4\]"),
+        ({"shapes": {"a": [2, 3], "b": [4], "c": [1]}}, r"c = \[1\]"),
     ],
 )
-def test_another_student_is_refused(change: dict[str, Any], words: str) -> None:
-    """Fails if a checkpoint of another student passes, or one that only had another number of ranks does not."""
+def test_a_different_student_is_refused(change: dict[str, Any], difference: str) -> None:
+    """Fails if a checkpoint of a different student passes, or one of another number of ranks is refused."""
     _check(SAVED)
-    with pytest.raises(CheckpointError, match=f"ckpt .*{words}"):
+    with pytest.raises(CheckpointError, match=f"ckpt .*{difference}"):
         _check(SAVED | change)
 
 
-def test_meta_data_that_lack_something_are_refused() -> None:
-    """Fails if meta data of another origin end in a KeyError."""
-    with pytest.raises(CheckpointError, match="does not say of its student: dtype, step"):
+def test_incomplete_meta_data_are_refused() -> None:
+    """Fails if meta data of another origin raise a KeyError."""
+    with pytest.raises(CheckpointError, match="dtype, step"):
         _check({key: value for key, value in SAVED.items() if key not in ("dtype", "step")})

@@ -1,1 +1,1 @@
-"""Shared by both student backends: training step, checkpoint shards, attention, agreement on errors."""
+"""Code that both student backends share: training step, checkpoint shards, attention, agreement on errors."""

@@ -1,4 +1,4 @@
-"""An error on one rank becomes the same error on all, instead of a hang in the next collective."""
+"""Raise an error of one rank on all ranks, so that they do not hang in the next collective."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from gkd.errors import GkdError
 
 @dataclass(slots=True)
 class Agreement:
-    """What the ranks told each other at the end of a block."""
+    """What the ranks exchanged at the end of a block."""
 
     largest: int = 0  # of the ranks' `count`
 
 
 @contextmanager
 def same_error(device: torch.device, count: int = 0) -> Iterator[Agreement]:
-    """A block that every rank of the world enters; if it raises a GkdError on some, all raise the lowest rank's.
+    """Run a block on every rank of the world; if it raises a GkdError on some ranks, all raise the lowest rank's.
 
-    The block itself must hold no collective. Other exceptions go through at once: they are bugs, and whoever
-    started the ranks has to end the others.
+    The block must not contain a collective. Other exceptions are raised at once on their rank alone: they are bugs, and
+    the driver ends the other ranks.
 
     Args:
-        device: where the world's collectives run.
-        count: a number that travels with the news.
+        device: of the world's collectives.
+        count: a number to exchange in the same collective.
 
     Yields:
-        What holds the largest count of any rank, once the block is over.
+        The agreement; after the block it has the largest `count` of all ranks.
     """
     error: GkdError | None = None
     agreement = Agreement()
@@ -39,9 +39,9 @@ def same_error(device: torch.device, count: int = 0) -> Iterator[Agreement]:
         yield agreement
     except GkdError as caught:
         error = caught
-    news = torch.tensor([int(error is not None), count], device=device)
-    dist.all_reduce(news, op=dist.ReduceOp.MAX)
-    failed, agreement.largest = news.tolist()
+    largest = torch.tensor([int(error is not None), count], device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    failed, agreement.largest = largest.tolist()
     if not failed:
         return
     errors: list[GkdError | None] = [None] * dist.get_world_size()

@@ -1,7 +1,7 @@
-"""Causal attention over padded or packed sequences, for both backends of the student.
+"""Compute causal attention over padded or packed sequences, for both backends of the student.
 
-Packed sequences stand one after the other in one row, and none may see another. A mask for that would be
-[S, S] over the whole pack; here every sequence is a call of its own, or one call of a kernel that knows their borders.
+Packed sequences are concatenated in one row, and must not attend to one another. A mask for that would be [S, S] over
+the whole pack. Instead, every sequence is a call of its own, or one variable-length kernel computes all of them.
 
 Letters: B rows, S columns, D head size, n sequences of a pack.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-# What the flash kernels behind varlen_attn take.
+# Supported by the flash kernels behind varlen_attn.
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM, _VARLEN_HEAD_DIM_STEP = 256, 8
 _CAUSAL_WINDOW = (-1, 0)  # everything to the left, nothing to the right
@@ -28,16 +28,16 @@ def causal_attention(
     max_length: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T) v, each position seeing itself and what stands before it in its own sequence.
+    """Return softmax(scale q k^T) v, where each position attends to itself and the earlier ones of its sequence.
 
-    Padding must be on the right; then the causal mask alone keeps real tokens from seeing it.
+    Padding must be on the right; then the causal mask alone keeps real tokens from attending to it.
 
     Args:
         q: [B, heads, S, D].
-        k, v: [B, kv_heads, S, D]; kv_heads divides heads, and neighbouring heads share one.
+        k, v: [B, kv_heads, S, D]; kv_heads divides heads, and neighboring heads share one.
         cu_seqlens: [n + 1] int32, on the device of q: sequence i is columns cu_seqlens[i] to cu_seqlens[i + 1], from 0
             to S, B = 1. None: each row is one sequence.
-        max_length: of the longest sequence, where the caller knows it; on CUDA it saves a wait for the device.
+        max_length: length of the longest sequence, if known; on CUDA it saves a synchronization with the device.
         scale: of the scores; None: 1 / sqrt(D).
 
     Returns:
@@ -49,7 +49,7 @@ def causal_attention(
     if cu_seqlens is None:
         return _sdpa(q, k, v, scale)
     if q.shape[0] != 1:
-        raise ValueError(f"packed sequences stand in one row, and q has {q.shape[0]}")
+        raise ValueError(f"packed sequences must be one row, and q has {q.shape[0]}")
     if _has_varlen_kernel(q):
         return _varlen(q, k, v, cu_seqlens, max_length, scale)
     lengths = cu_seqlens.diff().tolist()
@@ -60,7 +60,7 @@ def causal_attention(
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     n_shared = q.shape[1] // k.shape[1]
     if n_shared > 1 and q.is_cuda and q.dtype not in _VARLEN_DTYPES:
-        # Flash takes no float32 and the memory-efficient kernel no shared heads: [heads, S, S] would be left.
+        # Flash supports no float32, and the memory-efficient kernel no shared heads; the fallback needs [heads, S, S].
         k, v = (tensor.repeat_interleave(n_shared, dim=1) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
 
@@ -76,7 +76,7 @@ def _has_varlen_kernel(q: Tensor) -> bool:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int | None, scale: float | None) -> Tensor:
-    """The pack in one call of torch's flash kernel, which wants [S, heads, D]."""
+    """Compute the pack in one call of torch's flash kernel, which requires [S, heads, D]."""
     longest = int(cu_seqlens.diff().max()) if max_length is None else max_length
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v))
     context = varlen_attn(
@@ -91,5 +91,5 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int
         window_size=_CAUSAL_WINDOW,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    assert isinstance(context, Tensor)  # it returns more only when asked for more
+    assert isinstance(context, Tensor)  # it returns a tuple only on request
     return context.transpose(0, 1)[None]

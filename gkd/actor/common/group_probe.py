@@ -1,4 +1,4 @@
-"""Does a process group really connect the ranks it should? A small collective says so before work depends on it."""
+"""Check with a small collective that a process group connects exactly its ranks, before work depends on it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from gkd.errors import ClusterError
 
 
 def probe_group(name: str, group: Any, device: torch.device) -> None:
-    """Every member adds a mark at its own rank; all must see all members' marks, once each. Collective.
+    """Check by an all-reduce that every member, and no other rank, contributes once. Collective.
 
     Args:
         group: a ProcessGroup, or None: the default one.
 
     Raises:
-        ClusterError: somebody else's mark, or one that is missing.
+        ClusterError: a contribution of another rank, or a missing one.
     """
     members = dist.get_process_group_ranks(group)
-    marks = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
-    marks[dist.get_rank()] = 1
-    dist.all_reduce(marks, group=group)
-    came = {rank: count for rank, count in enumerate(marks.tolist()) if count}
-    if came != dict.fromkeys(members, 1):
+    counts = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+    counts[dist.get_rank()] = 1
+    dist.all_reduce(counts, group=group)
+    received = {rank: count for rank, count in enumerate(counts.tolist()) if count}
+    if received != dict.fromkeys(members, 1):
         raise ClusterError(
-            f"group {name} of ranks {sorted(members)}: a probe of it by rank {dist.get_rank()} heard "
-            f"{came} (rank: times). Fix: look for processes of another run on this network, or a broken NCCL transport "
-            f"(NCCL_DEBUG=INFO says which is used)."
+            f"group {name} of ranks {sorted(members)}: a probe by rank {dist.get_rank()} received contributions of "
+            f"{received} (rank: count). Fix: look for processes of another run on this network, or a broken NCCL "
+            f"transport (NCCL_DEBUG=INFO logs which one is used)."
         )
 
 
 def distinct_groups(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of more than one rank, one of each set of ranks and object; the names of the others are dropped."""
+    """Return the groups of more than one rank, each object once, under its first name."""
     seen: set[int] = set()
     kept = {}
     for name, group in groups.items():

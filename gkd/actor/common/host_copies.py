@@ -1,8 +1,8 @@
-"""A rank's state on its way to disk: copied to host memory while the next batch runs forward and backward.
+"""Copy a rank's state to host memory for a checkpoint, while the next batch runs forward and backward.
 
-Weights and moments stand still from one optimizer step to the next. So a save lets training go on at once, the copy
-runs beside it, and only the next optimizer step has to wait until it is done. The pieces lie without gaps in
-slabs of one size, so that the file's writer meets a few long runs of bytes and not thousands of small tensors.
+Weights and moments do not change between two optimizer steps. So training continues during the copy, and only the next
+optimizer step waits for it. The pieces are contiguous in slabs of one size, so that the file is written in a few long
+runs of bytes and not in thousands of small tensors.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from torch import Tensor
 from gkd.actor.common.shards import Piece
 from gkd.memory.host_buffer import host_slabs
 
-# A power of two, because torch rounds pinned memory up to one: 17 GiB in one tensor would take 32 GiB. All that
-# is lost here is the end of the last slab. A multiple of every item size.
+# A power of two, because torch rounds pinned memory up to one: 17 GiB in one tensor would take 32 GiB. With slabs, only
+# the end of the last one is unused. A multiple of every item size.
 _SLAB_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One rank's state in host memory, as it was when the snapshot was made.
+    """One rank's state in host memory, as of the call that made the snapshot.
 
-    `meta` is JSON data and must have `step` and `world_size`; all ranks of a checkpoint have the same.
+    `meta` is JSON data with `step` and `world_size`, the same on all ranks of a checkpoint.
     """
 
-    pieces: Sequence[Piece]  # in host memory, without gaps between neighbours in a slab
+    pieces: Sequence[Piece]  # in host memory, contiguous in each slab
     meta: Mapping[str, Any]
     rng: Mapping[str, Tensor]  # [n] uint8, this rank's generators
     memory: HostCopies
-    slabs: Sequence[Tensor]  # each [slab_bytes] uint8: what the pieces lie in
-    wait: Callable[[], object]  # blocks until the pieces hold their values; nobody may read them before
-    joined: Snapshot | None = None  # whose pieces are among these, in memory of its own
+    slabs: Sequence[Tensor]  # each [slab_bytes] uint8: the memory of the pieces
+    wait: Callable[[], object]  # blocks until the pieces have their values; do not read them before
+    joined: Snapshot | None = None  # its pieces are included above, in memory of its own
 
     def release(self) -> None:
-        """Lets the next snapshot reuse the memory, after this one's copy; nobody may read the pieces from now on."""
+        """Let the next snapshot reuse the memory. Call it after `wait`; the pieces must not be read afterwards."""
         self.memory.give_back(self.slabs)
         if self.joined is not None:
             self.joined.release()
 
     def join(self, other: Snapshot) -> Snapshot:
-        """Both as one, which goes into one file; `other` adds pieces and meta data, and no generators."""
+        """Return both as one snapshot for one file; `other` adds pieces and meta data, but no generators."""
 
         def wait() -> None:
             self.wait()
@@ -56,11 +56,11 @@ class Snapshot:
 
 
 class HostCopies:
-    """Makes snapshots, and keeps the memory of the last released one: fresh pages cost more than the copy.
+    """Make snapshots, and reuse the memory of the last released one, because new pages cost more than the copy.
 
     Args:
-        device: where the live tensors are; with CUDA the memory is pinned and a stream of its own copies.
-        slab_bytes: memory is taken in pieces of this size, a power of two.
+        device: of the live tensors; with CUDA, the memory is pinned and a separate stream copies.
+        slab_bytes: size of the allocations, a power of two.
     """
 
     def __init__(self, device: torch.device, *, slab_bytes: int = _SLAB_BYTES) -> None:
@@ -71,9 +71,9 @@ class HostCopies:
         self._thread = ThreadPoolExecutor(1, "snapshot")  # starts with the first copy
 
     def snapshot(self, live: Sequence[Piece], meta: Mapping[str, Any], rng: Mapping[str, Tensor]) -> Snapshot:
-        """Begins to copy all of `live` to the host; the live tensors may change after `settle`. No collective.
+        """Start to copy all of `live` to the host; the live tensors may change after `settle`. Not a collective.
 
-        Raises MemoryError, RuntimeError: there is no host memory for it, see `host_slabs`.
+        Raises MemoryError, RuntimeError: there is not enough host memory, see `host_slabs`.
         """
         self.settle()
         slabs = self._take(-(-sum(piece.data.nbytes for piece in live) // self._slab_bytes))
@@ -85,7 +85,7 @@ class HostCopies:
         return Snapshot(pieces, dict(meta), dict(rng), self, slabs, wait)
 
     def settle(self) -> None:
-        """To be called before the live tensors change: waits until the last snapshot has its copy of them.
+        """Wait until the last snapshot has copied the live tensors. Call it before they change.
 
         On CUDA only the current stream waits.
         """
@@ -100,7 +100,7 @@ class HostCopies:
         return slabs + host_slabs(n_slabs - len(slabs), self._slab_bytes, pinned=self._stream is not None)
 
     def _laid_out(self, live: Sequence[Piece], slabs: Sequence[Tensor]) -> tuple[list[Piece], list[Tensor]]:
-        """(pieces in `slabs`, what belongs in each); a piece that crosses the end of a slab becomes two."""
+        """Return (pieces in `slabs`, the source of each); a piece that crosses the end of a slab is split."""
         pieces, sources, at = [], [], 0
         # The largest items first: then all are aligned without gaps.
         for piece in sorted(live, key=lambda piece: -piece.data.itemsize):
@@ -115,7 +115,7 @@ class HostCopies:
         return pieces, sources
 
     def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> Callable[[], object]:
-        # One call for all: a thread that came back to Python for every piece would stop the training thread each time.
+        # One call for all: returning to Python for every piece would interrupt the training thread each time.
         copied = self._thread.submit(torch._foreach_copy_, targets, sources)
         self._settle = copied.result
         return copied.result
@@ -129,11 +129,12 @@ class HostCopies:
         copied = self._stream.record_event()
 
         def settle() -> None:
-            torch.cuda.current_stream(sources[0].device).wait_event(copied)  # and keeps the sources until then
+            # This closure also keeps the sources alive until then.
+            torch.cuda.current_stream(sources[0].device).wait_event(copied)
 
         self._settle = settle
         return copied.synchronize
 
 
 def _nothing() -> None:
-    """Nothing to wait for."""
+    """Return at once: there is nothing to wait for."""

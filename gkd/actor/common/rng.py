@@ -1,4 +1,4 @@
-"""Every random generator that a process of the actor may draw from, as bytes that a checkpoint can hold."""
+"""Save and restore the states of all random generators of an actor process, as bytes for a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gkd.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The states of the generators of Python, numpy, torch and, where there is one, the current CUDA device.
+    """Return the states of the generators of Python, numpy, torch and, if there is one, the current CUDA device.
 
     Returns:
         Name -> [n] uint8 on the CPU.
@@ -30,19 +30,19 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], source: str | Path) -> None:
-    """Puts back what `rng_state` returned on a machine of the same kind.
+    """Restore the states that `rng_state` returned on a machine of the same kind.
 
     Args:
-        source: where `states` come from, for the error.
+        source: the file or folder of `states`, for the error.
 
     Raises:
-        CheckpointError: that is not what `states` holds.
+        CheckpointError: `states` is not a result of `rng_state`.
     """
     try:
         _restore(states)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{source} has generator states that cannot be restored: {type(error).__name__}: {error}"
+            f"{source}: the random generators cannot be restored: {type(error).__name__}: {error}"
         ) from error
 
 

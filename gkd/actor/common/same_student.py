@@ -1,4 +1,4 @@
-"""Is a checkpoint this student's? Asked before anything is loaded from it."""
+"""Check that a checkpoint belongs to this student, before anything is loaded from it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from gkd.errors import CheckpointError
 def check_same_student(
     folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any], *, settings: Sequence[str], model: str
 ) -> None:
-    """Raises CheckpointError naming the first thing in which the checkpoint's student is another one.
+    """Raise CheckpointError that names the first difference between the checkpoint's student and this one.
 
     Args:
         saved: the checkpoint's meta data.
-        own: what this student would write; all of it but the step.
+        own: this student's meta data, without the step.
         settings: keys whose values must be equal.
-        model: the key of what the model is made of, by name; must be equal, too.
+        model: key of the model's tensors by name, which must be equal, too.
     """
     if missing := {"step", *own} - saved.keys():
-        raise CheckpointError(f"{folder} does not say of its student: {', '.join(sorted(missing))}.")
-    for what in settings:
-        if saved[what] != own[what]:
-            raise CheckpointError(f"{folder} was saved with {what} = {saved[what]}, this student has {own[what]}.")
+        raise CheckpointError(f"{folder} has no {', '.join(sorted(missing))} in its meta data.")
+    for key in settings:
+        if saved[key] != own[key]:
+            raise CheckpointError(f"{folder} was saved with {key} = {saved[key]}, this student has {own[key]}.")
     for name in dict.fromkeys([*own[model], *saved[model]]):
-        theirs, ours = saved[model].get(name, "nothing"), own[model].get(name, "nothing")
-        if theirs != ours:
-            raise CheckpointError(f"{folder} is of another model: {name} = {theirs}, this student has {ours}.")
+        in_checkpoint, here = saved[model].get(name, "missing"), own[model].get(name, "missing")
+        if in_checkpoint != here:
+            raise CheckpointError(f"{folder} has a different model: {name} = {in_checkpoint}, this student has {here}.")

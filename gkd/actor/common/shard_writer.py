@@ -1,8 +1,8 @@
-"""Writes one rank's snapshot to disk while training goes on.
+"""Write one rank's snapshot to disk in the background.
 
-A thread is enough: both the hash and the write of a large block leave the interpreter lock. It is a polite one: where
-cores are scarce, training has them first. The digest is of the bytes that were handed to the file, so that damage on
-the disk shows later.
+A thread suffices, because the hash and the write of a large block both release the interpreter lock. It has a lower
+priority than training. The digest is of the bytes that were passed to the file, so that later damage of the disk is
+detected.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from gkd.actor.common.shards import DTYPES, FORMAT, file_name
 from gkd.errors import CheckpointError
 from gkd.handles import FileDigest
 
-# Small enough to stay in a cache between the hash and the write; large enough that the thread seldom has to get the
-# interpreter lock back, which takes up to 5 ms while the training thread is busy in Python.
+# Small enough to stay in the CPU cache between the hash and the write; large enough that the thread seldom has to
+# acquire the interpreter lock, which takes up to 5 ms while the training thread runs Python code.
 _BLOCK_BYTES = 4 << 20
-_NICENESS = 10  # added to the background thread's; 19 is the least urgent
+_NICENESS = 10  # added to the niceness of the thread; 19 is the lowest priority
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
-    """Writes this rank's file into `folder`, flushed to disk; creates the folder, but not its parent. Blocks.
+    """Write this rank's file into `folder` and flush it to disk. Creates the folder, but not its parent. Blocks.
 
     Returns:
         File name -> digest.
 
     Raises:
-        CheckpointError: disk full, read-only, ...; what was written so far stays behind. Or there is no parent
-            folder: it was removed, or this node does not see the disk that it is on.
-        ValueError: two pieces begin at the same place, so one of them has the wrong name.
+        CheckpointError: the file cannot be written (disk full, read-only, ...); an incomplete file remains. Or the
+            parent folder does not exist: it was removed, or it is not on a disk that this node shares.
+        ValueError: two pieces have the same name, kind, part and start.
     """
     path = folder / file_name(rank)
     tensors = {f"{p.name}/{p.kind}/{p.part}/{p.start}": p.data for p in snapshot.pieces}
@@ -63,7 +63,7 @@ def write(folder: Path, rank: int, snapshot: Snapshot) -> dict[str, FileDigest]:
 
 
 class BackgroundWriter:
-    """One thread that writes one snapshot at a time, and releases its memory afterwards."""
+    """Write one snapshot at a time in a thread, and release its memory afterwards."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -71,28 +71,31 @@ class BackgroundWriter:
         self._result: dict[str, FileDigest] | CheckpointError | None = None
 
     def check_idle(self) -> None:
-        """Raises CheckpointError if a save is under way."""
+        """Raise CheckpointError if a save is in progress."""
         if self._thread is not None and self._result is None:
             raise CheckpointError(
-                f"the save to {self._folder} is still being written; wait for it before the next one."
+                f"the save to {self._folder} is still in progress. Fix: wait for it before the next one."
             )
 
     def start(self, folder: Path, rank: int, snapshot: Snapshot) -> None:
-        """Begins to write; returns at once. Raises CheckpointError if the save before is still under way."""
+        """Start to write; returns at once. Raises CheckpointError if the previous save is in progress."""
         self.check_idle()
         self._result, self._folder = None, folder
-        # A daemon: a process that ends for another reason must not wait for the disk.
+        # A daemon, so that a process that ends for another reason does not wait for the disk.
         self._thread = threading.Thread(target=self._run, args=(folder, rank, snapshot), daemon=True, name="checkpoint")
         self._thread.start()
 
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        """What the save wrote, or None while it is under way; the same answer until the next start.
+        """Return the files of the save and their digests, or None while it is in progress; repeatable.
+
+        Args:
+            wait: block until the save has finished.
 
         Raises:
-            CheckpointError: it failed, or nothing was started.
+            CheckpointError: the save failed, or none was started.
         """
         if self._thread is None:
-            raise CheckpointError("no save was started, so none can finish.")
+            raise CheckpointError("no save was started.")
         if wait or self._result is not None:
             self._thread.join()
         if isinstance(self._result, CheckpointError):
@@ -102,29 +105,29 @@ class BackgroundWriter:
     def _run(self, folder: Path, rank: int, snapshot: Snapshot) -> None:
         result: dict[str, FileDigest] | CheckpointError
         try:
-            os.nice(_NICENESS)  # on Linux of this thread alone
+            os.nice(_NICENESS)  # on Linux, of this thread alone
             result = write(folder, rank, snapshot)
         except CheckpointError as error:
             result = error
-        except Exception as error:  # a thread's error is seen by nobody unless it is kept
-            result = CheckpointError(f"rank {rank}'s save to {folder} failed: {type(error).__name__}: {error}")
+        except Exception as error:  # `finished` raises it; uncaught, it would be lost with the thread
+            result = CheckpointError(f"rank {rank} failed to save to {folder}: {type(error).__name__}: {error}")
         snapshot.release()
-        self._result = result  # the last thing: whoever sees it may begin the next save
+        self._result = result  # last, because a caller that sees it may start the next save
 
 
 def _make_folder(folder: Path, rank: int) -> None:
-    """The driver makes the parent: a rank that outlives its run must not bring a removed one back."""
+    """Create the folder but not its parent, so that a rank that outlives its run does not recreate a removed one."""
     try:
         folder.mkdir(exist_ok=True)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"rank {rank} cannot write its checkpoint to {folder}: its node does not see the folder's parent, "
-            "which the driver made. run_dir must be on a disk that all nodes share."
+            f"rank {rank} cannot write its checkpoint to {folder}: the parent folder, created by the driver, does not "
+            "exist on this node. Fix: put trainer.run_dir on a disk that all nodes share."
         ) from error
 
 
 def _header(tensors: dict[str, torch.Tensor], snapshot: Snapshot, rank: int) -> memoryview:
-    """The file's beginning: 8 bytes of length and the JSON, padded so that the data are aligned."""
+    """Return the start of the file: 8 bytes of length and the JSON, padded so that the data are aligned."""
     meta = {**snapshot.meta, "format": FORMAT, "rank": rank}
     header: dict[str, object] = {"__metadata__": {"gkd": json.dumps(meta)}}
     offset = 0
@@ -142,19 +145,19 @@ def _header(tensors: dict[str, torch.Tensor], snapshot: Snapshot, rank: int) -> 
 
 
 def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
-    """The tensors' bytes; neighbours in memory as one."""
-    of: torch.UntypedStorage | None = None
+    """Yield the tensors' bytes; tensors that are contiguous in memory as one run."""
+    current: torch.UntypedStorage | None = None
     begin = stop = 0
     for tensor in tensors:
         storage, at = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-        if of is not None and (storage.data_ptr() != of.data_ptr() or at != stop):
-            yield _raw(of, begin, stop)
-            of = None
-        if of is None:
-            begin, of = at, storage
+        if current is not None and (storage.data_ptr() != current.data_ptr() or at != stop):
+            yield _raw(current, begin, stop)
+            current = None
+        if current is None:
+            begin, current = at, storage
         stop = at + tensor.nbytes
-    if of is not None:
-        yield _raw(of, begin, stop)
+    if current is not None:
+        yield _raw(current, begin, stop)
 
 
 def _raw(storage: torch.UntypedStorage, begin: int, stop: int) -> memoryview:

@@ -1,13 +1,12 @@
-"""A checkpoint's files as the ranks see them: flat pieces of parameters and optimizer state under HF names.
+"""Checkpoint files of the ranks: flat pieces of parameters and optimizer state under HF names.
 
     live tensors --host_copies--> Snapshot --shard_writer--> rank_00000.safetensors, ... --ShardReader--> any layout
 
-Every rank writes what it holds and nothing is gathered. A piece says where it lies in its parameter, so that
-a reader puts ranges together without knowing how they were cut. Both backends use this; which
-pieces there are and what the meta data say is theirs.
+Every rank writes its own pieces; nothing is gathered. A piece has its position in the parameter, so a reader assembles
+any range, whatever the layout of the writers was. Both backends use this module, and define their pieces and meta data.
 
-The files are plain safetensors with keys "name/kind/part/start" and "rng/name". They are read with pread, not
-mapped: where a file is cut off or its disk fails, a mapping ends the process without a word.
+The files are plain safetensors with keys "name/kind/part/start" and "rng/name". They are read with pread, not mapped:
+if a file is truncated or its disk fails, a mapping kills the process without an error message.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _MAX_HEADER_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of elements of one part of one parameter, or of its optimizer state."""
+    """Consecutive elements of one part of one parameter, or of its optimizer state."""
 
     name: str  # HF name of the parameter's (first) tensor
-    kind: str  # one of KINDS, or of somebody who rides along, see `gkd.actor.frozen.checkpoint`
-    part: int  # which tensor-parallel part of the parameter; 0 where it is whole
-    start: int  # first element, counted in the flattened part
+    kind: str  # one of KINDS, or the kind of another model, see `gkd.actor.frozen.checkpoint`
+    part: int  # index of the tensor-parallel part of the parameter; 0 if it is not split
+    start: int  # index of the first element in the flattened part
     data: Tensor  # [n], contiguous
 
 
@@ -53,24 +52,24 @@ def file_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Where elements [start, stop) of one part are."""
+    """Location of elements [start, stop) of one part."""
 
     start: int
     stop: int
     dtype: torch.dtype
     path: Path
-    offset: int  # in bytes, from the beginning of the file
+    offset: int  # bytes, in the file
 
 
 class ShardReader:
-    """All ranks' files of one checkpoint as one index. A context manager; keeps the files open that it has read from.
+    """Index of the files of all ranks of one checkpoint. A context manager; it keeps files open that it has read.
 
     Attributes:
-        meta: what the writers' snapshots had as `meta`.
+        meta: of the writers' snapshots.
 
     Raises:
-        CheckpointError: no checkpoint there, a file is missing, damaged or of another checkpoint, or
-            two pieces overlap. Digests are not checked here but by who keeps them.
+        CheckpointError: there is no checkpoint, a file is missing, damaged or of another checkpoint, or two pieces
+            overlap. Digests are checked elsewhere, see `gkd.run.manifest`.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -85,14 +84,14 @@ class ShardReader:
                 raise CheckpointError(f"{path} and {first.name} are of different checkpoints.")
         if self.meta.get("world_size") != len(others) + 1:
             raise CheckpointError(
-                f"{self._folder} has the files of {len(others) + 1} ranks; {self.meta.get('world_size')} wrote it."
+                f"{self._folder} has files of {len(others) + 1} ranks; {self.meta.get('world_size')} ranks wrote it."
             )
         for key, ranges in self._index.items():
             ranges.sort(key=lambda item: item.start)
             for one, two in zip(ranges, ranges[1:], strict=False):
                 if two.start < one.stop:
                     raise CheckpointError(
-                        f"{one.path} and {two.path.name} both have element {two.start} of {_say(*key)}."
+                        f"{one.path} and {two.path.name} both have element {two.start} of {_describe(*key)}."
                     )
 
     def __enter__(self) -> ShardReader:
@@ -104,28 +103,28 @@ class ShardReader:
         self._open.clear()
 
     def names(self) -> set[str]:
-        """HF names of the parameters in it."""
+        """Return the HF names of the parameters."""
         return {name for name, _, _ in self._index}
 
     def read(self, name: str, kind: str, part: int, start: int, stop: int, *, out: Tensor | None = None) -> Tensor:
-        """Elements [start, stop) of one part, put together from its pieces.
+        """Return elements [start, stop) of one part, assembled from its pieces.
 
         Args:
-            out: [stop - start], contiguous and on the CPU, filled in place; None for a new tensor.
+            out: [stop - start], contiguous and on the CPU, filled in place; None: a new tensor.
 
         Returns:
-            [stop - start] on the CPU, in the dtype that was written.
+            [stop - start] on the CPU, in the dtype of the file.
 
         Raises:
-            CheckpointError: not there, not all there, not in `out`'s dtype, or the file cannot be read.
+            CheckpointError: elements are missing, of another dtype than `out`, or the file cannot be read.
         """
         ranges = self._index.get((name, kind, part))
         if ranges is None:
-            raise CheckpointError(f"{self._folder} has no {_say(name, kind, part)}.")
+            raise CheckpointError(f"{self._folder} has no {_describe(name, kind, part)}.")
         values = torch.empty(stop - start, dtype=ranges[0].dtype) if out is None else out.detach()
         if values.dtype != ranges[0].dtype or values.shape != (stop - start,):
             raise CheckpointError(
-                f"{self._folder} has {_say(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
+                f"{self._folder} has {_describe(name, kind, part)} as {ranges[0].dtype}; elements {start}:{stop} "
                 f"do not fit a {values.dtype} tensor of shape {tuple(values.shape)}."
             )
         # Not Tensor.numpy(), see `gkd.weight_sync.buckets.digest`: these may be live states.
@@ -139,12 +138,12 @@ class ShardReader:
                 at = end
         if at < stop:
             raise CheckpointError(
-                f"{self._folder} lacks element {at} of {_say(name, kind, part)}; wanted {start}:{stop}."
+                f"{self._folder} lacks element {at} of {_describe(name, kind, part)}; requested {start}:{stop}."
             )
         return values
 
     def rng(self, rank: int) -> dict[str, Tensor]:
-        """The generators of the rank that wrote as `rank`, [n] uint8 by name."""
+        """Return the generator states of the writer with this rank, [n] uint8 by name."""
         states = {}
         for (owner, name), piece in self._rng.items():
             if owner == rank:
@@ -155,19 +154,19 @@ class ShardReader:
     def _rank_files(self) -> list[Path]:
         paths = sorted(self._folder.glob("rank_*.safetensors"))
         if not paths:
-            raise CheckpointError(f"{self._folder} holds no checkpoint: there is no {file_name(0)}.")
+            raise CheckpointError(f"{self._folder} is not a checkpoint: it has no {file_name(0)}.")
         for rank, path in enumerate(paths):
             if path.name != file_name(rank):
                 raise CheckpointError(f"{self._folder / file_name(rank)} is missing.")
         return paths
 
     def _add(self, path: Path, rank: int) -> dict[str, Any]:
-        """Puts one file's pieces into the index and returns its meta data."""
+        """Add one file's pieces to the index and return its meta data."""
         header, data_start, data_bytes = _read_header(path)
         try:
             meta: dict[str, Any] = json.loads(header.pop("__metadata__")["gkd"])
             if meta.pop("format") != FORMAT or meta.pop("rank") != rank:
-                raise CheckpointError(f"{path} is of another format than {FORMAT}, or not of rank {rank}.")
+                raise CheckpointError(f"{path} does not have format {FORMAT}, or is not of rank {rank}.")
             end = 0
             for key, entry in header.items():
                 (n_elements,), (begin, stop) = entry["shape"], entry["data_offsets"]
@@ -184,9 +183,9 @@ class ShardReader:
                     ranges.append(_Range(int(start), int(start) + n_elements, dtype, path, data_start + begin))
                 end = stop
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is garbled: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         if end != data_bytes:
-            raise CheckpointError(f"{path} has {data_bytes} bytes of data where its header says {end}: it is cut off.")
+            raise CheckpointError(f"{path} is truncated: it has {data_bytes} bytes of data, and {end} by its header.")
         return meta
 
     def _fill(self, target: memoryview, path: Path, offset: int) -> None:
@@ -197,29 +196,29 @@ class ShardReader:
             while done < len(target):
                 n_read = os.preadv(self._open[path], [target[done:]], offset + done)
                 if n_read == 0:
-                    raise CheckpointError(f"{path} ends at byte {offset + done}: it became shorter while it was read.")
+                    raise CheckpointError(f"{path} ends at byte {offset + done}: it was truncated while it was read.")
                 done += n_read
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(header, where the data begin, bytes of data) of a safetensors file."""
+    """Return (header, offset of the data, bytes of data) of a safetensors file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             n_header = int.from_bytes(file.read(8), "little")
             if size < 8 or n_header > min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(f"{path} is cut off or garbled: {size} bytes, and a header of {n_header}.")
+                raise CheckpointError(f"{path} is damaged or truncated: {size} bytes, and a header of {n_header}.")
             header = json.loads(file.read(n_header))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # JSON and UTF-8 errors are both of this kind
-        raise CheckpointError(f"{path} is garbled: its header is not JSON: {error}") from error
+    except ValueError as error:  # includes JSON and UTF-8 errors
+        raise CheckpointError(f"{path} is damaged: its header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is garbled: its header is not a JSON object.")
+        raise CheckpointError(f"{path} is damaged: its header is not a JSON object.")
     return header, 8 + n_header, size - 8 - n_header
 
 
-def _say(name: str, kind: str, part: int) -> str:
+def _describe(name: str, kind: str, part: int) -> str:
     return f"{kind} of {name} (tensor-parallel part {part})"

@@ -1,1 +1,1 @@
-"""Models that score and never learn, on the actor's own ranks and devices: a teacher without a server."""
+"""Frozen models on the actor's ranks: a local teacher, which needs no server, and a reference."""

@@ -1,7 +1,7 @@
-"""A frozen model that follows its student, in that student's checkpoint: each rank its own rows, any number of ranks.
+"""Save and load a frozen model that follows its student, as part of the student's checkpoint.
 
-The pieces stand in the students' own files, under a kind of their own: so they are written, flushed, hashed and
-committed with them, and a checkpoint has both or neither.
+Each rank saves its own rows; any number of ranks can load them. The pieces are in the student's files under a kind of
+their own. So they are written, flushed, hashed and committed together, and a checkpoint has both models or neither.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gkd.actor.common.shards import DTYPES, Piece, ShardReader
 from gkd.actor.fsdp.weights import Place, local_rows
 from gkd.errors import CheckpointError
 
-KIND = "teacher"  # of the pieces, and the key of what the meta data say of them
+KIND = "teacher"  # of the pieces, and their key in the meta data
 
 
 def pieces(places: Mapping[str, Place]) -> list[Piece]:
-    """This rank's rows of everything, the live tensors; what is not sharded is rank 0's. No collective."""
+    """Return this rank's rows, as live tensors; rank 0 also has the tensors that are not sharded. No collective."""
     writes_whole = dist.get_rank() == 0
     return [
         Piece(name, KIND, 0, start, flat)
@@ -34,39 +34,40 @@ def pieces(places: Mapping[str, Place]) -> list[Piece]:
 
 
 def meta(places: Mapping[str, Place]) -> dict[str, Any]:
-    """What must be equal for a checkpoint to fit; JSON data, the same on all ranks."""
+    """Return the JSON data that must be equal for a checkpoint to match, the same on all ranks."""
     return {KIND: {name: [_dtype(place.tensor), *place.shape] for name, place in places.items()}}
 
 
 @torch.no_grad()
 def load(folder: Path, places: Mapping[str, Place]) -> None:
-    """Fills this rank's rows, in the memory that they are in. No collective.
+    """Load this rank's rows in place. No collective.
 
     Raises:
-        CheckpointError: it holds no teacher, or another one, or cannot be read; then this one is good for nothing more.
+        CheckpointError: the checkpoint has no teacher or a different one, or cannot be read. The model cannot be used
+            afterwards.
     """
     with ShardReader(folder) as reader:
         saved, own = reader.meta.get(KIND), meta(places)[KIND]
         if saved is None:
             raise CheckpointError(
-                f"{folder} does not hold the teacher's weights, and with teacher.update_interval above 0 they are none "
-                "that a folder has: an older version wrote it. Start a new run in another trainer.run_dir."
+                f"{folder} has no weights of the teacher, which teacher.update_interval above 0 requires: an older "
+                "version wrote it. Fix: start a new run in another trainer.run_dir."
             )
         for name in dict.fromkeys([*own, *saved]):
-            theirs, ours = saved.get(name, "nothing"), own.get(name, "nothing")
-            if theirs != ours:
+            in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
+            if in_checkpoint != here:
                 raise CheckpointError(
-                    f"{folder} holds another teacher: {name} is {theirs} there and {ours} here. Are teacher.path, "
-                    "model.dtype and teacher.update_ema as they were?"
+                    f"{folder} has a different teacher: {name} is {in_checkpoint} in the checkpoint and {here} here. "
+                    "Fix: restore teacher.path, model.dtype and teacher.update_ema."
                 )
         for name, start, flat in _owned(places):
             flat.copy_(reader.read(name, KIND, 0, start, start + flat.numel()))
 
 
 def _owned(places: Mapping[str, Place]) -> Iterator[tuple[str, int, Tensor]]:
-    """(name, first element in the flattened whole, [n] live elements) of what this rank holds.
+    """Yield (name, index of the first element in the flattened tensor, [n] live elements) of this rank's rows.
 
-    Numbers that the files know no dtype for, such as a buffer's integers, are their bytes.
+    Tensors of a dtype that the files do not support, such as integer buffers, are yielded as bytes.
     """
     for name, place in places.items():
         local, row = local_rows(place.tensor)

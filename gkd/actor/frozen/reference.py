@@ -1,7 +1,7 @@
-"""One rank of the reference: rollouts in, the reference's logprob of each response token out.
+"""Compute the reference's logprob of each response token on one rank.
 
-Two ways to it: a frozen model of its own beside the student, or a student with adapters, without them. On the road of
-one batch: teacher score -> *reference* -> micro-batches.
+The reference is a frozen model of its own, or the student with its LoRA adapters disabled. Data flow of a batch:
+teacher scores -> *reference logprobs* -> micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from teacher_server.engines.base import ScoreParams
 
 
 def frozen_reference(config: Config, device: torch.device) -> FrozenModel:
-    """The model of `reference_folder`; a collective over all ranks. Raises ModelError, ConfigError: see there."""
+    """Build the reference model. Collective. Raises as `FrozenModel`."""
     actor = config.actor
     derived = derive(config)
     return FrozenModel(
@@ -42,29 +42,29 @@ def frozen_reference(config: Config, device: torch.device) -> FrozenModel:
 def frozen_logprobs(
     model: FrozenModel, rollouts: Sequence[Rollout], *, temperature: float, n_vocab: int
 ) -> list[np.ndarray]:
-    """Of each sequence [R] float32, nats; a collective over all ranks.
+    """Return the logprobs of each sequence's response tokens, [R] float32, nats. Collective.
 
     Args:
-        rollouts: of this rank; may be none.
-        n_vocab: the student's; the model's other rows are cut before it normalises.
+        rollouts: of this rank; may be empty.
+        n_vocab: vocabulary size of the student; the model's other logits are dropped before the softmax.
 
     Raises:
         TeacherError: see `FrozenModel.score`.
     """
-    asked = ScoreParams("sampled", temperature=temperature, n_vocab=n_vocab)
-    return [cast(np.ndarray, table) for (table,) in model.score(rollouts, [asked])]
+    params = ScoreParams("sampled", temperature=temperature, n_vocab=n_vocab)
+    return [cast(np.ndarray, table) for (table,) in model.score(rollouts, [params])]
 
 
-def bare_logprobs(
+def base_logprobs(
     student: FsdpStudent, config: Config, rollouts: Sequence[Rollout], *, device: torch.device, where: str
 ) -> list[np.ndarray]:
-    """The same of the student without its adapters, that is, of the model that they began at.
+    """Return the same logprobs, of the student without its adapters: the base model. Collective.
 
     Args:
-        where: names the rank in errors.
+        where: the rank's name, for errors.
 
     Raises:
-        DataError: what `check_batch` finds, on all ranks.
+        DataError: a sequence is invalid, see `check_batch`; on all ranks.
     """
     actor = config.actor
     with same_error(device):
@@ -77,8 +77,8 @@ def bare_logprobs(
         packed=actor.packing,
     )
     tables = student.compute_logprobs(batches, disable_adapter=True)
-    places, n_rows = [place for place, _ in batches.samples], [n for _, n in batches.samples]
-    if not places:
+    indices, n_rows = [index for index, _ in batches.samples], [n for _, n in batches.samples]
+    if not indices:
         return []
     rows = np.split(torch.cat(tables).numpy(), np.cumsum(n_rows)[:-1])
-    return [rows[i] for i in np.argsort(places)]
+    return [rows[i] for i in np.argsort(indices)]

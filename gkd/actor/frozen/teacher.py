@@ -1,6 +1,6 @@
-"""One rank of the local teacher: rollouts in, the tables that the loss asks for out; and how it follows the student.
+"""One rank of the local teacher: score rollouts with the signals that the loss requires, and follow the student.
 
-On the road of one batch: rollout -> *teacher score* -> micro-batches.
+Data flow of a batch: rollout -> *teacher scores* -> micro-batches.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class LocalTeacher:
     """Every method is a collective over the actor's ranks.
 
     Args:
-        student: of this rank; with teacher.signal `hidden` it is given the teacher's LM head, now and at each refresh.
-        layout: of the student, which says whose weights a pipeline stage's export are.
-        n_vocab: ids that student and teacher have in common; the teacher's other rows are cut before it normalises.
+        student: of this rank. With teacher.signal `hidden` it receives the teacher's LM head, now and at each refresh.
+        layout: of the student, which maps pipeline stages to ranks.
+        n_vocab: ids that student and teacher share; the teacher's other logits are dropped before the softmax.
 
     Raises:
-        ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: the student's weights
-            are not those of this teacher.
+        ModelError, ConfigError: see `FrozenModel`; or ConfigError naming teacher.update_interval: student and teacher
+            have different architectures.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class LocalTeacher:
             trust_remote_code=config.model.trust_remote_code,
         )
         self._signals = derived.signals
-        self._asked = [self._params(config, each) for each in self._signals]
+        self._params = [self._score_params(config, each) for each in self._signals]
         if self._interval:
-            self._check_follows()
+            self._check_can_follow()
         self._hand_over_head()
 
     def score(
@@ -79,30 +79,30 @@ class LocalTeacher:
         Raises:
             TeacherError: see `FrozenModel.score`.
         """
-        by_chunk = map_selected(sequence_indices, chunks, lambda rollouts: self._model.score(rollouts, self._asked))
+        by_chunk = map_selected(sequence_indices, chunks, lambda rollouts: self._model.score(rollouts, self._params))
         return [[self._scores(tables) for tables in part] for part in by_chunk]
 
     def device_bytes(self) -> int:
-        """See `FrozenModel.device_bytes`."""
+        """Return the bytes on this rank's device, see `FrozenModel.device_bytes`."""
         return self._model.device_bytes()
 
     def after_step(self) -> None:
-        """The student has made a step: takes its weights, every teacher.update_interval steps."""
+        """Copy the student's weights every teacher.update_interval steps; call it after each step of the student."""
         if self._interval and self._student.step % self._interval == 0:
             self._refresh()
 
-    def joined(self, student: Snapshot) -> Snapshot:
-        """The student's share of a checkpoint, with this rank's share of the teacher if that follows the student.
+    def add_to(self, student: Snapshot) -> Snapshot:
+        """Return the student's snapshot, joined with this rank's rows of the teacher if it follows the student.
 
-        No collective. Begins to copy; the next refresh waits for the copy.
+        Not a collective. The copy to host memory is started; the next refresh waits for it.
         """
         return student.join(self._model.snapshot()) if self._interval else student
 
     def load(self, folder: Path) -> None:
-        """The teacher of a checkpoint, saved by any number of ranks; one that follows nobody is as it was.
+        """Load the teacher from a checkpoint of any number of ranks; no-op if it does not follow the student.
 
         Raises:
-            CheckpointError: it is not in there, or is another one; see `gkd.actor.frozen.checkpoint.load`.
+            CheckpointError: the checkpoint has no teacher or a different one, see `gkd.actor.frozen.checkpoint.load`.
         """
         if self._interval:
             self._model.load(folder)
@@ -111,9 +111,9 @@ class LocalTeacher:
     def _refresh(self) -> None:
         self._model.refresh(whole_student(self._student, self._layout, self._device), self._ema)
         self._hand_over_head()
-        log.info("step %d: the teacher took the student's weights (ema %g)", self._student.step, self._ema)
+        log.info("step %d: refreshed the teacher from the student (ema %g)", self._student.step, self._ema)
 
-    def _check_follows(self) -> None:
+    def _check_can_follow(self) -> None:
         plan = [spec for stage in stage_plans(self._student, self._layout) for spec in stage]
         try:
             self._model.check_plan(plan)
@@ -125,8 +125,8 @@ class LocalTeacher:
         if "hidden" in self._signals:
             self._student.set_teacher_head(self._model.lm_head()[: self._n_vocab])
 
-    def _params(self, config: Config, signal: Signal) -> ScoreParams:
-        """There is no wire; but logits are kept, a host's memory of them, as they would come over it."""
+    def _score_params(self, config: Config, signal: Signal) -> ScoreParams:
+        """Return the scoring parameters of a signal. Logits have teacher.wire's precision to save host memory."""
         teacher = config.teacher
         wire = cast(Wire, teacher.wire) if signal == "logits" else "fp32"
         if signal == "topk":
@@ -135,7 +135,7 @@ class LocalTeacher:
         return ScoreParams(signal, temperature=temperature, n_vocab=self._n_vocab, wire=wire)
 
     def _scores(self, tables: Sequence[Table]) -> TeacherScores:
-        """Of one sequence."""
+        """Return the scores of one sequence from its tables."""
         fields: dict[str, Any] = {}
         for signal, table in zip(self._signals, tables, strict=True):
             if isinstance(table, TopKScores):
@@ -146,7 +146,7 @@ class LocalTeacher:
 
 
 def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPlan]]:
-    """By pipeline stage, what its ranks export; collective over the world."""
+    """Return, by pipeline stage, the export plan of its ranks. Collective over the world."""
     plans: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(plans, (layout.pp_rank, student.export_plan()))
     by_stage = dict(plans)
@@ -154,9 +154,9 @@ def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPla
 
 
 def whole_student(student: Student, layout: ParallelLayout, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the student, on every rank, stage after stage; collective over the world.
+    """Yield all tensors of the student on every rank, stage after stage. Collective over the world.
 
-    A stage's ranks have its tensors from `Student.export`; the first of them sends each to all others.
+    The ranks of a stage produce its tensors by `Student.export`; the first of them broadcasts each to all ranks.
     """
     if layout.pp == 1:
         yield from student.export()
@@ -165,9 +165,9 @@ def whole_student(student: Student, layout: ParallelLayout, device: torch.device
         own = student.export() if layout.pp_rank == stage else iter(())
         first = stage * layout.world_size // layout.pp  # see `ParallelLayout` for the order of ranks
         for name, shape, dtype in plan:
-            mine = next(own, None)
-            # What comes over what a stage's other ranks have is the same again.
-            tensor = torch.empty(shape, dtype=dtype, device=device) if mine is None else mine[1].contiguous()
+            exported = next(own, None)
+            # The broadcast overwrites the tensors of the stage's other ranks with equal ones.
+            tensor = torch.empty(shape, dtype=dtype, device=device) if exported is None else exported[1].contiguous()
             dist.broadcast(tensor, src=first)
             yield name, tensor
         exhaust(own)

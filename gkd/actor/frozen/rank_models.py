@@ -1,0 +1,104 @@
+"""The frozen models of one actor rank: a local teacher and a reference, each optional."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from gkd.actor.common.base import Student
+from gkd.actor.common.host_copies import Snapshot
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.config.schema import Config
+from gkd.types import Rollout, TeacherScores
+
+if TYPE_CHECKING:
+    from gkd.actor.frozen.model import FrozenModel
+    from gkd.actor.frozen.teacher import LocalTeacher
+    from gkd.actor.fsdp.student import FsdpStudent
+
+
+class FrozenModels:
+    """Build and call the frozen models. Every method but `device_bytes` and `add_to` is a collective over all ranks.
+
+    The models' modules are imported when a model is built, because they import transformers.
+
+    Args:
+        where: the rank's name, for errors.
+    """
+
+    def __init__(
+        self, config: Config, student: Student, layout: ParallelLayout, device: torch.device, where: str
+    ) -> None:
+        self._config, self._student, self._layout, self._device = config, student, layout, device
+        self._where = where
+        self._teacher: LocalTeacher | None = None
+        self._reference: FrozenModel | None = None
+
+    def init_teacher(self, n_vocab: int) -> None:
+        """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
+        from gkd.actor.frozen.teacher import LocalTeacher
+
+        self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
+
+    def init_reference(self) -> None:
+        """Build the reference. Raises as `FrozenModel`."""
+        from gkd.actor.frozen.reference import frozen_reference
+
+        self._reference = frozen_reference(self._config, self._device)
+
+    def score(
+        self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
+    ) -> list[list[TeacherScores]]:
+        """Return the teacher's scores, see `LocalTeacher.score`."""
+        assert self._teacher is not None
+        return self._teacher.score(sequence_indices, chunks)
+
+    def reference_function(self, *, disable_adapter: bool) -> Callable[[list[Rollout]], list[np.ndarray]]:
+        """Return the collective that computes the reference logprobs of sequences, [R] float32 each.
+
+        Args:
+            disable_adapter: the student without its adapters computes them, which then must be on the device; else the
+                reference model does.
+
+        Raises:
+            ValueError: the student has no adapters, or there is no reference model.
+        """
+        from gkd.actor.frozen.reference import base_logprobs, frozen_logprobs
+
+        config, student = self._config, self._student
+        if disable_adapter:
+            if not config.actor.lora.rank:
+                raise ValueError("disable_adapter: actor.lora.rank is 0, so the actor has no adapters")
+            fsdp_student = cast("FsdpStudent", student)
+            return partial(base_logprobs, fsdp_student, config, device=self._device, where=self._where)
+        if self._reference is None:
+            raise ValueError("this actor has no reference model; with adapters, call with meta disable_adapter: True")
+        temperature, n_vocab = config.teacher.temperature, student.n_vocab
+        return partial(frozen_logprobs, self._reference, temperature=temperature, n_vocab=n_vocab)
+
+    def device_bytes(self) -> int:
+        """Return the bytes of the models on this rank's device."""
+        return sum(model.device_bytes() for model in (self._teacher, self._reference) if model is not None)
+
+    @property
+    def has_teacher(self) -> bool:
+        return self._teacher is not None
+
+    def after_step(self) -> None:
+        """Let the teacher follow the student's training step, see `LocalTeacher.after_step`."""
+        if self._teacher is not None:
+            self._teacher.after_step()
+
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        """Return the student's snapshot with that of a teacher that follows it. Not a collective."""
+        return snapshot if self._teacher is None else self._teacher.add_to(snapshot)
+
+    def load(self, folder: Path) -> None:
+        """Load the teacher of a checkpoint, see `LocalTeacher.load`."""
+        if self._teacher is not None:
+            self._teacher.load(folder)

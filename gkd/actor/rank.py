@@ -1,0 +1,192 @@
+"""One actor rank's process: start-up, process group, student and frozen models, and where its states are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from gkd.actor.build import build_student
+from gkd.actor.common.base import Student
+from gkd.actor.common.group_probe import probe_group
+from gkd.actor.frozen.rank_models import FrozenModels
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.offload import OffloadController
+from gkd.actor.rank_memory import RankMemory
+from gkd.cluster.assignment import free_port, this_place
+from gkd.cluster.gpu_table import RankPlace
+from gkd.cluster.progress import UP, WATCH, Phases, Progress
+from gkd.config.derived import derive
+from gkd.config.schema import Config
+from gkd.log import get_logger
+from gkd.memory.states import PARAMS, Moves
+from gkd.memory.usage import ARENA, log_gpu_memory_usage
+from gkd.run import shared_folder
+
+# Collectives time out this much later than the driver's calls, so that a hang report finds the ranks in them.
+_EXTRA_TIMEOUT_S = 60.0
+
+
+class ActorRank:
+    """The part of `ActorWorker` that does not depend on what the rank computes.
+
+    Args:
+        rank: index in the pool, and rank in torch.distributed.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._name = rank, f"actor rank {rank}"
+        self._log = get_logger(f"actor.{rank}")
+        self._phases = Phases()
+        self._pending_moves: Moves | None = None  # started non-blocking; not waited for yet
+
+    def place(self, ask_driver: bool) -> RankPlace:
+        return this_place("actor", self._rank, ask_driver=ask_driver)
+
+    @ray.method(concurrency_group=WATCH)
+    def progress(self) -> Progress:
+        """Return the phase that this rank is in."""
+        return self._phases.now()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Return (address of this node, a free port on it), for a process group whose rank 0 is here."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def node_id(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def check_run_dir(self, root: Path, word: str) -> str:
+        """Check that this node shares the run folder, and return its name. Raises ConfigError.
+
+        Args:
+            word: see `gkd.run.shared_folder`.
+        """
+        node = socket.gethostname()
+        shared_folder.answer(root, word, self._name, node)
+        return node
+
+    def init_model(
+        self, config: Config, device: str, address: tuple[str, int], total_steps: int, run_dir: Path
+    ) -> None:
+        """Join the actor's process group, build the student and load its weights. Collective.
+
+        Args:
+            address: host and port of rank 0.
+            run_dir: trainer.run_dir as an absolute path of the driver.
+        """
+        self._log.info(self.place(ask_driver=False).line())
+        self._config, derived = config, derive(config)
+        actor, trainer = config.actor, config.trainer
+        timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S
+        self._phases.enter("joining the actor group")
+        torch.set_num_threads(1)
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        if device == "cuda":
+            torch.cuda.set_device(self._device)
+        self._memory = RankMemory(config, self._device, run_dir, self._name, self._phases, self._log)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"tcp://{address[0]}:{address[1]}",
+            rank=self._rank,
+            world_size=derived.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        self._phases.enter("probing the actor group")
+        probe_group("of all actor ranks", None, self._device)
+        self._log.info("joined the actor group of %d", derived.world_size)
+        self._layout = ParallelLayout(
+            tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
+        )
+        with self._memory.diagnosed("building the student"):
+            self._student = self._build_student(total_steps, timeout_s)
+        ARENA.add("actor states", self._student.states.allocated)
+        self._frozen = FrozenModels(config, self._student, self._layout, self._device, self._name)
+        self._offload = OffloadController(
+            self._student,
+            self._device,
+            automatic=derived.moves_states,
+            timeout_s=timeout_s,
+            diagnosed=self._memory.diagnosed,
+            resident_bytes=self._frozen.device_bytes,
+        )
+        if derived.moves_states:
+            self.offload_states()
+        self._phases.enter(UP)
+        log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
+
+    def _build_student(self, total_steps: int, timeout_s: float) -> Student:
+        on_phase = self._phases.enter
+        return build_student(self._config, self._layout, self._device, total_steps, timeout_s, on_phase=on_phase)
+
+    def init_teacher(self, n_vocab: int) -> None:
+        """Build the local teacher. Collective. Raises as `LocalTeacher`.
+
+        Args:
+            n_vocab: ids that student and teacher share.
+        """
+        with self._phase("loading the teacher", "teacher", [PARAMS]):
+            self._frozen.init_teacher(n_vocab)
+        self._log.info("teacher built and loaded")
+
+    def init_reference(self) -> None:
+        """Build the reference model. Collective. Raises as `FrozenModel`."""
+        with self._memory.during("loading the reference"):
+            self._frozen.init_reference()
+        self._log.info("reference built and loaded")
+
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        """Offload states to host memory, see `States.offload`. Collective.
+
+        Args:
+            include: of `gkd.memory.states.KINDS`; None: all.
+            non_blocking: return while copies are pending. `settle_states`, or the next call that needs or moves states,
+                waits for them; only then is their device memory free.
+        """
+        with self._memory.during("offloading states"):
+            moves = self._offload.offload_states(include, non_blocking=non_blocking)
+            self._pending_moves = moves if non_blocking else None
+
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+        """Reload states to the device. Collective.
+
+        Args:
+            include: of `gkd.memory.states.KINDS`; None: all.
+            non_blocking: return while copies are pending; later computations with the states wait for them.
+        """
+        with self._memory.during("reloading states"):
+            moves = self._offload.reload_states(include, non_blocking=non_blocking)
+            self._pending_moves = moves if non_blocking else None
+
+    def settle_states(self) -> None:
+        """Wait for the last non-blocking move; no-op if there is none. Collective."""
+        moves, self._pending_moves = self._pending_moves, None
+        if moves is not None:
+            with self._memory.during("settling states"):
+                moves.wait()
+
+    def memory_numbers(self) -> dict[str, float]:
+        """Return the metrics of `RankMemory.take` and of `OffloadController.take_metrics`."""
+        return self._memory.take() | self._offload.take_metrics()
+
+    @contextmanager
+    def _phase(
+        self,
+        phase: str,
+        infix: str,
+        include: Sequence[str] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        alone: bool = False,
+    ) -> Iterator[None]:
+        """Run a phase of work with these states on the device, see `OffloadController.states_on_device`."""
+        on_device = self._offload.states_on_device(infix, include, meta, alone=alone)
+        # Diagnose an out-of-memory error before the states are offloaded, which would hide its cause.
+        with self._memory.during(phase), on_device, self._memory.diagnosed(phase):
+            yield
