@@ -1,4 +1,4 @@
-"""Buckets and digests: the bytes that travel, and the proof that they arrived."""
+"""Buckets and digests of weight sync."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, st.sampled_from(["float32", "bfloat16"]), st.integers(1, 2000))
-def test_what_goes_into_buckets_comes_out(shapes: list[tuple[int, ...]], dtype: str, bucket_bytes: int) -> None:
-    """If it fails, tensors overlap, are misaligned or lost on their way to the engine."""
+def test_tensors_round_trip_through_buckets(shapes: list[tuple[int, ...]], dtype: str, bucket_bytes: int) -> None:
+    """Fails if tensors overlap, are misaligned or are lost."""
     specs = [TensorSpec(f"t{i}", shape, dtype) for i, shape in enumerate(shapes)]
     tensors = {s.name: torch.randn(s.shape).to(s.torch_dtype) for s in specs}
     buckets = plan_buckets(specs, bucket_bytes)
@@ -22,15 +22,15 @@ def test_what_goes_into_buckets_comes_out(shapes: list[tuple[int, ...]], dtype: 
     for bucket in buckets:
         assert len(bucket.specs) == 1 or bucket.n_bytes <= bucket_bytes
         buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8)
-        for name, place in bucket.views(buffer):
-            place.copy_(tensors[name])
+        for name, view in bucket.views(buffer):
+            view.copy_(tensors[name])
         got |= {name: view.clone() for name, view in bucket.views(buffer)}
     assert list(got) == [s.name for s in specs]
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
 
 
-def test_a_digest_sees_one_bit_the_dtype_and_the_shape() -> None:
-    """If it fails, a damaged or reinterpreted weight passes as verified."""
+def test_a_digest_depends_on_every_bit_the_dtype_and_the_shape() -> None:
+    """Fails if a damaged or reinterpreted weight passes verification."""
     tensor = torch.zeros(4, 6)
     flipped = tensor.clone()
     flipped.view(torch.int32)[3, 5] ^= 1
@@ -39,8 +39,8 @@ def test_a_digest_sees_one_bit_the_dtype_and_the_shape() -> None:
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
 
 
-def test_a_digest_leaves_its_tensor_free_to_go() -> None:
-    """Fails if a weight whose digest was taken can never again be offloaded on CPU."""
+def test_a_tensor_can_be_offloaded_after_its_digest() -> None:
+    """Fails if a weight cannot be offloaded on CPU after its digest was computed."""
     for tensor in (torch.randn(4, 6), torch.randn(5).bfloat16(), torch.tensor(1.0), torch.nn.Parameter(torch.ones(2))):
         digest(tensor)
         tensor.untyped_storage().resize_(0)
@@ -48,6 +48,6 @@ def test_a_digest_leaves_its_tensor_free_to_go() -> None:
 
 
 def test_differing_names_tensors_of_either_side() -> None:
-    """If it fails, a tensor that one side lacks counts as equal."""
+    """Fails if a tensor that one side lacks counts as equal."""
     assert differing({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "d": "4"}) == ["b", "c", "d"]
     assert differing({"a": "1"}, {"a": "1"}) == []

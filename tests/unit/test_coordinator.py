@@ -1,4 +1,4 @@
-"""Weight sync's proof: when it is asked for, and that a difference stops the run. Fakes for the Ray actors only."""
+"""Verification of weight syncs: when it is made, and that a difference stops the run. Only the Ray actors are fakes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gkd.weight_sync.buckets import TensorSpec
 
 
 class Method:
-    """`worker.method.remote(...)` answers at once with what the fake returns."""
+    """`worker.method.remote(...)` returns the fake's result instead of a handle."""
 
     def __init__(self, function: Any) -> None:
         self.remote = function
@@ -50,17 +50,17 @@ def make(monkeypatch: pytest.MonkeyPatch, engines: list[Engine], verify: str) ->
 
 
 @pytest.mark.parametrize(("verify", "expected"), [("always", [3, 3, 3]), ("first", [3, 3, 0]), ("never", [0, 0, 0])])
-def test_syncs_are_verified_when_asked(monkeypatch: pytest.MonkeyPatch, verify: str, expected: list[int]) -> None:
-    """If it fails, weight_sync.verify does nothing, or `first` proves only the sync that moves no weights."""
+def test_syncs_are_verified_as_configured(monkeypatch: pytest.MonkeyPatch, verify: str, expected: list[int]) -> None:
+    """Fails if weight_sync.verify has no effect, or `first` verifies only the sync before any training step."""
     engines = [Engine({"a": "1", "b": "2", "c": "3"}) for _ in range(2)]
     sync = make(monkeypatch, engines, verify)
     assert [sync.push(version).verified_tensors for version in range(3)] == expected
     assert [engine.ranks for engine in engines] == [[1, 1], [3, 3]], "each engine's two workers have ranks of their own"
 
 
-@pytest.mark.parametrize("held", [{"a": "1", "b": "x", "c": "3"}, {"a": "1", "c": "3"}])
-def test_a_difference_in_any_engine_stops_the_run(monkeypatch: pytest.MonkeyPatch, held: dict[str, str]) -> None:
-    """If it fails, the student that answers is not the student that is trained, and the run goes on."""
-    sync = make(monkeypatch, [Engine({"a": "1", "b": "2", "c": "3"}), Engine(held)], "first")
+@pytest.mark.parametrize("digests", [{"a": "1", "b": "x", "c": "3"}, {"a": "1", "c": "3"}])
+def test_a_difference_in_any_engine_stops_the_run(monkeypatch: pytest.MonkeyPatch, digests: dict[str, str]) -> None:
+    """Fails if the run continues although an engine has different weights than the trained student."""
+    sync = make(monkeypatch, [Engine({"a": "1", "b": "2", "c": "3"}), Engine(digests)], "first")
     with pytest.raises(WeightSyncError, match=r"rollout engine 1.*\['b'\]"):
         sync.push(0)

@@ -1,4 +1,4 @@
-"""What is said of a reference: which settings go together, which folder it is, what it takes, and who is given it."""
+"""Settings of the reference: valid combinations, its model folder, its memory, and when it is computed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def config(*overrides: str) -> Config:
         ((ON, "trainer.colocate=true", "reference.fsdp_cpu_offload=false"), "reference.fsdp_cpu_offload"),
     ],
 )
-def test_settings_that_say_nothing_or_too_much_are_refused(overrides: tuple[str, ...], key: str) -> None:
-    """Fails if a run trains without the reference that its settings name, or on a term that is nowhere defined."""
+def test_settings_without_effect_are_refused(overrides: tuple[str, ...], key: str) -> None:
+    """Fails if a run trains without the reference that its settings name, or on a term that no token defines."""
     with pytest.raises(ConfigError) as caught:
         check_config(config(*overrides))
     assert caught.value.key == key
@@ -71,12 +71,12 @@ def test_settings_that_say_nothing_or_too_much_are_refused(overrides: tuple[str,
         ((ON, "trainer.scheduler=stream", "distill.on_policy_share=0.5"), "student", False),
     ],
 )
-def test_which_model_it_is(overrides: tuple[str, ...], folder: str, is_actor: bool) -> None:
-    """Fails if a second model is loaded where the actor has it already, or a named one is not."""
+def test_the_reference_model(overrides: tuple[str, ...], folder: str, is_actor: bool) -> None:
+    """Fails if a second model is loaded although the actor is the reference, or a named one is not loaded."""
     found = config(*overrides)
     derived = check_config(found)
     assert (derived.reference_folder, derived.reference_is_actor) == (folder, is_actor)
-    # One whose shards stay on the GPU needs the room that the actor's states take.
+    # A reference whose shards stay on the GPU needs the memory of the actor's states.
     assert derived.moves_states == (not found.reference.fsdp_cpu_offload)
 
 
@@ -102,72 +102,66 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def look(root: Path, *overrides: str, vocab: int = VOCAB) -> str:
+def check(root: Path, *overrides: str, vocab: int = VOCAB) -> str:
     sizes = ("data.max_prompt_length=40", "data.max_response_length=24", f"model.path={root / 'student'}")
     tokenizer = load_tokenizer(str(root / "student"), "model.path", trust_remote_code=False)
     return check_reference(config(ON, *sizes, *overrides), tokenizer, vocab)
 
 
-def test_folders_that_can_be_a_reference(root: Path) -> None:
+def test_valid_folders(root: Path) -> None:
     """Fails if the student itself, or a model of another architecture with its tokenizer, is refused."""
-    look(root)
-    look(root, f"reference.path={root / 'other'}")
+    check(root)
+    check(root, f"reference.path={root / 'other'}")
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "key", "text"),
     [
-        ("nothing", (), "reference.path", "no such folder"),
+        ("nothing", (), "reference.path", "nothing"),
         ("cut", (), "reference.path", "safetensors"),
         ("bare", (), "reference.path", "tokenizer"),
-        ("strange", (), "reference.path", "other ids"),
+        ("strange", (), "reference.path", "strange"),
         ("gemma2", (), "actor.packing", "packing"),
-        ("other", ("data.max_response_length=25",), "reference.path", "65 tokens .*made for 64"),
-        ("", ("data.max_response_length=25",), "model.path", "made for 64"),
+        ("other", ("data.max_response_length=25",), "reference.path", "65 .* 64"),
+        ("", ("data.max_response_length=25",), "model.path", "64"),
     ],
 )
-def test_folders_that_cannot(root: Path, name: str, changes: tuple[str, ...], key: str, text: str) -> None:
-    """Fails if what makes a reference useless is found out by the ranks, or blamed on another key."""
+def test_invalid_folders(root: Path, name: str, changes: tuple[str, ...], key: str, text: str) -> None:
+    """Fails if only the ranks detect an unusable reference, or the error names another key."""
     with pytest.raises(ConfigError, match=text) as caught:
-        look(root, *((f"reference.path={root / name}",) if name else ()), *changes)
+        check(root, *((f"reference.path={root / name}",) if name else ()), *changes)
     assert caught.value.key == key
 
 
-@pytest.mark.parametrize(
-    ("key", "override", "text"),
-    [
-        ("model.path", "model.path", "a frozen copy of this student; train adapters"),
-        ("reference.path", "reference.path", "name another one; or leave it out and train adapters"),
-    ],
-)
-def test_logits_that_are_more_than_a_product(root: Path, key: str, override: str, text: str) -> None:
-    """Fails if soft-capped logits are found out on the ranks, or answered with what helps a teacher, or nobody."""
-    with pytest.raises(ConfigError, match=text) as caught:
-        look(root, "actor.packing=false", f"{override}={root / 'gemma2'}")
+@pytest.mark.parametrize("key", ["model.path", "reference.path"])
+def test_soft_capped_logits_are_refused(root: Path, key: str) -> None:
+    """Fails if only the ranks detect soft-capped logits, or the fix is that of a teacher."""
+    with pytest.raises(ConfigError) as caught:
+        check(root, "actor.packing=false", f"{key}={root / 'gemma2'}")
     assert caught.value.key == key and "actor.lora.rank" in caught.value.fix
 
 
 def test_a_smaller_vocabulary_is_refused(root: Path) -> None:
-    """Fails if the student samples a token that the reference has no logprob of."""
-    with pytest.raises(ConfigError, match=f"{VOCAB + 1} token ids and the reference knows only {VOCAB}"):
-        look(root, vocab=VOCAB + 1)
+    """Fails if the student can sample a token for which the reference has no logprob."""
+    with pytest.raises(ConfigError, match=f"{VOCAB + 1} .* {VOCAB}"):
+        check(root, vocab=VOCAB + 1)
 
 
 def test_a_resumed_run_has_the_same_reference(root: Path, tmp_path: Path) -> None:
-    """Fails if a run goes on against other weights than those that it was held to before."""
-    marks = [look(root, *path) for path in ((), (f"reference.path={root / 'other'}",))]
-    assert marks[0] == look(root) != marks[1]
+    """Fails if a resumed run has a reference with different weights."""
+    marks = [check(root, *path) for path in ((), (f"reference.path={root / 'other'}",))]
+    assert marks[0] == check(root) != marks[1]
     settings = config(ON, f"trainer.run_dir={tmp_path}", "trainer.resume=auto")
     teacher = {"name": "t", "fingerprint": "f"}
     open_run_folder(settings, teacher | {"reference": marks[0]}).metrics_file.write_text("{}\n")
     open_run_folder(settings, teacher | {"reference": marks[0]})
-    with pytest.raises(ConfigError, match="not those of the reference") as caught:
+    with pytest.raises(ConfigError, match="reference") as caught:
         open_run_folder(settings, teacher | {"reference": marks[1]})
     assert caught.value.key == "model.path"
 
 
-def test_its_memory_is_counted() -> None:
-    """Fails if a reference's shards are in no sum, or its pass is added to a training step's, which it never is."""
+def test_the_memory_estimate_includes_the_reference() -> None:
+    """Fails if a reference's shards are not counted, or its forward pass is added to a training step's memory."""
     total = read_dims(QWEN25_15B).n_params
 
     def rank(*overrides: str, held: bool = True) -> Any:
@@ -182,8 +176,8 @@ def test_its_memory_is_counted() -> None:
     assert "host: reference_shards" in table and "reference_weights" in table
 
 
-def test_only_ranks_that_compute_the_loss_are_given_it() -> None:
-    """Fails if a rank fetches logprobs for nothing, or gets them in another order than the scores."""
+def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:
+    """Fails if a rank fetches logprobs it does not use, or gets them in another order than the scores."""
     numbers = np.arange(2, dtype=np.int32)
     sizes = RolloutChunk(0, "rollouts", 2, 2, 2, 0, 0, sample_index=numbers, n_tokens=numbers + 2)
     chunk = ScoredChunk(sizes, "scores", None, 0, reference="logprobs")
@@ -194,29 +188,29 @@ def test_only_ranks_that_compute_the_loss_are_given_it() -> None:
 
 
 @dataclass
-class Asked:
-    """A reference that notes when it is asked, and marks what it has seen."""
+class Recorder:
+    """A reference that records its calls and marks its batches."""
 
     world: World
     batch: Sequence[ScoredChunk] = ()
 
-    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> Asked:
+    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> Recorder:
         self.world.events.append("reference")
-        return Asked(self.world, batch)
+        return Recorder(self.world, batch)
 
     def wait(self) -> list[ScoredChunk]:
         return [replace(chunk, reference="logprobs") for chunk in self.batch]
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])
-def test_it_is_asked_before_each_training_step_and_never_else(tmp_path: Path, scheduler: str) -> None:
-    """Fails if a step trains without it, an evaluation waits for it, or its time is nobody's."""
+def test_it_is_computed_before_each_training_step_only(tmp_path: Path, scheduler: str) -> None:
+    """Fails if a step trains without it, an evaluation computes it, or its time is not in the metrics."""
     world, trained = World(), []
     settings = ("trainer.total_steps=2", f"trainer.scheduler={scheduler}", "eval.every=1")
     trainer = make(tmp_path, world, *settings, val=PROMPTS[:2])
     train_step = world.train_step
     world.train_step = lambda batch: trained.append([c.reference for c in batch]) or train_step(batch)  # type: ignore
-    trainer.roles = replace(trainer.roles, reference=Asked(world))
+    trainer.roles = replace(trainer.roles, reference=Recorder(world))
     trainer.fit()
     of_actor = [event for event in world.events if event in ("reference", "train", "evaluate")]
     assert of_actor == ["evaluate", *["reference", "train", "evaluate"] * 2]
