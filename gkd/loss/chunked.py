@@ -27,7 +27,7 @@ class ChunkLoss(Protocol):
     @property
     def report_names(self) -> tuple[str, ...]: ...
 
-    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, want_grad: bool) -> Tensor: ...
+    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor: ...
 
     def rows_per_chunk(self, n_columns: int, itemsize: int) -> int: ...
 
@@ -39,20 +39,20 @@ class HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, targets: TokenTargets, loss: ChunkLoss, reduce_hidden_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        want_hidden, want_head = ctx.needs_input_grad[:2]
+        needs_hidden_grad, needs_head_grad = ctx.needs_input_grad[:2]
         targets = targets.on(hidden.device)
         v_valid = loss.shard.n_columns(len(head))
         valid_head = head[:v_valid]
-        hidden_grad = torch.empty_like(hidden) if want_hidden else None
+        hidden_grad = torch.empty_like(hidden) if needs_hidden_grad else None
         # The chunks are summed in float32: a running bfloat16 sum would round small contributions away.
-        head_grad = torch.zeros_like(head, dtype=statistics_dtype(head)) if want_head else None
+        head_grad = torch.zeros_like(head, dtype=statistics_dtype(head)) if needs_head_grad else None
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=hidden.device)
         step = loss.rows_per_chunk(len(head), hidden.element_size())  # from the padded size: equal on all ranks
         buffer = hidden.new_empty((min(step, len(hidden)), v_valid))
         for start in range(0, len(hidden), step):
             rows = slice(start, min(start + step, len(hidden)))
             logits = torch.mm(hidden[rows], valid_head.T, out=buffer[: rows.stop - start])
-            sums += loss.chunk(logits, targets, rows, want_grad=want_hidden or want_head)
+            sums += loss.chunk(logits, targets, rows, with_grad=needs_hidden_grad or needs_head_grad)
             if hidden_grad is not None:
                 torch.mm(logits, valid_head, out=hidden_grad[rows])
             if head_grad is not None:
@@ -76,17 +76,17 @@ class LogitsLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_local: Tensor, targets: TokenTargets, loss: ChunkLoss) -> tuple[Tensor, Tensor]:
-        (want_grad, *_) = ctx.needs_input_grad
+        (with_grad, *_) = ctx.needs_input_grad
         targets = targets.on(logits_local.device)
         n_rows, v_local = logits_local.shape
         v_valid = loss.shard.n_columns(v_local)
         step = loss.rows_per_chunk(v_local, logits_local.element_size())
         # The gradient overwrites the logits, chunk by chunk.
-        grad = logits_local.detach() if want_grad else None
+        grad = logits_local.detach() if with_grad else None
         sums = torch.zeros(len(loss.report_names), dtype=torch.float64, device=logits_local.device)
         for start in range(0, n_rows, step):
             rows = slice(start, min(start + step, n_rows))
-            sums += loss.chunk(logits_local[rows, :v_valid], targets, rows, want_grad=want_grad)
+            sums += loss.chunk(logits_local[rows, :v_valid], targets, rows, with_grad=with_grad)
         if grad is not None:
             grad[:, v_valid:] = 0.0
         ctx.save_for_backward(grad)

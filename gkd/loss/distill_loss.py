@@ -1,13 +1,14 @@
-"""The loss of one micro-batch on this rank: from hidden states or logits to a sum and its gradient.
+"""Compute the loss of one micro-batch on this rank: from hidden states or logits to a sum and its gradient.
 
-    from_hidden   LM head and loss together, a chunk of rows at a time: logits -> loss -> their gradient
-                  in the same memory -> gradients of hidden states and LM head. The student's [N, V]
-                  logits never exist, nor the teacher's where it sent hidden states.
+    from_hidden   LM head and loss together, one chunk of rows at a time: logits -> loss -> gradient of the
+                  logits in the same memory -> gradients of hidden states and LM head. The student's [N, V]
+                  logits never exist as a whole, nor do the teacher's if it sends hidden states.
     from_logits   for logits that exist already.
 
-The chunks are those of `gkd.loss.chunked`.
+`gkd.loss.chunked` has the loop over chunks.
 
-Letters: N loss rows, H hidden size, D the teacher's, V_local vocabulary rows of this rank, padding included.
+Letters: N loss rows, H hidden size, D hidden size of the teacher, V_local vocabulary rows of this rank, padding
+included.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from teacher_server.wire.protocol import Signal
 
 @dataclass(slots=True)
 class DistillLoss:
-    """The loss of a run, on one rank of the student's last stage.
+    """The loss of a run on one rank of the student's last pipeline stage.
 
     Args:
-        signals: what the teacher gives, see `gkd.config.loss_spec.teacher_signals`.
-        chunk_bytes: size of the logits of one chunk, the teacher's included where there are any.
+        signals: tables that the teacher sends, see `gkd.config.loss_spec.teacher_signals`.
+        chunk_bytes: size of the logits of one chunk, including the teacher's logits if there are any.
         teacher_head: [V_local, D] float32, this rank's rows of the teacher's LM head, for the signal `hidden`.
+        on_rows: called with a [n, len(report_names)] table of each chunk's tokens, in row order.
     """
 
     spec: LossSpec
@@ -52,27 +54,26 @@ class DistillLoss:
     kernels: RowKernels
     chunk_bytes: int
     teacher_head: Tensor | None = None
-    # Called with the [n, len(report_names)] numbers of each token, in row order, where somebody wants to look at them.
     on_rows: Callable[[Tensor], None] | None = None
 
     @property
-    def is_full(self) -> bool:
-        """The teacher's distribution is there as a whole."""
+    def is_full_vocab(self) -> bool:
+        """Whether the teacher sends its distribution over the full vocabulary."""
         return "logits" in self.signals or "hidden" in self.signals
 
     @property
     def report_names(self) -> tuple[str, ...]:
-        """Names of the sums that come with a loss; see `TokenLosses`. `total` is the loss itself."""
+        """Names of the sums that are returned with a loss; see `TokenLosses`. `total` is the loss itself."""
         return self._names(self.spec)
 
     @property
     def evaluation_names(self) -> tuple[str, ...]:
-        """The same within `evaluating`."""
+        """`report_names` inside `evaluating`."""
         return self._names(_without_reference(self.spec))
 
     @contextmanager
     def evaluating(self, on_rows: Callable[[Tensor], None] | None) -> Iterator[None]:
-        """For the time of an evaluation: what is held against the teacher is the student, not where it came from."""
+        """Within the block, leave out the reference term and call `on_rows`."""
         spec = self.spec
         self.spec, self.on_rows = _without_reference(spec), on_rows
         try:
@@ -84,22 +85,22 @@ class DistillLoss:
         has_topk = "topk" in self.signals
         names = report_names(
             spec,
-            has_distribution=has_topk or self.is_full,
+            has_distribution=has_topk or self.is_full_vocab,
             has_topk=has_topk,
-            has_sampled="sampled" in self.signals or self.is_full,
+            has_sampled="sampled" in self.signals or self.is_full_vocab,
         )
         return ("total", *names)
 
     def from_hidden(
         self, hidden: Tensor, head: Tensor, targets: TokenTargets, *, reduce_hidden_grad: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Collective over the shard's group.
+        """Compute the loss of all rows from hidden states. Collective over the shard's group.
 
         Args:
             hidden: [N, H] final hidden states, the same on all ranks of the group.
             head: [V_local, H] this rank's rows of the student's LM head.
-            reduce_hidden_grad: sum the gradient of `hidden` over the group. False: it is this rank's part alone, for
-                who sums it elsewhere (sequence parallel: the gather before this has a reduce-scatter for a backward).
+            reduce_hidden_grad: sum the gradient of `hidden` over the group. False: return this rank's part only, if
+                the caller sums it (sequence parallel: the backward pass of the gather is a reduce-scatter).
 
         Returns:
             The sum of the losses of all rows, differentiable once, and float64 sums in the order of `report_names`.
@@ -108,17 +109,17 @@ class DistillLoss:
             NumericsError, DataError: see `check`.
         """
         self.check(targets)
-        if not torch.is_grad_enabled():  # a Function is told of inputs that want a gradient, not of no_grad
+        if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores no_grad
             hidden, head = hidden.detach(), head.detach()
         loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad)
         return loss, sums
 
     def from_logits(self, logits_local: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
-        """Like `from_hidden`, for [N, V_local] logits, which must have no other use: their gradient overwrites them."""
+        """Compute the same from [N, V_local] logits, which the gradient overwrites: they must have no other use."""
         self.check(targets)
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
-        if self.is_full:
+        if self.is_full_vocab:
             if not torch.is_grad_enabled():
                 logits_local = logits_local.detach()
             loss, sums = LogitsLoss.apply(logits_local, targets, self)
@@ -137,18 +138,19 @@ class DistillLoss:
         losses = self._from_table(rows, targets)
         return losses.total.sum(), self._sums(losses)
 
-    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, want_grad: bool) -> Tensor:
-        """The report sums of a chunk's rows; with `want_grad`, `logits` is overwritten with its gradient.
+    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor:
+        """Return the report sums of some rows; with `with_grad`, overwrite `logits` with its gradient.
 
         Args:
-            logits: [n, v] this rank's columns, padding left out.
+            logits: [n, v] this rank's columns without padding.
             targets: of all N rows, on the device of the logits.
+            rows: the n of them that the logits belong to.
         """
         chunk = targets.rows(rows)
-        if self.is_full:
+        if self.is_full_vocab:
             teacher = self._teacher_logits(chunk, logits)
             losses = full_vocab_losses(
-                logits, teacher, chunk, self.spec, self.shard, kernels=self.kernels, want_grad=want_grad
+                logits, teacher, chunk, self.spec, self.shard, kernels=self.kernels, with_grad=with_grad
             )
             return self._sums(losses)
         ids, n_listed, temperature = _picked_ids(chunk), _n_listed(chunk), self.spec.temperature
@@ -159,7 +161,7 @@ class DistillLoss:
             logprobs, tail = rows_out.logprobs.requires_grad_(), rows_out.tail.requires_grad_()
             losses = self._from_table(rows_out, chunk)
             total = losses.total.sum()
-        if want_grad:
+        if with_grad:
             grads = torch.autograd.grad(total, (logprobs, tail), allow_unused=True, materialize_grads=True)
             write_logits_gradient(
                 logits,
@@ -176,24 +178,24 @@ class DistillLoss:
         return self._sums(losses)
 
     def rows_per_chunk(self, n_columns: int, itemsize: int) -> int:
-        """Rows whose logits fill `chunk_bytes`; at least one."""
-        return max(1, self.chunk_bytes // max(1, n_columns * (itemsize + (4 if self.is_full else 0))))
+        """Return how many rows of logits fit into `chunk_bytes`; at least one."""
+        return max(1, self.chunk_bytes // max(1, n_columns * (itemsize + (4 if self.is_full_vocab else 0))))
 
     def _from_table(self, rows: RowLogprobs, targets: TokenTargets) -> TokenLosses:
-        """Of the logprobs of `_picked_ids`."""
+        """Compute the losses from the student's logprobs of `_picked_ids`."""
         has_list = targets.topk_ids is not None
         student_topk = rows.logprobs[:, :-1] if has_list else None
         return topk_losses(self.spec, targets, student_topk, rows.logprobs[:, -1], rows.entropy, student_tail=rows.tail)
 
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
-        """[n, v] the teacher's logits / temperature for this rank's columns."""
+        """Return the teacher's logits / temperature, [n, v], for this rank's columns."""
         dtype, n_columns = statistics_dtype(like), like.shape[1]
         if targets.hidden is not None:
             assert self.teacher_head is not None  # checked
             hidden = targets.hidden.to(like.device, dtype)
             return (hidden @ self.teacher_head[:n_columns].to(dtype).T).div_(self.spec.temperature)
         assert targets.logits is not None  # checked
-        # Only this rank's columns leave the host.
+        # Copy only this rank's columns to the device.
         part = targets.logits[:, self.shard.start : self.shard.start + n_columns]
         return part.to(like.device, dtype, copy=True)
 
@@ -205,11 +207,11 @@ class DistillLoss:
         return table.double().sum(dim=0)
 
     def check(self, targets: TokenTargets) -> None:
-        """Everything that can be wrong with targets, before a forward pass that other ranks take part in.
+        """Check targets before a forward pass, which is a collective that other ranks would hang in.
 
         Raises:
-            NumericsError: a token id outside the vocabulary.
-            DataError: a table that the loss wants is missing or too narrow, or the teacher's LM head is.
+            NumericsError: a token id is outside the vocabulary.
+            DataError: a required table or the teacher's LM head is missing or too narrow.
         """
         self.shard.check(targets.sampled_ids)
         if targets.topk_ids is not None:
@@ -217,25 +219,29 @@ class DistillLoss:
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return
         if self.spec.has_reference and targets.reference_logprobs is None:
-            raise DataError("the loss wants the reference's logprobs, and the micro-batch has none")
-        if self.is_full:
+            raise DataError("the loss needs the reference's logprobs, and the micro-batch has none")
+        if self.is_full_vocab:
             self._check_distribution(targets)
             return
         for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
             if signal in self.signals and table is None:
-                raise DataError(f"the loss wants the teacher's {signal} table, and the micro-batch has none")
+                raise DataError(f"the loss needs the teacher's {signal} table, and the micro-batch has none")
 
     def _check_distribution(self, targets: TokenTargets) -> None:
         hidden, logits, head = targets.hidden, targets.logits, self.teacher_head
         if hidden is not None:
             if head is None:
-                raise DataError("the teacher sent hidden states, and nobody gave its LM head (set_teacher_head)")
+                raise DataError("the teacher sent hidden states, but its LM head is not set (set_teacher_head)")
             if hidden.shape[1] != head.shape[1]:
-                raise DataError(f"the teacher sent {hidden.shape[1]} hidden sizes, its LM head takes {head.shape[1]}")
+                raise DataError(
+                    f"the teacher sent hidden states of size {hidden.shape[1]}, its LM head has {head.shape[1]}"
+                )
         elif logits is None:
-            raise DataError(f"the loss wants the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
+            raise DataError(f"the loss needs the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
         elif logits.shape[1] < self.shard.n_valid:
-            raise DataError(f"the teacher sent {logits.shape[1]} logits a token, the student has {self.shard.n_valid}")
+            raise DataError(
+                f"the teacher sent {logits.shape[1]} logits per token, the student has {self.shard.n_valid}"
+            )
 
 
 def _without_reference(spec: LossSpec) -> LossSpec:
@@ -243,7 +249,7 @@ def _without_reference(spec: LossSpec) -> LossSpec:
 
 
 def _picked_ids(targets: TokenTargets) -> Tensor:
-    """[n, K + 1] ids whose logprobs the losses look at: the top-k, and last the sampled one."""
+    """Return [n, K + 1] ids whose logprobs the losses use: the top-k ids, then the sampled id."""
     sampled = targets.sampled_ids[:, None]
     return sampled if targets.topk_ids is None else torch.cat([targets.topk_ids, sampled], dim=1)
 

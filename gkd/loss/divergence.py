@@ -1,17 +1,17 @@
-"""Divergences between teacher and student over a table of outcomes: [N, M] and [N, M] -> [N]. The dense reference.
+"""Compute divergences between teacher and student over a table of outcomes: [N, M] and [N, M] -> [N].
 
 Plain autograd, so the gradient is that of the loss as it is written here. P is the teacher, Q the student.
-The outcomes are the whole vocabulary, or the teacher's top-k ids and what the policy `tail` makes of the rest.
-The teacher's logprobs are normalised over the full vocabulary before the truncation to K, so their mass
+The outcomes are the whole vocabulary, or the teacher's top-k ids with the rest treated as `tail` says.
+The teacher's logprobs are normalized over the full vocabulary before the truncation to K, so their mass
 m_p = sum_k p_k is below 1:
 
     bucket   one more outcome, "any other token", with 1 - m_p (teacher) and 1 - m_q (student)
-    renorm   both distributions are renormalised over the K ids
-    drop     the K ids alone; a sum may be negative, and the gradient of the forward KL in the logits is
+    renorm   both distributions are renormalized over the K ids
+    drop     only the K ids; a sum may be negative, and the gradient of the forward KL in the logits is
              m_p * q - p on the K ids, not q - p
 
-Every divergence is a sum over outcomes, so over parts of a vocabulary it adds up. A further one is a
-function of this signature and a line in `DIVERGENCES`, with its name in `gkd.config.loss_spec`.
+Every divergence is a sum over outcomes, so it can be summed over parts of a vocabulary. To add one, write a
+function of this signature, a line in `DIVERGENCES`, and its name in `gkd.config.loss_spec`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forward_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
 
 
 def reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
-    """KL(Q || P); infinite where the student has mass on a token that the teacher excludes."""
+    """KL(Q || P); infinite where the student has mass on a token to which the teacher gives probability 0."""
     return _x_log_ratio(log_q, log_p).sum(dim=-1)
 
 
@@ -77,23 +77,23 @@ def outcome_tables(
     log_q_tail: Tensor | None = None,
     tail_mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Top-k logprobs -> tables of outcomes (student's, teacher's) for the divergences: [N, M] both.
+    """Return the outcome tables (student's, teacher's) of top-k logprobs for the divergences, both [N, M].
 
     Args:
         log_q: [N, K] float32 or float64, nats, the student's logprobs over the full vocabulary.
-        log_p: [N, K] like it, the teacher's; -inf = impossible.
-        tail: the policy; M is K + 1 for bucket, else K.
-        listed: [N, K] bool, False where an entry is filling; None: all are real.
-        log_q_tail: [N] the student's logprob of everything outside the list, used by bucket; -inf: there is nothing
-            outside. None: 1 - sum of the list, which keeps no digit where the list holds nearly everything.
+        log_p: [N, K] the teacher's, likewise; -inf = impossible.
+        tail: how to treat the rest; M is K + 1 for bucket, else K.
+        listed: [N, K] bool, False for padding entries; None: all entries are real.
+        log_q_tail: [N] the student's logprob of all tokens outside the list, used by bucket; -inf: there are none.
+            None: computed as 1 - sum of the list, which has no significant digit if the list holds nearly all mass.
         tail_mass: [N] the teacher's probability outside the list, used by bucket; None: 1 - sum of the list. Floored
-            at the machine epsilon, about what the wire rounds to 0.
+            at the machine epsilon, which is about where the fp16 wire format rounds to 0.
 
-    With bucket the teacher's K + 1 probabilities are scaled to sum to 1: the wire rounds them, and a
-    divergence of what does not sum to 1 may be negative.
+    With bucket, the teacher's K + 1 probabilities are scaled to sum to 1. The wire format rounds them, and a
+    divergence of probabilities that do not sum to 1 may be negative.
     """
     log_p = log_p.to(log_q.dtype)
-    if listed is not None:  # no outcome at all: no mass on either side, and no gradient
+    if listed is not None:  # padding is not an outcome: no mass on either side, and no gradient
         log_q, log_p = log_q.masked_fill(~listed, -torch.inf), log_p.masked_fill(~listed, -torch.inf)
     if tail == "renorm":
         return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)
@@ -103,7 +103,7 @@ def outcome_tables(
         outside = tail_logprob(log_p) if tail_mass is None else _floored_log(tail_mass.to(log_q.dtype))
         if log_q_tail is None:
             log_q_tail = tail_logprob(log_q)
-        else:  # a list of the whole vocabulary leaves no outcome
+        else:  # a list of the whole vocabulary leaves no tail
             outside = outside.masked_fill(log_q_tail == -torch.inf, -torch.inf)
         log_p = torch.cat([log_p, outside[:, None]], dim=-1)
         return torch.cat([log_q, log_q_tail[:, None]], dim=-1), log_p.log_softmax(dim=-1)
@@ -111,17 +111,17 @@ def outcome_tables(
 
 
 def tail_logprob(topk_logprobs: Tensor) -> Tensor:
-    """log(1 - sum_k exp(logprob_k)): the log mass outside the K ids. [N, K] -> [N].
+    """Return log(1 - sum_k exp(logprob_k)), the log mass outside the K ids. [N, K] -> [N].
 
-    The mass outside is floored at the dtype's machine epsilon: 1 - sum_k has that absolute error anyway
-    (it can even be negative), and below the floor there is no signal, so the gradient is zero.
+    The mass is floored at the dtype's machine epsilon: 1 - sum_k has that absolute error anyway (it can
+    even be negative). Below the floor the gradient is zero.
     """
     mass = topk_logprobs.exp().sum(dim=-1)
     return torch.log1p(-mass.clamp(max=1.0 - torch.finfo(mass.dtype).eps))
 
 
 def _floored_log(mass: Tensor) -> Tensor:
-    # The same floor as in `tail_logprob`, so that a list of the whole vocabulary leaves both the same nothing.
+    # The same floor as in `tail_logprob`, so that both sides agree if the list is the whole vocabulary.
     return mass.clamp(min=torch.finfo(mass.dtype).eps).log()
 
 

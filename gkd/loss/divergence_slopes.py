@@ -1,7 +1,7 @@
-"""The divergences of `divergence.py` with their slopes in closed form, for rows over a whole vocabulary.
+"""Compute the divergences of `divergence.py` and their slopes in closed form, for rows over a whole vocabulary.
 
-A top-k table is small and autograd differentiates it. Over a vocabulary autograd would keep some ten
-tensors of the rows' size; here it is two or three. Each function gives, for [n, v] logprobs,
+A top-k table is small, and autograd differentiates it. Over a vocabulary, autograd would keep about ten
+tensors of the rows' size; these functions need two or three. Each returns, for [n, v] logprobs,
 
     value [n]      sum_v f(log p_v, log q_v)
     slope [n, v]   d f / d log q_v
@@ -34,7 +34,7 @@ def reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Te
 
 
 def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
-    # What log q does to the mixture's logarithm cancels in the sum of the two parts.
+    # The derivatives through log m cancel in the sum of the two parts.
     p, q, beta = log_p.exp(), log_q.exp(), term.beta
     log_m = _log(torch.lerp(q, p, beta))
     teacher, student = _parts(p, log_p, log_m).sum(dim=-1), _parts(q, log_q, log_m)
@@ -42,7 +42,7 @@ def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
 
 
 def skew_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> tuple[Tensor, Tensor]:
-    if term.alpha == 0:  # the mixture is q, which may be too small for anything but its logarithm
+    if term.alpha == 0:  # the mixture is q, which may underflow although log q is finite
         return forward_kl(log_q, log_p, term)
     p, q = log_p.exp(), log_q.exp()
     log_m = _log(torch.lerp(q, p, term.alpha))
@@ -72,9 +72,9 @@ SLOPES: dict[str, ValueAndSlope] = {
 def _parts(x: Tensor, log_x: Tensor, log_y: Tensor) -> Tensor:
     """x (log x - log y), elementwise, with 0 log 0 = 0."""
     parts = (log_x - log_y).mul_(x)
-    return parts.masked_fill_(x == 0, 0.0)  # where it may be 0 * inf
+    return parts.masked_fill_(x == 0, 0.0)  # may be 0 * inf there
 
 
 def _log(m: Tensor) -> Tensor:
-    """log m in the memory of m. Where both parts of a mixture have vanished, any finite number will do."""
+    """Compute log m in place. If both parts of a mixture underflow to 0, any finite number is correct."""
     return m.clamp_(min=torch.finfo(m.dtype).tiny).log_()

@@ -1,12 +1,12 @@
-"""Losses over the whole vocabulary for a chunk of rows: the teacher's logits beside the student's.
+"""Compute losses over the whole vocabulary for a chunk of rows, from logits of student and teacher.
 
 Every divergence is a sum over tokens of f(log p_v, log q_v), so a rank sums its own columns, and with
 g_v = d loss / d log q_v the gradient in z = logits / temperature is
 
     d loss / d z_v = g_v - q_v sum_u g_u
 
-Two all-reduces a chunk: one for what normalises both sides, one for the sums. The elementwise part
-(`gkd.loss.divergence_slopes`) goes over pieces that fit the cache.
+Two all-reduces per chunk: one for the normalizers of both sides, one for the sums. The elementwise part
+(`gkd.loss.divergence_slopes`) processes pieces that fit the cache.
 
 Letters: n rows of the chunk, v vocabulary columns of this rank (no padding).
 """
@@ -33,14 +33,14 @@ def full_vocab_losses(
     shard: VocabShard,
     *,
     kernels: RowKernels,
-    want_grad: bool,
+    with_grad: bool,
 ) -> TokenLosses:
-    """Losses of a chunk; with `want_grad`, `logits` is overwritten with d sum(total) / d logits.
+    """Return the losses of a chunk; with `with_grad`, overwrite `logits` with d sum(total) / d logits.
 
     Args:
         logits: [n, v] the student's, any float dtype.
         teacher_logits: [n, v] float32 (float64 for float64 logits), already divided by the temperature; overwritten.
-        targets: of these rows; its tables of the teacher are not read, those of the reference are.
+        targets: of these rows; the teacher's tables in it are not read, the reference's logprobs are.
 
     Returns:
         Losses without gradient.
@@ -58,11 +58,11 @@ def full_vocab_losses(
         losses = sampled_losses(spec, targets, student_sampled, picked[:, 1] - norm_p)
         total = losses.total.sum()
     slope = torch.zeros_like(norm_q)
-    if want_grad and total.requires_grad:
+    if with_grad and total.requires_grad:
         (slope,) = torch.autograd.grad(total, student_sampled)
     losses.total = losses.total.detach()
 
-    sums, g = _divergence_sums(logits, teacher_logits, norm_q, norm_p, spec, want_grad=want_grad)
+    sums, g = _divergence_sums(logits, teacher_logits, norm_q, norm_p, spec, with_grad=with_grad)
     if shard.group is not None:
         dist.all_reduce(sums, group=shard.group)
     for i, term in enumerate(spec.divergences):
@@ -72,15 +72,15 @@ def full_vocab_losses(
     losses.values["token_kl"], losses.values["overlap"] = token_kl, overlap
     shares = (log_sums_q - norm_q[:, None]).exp()
     losses.values["student_entropy"] = (shares * (norm_q[:, None] - means_q)).sum(dim=-1)
-    if want_grad and logits.numel():  # none on a rank that holds padding alone
+    if with_grad and logits.numel():  # empty on a rank that holds only padding
         _write_gradient(logits, g, columns, slope, g_sum + slope, norm_q, temperature)
     return losses
 
 
 def _divergence_sums(
-    logits: Tensor, teacher_logits: Tensor, norm_q: Tensor, norm_p: Tensor, spec: LossSpec, *, want_grad: bool
+    logits: Tensor, teacher_logits: Tensor, norm_q: Tensor, norm_p: Tensor, spec: LossSpec, *, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """This rank's [n, D + 3] sums (each divergence, forward KL, overlap, g) and g [n, v], which is `teacher_logits`."""
+    """Return this rank's [n, D + 3] sums (D divergences, forward KL, overlap, g) and g [n, v], in `teacher_logits`."""
     terms = spec.divergences
     sums = norm_q.new_zeros((len(norm_q), len(terms) + 3))
     for rows in pieces(logits):
@@ -92,7 +92,7 @@ def _divergence_sums(
         for i, term in enumerate(terms):
             sums[rows, i], slope = SLOPES[term.name](log_q, log_p, term)
             g.add_(slope, alpha=term.weight)
-        if want_grad:
+        if with_grad:
             sums[rows, -1] = g.sum(dim=-1)
             teacher_logits[rows] = g
     return sums, teacher_logits
@@ -101,7 +101,7 @@ def _divergence_sums(
 def _write_gradient(
     logits: Tensor, g: Tensor, columns: Tensor, slope: Tensor, row_grad: Tensor, norm_q: Tensor, temperature: float
 ) -> None:
-    """logits <- (g + slope at the sampled column - row_grad * softmax) / temperature, summed in float32."""
+    """Set logits = (g + slope at the sampled column - row_grad * softmax) / temperature, summed in float32."""
     index, added = columns.clamp(min=0), slope[:, None].masked_fill(columns < 0, 0.0) / temperature
     plain = temperature == 1.0 and logits.dtype == g.dtype and logits.is_contiguous()
     share = SoftmaxShare(logits)

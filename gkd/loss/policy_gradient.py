@@ -1,4 +1,4 @@
-"""Reverse KL from the sampled token alone: the estimators k1, k2, k3 and a surrogate with the exact gradient.
+"""Estimate the reverse KL from the sampled token: k1, k2, k3, and a surrogate with the exact gradient.
 
 With y ~ mu (the rollout engine's distribution), q the student, p the teacher, rho = q(y) / mu(y):
 
@@ -6,12 +6,12 @@ With y ~ mu (the rollout engine's distribution), q the student, p the teacher, r
     k2 = (log q - log p)^2 / 2  biased, low variance
     k3 = p/q - 1 - log(p/q)     unbiased, never negative, low variance while p and q are close
 
-(http://joschu.net/blog/kl-approx.html.) These are estimators of the *value*. Differentiating one under
-the sample is another matter: the gradient of k1 has mean zero, and that of k3 has the mean of the
-*forward* KL's gradient. The gradient of the reverse KL is E_q[(log q - log p) grad log q]; k1 by the
-score function, k2 by differentiation, k3 by both (the product rule on q * k3) all arrive at it, sample by
-sample. So the surrogate here has the value rho * k_i and the gradient rho * k1 * grad log q whatever the
-name, and the names differ in the number that is reported.
+(http://joschu.net/blog/kl-approx.html.) These are estimators of the *value*. Differentiating them for a fixed
+sample is not enough: the gradient of k1 then has mean zero, and that of k3 has the mean of the *forward*
+KL's gradient. The gradient of the reverse KL is E_q[(log q - log p) grad log q]. k1 by the score function,
+k2 by differentiation, and k3 by both (the product rule on q * k3) all give it, sample by sample. So the
+surrogate has the value rho * k_i and, for every name, the gradient rho * k1 * grad log q. The names differ
+only in the number that is reported.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from gkd.errors import ConfigError
 
 
 def log_importance_weights(actor_logprobs: Tensor, rollout_logprobs: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """log rho, rho = q(y) / mu(y), of each token, at most log `clip`; and where the limit was used.
+    """Return log rho of each token, rho = q(y) / mu(y), limited to log `clip`, and where the limit applies.
 
     Args:
-        actor_logprobs: [N] nats, of the weights that are trained now.
+        actor_logprobs: [N] nats, of the current weights.
         rollout_logprobs: [N] nats, recorded by the engine when it sampled.
         clip: largest weight (truncated importance sampling); 0 = no limit.
 
@@ -43,7 +43,7 @@ def log_importance_weights(actor_logprobs: Tensor, rollout_logprobs: Tensor, cli
 
 
 def reverse_kl_estimate(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
-    """k1, k2 or k3 of each token: [N] and [N] -> [N], nats. Raises ConfigError for another name."""
+    """Return k1, k2 or k3 of each token: [N] and [N] -> [N], nats. Raises ConfigError for another name."""
     log_ratio = teacher_logprobs.to(actor_logprobs.dtype) - actor_logprobs  # log p/q
     if name == "k1":
         return -log_ratio
@@ -56,17 +56,17 @@ def reverse_kl_estimate(name: str, actor_logprobs: Tensor, teacher_logprobs: Ten
 
 
 def surrogate(actor_logprobs: Tensor, *, value: Tensor, slope: Tensor) -> Tensor:
-    """[N] losses that equal `value` and have the gradient `slope` in `actor_logprobs`; both are constants."""
+    """Return [N] losses that equal `value` and have the gradient `slope` in `actor_logprobs`; both are constants."""
     return value.detach() + slope.detach() * (actor_logprobs - actor_logprobs.detach())
 
 
 def policy_gradient_loss(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor, log_weights: Tensor) -> Tensor:
-    """rho * k_i of each token, with the gradient of the reverse KL; see the top of this file. [N] -> [N], nats."""
+    """Return rho * k_i of each token with the gradient of the reverse KL; see the module. [N] -> [N], nats."""
     frozen = actor_logprobs.detach()
     weights = log_weights.exp()
     slope = weights * reverse_kl_estimate("k1", frozen, teacher_logprobs)
     if name == "k3":
-        # rho p/q as one exponential: where q has become tiny p/q overflows, and rho p/q = p/mu does not.
+        # rho p/q as one exponential: for a tiny q, p/q overflows, but rho p/q = p/mu does not.
         log_ratio = teacher_logprobs.to(frozen.dtype) - frozen
         value = (log_weights + log_ratio).exp() - weights + slope
     else:

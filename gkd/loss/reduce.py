@@ -1,8 +1,8 @@
-"""From per-token losses to the one number of a step: sums first, a single division last.
+"""Reduce per-token losses to the loss of a step: sum first, divide once.
 
     token_mean = sum over all loss tokens of the global batch / their number
 
-Averages of micro-batches or ranks are never averaged again: they hold different numbers of tokens.
+Means of micro-batches or ranks are never averaged, because they have different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gkd.errors import DataError
 
 
 def sum_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Adds up one rank's running sums over `group`; returns the same on each of its ranks.
+    """Return the sum of each rank's `sums` over `group`; the same on all of its ranks.
 
     Args:
-        sums: [...] any device; summed in float64, where a billion tokens still count exactly.
+        sums: [...] any device; summed in float64, which counts a billion tokens exactly.
         group: the data-parallel group; None for a single rank.
     """
     total = sums.to(torch.float64)
@@ -29,10 +29,10 @@ def sum_over_group(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def token_mean(token_sum: float, n_loss_tokens: int) -> float:
-    """`token_sum / n_loss_tokens`, both over the global batch. Raises DataError if there is no loss token."""
+    """Return `token_sum / n_loss_tokens`, both over the global batch. Raises DataError if there is no loss token."""
     if n_loss_tokens <= 0:
         raise DataError(
-            "the global batch holds no loss token, so there is nothing to train on. "
-            "Check that prompts leave room for a response (data.max_response_length)."
+            "the global batch has no loss token. Fix: check that prompts leave room for a response "
+            "(data.max_response_length)."
         )
     return token_sum / n_loss_tokens

@@ -1,8 +1,7 @@
-"""Tables of logprobs -> the loss of each token, term by term, and what to report beside it.
+"""Compute the loss and the diagnostics of each token from tables of logprobs.
 
-The last step of the road: [N, K] and [N] tables, small, so plain autograd does the gradient. Which
-tables there are depends on the teacher's signal; the vocabulary's side is in `vocab_parallel` and
-`full_vocab`.
+The tables are small, [N, K] and [N], so autograd computes the gradient. Which tables exist depends on
+the teacher's signal. `vocab_parallel` and `full_vocab` compute them from logits.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from gkd.loss.divergence import DIVERGENCES, forward_kl, outcome_tables
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate
 from gkd.types import TokenTargets
 
-# Of the names below those that are about tokens the student wrote.
+# Names in `TokenLosses.values` that are defined only for tokens that the student sampled.
 ON_POLICY_VALUES = frozenset({"sampled_reverse_kl", REFERENCE_KL, "importance_weight", "importance_clipped"})
 
-PLAIN = LossTerm("forward_kl")
-_REFERENCE_ESTIMATE = "k3"  # the quiet one while the two are close, which is what the term is for
+PLAIN = LossTerm("forward_kl")  # for diagnostics
+_REFERENCE_ESTIMATE = "k3"  # low variance while student and reference are close, which the term enforces
 
 
 @dataclass(slots=True)
 class TokenLosses:
     """Losses and diagnostics of N tokens.
 
-    `values` holds, without gradient, one [N] tensor a name: each term (unweighted; 0 on tokens it is not defined for)
+    `values` has one [N] tensor per name, without gradient: each term (unweighted; 0 on tokens it is not defined for)
     and the diagnostics
 
-        token_kl             KL(teacher || student), whatever the loss; nats
-        teacher_topk_mass    the teacher's probability on its list
-        student_topk_mass    the student's on the same ids
-        overlap              sum over the list of min(p, q): 1 - total variation where the list is everything
+        token_kl             KL(teacher || student) in nats, for every loss
+        teacher_topk_mass    the teacher's probability of its top-k ids
+        student_topk_mass    the student's probability of the same ids
+        overlap              sum over the list of min(p, q); 1 - total variation if the list is the vocabulary
         student_entropy      nats
-        sampled_reverse_kl   k1 of each on-policy token, not weighted: KL(student || teacher) in the mean
-        reference_kl         rho k3 of each on-policy token: KL(student || reference) in the mean
-        importance_weight    after the clip, on-policy tokens
-        importance_clipped   1 where the clip was used
+        sampled_reverse_kl   k1 of each on-policy token, without rho; its mean estimates KL(student || teacher)
+        reference_kl         rho k3 of each on-policy token; its mean estimates KL(student || reference)
+        importance_weight    of on-policy tokens, after the clip
+        importance_clipped   1 where the clip applies
     """
 
     total: Tensor  # [N] weighted sum of the terms, differentiable
@@ -48,7 +47,7 @@ class TokenLosses:
 
 
 def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_sampled: bool) -> tuple[str, ...]:
-    """The names in `TokenLosses.values`, in a fixed order: the same on every rank, whatever rows it has."""
+    """Return the names in `TokenLosses.values` in a fixed order, which is the same on every rank."""
     names = [term.name for term in spec.terms]
     if has_distribution:
         names += ["token_kl", "overlap"]
@@ -72,13 +71,13 @@ def topk_losses(
     *,
     student_tail: Tensor | None = None,
 ) -> TokenLosses:
-    """Losses where the teacher gave a top-k table, its logprob of the sampled token, or both.
+    """Compute the losses if the teacher sent a top-k table, its logprob of the sampled token, or both.
 
     Args:
-        student_topk: [N, K] nats, over the full vocabulary, of targets.topk_ids (anything where that is -1).
+        student_topk: [N, K] nats, over the full vocabulary, of targets.topk_ids (any value where the id is -1).
         student_sampled: [N] nats, of targets.sampled_ids.
         entropy: [N] nats, the student's.
-        student_tail: [N] nats, of all ids that are not listed together; None: 1 - sum of the list.
+        student_tail: [N] nats, log of the total probability of all ids outside the list; None: 1 - sum of the list.
 
     Raises:
         DataError: a term needs a table that `targets` lacks.
@@ -86,7 +85,7 @@ def topk_losses(
     losses = sampled_losses(spec, targets, student_sampled, targets.sampled_logprobs)
     if student_topk is not None:
         if targets.topk_ids is None or targets.topk_logprobs is None:
-            raise DataError("the loss has the student's logprobs of a list, and no list of the teacher")
+            raise DataError("there are student logprobs of a top-k list, but the teacher sent no list")
         listed = targets.topk_ids >= 0
         log_p = targets.topk_logprobs.to(student_topk.dtype)
         tables = outcome_tables(
@@ -103,7 +102,7 @@ def topk_losses(
             losses.values["student_topk_mass"] = q.sum(dim=-1)
             losses.values["overlap"] = torch.minimum(p, q).sum(dim=-1)
     elif spec.divergences:
-        raise DataError("the loss compares distributions, and the teacher gave none")
+        raise DataError("the loss compares distributions, and the teacher sent none")
     losses.values["student_entropy"] = entropy.detach()
     return losses
 
@@ -111,14 +110,14 @@ def topk_losses(
 def sampled_losses(
     spec: LossSpec, targets: TokenTargets, student_sampled: Tensor, teacher_sampled: Tensor | None
 ) -> TokenLosses:
-    """The terms that look at the sampled token alone: [N] logprobs of both -> their weighted sum."""
+    """Compute the terms that use only the sampled token, from [N] logprobs of student and teacher."""
     losses = TokenLosses(torch.zeros_like(student_sampled))
     others = ~targets.on_policy
-    # Masked before and after: a token of the other kind may hold an infinity, and 0 * inf in a backward pass is NaN.
+    # Masked before and after: a masked token may have an infinite logprob, and 0 * inf in a backward pass is NaN.
     actor = student_sampled.masked_fill(others, 0.0)
     if teacher_sampled is not None:
         teacher_sampled = teacher_sampled.masked_fill(others, 0.0)
-        # Not k3: its p/q is heavy-tailed where the two are far apart, as they are when a distillation begins.
+        # Not k3: its p/q is heavy-tailed while the two are far apart, as at the beginning of a distillation.
         k1 = reverse_kl_estimate("k1", actor.detach(), teacher_sampled)
         losses.values["sampled_reverse_kl"] = k1.masked_fill(others, 0.0)
     if spec.uses_samples:
@@ -128,7 +127,7 @@ def sampled_losses(
         losses.values["importance_clipped"] = (clipped & targets.on_policy).to(log_weights.dtype)
         for term in spec.policy_gradients:
             if teacher_sampled is None:
-                raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher gave none")
+                raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher sent none")
             loss = policy_gradient_loss(term.name, actor, teacher_sampled, log_weights)
             _add(losses, term.name, term.weight, loss, targets.on_policy)
         if spec.has_reference:

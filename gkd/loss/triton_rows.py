@@ -1,12 +1,12 @@
-"""`RowKernels` as two Triton kernels: each pass over the logits is one trip through the GPU's memory.
+"""Implement `RowKernels` as two Triton kernels that each traverse the logits once in GPU memory.
 
     statistics      reads the logits once
-    write_gradient  reads them once and writes the gradient once, over the logits if so wanted
+    write_gradient  reads them once and writes the gradient once, optionally over the logits
 
-One program a row. Both are bound by memory, so what counts is loads of 16 bytes a thread, and enough of
-them under way at once. All arithmetic is float32.
+One program per row. Both kernels are memory-bound, so they need 16-byte loads per thread with enough of them in
+flight. All arithmetic is float32.
 
-With TRITON_INTERPRET=1 in the environment when triton is first imported, the same code runs on CPU; that is for tests.
+For tests: with TRITON_INTERPRET=1 in the environment before triton is first imported, the same code runs on CPU.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from gkd.errors import ConfigError, NumericsError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# log2 of a share that is zero in float32. In its place -inf would make 0 * -inf in the mean.
+# log2 of a share that is zero in float32. -inf instead would give 0 * -inf in the mean.
 _NOTHING = tl.constexpr(-200.0)
 _LN_2 = tl.constexpr(math.log(2.0))
-_COMPARED_AT_ONCE = 4096  # pairs of ids; 16 a thread with 8 warps
+_COMPARED_AT_ONCE = 4096  # pairs of ids; 16 per thread with 8 warps
 
 
 class TritonRows:
-    """The passes in CUDA kernels. See `gkd.loss.row_kernels.RowKernels`.
+    """The passes as CUDA kernels. See `gkd.loss.row_kernels.RowKernels`.
 
     Args:
-        block: columns a program handles at a time, a power of two. 8192 with 8 warps gives a thread 32 elements: four
-            loads of 16 bytes of bf16, eight of float32, issued before the first is used. Fewer leave the memory
-            waiting; more cost the registers that let several programs share a processor.
-        num_warps: warps a program has, a power of two.
+        block: columns per iteration of a program, a power of two. 8192 with 8 warps gives a thread 32 elements: four
+            16-byte loads of bf16 or eight of float32, issued before the first is used. Fewer do not saturate the
+            memory bandwidth; more use registers that limit how many programs run on a multiprocessor.
+        num_warps: warps per program, a power of two.
 
-    Both methods raise ConfigError for tensors that are not on a CUDA device, and NumericsError for a dtype other than
-    float32, bfloat16 and float16, or for rows whose columns are not adjacent in memory.
+    Raises:
+        ConfigError: in both methods, if tensors are not on a CUDA device.
+        NumericsError: in both methods, for a dtype other than float32, bfloat16 and float16, or for rows whose
+            columns are not adjacent in memory.
     """
 
     name = "triton"
@@ -54,7 +56,7 @@ class TritonRows:
         vector = 16 // logits.element_size()
         lanes = 32 * self._num_warps
         if n:
-            with torch.cuda.device_of(logits):  # a kernel starts on the current device, wherever its tensors are
+            with torch.cuda.device_of(logits):  # triton launches on the current device, not on that of the tensors
                 _statistics[(n,)](
                     logits,
                     log_sum,
@@ -113,16 +115,18 @@ def _check(logits: Tensor) -> None:
         raise ConfigError("actor.loss_kernel", "triton", f"the logits are on {logits.device}.", "use auto or torch.")
     if logits.dtype not in _DTYPES:
         raise NumericsError(
-            f"the triton kernels of the loss compute in float32, and the logits are {logits.dtype}: "
-            "make them float32, bfloat16 or float16, or set actor.loss_kernel = torch."
+            f"actor.loss_kernel = triton: the logits are {logits.dtype}. "
+            "Fix: use float32, bfloat16 or float16, or set actor.loss_kernel = torch."
         )
     if logits.shape[1] > 1 and logits.stride(1) != 1:
-        raise NumericsError(f"the triton kernels of the loss need adjacent columns; the strides are {logits.stride()}.")
+        raise NumericsError(
+            f"actor.loss_kernel = triton: columns must be adjacent in memory; the strides are {logits.stride()}."
+        )
 
 
-# The caller passes torch tensors and numbers; in a kernel they are pointers and scalars, and both are `tl.tensor`.
-# In both, `scale` is log2(e) / T, so that exp2((x - m) * scale) is exp((x - m) / T). The difference comes first: it is
-# small where the share is large, and then the product's rounding is small, too.
+# The caller passes torch tensors and numbers. Inside a kernel they are pointers and scalars, both typed `tl.tensor`.
+# In both kernels `scale` is log2(e) / T, so that exp2((x - m) * scale) is exp((x - m) / T). The difference is computed
+# first: it is small where the share is large, so the rounding error of the product is small, too.
 
 
 @triton.jit
@@ -137,8 +141,8 @@ def _statistics(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    # One lane is one thread, with the VECTOR elements that it loads at once, LOADS times a turn. Each lane keeps a
-    # maximum and sums of its own, so in the loop no thread waits for another; the lanes meet once, at the end.
+    # One lane is one thread, which loads VECTOR elements at once, LOADS times per iteration. Each lane has its own
+    # maximum and sums, so threads do not synchronize inside the loop; the lanes are reduced once, at the end.
     row = tl.program_id(0)
     logits += row.to(tl.int64) * row_stride  # a batch of rows has more than 2^31 elements
     load, lane, place = tl.arange(0, LOADS), tl.arange(0, LANES), tl.arange(0, VECTOR)
@@ -150,9 +154,9 @@ def _statistics(
         at = start + within
         x = tl.load(logits + at, mask=at < v, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(run_max, tl.max(tl.max(x, axis=2), axis=0))
-        # While a lane has met nothing but -inf, any finite number will do.
+        # While a lane has seen only -inf, any finite base is correct.
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        # These maxima pass a NaN on, so that a NaN among the logits is one in the results.
+        # These maxima propagate NaN, so that a NaN among the logits shows in the results.
         kept_log = tl.maximum((run_max - base) * scale, _NOTHING, propagate_nan=tl.PropagateNan.ALL)
         share_log = tl.maximum((x - base[None, :, None]) * scale, _NOTHING, propagate_nan=tl.PropagateNan.ALL)
         kept, share = tl.exp2(kept_log), tl.exp2(share_log)
@@ -167,7 +171,7 @@ def _statistics(
     total_row = tl.sum(lane_share * total, axis=0)
     row_max = row_max * (scale * _LN_2)  # from here on in units of z
     tl.store(log_sum + row, row_max + tl.log(total_row))
-    # A row of nothing but -inf has no mean; 0 has no weight when the shards of a vocabulary are put together.
+    # A row of only -inf has no mean; the 0 has no weight when the shards of a vocabulary are combined.
     tl.store(mean + row, tl.where(total_row == 0.0, 0.0, row_max + dot_row / total_row * _LN_2))
 
 
@@ -201,7 +205,7 @@ def _write_gradient(
         ids = tl.arange(0, IDS)
         column = tl.load(columns + ids, mask=ids < n_ids, other=-1).to(tl.int32)
         x_at_ids = tl.load(logits + column, mask=column >= 0, other=0.0).to(tl.float32)
-        # Entries of one column all get the column's sum, so which of them is stored last does not matter.
+        # All entries of one column store the column's sum, so their order does not matter.
         added = tl.zeros([IDS], tl.float32)
         for first in range(0, n_ids, COMPARED):
             others = first + tl.arange(0, COMPARED)
@@ -209,7 +213,7 @@ def _write_gradient(
             grad = tl.load(column_grad + others, mask=others < n_ids, other=0.0).to(tl.float32)
             added += tl.sum(tl.where(column[:, None] == other[None, :], grad[None, :], 0.0), axis=1)
         at_ids = added * inv_temperature + factor * tl.exp2((x_at_ids - normalizer) * scale)
-        tl.debug_barrier()  # `out` may be the logits: no thread writes there before all have read
+        tl.debug_barrier()  # `out` may be the logits: all threads must have read before one writes
 
     within = tl.arange(0, BLOCK)
     for start in range(0, v, BLOCK):
@@ -219,5 +223,5 @@ def _write_gradient(
         tl.store(out + at, gradient.to(out.dtype.element_ty), mask=at < v)
 
     if IDS > 0:
-        tl.debug_barrier()  # what the loop wrote at the ids is there before it is replaced
+        tl.debug_barrier()  # the loop has also written these columns; replace them after that
         tl.store(out + column, at_ids.to(out.dtype.element_ty), mask=column >= 0)

@@ -1,17 +1,15 @@
-"""Student logprobs of chosen ids, from logits split over tensor-parallel ranks.
-
-Road of one batch: the step between the student's LM head and the tables of `gkd.loss.token_loss`.
+"""Compute student logprobs of chosen ids from logits that are split over tensor-parallel ranks.
 
     logprob[n, c] = z[n, ids[n, c]] - log sum_v exp(z[n, v]),      z = logits / temperature
 
-and the log probability of all tokens that a list of ids leaves out.
+and the log probability of all tokens outside a list of ids. The results go to `gkd.loss.token_loss`.
 
-The vocabulary of the sum is the model's true one: rows that exist only because the vocabulary was
-padded to a multiple of TP take no part in it and get a gradient of exactly zero. Nothing of size
-[N, V] is kept or made beside the logits and their gradient: both passes walk over pieces of rows
-(`gkd.loss.row_kernels`), and the backward pass computes the softmax again.
+The sum covers the model's true vocabulary: rows that only pad the vocabulary to a multiple of TP are
+excluded and get a gradient of exactly zero. No tensor of size [N, V] exists except the logits and their
+gradient: both passes process pieces of rows (`gkd.loss.row_kernels`), and the backward pass recomputes
+the softmax.
 
-Letters: N loss rows, C ids a row, V_local vocabulary columns of this rank (padding included), TP ranks.
+Letters: N loss rows, C ids per row, V_local vocabulary columns of this rank (padding included), TP ranks.
 """
 
 from __future__ import annotations
@@ -32,23 +30,23 @@ from gkd.loss.row_kernels import RowKernels, statistics_dtype
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """Which part of the vocabulary this rank's logits are about."""
+    """The part of the vocabulary that this rank's logits cover."""
 
     start: int  # global id of local column 0
     n_valid: int  # size of the true, unpadded vocabulary
-    group: dist.ProcessGroup | None  # ranks that hold the other parts; None: this one holds all
+    group: dist.ProcessGroup | None  # ranks that hold the other parts; None: this rank holds all of it
 
     def n_columns(self, v_local: int) -> int:
-        """Columns of this rank that are no padding; 0 on a rank that holds nothing else."""
+        """Return the number of this rank's columns that are not padding; may be 0."""
         return min(max(self.n_valid - self.start, 0), v_local)
 
     def columns(self, ids: Tensor, v_local: int) -> Tensor:
-        """Global ids -> local columns, int64; -1 for an id of another rank and for -1."""
+        """Return the local columns (int64) of global ids; -1 for an id of another rank and for -1."""
         local = ids - self.start
         return torch.where((ids >= 0) & (local >= 0) & (local < self.n_columns(v_local)), local, -1)
 
     def check(self, ids: Tensor, *, lowest: int = 0) -> None:
-        """Raises NumericsError for an id that is not in the vocabulary; with `lowest` -1, neither that nor -1."""
+        """Raise NumericsError for an id outside the vocabulary; `lowest` = -1 also allows -1."""
         if ids.numel() and (int(ids.min()) < lowest or int(ids.max()) >= self.n_valid):
             raise NumericsError(
                 f"token ids span [{int(ids.min())}, {int(ids.max())}], outside the student's vocabulary of "
@@ -57,10 +55,10 @@ class VocabShard:
 
 
 class RowLogprobs(NamedTuple):
-    """What the vocabulary tells about each row; equal on all ranks of the shard's group."""
+    """Results over the whole vocabulary for each row; equal on all ranks of the shard's group."""
 
-    logprobs: Tensor  # [N, C] nats; where an id is -1 it means nothing
-    tail: Tensor  # [N] log probability of all tokens that are not listed; -inf if there is none
+    logprobs: Tensor  # [N, C] nats; undefined where the id is -1
+    tail: Tensor  # [N] log of the total probability outside the list; -inf if no token is outside
     entropy: Tensor  # [N] nats, without gradient
     log_normalizer: Tensor  # [N] log sum_v exp(z), without gradient
 
@@ -76,21 +74,21 @@ def vocab_parallel_logprobs(
     overwrite_logits: bool = False,
     check_ids: bool = True,
 ) -> RowLogprobs:
-    """Log-softmax over the whole vocabulary, picked at `ids`; differentiable in `logits_local`.
+    """Return the log-softmax over the whole vocabulary at `ids`; differentiable in `logits_local`.
 
-    One all-reduce over `shard.group`, of [N, 2 TP + C] numbers, in the forward pass; the backward pass is local.
+    The forward pass makes one all-reduce of [N, 2 TP + C] numbers over `shard.group`; the backward pass is local.
 
     Args:
-        logits_local: [N, V_local] any float dtype, this rank's slice of the vocabulary. For a moment of the forward
-            pass the listed ones are replaced, so nobody may read them meanwhile.
+        logits_local: [N, V_local] any float dtype, this rank's slice of the vocabulary. The forward pass masks the
+            listed ones temporarily, so they must not be read concurrently.
         ids: [N, C] int64 global token ids, the same on every rank of the group; -1 = none.
-        n_listed: the first ids, distinct in each row, are a list, and `tail` is what it leaves: summed up from the
-            tokens outside, since 1 - sum of the list keeps no digit where the list holds nearly everything. The other
-            ids may repeat one another and the list.
+        n_listed: the first `n_listed` ids of a row are a list of distinct ids, and `tail` covers the tokens outside
+            it. The tail is summed over those tokens, because 1 - sum of the list has no significant digit if the list
+            holds nearly all mass. The other ids may repeat one another and the list.
         temperature: divides the logits; > 0.
-        overwrite_logits: the backward pass writes the gradient over the logits. They must have no other use; autograd
-            raises RuntimeError if they do, or at a second backward pass.
-        check_ids: False for ids that have been checked already: on a GPU the check waits for the device.
+        overwrite_logits: write the gradient over the logits in the backward pass. They must have no other use;
+            autograd raises RuntimeError if they do, or at a second backward pass.
+        check_ids: False for ids that have been checked already: on a GPU the check synchronizes with the device.
 
     Returns:
         float32 tensors (float64 for float64 logits).
@@ -148,19 +146,19 @@ class _Logprobs(torch.autograd.Function):
 def row_logprobs(
     logits_local: Tensor, ids: Tensor, shard: VocabShard, *, kernels: RowKernels, n_listed: int, temperature: float
 ) -> RowLogprobs:
-    """`vocab_parallel_logprobs` without a gradient."""
+    """Compute `vocab_parallel_logprobs` without autograd."""
     v_local = logits_local.shape[1]
     valid, columns = logits_local[:, : shard.n_columns(v_local)], shard.columns(ids, v_local)
     log_sum, mean, picked = local_statistics(
-        valid, columns, kernels=kernels, n_hidden=n_listed, temperature=temperature
+        valid, columns, kernels=kernels, n_masked=n_listed, temperature=temperature
     )
     log_sums, means, picked = sum_over_shards(shard, [log_sum, mean], picked)
-    # The tokens of the list are not in these sums, but each as a shard of its own.
+    # These sums exclude the listed tokens. Add each of those as one more part.
     listed = picked[:, :n_listed].masked_fill(ids[:, :n_listed] < 0, -torch.inf)
     parts = torch.cat([log_sums, listed], dim=1)
     log_normalizer = parts.logsumexp(dim=-1)
     means = torch.cat([means, listed.masked_fill(listed == -torch.inf, 0.0)], dim=1)
-    # Each part's distance from the normalizer: the shares sum to 1 only up to rounding, and large logits would show it.
+    # Sum the distances from the normalizer: the shares sum to 1 only up to rounding, which large logits would amplify.
     shares = (parts - log_normalizer[:, None]).exp()
     entropy = (shares * (log_normalizer[:, None] - means)).sum(dim=-1)
     tail = log_sums.logsumexp(dim=-1) - log_normalizer
@@ -168,29 +166,29 @@ def row_logprobs(
 
 
 def local_statistics(
-    valid: Tensor, columns: Tensor, *, kernels: RowKernels, n_hidden: int = 0, temperature: float
+    valid: Tensor, columns: Tensor, *, kernels: RowKernels, n_masked: int = 0, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's ([N] log-sum-exp, [N] mean logit, [N, C] z at the columns, 0 where that is -1), z = valid / T.
+    """Return this rank's [N] log-sum-exp, [N] mean logit, and [N, C] z at the columns (0 for -1), z = valid / T.
 
-    The first two leave out the first `n_hidden` columns of each row.
+    The first two exclude the first `n_masked` columns of each row.
     """
     dtype = statistics_dtype(valid)
     n_rows, v_valid = valid.shape
-    if not (v_valid and n_rows):  # a shard that is all padding has no mass
+    if not (v_valid and n_rows):  # a shard of only padding has no mass
         empty = torch.zeros(n_rows, dtype=dtype, device=valid.device)
         return empty - torch.inf, empty, torch.zeros(columns.shape, dtype=dtype, device=valid.device)
     picked = valid.gather(1, columns.clamp(min=0)).to(dtype) / temperature
-    with columns_without_mass(valid, columns[:, :n_hidden]) if n_hidden else nullcontext():
+    with columns_without_mass(valid, columns[:, :n_masked]) if n_masked else nullcontext():
         log_sum, mean = kernels.statistics(valid, temperature)
     return log_sum, mean, picked.masked_fill(columns < 0, 0.0)
 
 
 def sum_over_shards(shard: VocabShard, own: list[Tensor], summed: Tensor) -> list[Tensor]:
-    """One all-reduce for numbers that add up over the ranks and numbers that each rank has its own of.
+    """Gather `own` and sum `summed` over the ranks of a shard's group in one all-reduce.
 
     Args:
-        own: [N] tensors; every rank's is wanted.
-        summed: [N, C].
+        own: [N] tensors to gather.
+        summed: [N, C] to sum.
 
     Returns:
         A [N, TP] tensor for each of `own`, columns in rank order, and the sum [N, C].
@@ -198,7 +196,7 @@ def sum_over_shards(shard: VocabShard, own: list[Tensor], summed: Tensor) -> lis
     if shard.group is None:
         return [*(t[:, None] for t in own), summed]
     size, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
-    # A slot for each rank and number, zero on all ranks but one, makes a sum do a gather's work.
+    # A slot per rank and number, zero on all other ranks, turns the sum into a gather.
     slots = summed.new_zeros((len(summed), len(own), size))
     slots[:, :, rank] = torch.stack(own, dim=1)
     message = torch.cat([slots.flatten(1), summed], dim=1)
@@ -220,16 +218,16 @@ def write_logits_gradient(
     n_listed: int,
     temperature: float,
 ) -> None:
-    """Writes d loss / d logits [N, V_local] to `out`, which may be the logits.
+    """Write d loss / d logits [N, V_local] to `out`, which may be the logits.
 
     With g the gradient of each logprob, g_t that of the tail, t its probability and G = sum g + g_t,
 
-        d loss / d z_v = g_v - G q_v             of the list
-                         (g_t - G t) q_v / t     of the tail (where some of the other ids may add their g)
+        d loss / d z_v = g_v - G q_v             for v in the list
+                         (g_t - G t) q_v / t     for v in the tail (plus g of the other ids that are v)
 
     Args:
-        rows: what `row_logprobs` gave for `ids` and `n_listed`.
-        grad_logprobs: [N, C]; what it says of an id -1 is not used.
+        rows: result of `row_logprobs` for `ids` and `n_listed`.
+        grad_logprobs: [N, C]; ignored where the id is -1.
         grad_tail: [N].
     """
     v_valid = shard.n_columns(logits_local.shape[1])
@@ -245,15 +243,15 @@ def write_logits_gradient(
             columns=columns[:, n_listed:],
             column_grad=grad[:, n_listed:],
             row_grad=grad_sum * rows.tail.exp() - grad_tail,
-            # q_v / t; of the list it may overflow, and that is replaced.
+            # q_v / t; it may overflow for v in the list, but those are overwritten below.
             log_normalizer=rows.log_normalizer + torch.where(has_tail, rows.tail, 0.0),
             temperature=temperature,
         )
         if n_listed:
             listed, others = ids[:, :n_listed], ids[:, n_listed:]
             at_list = grad[:, :n_listed] - grad_sum[:, None] * rows.logprobs[:, :n_listed].exp()
-            for i in range(others.shape[1]):  # few: the sampled token
+            for i in range(others.shape[1]):  # few: only the sampled token
                 at_list = at_list + torch.where(listed == others[:, i : i + 1], grad[:, n_listed + i, None], 0.0)
             set_columns(out[:, :v_valid], columns[:, :n_listed], at_list / temperature)
-    # Also without padding: this is what tells autograd that logits were overwritten; a kernel's own writes do not.
+    # Also without padding: this write increments the version counter of the logits; a kernel's own writes do not.
     out[:, v_valid:] = 0.0

@@ -130,7 +130,7 @@ def _distill_loss(case: Case, spec: LossSpec, signal: Signal, rank: int, tp: int
     n_real = shard.n_columns(rows)
     loss = DistillLoss(spec, teacher_signals(spec, signal), shard, TorchRows(), chunk_bytes=1)
     loss.teacher_head = case.teacher_head[shard.start : shard.start + n_real]
-    loss.chunk_bytes = CHUNK_ROWS * rows * (case.head.element_size() + (4 if loss.is_full else 0))
+    loss.chunk_bytes = CHUNK_ROWS * rows * (case.head.element_size() + (4 if loss.is_full_vocab else 0))
     return loss
 
 
