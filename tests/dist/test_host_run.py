@@ -26,13 +26,13 @@ _ROUNDING = 64  # bytes a shard
 
 def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Runs in a rank: frozen models and a student, each as it is and in one run."""
-    from gkd.actor.fsdp.host_run import into_one_run
+    from gkd.actor.fsdp.host_block import into_one_block
 
     out: dict[str, Any] = {}
     batch = sequences()[rank::world_size]
     for kind in KINDS:
         plain, moved = build(root / kind), build(root / kind)
-        run = into_one_run(moved.model, pinned=False)
+        run = into_one_block(moved.model, pinned=False)
         found = []
         for model in (plain, moved):
             scores = [model.score(batch, PLAIN)]
@@ -44,7 +44,7 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         out[kind]["own"] = sum(_padded(param) for param in moved.model.parameters())
         out[kind]["n"] = sum(1 for _ in moved.model.parameters())
     students = [build_student("fsdp2", root / "qwen3", rank, world_size, cpu_offload=True) for _ in range(2)]
-    run = into_one_run(students[1].model, pinned=False)
+    run = into_one_block(students[1].model, pinned=False)
     losses = [
         [student.train_step(share(make_micro_batches(step), rank, world_size)).loss for step in range(3)]
         for student in students

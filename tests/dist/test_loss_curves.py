@@ -219,8 +219,8 @@ def _learned(losses: list[float]) -> float:
     return losses[(len(losses) - 1) % N_BATCHES] - losses[-1]
 
 
-def _max_diff(losses: list[float], wanted: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+def _max_diff(losses: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
 @pytest.mark.dist
@@ -257,16 +257,16 @@ def test_curve(curves: Any, name: str) -> None:
 def test_bfloat16_curves(curves: Any) -> None:
     """Fails if a bfloat16 student, or one in some layout, loses what float32 master weights keep."""
     root, measured = curves
-    wanted = train_bf16_reference(root / "qwen3", N_STEPS, n_batches=N_BATCHES)
+    expected = train_bf16_reference(root / "qwen3", N_STEPS, n_batches=N_BATCHES)
     exact: Reference = torch.load(root / "qwen3.pt", weights_only=False)
-    print(f"bfloat16 reference: {_max_diff(wanted, exact.losses):.1e} from float32, learned {_learned(wanted):.2f}")
-    assert _learned(wanted) > 100 * BFLOAT16_BOUND  # the bound is small beside what is learned
+    print(f"bfloat16 reference: {_max_diff(expected, exact.losses):.1e} from float32, learned {_learned(expected):.2f}")
+    assert _learned(expected) > 100 * BFLOAT16_BOUND  # the bound is small beside what is learned
     without = train_bf16_reference(root / "qwen3", N_STEPS, n_batches=N_BATCHES, keep_masters=False)
-    assert _max_diff(without, wanted) > 2 * BFLOAT16_BOUND
+    assert _max_diff(without, expected) > 2 * BFLOAT16_BOUND
     for name in [name for name, case in LONG.items() if case.dtype == torch.bfloat16]:
         for r in measured[name]:
-            print(f"{name}: losses {_max_diff(r['losses'], wanted):.1e}")
-            assert _max_diff(r["losses"], wanted) <= BFLOAT16_BOUND, name
+            print(f"{name}: losses {_max_diff(r['losses'], expected):.1e}")
+            assert _max_diff(r["losses"], expected) <= BFLOAT16_BOUND, name
 
 
 @pytest.mark.dist

@@ -172,10 +172,10 @@ def _difference(case: Case, spec: LossSpec, signal: Signal, fused: bool, rank: i
     assert hidden.grad is not None and head.grad is not None
     if not fused and tp > 1:  # a column-parallel LM head does that
         dist.all_reduce(hidden.grad)
-    wanted, hidden_grad, head_grad = _dense(case, spec, targets)
+    expected, hidden_grad, head_grad = _dense(case, spec, targets)
     assert sums[0] == pytest.approx(float(value.detach()), rel=1e-6)
     assert not head.grad[n_real:].any(), "a padded row has a gradient"
-    pairs = [(value, wanted), (hidden.grad, hidden_grad), (head.grad[:n_real], head_grad[start : start + n_real])]
+    pairs = [(value, expected), (hidden.grad, hidden_grad), (head.grad[:n_real], head_grad[start : start + n_real])]
     # Of the larger of 1 and the largest value: float32 has relative precision.
     return max(
         float((got.detach() - want).abs().max() / want.abs().max().clamp(min=1.0))

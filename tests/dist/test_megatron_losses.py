@@ -174,15 +174,15 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[in
 def test_gradients_are_those_of_plain_training(worlds: Any, kind: str, signal: Signal, size: int) -> None:
     """Fails if the fused LM head loses or doubles a gradient under TP, PP or tied embeddings, or with hidden states."""
     root, ranks_of = worlds
-    loss, wanted = _reference(root / kind, signal)
-    assert max(float(grad.abs().max()) for grad in wanted.values()) > 0.01  # else 1e-5 shows nothing
+    loss, expected = _reference(root / kind, signal)
+    assert max(float(grad.abs().max()) for grad in expected.values()) > 0.01  # else 1e-5 shows nothing
     for name in [name for name, layout in LAYOUTS.items() if layout[0] == size]:
         results = [measured[name, kind, signal] for measured, _ in ranks_of(size)]
         assert [result[0] for result in results] == pytest.approx([loss] * size, abs=1e-5)
-        assert {key for _, grads in results for key in grads} == set(wanted)
+        assert {key for _, grads in results for key in grads} == set(expected)
         for _, grads in results:
             for key, grad in grads.items():
-                off = np.abs(grad - wanted[key].numpy()).max()
+                off = np.abs(grad - expected[key].numpy()).max()
                 assert off <= 1e-5, (name, key, off)
 
 

@@ -151,12 +151,12 @@ def _resume(rank: int, root: Path) -> dict[str, Any]:
         student.train_step(_mine(student.layout, step))
     save(student, root / "checkpoint")
     dist.barrier()  # the others' files are read next
-    wanted = student.train_step(_mine(student.layout, 2))
+    expected = student.train_step(_mine(student.layout, 2))
     for name in ("ep2", "dp2", "pp2", "tp2_sp"):
         resumed = _student(rank, root / kind, name, recompute="full")
         resumed.load_checkpoint(root / "checkpoint")
         got = resumed.train_step(_mine(resumed.layout, 2))
-        result[name] = (abs(got.loss - wanted.loss), abs(got.grad_norm - wanted.grad_norm))
+        result[name] = (abs(got.loss - expected.loss), abs(got.grad_norm - expected.grad_norm))
     bf16 = _student(rank, root / kind, "ep2", dtype=torch.bfloat16)
     result["bf16_losses"] = [bf16.train_step(_mine(bf16.layout, step)).loss for step in range(3)]
     return result

@@ -56,10 +56,10 @@ def _worst_difference(rank: int, world_size: int) -> dict[str, float]:
                 (picked * weights).sum().backward()
                 n_real = max(0, min(rows, vocab - rank * rows))
                 assert leaf.grad is not None and dense.grad is not None
-                wanted = dense.grad[:, rank * rows : rank * rows + n_real]
+                expected = dense.grad[:, rank * rows : rank * rows + n_real]
                 _raise_to(worst, "logprobs", (got.logprobs - picked)[ids >= 0].detach())
                 _raise_to(worst, "entropy", got.entropy + (log_q.exp() * log_q).sum(dim=-1).detach())
-                _raise_to(worst, "grad", leaf.grad[:, :n_real] - wanted)
+                _raise_to(worst, "grad", leaf.grad[:, :n_real] - expected)
                 _raise_to(worst, "padding_grad", leaf.grad[:, n_real:])
     return worst
 

@@ -1,4 +1,4 @@
-"""What the loss tests share: small batches, and every loss written out in probabilities, apart from the tested code.
+"""Provide small batches for the loss tests, and every loss written out in probabilities.
 
 Letters as in `gkd.types`; V_PADDED columns of the student's LM head, the last ones padding.
 """
@@ -27,7 +27,7 @@ KERNELS = TorchRows()
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """For modules that import it. Rows this small gain nothing by threads, and wait for them on a busy machine."""
+    """Use one thread in a module that imports this fixture; threads only slow such small rows down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def topk_of_mass(mass: float, n: int = N, v: int = V, k: int = K, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """[n, k] distinct ids and float64 logprobs whose probabilities sum to `mass`."""
+    """Return [n, k] distinct ids and float64 logprobs whose probabilities sum to `mass`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randperm(v, generator=generator)[:k] for _ in range(n)])
     shares = torch.rand((n, k), generator=generator, dtype=torch.float64) + 0.1
@@ -47,7 +47,7 @@ def topk_of_mass(mass: float, n: int = N, v: int = V, k: int = K, seed: int = 0)
 
 
 def topk_targets(ids: Tensor, logprobs: Tensor, tail_mass: Tensor | None = None) -> TokenTargets:
-    """Targets of rows that have a top-k table and nothing else."""
+    """Return targets of rows that have only a top-k table."""
     n = len(ids)
     on_policy = torch.ones(n, dtype=torch.bool)
     sampled = torch.zeros(n, dtype=torch.int64)
@@ -63,7 +63,7 @@ def distill_loss(
     teacher_head: Tensor | None = None,
     shard: VocabShard = SHARD,
 ) -> DistillLoss:
-    """A loss for float64 logits [n, V_PADDED] whose chunks have `chunk_rows` rows."""
+    """Return a loss for float64 logits [n, V_PADDED] whose chunks have `chunk_rows` rows."""
     loss = DistillLoss(spec, signals, shard, KERNELS, 1, teacher_head)
     loss.chunk_bytes = chunk_rows * V_PADDED * (8 + (4 if loss.is_full else 0))
     return loss
@@ -71,7 +71,7 @@ def distill_loss(
 
 @dataclass(frozen=True)
 class Batch:
-    """N rows of a student and a teacher in float64; every signal can be had of it."""
+    """N rows of a student and a teacher in float64, with targets for every signal."""
 
     hidden: Tensor = field(default_factory=lambda: normal(N, H, seed=1))
     head: Tensor = field(default_factory=lambda: normal(V_PADDED, H, seed=2))
@@ -83,11 +83,11 @@ class Batch:
     on_policy: Tensor = field(default_factory=lambda: torch.tensor([True, True, False, True, False, True, False]))
 
     def teacher_logprobs(self, temperature: float) -> Tensor:
-        """[N, V]"""
+        """Return [N, V] nats."""
         return (self.teacher_hidden @ self.teacher_head.T / temperature).log_softmax(dim=-1)
 
     def targets(self, signal: Signal, temperature: float) -> TokenTargets:
-        """What arrives with `signal`; with topk the logprob of the sampled token, too."""
+        """Return the targets for `signal`; with topk also the logprob of the sampled token."""
         log_p = self.teacher_logprobs(temperature)
         targets = TokenTargets(self.sampled_ids, self.rollout_logprobs, self.on_policy)
         if signal in ("topk", "sampled"):
@@ -96,7 +96,7 @@ class Batch:
             targets.topk_logprobs, targets.topk_ids = log_p.topk(K)
             targets.tail_mass = 1 - targets.topk_logprobs.exp().sum(dim=-1)
         if signal == "logits":
-            targets.logits = log_p + normal(N, 1, seed=6)  # logits are only defined up to a constant of the row
+            targets.logits = log_p + normal(N, 1, seed=6)  # logits are defined up to a constant per row
         if signal == "hidden":
             targets.hidden = self.teacher_hidden
         return targets
@@ -107,7 +107,7 @@ class Batch:
 
 
 def kl(a: Tensor, b: Tensor) -> Tensor:
-    """sum a log(a / b) over the last dimension, for positive a and b."""
+    """Return sum a log(a / b) over the last dimension, for positive a and b."""
     return (a * (a.log() - b.log())).sum(dim=-1)
 
 
@@ -127,14 +127,14 @@ REFERENCES: dict[str, Callable[[Tensor, Tensor, LossTerm], Tensor]] = {
 
 
 def with_tail(listed: Tensor, tail: Tail) -> Tensor:
-    """[n, k] probabilities -> the outcomes that the policy makes of them."""
+    """Return the outcomes of [n, k] probabilities under a tail policy."""
     if tail == "bucket":
         return torch.cat([listed, 1 - listed.sum(dim=-1, keepdim=True)], dim=-1)
     return listed / listed.sum(dim=-1, keepdim=True) if tail == "renorm" else listed
 
 
 def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """All numbers of each token by name, and a scalar whose gradient in the logits is that of the summed loss."""
+    """Return all numbers of each token by name, and a scalar with the gradient of the summed loss."""
     q = (logits[:, :V] / spec.temperature).softmax(dim=-1)
     p = batch.teacher_logprobs(spec.temperature).exp()
     values: dict[str, Tensor] = {"student_entropy": -(q * q.log()).sum(dim=-1)}

@@ -1,4 +1,4 @@
-"""The closed forms that whole-vocabulary losses use are the reference divergences and their derivatives."""
+"""Compare the closed forms of full-vocabulary losses with the reference divergences and their derivatives."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ def _logprobs(seed: int, scale: float) -> torch.Tensor:
 
 
 def test_every_divergence_has_its_slope() -> None:
-    """Fails if a divergence is added that top-k tables can use and the whole vocabulary cannot."""
+    """Fails if a divergence is added for top-k tables but not for the full vocabulary."""
     assert tuple(SLOPES) == tuple(DIVERGENCES) == DIVERGENCE_NAMES
 
 
 @pytest.mark.parametrize("term", TERMS, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 60.0])
 def test_equal_to_autograd_of_the_reference(term: LossTerm, scale: float) -> None:
-    """Fails if a closed form is wrong, or loses tokens that are nearly impossible (scale 60: down to 1e-150)."""
+    """Fails if a closed form is wrong, or drops tokens that are nearly impossible (scale 60: down to 1e-150)."""
     log_p, log_q = _logprobs(0, scale), _logprobs(1, scale).requires_grad_()
-    wanted = DIVERGENCES[term.name](log_q, log_p, term)
-    (wanted_slope,) = torch.autograd.grad(wanted.sum(), log_q)
+    expected = DIVERGENCES[term.name](log_q, log_p, term)
+    (expected_slope,) = torch.autograd.grad(expected.sum(), log_q)
     value, slope = SLOPES[term.name](log_q.detach(), log_p, term)
-    torch.testing.assert_close(value, wanted.detach(), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(slope, wanted_slope, rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(slope, expected_slope, rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("term", TERMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_impossible_tokens_make_no_nan(term: LossTerm, dtype: torch.dtype) -> None:
-    """Fails if 0 * inf gets into a sum, where a model excludes a token or float32 cannot hold its probability."""
+    """Fails if 0 * inf enters a sum where a probability is 0 or underflows in float32."""
     log_p = torch.tensor([[0.5, 0.5, 0.0, 0.0]], dtype=dtype).log()
     log_q = torch.tensor([[0.25, 0.25, 0.5, 0.0]], dtype=dtype).log()
     value, slope = SLOPES[term.name](log_q, log_p, term)
     torch.testing.assert_close(value, DIVERGENCES[term.name](log_q, log_p, term))
     is_reverse = term.name == "reverse_kl" or (term.name == "skew_reverse_kl" and term.alpha == 0)
-    assert value.isinf().item() == is_reverse, "only these see that the teacher excludes what the student says"
+    assert value.isinf().item() == is_reverse, (
+        "infinite only where the student has mass on a token with teacher probability 0"
+    )
     assert slope[:, [0, 1, 3]].isfinite().all() and not slope.isnan().any()
     far = torch.tensor([[0.0, -300.0]], dtype=dtype)
     value, slope = SLOPES[term.name](far, far.flip(-1), term)

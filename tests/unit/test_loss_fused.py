@@ -1,4 +1,4 @@
-"""What can go wrong around the loss of a micro-batch: second passes, evaluation, frozen parts, chunk sizes, no rows."""
+"""Test the loss of a micro-batch at its edges: second passes, evaluation, frozen parts, chunk sizes, no rows."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def _forward(
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_a_second_backward_pass_is_refused(signal: Signal, fused: bool) -> None:
-    """Fails if a second pass, for which the memory was used already, returns wrong numbers instead of an error."""
+    """Fails if a second pass over overwritten memory returns wrong numbers instead of an error."""
     batch = Batch()
     hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
     total, _ = _forward(batch.loss(SPEC, signal, 3), hidden, head, batch.targets(signal, 0.7), fused)
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         total.backward()
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_evaluation_gives_the_same_numbers(signal: Signal, fused: bool) -> None:
-    """Fails if a loss without gradient is another one; eval and training curves could not be compared."""
+    """Fails if the loss without gradients has another value, so that eval and training curves do not compare."""
     batch = Batch()
     loss, targets = batch.loss(SPEC, signal, 3), batch.targets(signal, 0.7)
     hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
@@ -63,27 +63,27 @@ def test_evaluation_gives_the_same_numbers(signal: Signal, fused: bool) -> None:
 
 
 class _Watched(DistillLoss):
-    """Notes for each chunk whether its gradient was asked for."""
+    """Record for each chunk whether its gradient was requested."""
 
-    wanted: list[bool]
+    requested: list[bool]
 
-    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, want_grad: bool) -> Tensor:
-        self.wanted.append(want_grad)
-        return super().chunk(logits, targets, rows, want_grad=want_grad)
+    def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor:
+        self.requested.append(with_grad)
+        return super().chunk(logits, targets, rows, with_grad=with_grad)
 
 
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_evaluation_makes_no_gradient(signal: Signal) -> None:
-    """Fails if an evaluation pays for gradients that nobody takes: two more products with the head, and its memory."""
+    """Fails if an evaluation computes unused gradients: two more products with the head, and their memory."""
     batch = Batch()
     loss = _Watched(SPEC, (signal, "sampled"), SHARD, KERNELS, 1 << 10, batch.teacher_head)
-    loss.wanted = []
+    loss.requested = []
     with torch.no_grad():
         loss.from_hidden(batch.hidden, batch.head.clone().requires_grad_(), batch.targets(signal, 0.7))
-        if loss.is_full:
+        if loss.is_full_vocab:
             logits = (batch.hidden @ batch.head.T).requires_grad_()
             loss.from_logits(logits, batch.targets(signal, 0.7))
-    assert loss.wanted and not any(loss.wanted)
+    assert loss.requested and not any(loss.requested)
 
 
 @pytest.mark.parametrize("signal", SIGNALS)
@@ -95,8 +95,8 @@ def test_inputs_and_targets_are_not_changed(signal: Signal) -> None:
     _forward(batch.loss(SPEC, signal, 3), hidden, head, targets, True)[0].backward()
     assert torch.equal(hidden, fresh.hidden) and torch.equal(head, fresh.head)
     for name in ("topk_logprobs", "topk_ids", "tail_mass", "logits", "hidden", "sampled_logprobs", "sampled_ids"):
-        value, wanted = getattr(targets, name), getattr(before, name)
-        assert value is wanted is None or torch.equal(value, wanted), name
+        value, expected = getattr(targets, name), getattr(before, name)
+        assert value is expected is None or torch.equal(value, expected), name
 
 
 @pytest.mark.parametrize("signal", SIGNALS)
@@ -137,13 +137,13 @@ def test_no_loss_rows(signal: Signal, tables: bool, fused: bool) -> None:
 
 
 def test_targets_are_checked_before_they_are_used() -> None:
-    """Fails if what is wrong with them shows only within a forward pass, where other ranks wait for this one."""
+    """Fails if malformed targets are detected only in the forward pass, where other ranks wait in a collective."""
     batch = Batch()
     for signal, change, text in (
         ("topk", {"topk_ids": None}, "topk table"),
-        ("hidden", {"hidden": None}, "hidden, and the micro-batch has none"),
-        ("hidden", {"hidden": batch.teacher_hidden[:, :-1]}, f"{D - 1} hidden sizes, its LM head takes {D}"),
-        ("logits", {"logits": torch.zeros(N, V - 1)}, f"{V - 1} logits a token, the student has {V}"),
+        ("hidden", {"hidden": None}, "hidden"),
+        ("hidden", {"hidden": batch.teacher_hidden[:, :-1]}, f"{D - 1}, .* {D}"),
+        ("logits", {"logits": torch.zeros(N, V - 1)}, f"{V - 1} logits .* {V}"),
     ):
         targets = batch.targets(signal, 1.0)
         loss = batch.loss(LossSpec((LossTerm("forward_kl"),)), signal)
@@ -153,13 +153,13 @@ def test_targets_are_checked_before_they_are_used() -> None:
         with pytest.raises(NumericsError, match="vocabulary"):
             loss.check(replace(targets, sampled_ids=batch.sampled_ids + 1))
     headless = distill_loss(LossSpec((LossTerm("forward_kl"),)), "hidden")
-    with pytest.raises(DataError, match="nobody gave its LM head"):
+    with pytest.raises(DataError, match="set_teacher_head"):
         headless.check(batch.targets("hidden", 1.0))
     headless.check(batch.targets("hidden", 1.0).rows(slice(0, 0)))  # a rank without data
 
 
-def test_rows_of_a_chunk_fit_its_bytes() -> None:
-    """Fails if a chunk is larger than actor.logits_chunk_mib, has no row, or forgets the teacher's logits."""
+def test_rows_per_chunk_fit_its_bytes() -> None:
+    """Fails if a chunk is larger than actor.logits_chunk_mib, has no row, or does not count the teacher's logits."""
     topk = DistillLoss(SPEC, ("topk",), SHARD, KERNELS, chunk_bytes=1000)
     whole = DistillLoss(SPEC, ("hidden",), SHARD, KERNELS, chunk_bytes=1000)
     assert topk.rows_per_chunk(100, 2) == 5 and topk.rows_per_chunk(101, 2) == 4
@@ -168,7 +168,7 @@ def test_rows_of_a_chunk_fit_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_heads_gradient_adds_up_in_float32(dtype: torch.dtype) -> None:
+def test_head_gradient_is_summed_in_float32(dtype: torch.dtype) -> None:
     """Fails if chunks of a bfloat16 head's gradient are added in bfloat16, where 256 + 1 is 256."""
     n = 400
     batch = Batch(
@@ -190,7 +190,7 @@ def test_the_heads_gradient_adds_up_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_upstream_gradients_scale(fused: bool) -> None:
-    """Fails if the factor of the global mean is lost, or another use of hidden states and head in the graph is."""
+    """Fails if the factor of the global mean is lost, or the gradient of another use of hidden states and head."""
     batch = Batch()
     loss, targets = batch.loss(SPEC, "topk", 3), batch.targets("topk", 0.7)
     grads = []

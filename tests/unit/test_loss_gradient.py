@@ -1,4 +1,4 @@
-"""The gradient of every divergence under every tail policy, against differences of its value, in float64."""
+"""Compare the gradient of every divergence and tail policy with finite differences of its value, in float64."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def _table_losses(
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_gradcheck(name: str, tail: Tail, temperature: float) -> None:
-    """Fails if the gradient is not that of the stated loss: q - p where truncation makes it mass * q - p, say.
+    """Fails if the gradient is not that of the stated loss, for example q - p where truncation makes it mass * q - p.
 
-    One row for each mass; for bucket, the student's mass outside from the vocabulary and from the list, and rows whose
-    teacher's mass outside is left to us as well.
+    One row per mass. For bucket, the student's tail is computed from the vocabulary and from the list, with and
+    without a tail mass from the teacher.
     """
     spec, shard = _spec(name, tail, temperature), VocabShard(0, 7, None)
     ids, logprobs = (torch.cat(parts) for parts in zip(*(topk_of_mass(m, 1, 7, 3) for m in MASSES), strict=True))
@@ -78,17 +78,17 @@ def test_gradcheck(name: str, tail: Tail, temperature: float) -> None:
 
 @pytest.mark.parametrize(("name", "tail", "mass"), CASES)
 def test_values_against_written_out_sums(name: str, tail: Tail, mass: float) -> None:
-    """Fails if a divergence or tail policy computes another sum than its definition."""
+    """Fails if a divergence or tail policy differs from its definition."""
     spec = _spec(name, tail, 0.7)
     ids, logprobs = topk_of_mass(mass)
     logits = normal(N, V_PADDED, seed=1)
     q = (logits[:, :V] / 0.7).softmax(dim=-1).gather(1, ids)
-    wanted = REFERENCES[name](with_tail(q, tail), with_tail(logprobs.exp(), tail), spec.terms[0])
-    torch.testing.assert_close(_table_losses(logits, topk_targets(ids, logprobs), spec), wanted)
+    expected = REFERENCES[name](with_tail(q, tail), with_tail(logprobs.exp(), tail), spec.terms[0])
+    torch.testing.assert_close(_table_losses(logits, topk_targets(ids, logprobs), spec), expected)
 
 
 def _slope(f: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> float:
-    """Fourth-order difference of f along `direction`."""
+    """Return the fourth-order finite difference of f along `direction`."""
     h = 1e-3
     with torch.no_grad():
         near = f(x + h * direction) - f(x - h * direction)
@@ -98,7 +98,7 @@ def _slope(f: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> float
 
 @pytest.mark.parametrize(("name", "tail", "mass"), CASES)
 def test_slopes_of_the_fused_head(name: str, tail: Tail, mass: float) -> None:
-    """Fails if from_hidden returns a gradient that is not its value's; gradcheck itself would go backward twice."""
+    """Fails if the gradient of from_hidden is not that of its value. gradcheck would run the backward pass twice."""
     for temperature, chunk_rows in zip(TEMPERATURES, (1, 3, 100), strict=True):
         ids, logprobs = topk_of_mass(mass)
         targets = topk_targets(ids, logprobs, torch.full((N,), 1 - mass, dtype=torch.float64))
@@ -111,7 +111,7 @@ def test_slopes_of_the_fused_head(name: str, tail: Tail, mass: float) -> None:
         along_hidden, along_head = normal(N, H, seed=8), normal(V_PADDED, H, seed=9)
 
         def of_hidden(x: Tensor, head: Tensor = head) -> Tensor:
-            return loss.from_hidden(x, head, targets)[0]  # noqa: B023  # called before the next turn
+            return loss.from_hidden(x, head, targets)[0]  # noqa: B023  # called before the next iteration
 
         def of_head(x: Tensor, hidden: Tensor = hidden) -> Tensor:
             return loss.from_hidden(hidden, x, targets)[0]  # noqa: B023
@@ -123,7 +123,7 @@ def test_slopes_of_the_fused_head(name: str, tail: Tail, mass: float) -> None:
 
 @pytest.mark.parametrize(("name", "tail", "mass"), CASES)
 def test_slopes_of_from_logits(name: str, tail: Tail, mass: float) -> None:
-    """Fails if the gradient that is written over the logits is not the value's, or touches a padded column."""
+    """Fails if the gradient written over the logits is not that of the value, or touches a padded column."""
     for temperature in TEMPERATURES:
         ids, logprobs = topk_of_mass(mass)
         targets = topk_targets(ids, logprobs, torch.full((N,), 1 - mass, dtype=torch.float64))
@@ -142,14 +142,14 @@ def test_slopes_of_from_logits(name: str, tail: Tail, mass: float) -> None:
 
 @pytest.mark.parametrize("mass", MASSES)
 def test_drop_gradient_is_mass_q_minus_p(mass: float) -> None:
-    """Fails if 'drop' loses the factor that the teacher's mass puts on the student's softmax."""
+    """Fails if 'drop' ignores the factor of the teacher's mass on the student's softmax."""
     ids, logprobs = topk_of_mass(mass)
     logits = normal(N, V_PADDED, seed=1).requires_grad_()
     _table_losses(logits, topk_targets(ids, logprobs), _spec("forward_kl", "drop")).sum().backward()
     q = torch.softmax(logits.detach()[:, :V], dim=-1)
-    wanted = (mass * q).scatter_add(1, ids, -logprobs.exp())
+    expected = (mass * q).scatter_add(1, ids, -logprobs.exp())
     assert logits.grad is not None
-    torch.testing.assert_close(logits.grad[:, :V], wanted)
+    torch.testing.assert_close(logits.grad[:, :V], expected)
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -163,5 +163,5 @@ def test_equal_distributions_cost_nothing(name: str, tail: Tail) -> None:
     losses = _table_losses(logits, targets, _spec(name, tail))
     losses.sum().backward()
     assert float(losses.detach().abs().max()) < 1e-6
-    if tail != "drop":  # there the teacher's missing mass still pulls
+    if tail != "drop":  # with drop, the teacher's missing mass has a gradient
         assert logits.grad is not None and float(logits.grad.abs().max()) < 1e-6

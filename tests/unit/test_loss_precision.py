@@ -1,4 +1,4 @@
-"""The loss at the precision of training: bfloat16 logits, the teacher through the fp16 wire, a vocabulary of 32000.
+"""Test the loss at training precision: bfloat16 logits, teacher tables in the fp16 wire format, 32000 tokens.
 
 Logits like a language model's: a Zipf slope with Gumbel noise, so a few tokens hold most of the mass, and a student
 close to its teacher.
@@ -25,7 +25,7 @@ N, V, K = 16, 32000, 64
 
 
 def _language_model() -> tuple[Tensor, Tensor]:
-    """[N, V] float64 logits of the teacher and of the student."""
+    """Return [N, V] float64 logits of the teacher and of the student."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand((N, V), generator=generator, dtype=torch.float64).clamp(min=1e-12)
     slope = -1.5 * torch.arange(1, V + 1, dtype=torch.float64).log()
@@ -39,7 +39,7 @@ TEACHER, STUDENT = _language_model()
 
 
 def _targets(signal: Signal, wire: Callable[[Tensor], Tensor] = lambda t: t) -> TokenTargets:
-    """What the teacher sends of TEACHER; `wire` is what the transport does to each floating-point table."""
+    """Return targets made from TEACHER; `wire` is the rounding of the transport, per floating-point table."""
     log_p = TEACHER.log_softmax(-1)
     sampled = log_p.topk(3).indices[:, 1]
     rollout = STUDENT.log_softmax(-1).gather(1, sampled[:, None])[:, 0] + 0.01
@@ -64,7 +64,7 @@ def _losses(spec: LossSpec, signal: Signal, logits: Tensor, targets: TokenTarget
 
 
 def test_the_logits_are_like_a_language_models() -> None:
-    """Fails if the case is too easy: everything below is about peaked distributions with a long tail."""
+    """Fails if the case is too easy: the tests below need peaked distributions with a long tail."""
     p = TEACHER.softmax(-1)
     mass = p.topk(K).values.sum(-1)
     assert 0.3 < float(p.amax(-1).mean()) < 0.95 and 0.8 < float(mass.mean()) < 0.9999
@@ -75,16 +75,16 @@ def test_the_logits_are_like_a_language_models() -> None:
 @pytest.mark.parametrize("signal", ["topk", "logits"])
 @pytest.mark.parametrize("name", LOSS_NAMES)
 def test_bfloat16_logits(name: str, signal: Signal, temperature: float) -> None:
-    """Fails if sums over the vocabulary are not made in float32: at 32000 tokens bfloat16 or half of one is far off."""
+    """Fails if sums over the vocabulary are not computed in float32: with 32000 tokens bfloat16 is far off."""
     spec = LossSpec((LossTerm(name),), temperature=temperature)
     logits = STUDENT.bfloat16()
     targets = _targets(signal)
     got, grad = _losses(spec, signal, logits, targets)
-    wanted, wanted_grad = _losses(spec, signal, logits.double(), targets)
-    torch.testing.assert_close(got, wanted, atol=1e-3, rtol=0.0)
-    torch.testing.assert_close(grad, wanted_grad, atol=1e-3, rtol=1e-2)  # a bfloat16 has 8 bits
+    expected, expected_grad = _losses(spec, signal, logits.double(), targets)
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0.0)
+    torch.testing.assert_close(grad, expected_grad, atol=1e-3, rtol=1e-2)  # a bfloat16 has 8 bits
     plain, _ = _losses(spec, signal, STUDENT, targets)
-    assert abs(float((got - plain).mean())) < 2e-2  # what rounding the logits themselves does
+    assert abs(float((got - plain).mean())) < 2e-2  # the effect of rounding the logits themselves
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -101,22 +101,26 @@ def test_teacher_through_the_fp16_wire(name: str, tail: Tail) -> None:
 
 
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)
-def test_rounding_of_the_wire_is_no_negative_loss(name: str) -> None:
-    """Fails if the rounded list and the tail beside it are compared although they do not sum to 1: the student that
-    equals its teacher would be rewarded for the rounding."""
+def test_wire_rounding_does_not_make_a_loss_negative(name: str) -> None:
+    """Fails if the rounded list and its tail are used although they do not sum to 1.
+
+    A student that equals its teacher would then get a negative loss.
+    """
     targets = _targets("topk", lambda t: t.half().float())
     assert targets.topk_logprobs is not None and targets.tail_mass is not None
     sums = targets.topk_logprobs.double().exp().sum(dim=-1) + targets.tail_mass
-    assert float((sums - 1).min()) < -1e-5  # what there is to see
+    assert float((sums - 1).min()) < -1e-5  # the rounding is visible
     losses, _ = _losses(LossSpec((LossTerm(name),)), "topk", TEACHER.float(), targets)
     assert float(losses.min()) >= -1e-6 and float(losses.max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 @pytest.mark.parametrize("outside", [1e-4, 1e-6, 1e-8, 1e-12])
-def test_a_confident_student_learns_of_the_tail(name: str, outside: float) -> None:
-    """Fails if the student's mass outside the list is taken as 1 - sum: in float32 that has no digits left here, and
-    the gradient towards a teacher with mass elsewhere is wrong by a fifth of it, or not there at all."""
+def test_a_confident_student_gets_the_gradient_of_the_tail(name: str, outside: float) -> None:
+    """Fails if the student's mass outside the list is computed as 1 - sum, which cancels completely in float32.
+
+    The gradient towards a teacher with mass elsewhere would be wrong by a fifth, or zero.
+    """
     v, k = 50, 4
     logits = torch.zeros(1, v, dtype=torch.float64)
     logits[0, :k] = torch.tensor([3.0, 2.0, 1.0, 0.5]) + torch.tensor((v - k) / outside).log()
@@ -129,13 +133,13 @@ def test_a_confident_student_learns_of_the_tail(name: str, outside: float) -> No
     log_q = dense.log_softmax(-1)
     q_tables = torch.cat([log_q[:, :k], log_q[:, k:].logsumexp(-1, keepdim=True)], dim=-1)
     p_tables = torch.cat([p, 1 - p.sum(-1, keepdim=True)], dim=-1).log()
-    wanted = DIVERGENCES[name](q_tables, p_tables, LossTerm(name)).sum()
-    wanted.backward()
+    expected = DIVERGENCES[name](q_tables, p_tables, LossTerm(name)).sum()
+    expected.backward()
 
     single = logits.float().requires_grad_()
     got, _ = loss.from_logits(single * 1.0, targets)
     got.backward()
     assert dense.grad is not None and single.grad is not None
-    torch.testing.assert_close(got.detach().double(), wanted.detach(), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(got.detach().double(), expected.detach(), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(single.grad.double(), dense.grad, rtol=2e-5, atol=2e-6)
     assert float(single.grad.sum().abs()) < 5e-6, "a softmax's gradient sums to zero"

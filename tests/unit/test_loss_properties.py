@@ -1,4 +1,4 @@
-"""What holds for any student and teacher: invariances, bounds and limits of the divergences. Float64, ties included."""
+"""Test invariances, bounds and limits of the divergences for any student and teacher. Float64, ties included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import TAILS, distill_loss, one_thread, topk_targets  # noqa: F401
 
-# The same examples in every run: a failure is then one of the change, and not of the day.
+# The same examples in every run, so a failure is caused by a change of the code.
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 
 TERMS = st.builds(
@@ -30,7 +30,7 @@ TERMS = st.builds(
 
 
 class Row(NamedTuple):
-    """One token: logits of both over a vocabulary of v, and which ids the teacher lists."""
+    """One token: logits of student and teacher over a vocabulary of v, and the ids that the teacher lists."""
 
     student: Tensor  # [v]
     teacher: Tensor  # [v]
@@ -47,7 +47,7 @@ def rows(draw: st.DrawFn, largest: float = 6.0) -> Row:
 
 
 def _run(spec: LossSpec, student: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
-    """Loss of the one token, and its gradient in the logits, by the road of training."""
+    """Return the loss of the token and its gradient in the logits, computed as in training."""
     logits = student[None].clone().requires_grad_()
     signal: Signal = "logits" if targets.topk_ids is None else "topk"
     loss = distill_loss(spec, signal, shard=VocabShard(0, len(student), None))
@@ -76,7 +76,7 @@ def _same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], atol: float = 1e-1
 @examples
 @given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), data=st.data())
 def test_order_of_the_topk(row: Row, term: LossTerm, tail: Tail, data: st.DataObject) -> None:
-    """Fails if the loss depends on where in the list an id stands, ties of the teacher included."""
+    """Fails if the loss depends on the order of the list, including ties of the teacher."""
     order = torch.tensor(data.draw(st.permutations(range(len(row.ids)))))
     spec = LossSpec((term,), tail)
     _same(_run(spec, row.student, _listed(row)), _run(spec, row.student, _listed(row, row.ids[order])))
@@ -85,7 +85,7 @@ def test_order_of_the_topk(row: Row, term: LossTerm, tail: Tail, data: st.DataOb
 @examples
 @given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS))
 def test_a_list_of_everything_is_the_full_vocabulary(row: Row, term: LossTerm, tail: Tail) -> None:
-    """Fails if the top-k and the whole-vocabulary roads compute different losses, or an empty tail costs something."""
+    """Fails if the top-k and full-vocabulary paths compute different losses, or an empty tail adds to the loss."""
     spec = LossSpec((term,), tail)
     everything = _listed(row, torch.arange(len(row.student)))
     _same(_run(spec, row.student, everything), _run(spec, row.student, _whole(row.teacher)), atol=1e-9)
@@ -94,7 +94,7 @@ def test_a_list_of_everything_is_the_full_vocabulary(row: Row, term: LossTerm, t
 @examples
 @given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), shift=st.integers(-40, 40))
 def test_a_constant_in_the_logits_changes_nothing(row: Row, term: LossTerm, tail: Tail, shift: int) -> None:
-    """Fails if something looks at logits that are not normalised, of the student or of the teacher."""
+    """Fails if unnormalized logits of student or teacher are used."""
     spec = LossSpec((term,), tail, temperature=0.7)
     _same(_run(spec, row.student, _listed(row)), _run(spec, row.student + shift, _listed(row)))
     moved = _run(spec, row.student - shift, _whole(row.teacher + shift))
@@ -104,7 +104,7 @@ def test_a_constant_in_the_logits_changes_nothing(row: Row, term: LossTerm, tail
 @examples
 @given(row=rows(), term=TERMS, tail=st.sampled_from(("bucket", "renorm")))
 def test_divergences_are_not_negative(row: Row, term: LossTerm, tail: Tail) -> None:
-    """Fails if what is compared are not two distributions, or a jsd is above log 2."""
+    """Fails if the compared tables are not distributions, or a jsd is above log 2."""
     spec = LossSpec((term,), tail)
     for targets in (_listed(row), _whole(row.teacher)):
         value, _ = _run(spec, row.student, targets)
@@ -116,7 +116,7 @@ def test_divergences_are_not_negative(row: Row, term: LossTerm, tail: Tail) -> N
 @examples
 @given(row=rows(), tail=st.sampled_from(("bucket", "renorm")))
 def test_jsd_is_symmetric_at_one_half(row: Row, tail: Tail) -> None:
-    """Fails if the shares of student and teacher in the mixture or in the sum are not what beta says."""
+    """Fails if the shares of student and teacher in the mixture or in the sum do not match beta."""
     spec = LossSpec((LossTerm("jsd", beta=0.5),), tail)
     swapped = Row(row.teacher, row.student, row.ids)
     for there, back in (
@@ -133,8 +133,8 @@ def test_limits_of_the_jsd(row: Row, tail: Tail) -> None:
     for targets in (_listed(row), _whole(row.teacher)):
         for beta, share, name in ((1e-7, 1e-7, "forward_kl"), (1 - 1e-7, 1e-7, "reverse_kl")):
             value, grad = _run(LossSpec((LossTerm("jsd", beta=beta),), tail), row.student, targets)
-            wanted = _run(LossSpec((LossTerm(name),), tail), row.student, targets)
-            _same((value / share, grad / share), wanted, atol=2e-4)
+            expected = _run(LossSpec((LossTerm(name),), tail), row.student, targets)
+            _same((value / share, grad / share), expected, atol=2e-4)
 
 
 @examples
@@ -148,20 +148,20 @@ def test_skew_of_zero_is_the_plain_kl(row: Row, tail: Tail) -> None:
 
 
 @examples
-@given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), n_filling=st.integers(1, 3))
-def test_filling_changes_nothing(row: Row, term: LossTerm, tail: Tail, n_filling: int) -> None:
-    """Fails if entries past a row's count (-1, -inf) take part: with a mass target most rows have some."""
-    filling = torch.full((1, n_filling), -1)
+@given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), n_padding=st.integers(1, 3))
+def test_padding_ids_change_nothing(row: Row, term: LossTerm, tail: Tail, n_padding: int) -> None:
+    """Fails if entries past a row's count (-1, -inf) affect the loss; with a mass target most rows have some."""
+    padding = torch.full((1, n_padding), -1)
     plain = _listed(row)
     assert plain.topk_ids is not None and plain.topk_logprobs is not None
-    ids = torch.cat([plain.topk_ids, filling], dim=1)
-    filled = topk_targets(ids, torch.cat([plain.topk_logprobs, filling * torch.inf], dim=1), plain.tail_mass)
+    ids = torch.cat([plain.topk_ids, padding], dim=1)
+    padded = topk_targets(ids, torch.cat([plain.topk_logprobs, padding * torch.inf], dim=1), plain.tail_mass)
     spec = LossSpec((term,), tail)
-    _same(_run(spec, row.student, filled), _run(spec, row.student, plain))
+    _same(_run(spec, row.student, padded), _run(spec, row.student, plain))
 
 
 def _is_infinite(term: LossTerm, q: Tensor, p: Tensor) -> bool:
-    """The true value: some x log(x / y) has y = 0 and x > 0."""
+    """Return whether the exact value is infinite: some x log(x / y) has y = 0 and x > 0."""
     plain = term.alpha == 0
     if term.name == "forward_kl" or (term.name == "skew_kl" and plain):
         return bool(((p > 0) & (q == 0)).any())
@@ -173,9 +173,9 @@ def _is_infinite(term: LossTerm, q: Tensor, p: Tensor) -> bool:
 @examples
 @given(row=rows(), term=TERMS, tail=st.sampled_from(TAILS), data=st.data())
 def test_impossible_tokens(row: Row, term: LossTerm, tail: Tail, data: st.DataObject) -> None:
-    """Fails if a probability of exactly 0 makes a nan, an infinity where the loss is finite, or a number where not."""
+    """Fails if a probability of 0 makes a nan, or a value that is finite where the exact one is not, or vice versa."""
     v = len(row.student)
-    # One id stays possible for both and in the list: with nothing possible there, renorm has nothing to compare.
+    # One listed id stays possible for both: renorm is undefined if no listed id is possible.
     kept = int(row.ids[0])
     for logits in (row.student, row.teacher):
         gone = data.draw(st.sets(st.integers(0, v - 1).filter(lambda i: i != kept)))
@@ -192,7 +192,7 @@ def test_impossible_tokens(row: Row, term: LossTerm, tail: Tail, data: st.DataOb
 @examples
 @given(v=st.integers(2, 6), name=st.sampled_from(DIVERGENCE_NAMES), tail=st.sampled_from(TAILS))
 def test_all_ties(v: int, name: str, tail: Tail) -> None:
-    """Fails if equal logits, of which any order is a valid top-k, give a nan or a loss between equals."""
+    """Fails if equal logits, for which any order is a valid top-k, give a nan or a nonzero loss between equals."""
     flat = Row(torch.zeros(v).double(), torch.zeros(v).double(), torch.arange(v - 1))
     for targets in (_listed(flat), _whole(flat.teacher)):
         value, grad = _run(LossSpec((LossTerm(name),), tail), flat.student, targets)
@@ -200,7 +200,7 @@ def test_all_ties(v: int, name: str, tail: Tail) -> None:
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "skew_kl"])
-def test_an_impossible_token_still_pulls(name: str) -> None:
+def test_an_impossible_token_has_a_finite_gradient(name: str) -> None:
     """Fails if an infinite forward KL has a nan gradient where the gradient, q - p, is finite; skewed by 0, too."""
     teacher, student = torch.zeros(3).double(), torch.tensor([0.0, -torch.inf, 0.0]).double()
     value, grad = _run(LossSpec((LossTerm(name, alpha=0.0),)), student, _whole(teacher))
@@ -210,7 +210,7 @@ def test_an_impossible_token_still_pulls(name: str) -> None:
 
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_a_probability_too_small_for_its_dtype_makes_no_nan(name: str) -> None:
-    """Fails if 0 * inf gets into a loss where the student's probability has underflowed and the teacher's is 0."""
+    """Fails if 0 * inf enters a loss where the student's probability underflows and the teacher's is 0."""
     log_q = torch.tensor([[0.0, -200.0]], requires_grad=True)
     loss = DIVERGENCES[name](log_q, torch.tensor([[0.0, -torch.inf]]), LossTerm(name)).sum()
     loss.backward()

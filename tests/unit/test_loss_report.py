@@ -1,4 +1,4 @@
-"""What is reported beside the loss: each number of each token is its definition, and sums are in the order of names."""
+"""Test the diagnostics: each number of each token equals its definition, and sums follow the order of names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIXTURE = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 @pytest.mark.parametrize("signal", ["topk", "logits", "hidden"])
 def test_numbers_of_every_token(signal: Signal, temperature: float, fused: bool) -> None:
-    """Fails if a diagnostic is another number than its name says, or token rows come in another order."""
+    """Fails if a diagnostic differs from its definition, or token rows arrive in another order."""
     spec, batch = LossSpec(MIXTURE, temperature=temperature, importance_clip=1.0), Batch()
     values, _ = written_out(spec, batch, signal, batch.hidden @ batch.head.T)
     loss = batch.loss(spec, signal, 3)
@@ -51,7 +51,7 @@ def test_numbers_of_every_token(signal: Signal, temperature: float, fused: bool)
 
 
 def test_names_and_their_order() -> None:
-    """Fails if the order depends on the rows of a rank: ranks add up their sums by place."""
+    """Fails if the order depends on the rows of a rank: ranks add their sums by index."""
     terms, distribution, masses = ("reverse_kl", "k2", "sft"), ("token_kl", "overlap"), _MASSES
     last = ("sampled_reverse_kl", "importance_weight", "importance_clipped", "student_entropy")
     spec = LossSpec(MIXTURE)
@@ -81,8 +81,8 @@ def test_names_are_those_of_the_values(signal: Signal) -> None:
     assert loss.from_logits(normal(0, 14), empty)[1].shape == sums.shape
 
 
-def test_token_kl_is_the_forward_kl_whatever_is_trained() -> None:
-    """Fails if token_kl, by which runs with different losses are compared, follows the trained loss."""
+def test_token_kl_is_the_forward_kl_for_every_loss() -> None:
+    """Fails if token_kl, which compares runs with different losses, depends on the trained loss."""
     batch = Batch()
     for signal in ("topk", "logits"):
         reports = []
@@ -94,8 +94,8 @@ def test_token_kl_is_the_forward_kl_whatever_is_trained() -> None:
         assert {report["token_kl"] for report in reports} == {reports[0]["forward_kl"]}
 
 
-def test_filling_is_not_in_the_masses() -> None:
-    """Fails if the entries past a row's count, which stand for no token, add to masses or overlap."""
+def test_padding_ids_are_not_in_the_masses() -> None:
+    """Fails if padding entries past a row's count add to masses or overlap."""
     ids = torch.tensor([[2, 5, -1], [1, -1, -1]])
     log_p = torch.tensor([[0.5, 0.2, 0.0], [0.9, 0.0, 0.0]]).log()
     student = torch.tensor([[0.4, 0.3, 0.3], [0.1, 0.6, 0.3]]).log()
@@ -108,7 +108,7 @@ def test_filling_is_not_in_the_masses() -> None:
 
 @pytest.mark.parametrize("signal", ["topk", "logits"])
 def test_the_entropy_of_large_logits(signal: Signal) -> None:
-    """Fails if the entropy is the difference of two large numbers, and a sure one is lost in their rounding (3e-4)."""
+    """Fails if the entropy is computed from two large numbers, whose rounding hides a small value (3e-4)."""
     v, k = 1000, 64
     logits = torch.full((4, v), 88.0) + torch.randn((4, v), generator=torch.Generator().manual_seed(0))
     logits[:, 3] = 103.0
@@ -123,5 +123,5 @@ def test_the_entropy_of_large_logits(signal: Signal) -> None:
     loss = DistillLoss(LossSpec(), (signal,), VocabShard(0, v, None), TorchRows(), 1 << 20, on_rows=rows.append)
     loss.from_logits(logits, targets)
     entropy = torch.cat(rows)[:, loss.report_names.index("student_entropy")]
-    # A logit near 100 is known to 4e-6 in float32, and so is each mean of them.
+    # float32 represents a logit near 100 to 4e-6, and each mean of them, too.
     torch.testing.assert_close(entropy.double(), -(log_q.exp() * log_q).sum(-1), atol=6e-5, rtol=0.0)

@@ -1,7 +1,7 @@
-"""The loss does not know whether its rows come from padded or from packed sequences.
+"""Check that the loss is the same for padded and for packed sequences.
 
-`gkd.data.collate` makes both; where attention keeps to the borders of packed sequences, both give the same [N, H]
-hidden states of the loss rows, and nothing after these depends on the way.
+`gkd.data.collate` makes both. If attention respects the boundaries of packed sequences, both give the same [N, H]
+hidden states of the loss rows, and the rest of the computation depends only on these.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Attention(torch.nn.Module):
         self.head = torch.nn.Parameter(torch.randn(V, H) / 4)
 
     def forward(self, tokens: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
-        """[B, S] tokens and positions, [S, S] or [B, S, S] bool of what sees what -> [B, S, H]."""
+        """Return [B, S, H] for [B, S] tokens and positions and a [S, S] or [B, S, S] bool attention mask `sees`."""
         x = self.tokens(tokens) + self.positions(positions)
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         hidden: Tensor = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=sees))
@@ -55,7 +55,7 @@ def _sequences() -> list[Tensor]:
 
 
 def _targets(signal: Signal) -> list[TokenTargets]:
-    """What the response tokens of each sequence learn from; the second sequence is the dataset's."""
+    """Return the targets of each sequence; the response of the second one is from the dataset."""
     generator = torch.Generator().manual_seed(2)
     targets = []
     for i, ((prompt, n), tokens) in enumerate(zip(LENGTHS, _sequences(), strict=True)):
@@ -74,7 +74,7 @@ def _targets(signal: Signal) -> list[TokenTargets]:
 
 
 def _micro_batch(group: list[int], *, packed: bool) -> MicroBatch:
-    """The tokens of some sequences as the product puts them together."""
+    """Collate the tokens of some sequences like the product."""
     rollouts = [
         Rollout(i, i, ids[:prompt], ids[prompt:], np.zeros(n), (VersionSpan(0, n, 0),), "stop")
         for i, (ids, (prompt, n)) in enumerate(zip([s.numpy() for s in _sequences()], LENGTHS, strict=True))
@@ -89,7 +89,7 @@ def _teacher_head() -> Tensor:
 
 
 def _joined(targets: list[TokenTargets]) -> TokenTargets:
-    """The rows of some sequences, one after the other."""
+    """Concatenate the rows of some sequences."""
 
     def column(name: str) -> Any:
         tables = [getattr(t, name) for t in targets]
@@ -98,10 +98,10 @@ def _joined(targets: list[TokenTargets]) -> TokenTargets:
     return TokenTargets(**{f.name: column(f.name) for f in fields(TokenTargets)})
 
 
-def _roads(model: Attention, signal: Signal, *, fused: bool, blocks: bool = True) -> tuple[Loss, Loss]:
-    """(padded, packed): the two ways to the loss of some sequences. Without `blocks`, packed ones see each other."""
+def _losses(model: Attention, signal: Signal, *, fused: bool, blocks: bool = True) -> tuple[Loss, Loss]:
+    """Return the (padded, packed) loss functions. Without `blocks`, packed sequences attend to each other."""
     shard = VocabShard(0, V, None)
-    # A few rows a chunk, so that the borders of chunks and of sequences do not agree.
+    # A few rows per chunk, so that chunk and sequence boundaries differ.
     loss = DistillLoss(SPEC, teacher_signals(SPEC, signal), shard, TorchRows(), 7 * V * 4, _teacher_head())
     targets = _targets(signal)
 
@@ -129,7 +129,7 @@ def _roads(model: Attention, signal: Signal, *, fused: bool, blocks: bool = True
 
 
 def _step(model: Attention, loss: Loss, groups: list[list[int]], *, mean_of_means: bool = False) -> Tensor:
-    """[1 + parameters] token mean over all groups and its gradient, or what averaging twice would give."""
+    """Return the [1 + parameters] token mean over all groups and its gradient, or the mean of means."""
     model.zero_grad()
     n_all = sum(n for _, n in LENGTHS)
     value = torch.zeros(())
@@ -145,19 +145,19 @@ def _step(model: Attention, loss: Loss, groups: list[list[int]], *, mean_of_mean
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_packed_equals_padded(signal: Signal, fused: bool) -> None:
-    """Fails if a row's loss depends on its neighbours, on its place, or on how many share its micro-batch."""
+    """Fails if a row's loss depends on its neighbors, its position, or the size of its micro-batch."""
     model = Attention()
-    padded, packed = _roads(model, signal, fused=fused)
+    padded, packed = _losses(model, signal, fused=fused)
     whole, pairs, single = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]
-    wanted = _step(model, padded, single)
+    expected = _step(model, padded, single)
     for groups in (whole, pairs, single):
         for loss in (padded, packed):
-            torch.testing.assert_close(_step(model, loss, groups), wanted, rtol=0, atol=1e-6)
+            torch.testing.assert_close(_step(model, loss, groups), expected, rtol=0, atol=1e-6)
 
     def off(got: Tensor) -> tuple[float, float]:
-        """Difference from `wanted` of the loss, and the largest of the gradient."""
-        return float((got - wanted)[0].abs()), float((got - wanted)[1:].abs().max())
+        """Return the difference of the loss from `expected`, and the largest one of the gradient."""
+        return float((got - expected)[0].abs()), float((got - expected)[1:].abs().max())
 
-    _, leaking = _roads(model, signal, fused=fused, blocks=False)
+    _, leaking = _losses(model, signal, fused=fused, blocks=False)
     for wrong in (_step(model, packed, pairs, mean_of_means=True), _step(model, leaking, whole)):
         assert min(off(wrong)) > 1e-3, off(wrong)

@@ -1,4 +1,4 @@
-"""k1, k2, k3: what they estimate, and what their gradient is in expectation, enumerated over a vocabulary of 5."""
+"""Test the values of k1, k2, k3 and their expected gradients, enumerated over a vocabulary of 5."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ V, V_PADDED, T = 5, 7, 0.7
 SHARD = VocabShard(0, V, None)
 Z = normal(V_PADDED, seed=1)
 LOG_P = normal(V, seed=2).log_softmax(dim=-1)
-LOG_MU = normal(V, seed=3).log_softmax(dim=-1)  # what the tokens are drawn from: not the student
+LOG_MU = normal(V, seed=3).log_softmax(dim=-1)  # the sampling distribution, which is not the student
 
 
 def _every_token() -> TokenTargets:
-    """One row for each token that could have been sampled."""
+    """Return one row for each token that can be sampled."""
     return TokenTargets(torch.arange(V), LOG_MU, torch.ones(V, dtype=torch.bool), sampled_logprobs=LOG_P)
 
 
@@ -43,7 +43,7 @@ def _student(z: Tensor) -> Tensor:
 
 
 def _exact(which: str) -> tuple[Tensor, Tensor]:
-    """KL and its gradient in the V logits, by autograd."""
+    """Return the KL and its gradient in the V logits, by autograd."""
     z = Z.clone().requires_grad_()
     q, p = _student(z).exp(), LOG_P.exp()
     value = kl(q, p) if which == "reverse" else kl(p, q)
@@ -65,15 +65,15 @@ def test_expected_gradient_is_the_reverse_kls(name: str) -> None:
     torch.testing.assert_close(z.grad, _exact("reverse")[1])
 
 
-@pytest.mark.parametrize("road", ["from_hidden", "from_logits"])
+@pytest.mark.parametrize("path", ["from_hidden", "from_logits"])
 @pytest.mark.parametrize("name", POLICY_GRADIENT_NAMES)
-def test_expected_gradient_of_the_whole_road(name: str, road: str) -> None:
+def test_expected_gradient_through_the_loss(name: str, path: str) -> None:
     """Fails if the fused head or the overwritten logits lose an importance weight or the temperature."""
     loss = distill_loss(_spec(name), "sampled", chunk_rows=2, shard=SHARD)
     logits = Z.repeat(V, 1).requires_grad_()
-    if road == "from_logits":
+    if path == "from_logits":
         loss.from_logits(logits, _every_token())[0].backward()
-    else:  # with the identity for a head, hidden states are logits
+    else:  # with an identity head, hidden states are logits
         loss.from_hidden(logits, torch.eye(V_PADDED, dtype=torch.float64), _every_token())[0].backward()
     assert logits.grad is not None
     torch.testing.assert_close(LOG_MU.exp() @ logits.grad, _exact("reverse")[1])
@@ -91,9 +91,9 @@ def test_gradcheck_of_the_frozen_surrogate(name: str) -> None:
 
     logits = Z.repeat(V, 1).requires_grad_()
     assert torch.autograd.gradcheck(frozen, (logits,))
-    (wanted,) = torch.autograd.grad(frozen(logits).sum(), logits)
+    (expected,) = torch.autograd.grad(frozen(logits).sum(), logits)
     (got,) = torch.autograd.grad(_sampled_losses(_spec(name), logits).sum(), logits)
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
     values = rho * reverse_kl_estimate(name, _student(Z), LOG_P)
     torch.testing.assert_close(_sampled_losses(_spec(name), logits), values)
 
@@ -109,7 +109,7 @@ def test_surrogate_has_value_and_slope_as_given() -> None:
 
 
 def test_k1_and_k3_are_unbiased_and_k2_is_not() -> None:
-    """Fails if an estimator has another mean than it claims; the report would be called a KL and be none."""
+    """Fails if an estimator does not have the stated mean, so that the reported number is not a KL."""
     exact = _exact("reverse")[0]
     rho = log_importance_weights(_student(Z), LOG_MU, 0)[0].exp()
     mean = {
@@ -134,7 +134,7 @@ def test_values_of_the_estimators() -> None:
 
 
 def test_differentiating_k3_trains_the_forward_kl() -> None:
-    """Documents why there is a surrogate: the mean gradient of k3 under the sample is that of KL(P || Q)."""
+    """Show why there is a surrogate: the mean gradient of k3 for fixed samples is that of KL(P || Q)."""
     z = Z.clone().requires_grad_()
     q = _student(z)
     (q.detach().exp() * reverse_kl_estimate("k3", q, LOG_P)).sum().backward()
@@ -143,14 +143,14 @@ def test_differentiating_k3_trains_the_forward_kl() -> None:
 
 
 def test_differentiating_k1_trains_nothing() -> None:
-    """Documents why there is a surrogate: the mean gradient of k1 under the sample is zero."""
+    """Show why there is a surrogate: the mean gradient of k1 for fixed samples is zero."""
     z = Z.clone().requires_grad_()
     q = _student(z)
     (q.detach().exp() * reverse_kl_estimate("k1", q, LOG_P)).sum().backward()
     torch.testing.assert_close(z.grad, torch.zeros_like(Z))
 
 
-def test_clip_bounds_the_weight_and_says_where() -> None:
+def test_clip_bounds_the_weight_and_returns_where() -> None:
     """Fails if a weight above the limit passes, one below is changed, or the report counts the wrong tokens."""
     actor, rollout = torch.tensor([0.0, 0.0, 0.0, -1.0]), torch.tensor([-3.0, -0.5, 0.0, 0.0])
     log_weights, clipped = log_importance_weights(actor, rollout, 2.0)
@@ -176,14 +176,14 @@ def test_clip_in_loss_and_report() -> None:
     assert float(total) == report["k1"] == pytest.approx(float((bounded * (_student(Z) - LOG_P)).sum()))
     total.backward()
     q = _student(Z).exp()
-    wanted = (bounded * (_student(Z) - LOG_P))[:, None] * (torch.eye(V, dtype=torch.float64) - q) / T
+    expected = (bounded * (_student(Z) - LOG_P))[:, None] * (torch.eye(V, dtype=torch.float64) - q) / T
     assert logits.grad is not None
-    torch.testing.assert_close(logits.grad[:, :V], wanted)
+    torch.testing.assert_close(logits.grad[:, :V], expected)
     assert not logits.grad[:, V:].any()
 
 
-def test_k3_of_a_token_that_the_student_has_left() -> None:
-    """Fails if k3 overflows where q has become tiny: p/q is infinite in float32, and rho p/q = p/mu is not."""
+def test_k3_of_a_token_with_tiny_student_probability() -> None:
+    """Fails if k3 overflows for a tiny q: p/q is infinite in float32, but rho p/q = p/mu is not."""
     actor, teacher, rollout = torch.tensor([-100.0]), torch.tensor([-0.5]), torch.tensor([-1.0])
     log_weights, _ = log_importance_weights(actor, rollout, 2.0)
     assert reverse_kl_estimate("k3", actor, teacher).isinf()
@@ -192,7 +192,7 @@ def test_k3_of_a_token_that_the_student_has_left() -> None:
 
 
 def test_without_the_teachers_logprob() -> None:
-    """Fails if k1-k3 train on something else when the teacher did not score the sampled tokens."""
+    """Fails if k1-k3 train without an error although the teacher did not score the sampled tokens."""
     targets = _every_token()
     targets.sampled_logprobs = None
     with pytest.raises(DataError, match="sampled table"):

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their arithmetic in the interpreter, and the machine code they compile to.
+"""Test the Triton kernels without a GPU: their arithmetic in the interpreter, and the compiled machine code.
 
 The checks run in two processes of their own, see `triton_rows_cases`. On a GPU: tests/gpu/test_loss_cuda.py.
 """
@@ -36,55 +36,55 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_statistics_equal_float64(interpreted: dict[str, str]) -> None:
-    """Would break if a turn, a lane or the last columns were left out, or the running maximum were wrong."""
+    """Fails if an iteration, a lane or the last columns are skipped, or the running maximum is wrong."""
     assert not interpreted["statistics_equal_float64"], interpreted["statistics_equal_float64"]
 
 
 def test_statistics_of_impossible_tokens(interpreted: dict[str, str]) -> None:
-    """Would break if logits of -inf, whole turns of them at the start too, made a NaN of the mean or the maximum."""
+    """Fails if logits of -inf, also in whole iterations at the start, make the mean or the maximum NaN."""
     assert not interpreted["statistics_of_impossible_tokens"], interpreted["statistics_of_impossible_tokens"]
 
 
 def test_a_nan_or_infinity_stays(interpreted: dict[str, str]) -> None:
-    """Would break if a maximum swallowed a NaN, so that broken logits trained on, or a gradient's NaN were lost."""
+    """Fails if a maximum drops a NaN, so that training continues on broken logits, or a gradient's NaN is lost."""
     assert not interpreted["a_nan_or_infinity_stays"], interpreted["a_nan_or_infinity_stays"]
 
 
 def test_strided_rows(interpreted: dict[str, str]) -> None:
-    """Would break if the padded columns of a wider matrix were read or written, or a transposed table misread."""
+    """Fails if the padded columns of a wider matrix are read or written, or a transposed table is misread."""
     assert not interpreted["strided_rows"], interpreted["strided_rows"]
 
 
 def test_rows_beyond_32_bits(interpreted: dict[str, str]) -> None:
-    """Would break if the place of a row were a 32-bit number: 8192 rows of 300,000 columns have more than 2^31."""
+    """Fails if row offsets are 32-bit: 8192 rows of 300,000 columns have more than 2^31 elements."""
     assert not interpreted["rows_beyond_32_bits"], interpreted["rows_beyond_32_bits"]
 
 
 def test_gradient_equals_float64(interpreted: dict[str, str]) -> None:
-    """Would break if repeats of an id did not add up, an id at a border or -1 were misplaced, or T forgotten."""
+    """Fails if repeated ids are not summed, an id at a boundary or -1 is misplaced, or T is ignored."""
     assert not interpreted["gradient_equals_float64"], interpreted["gradient_equals_float64"]
 
 
 def test_gradient_is_rounded_once(interpreted: dict[str, str]) -> None:
-    """Would break if the value at an id were summed in bfloat16, where target and share cancel to nothing."""
+    """Fails if the value at an id is summed in bfloat16, where target and share cancel completely."""
     assert not interpreted["rounded_once"], interpreted["rounded_once"]
 
 
 def test_no_rows(interpreted: dict[str, str]) -> None:
-    """Would break if a micro-batch without loss rows started a grid of zero programs, which CUDA refuses."""
+    """Fails if a micro-batch without loss rows launches a grid of zero programs, which CUDA refuses."""
     assert not interpreted["no_rows"], interpreted["no_rows"]
 
 
 def test_refusals(interpreted: dict[str, str]) -> None:
-    """Would break if float64 were silently computed in float32, or a transposed matrix read along the wrong axis."""
+    """Fails if float64 is silently computed in float32, or a transposed matrix is read along the wrong axis."""
     assert not interpreted["refusals"], interpreted["refusals"]
 
 
 def test_cpu_tensors_are_refused(compiled: dict[str, str]) -> None:
-    """Would break if a student on the CPU got an error of the driver instead of one that names the setting."""
+    """Fails if a student on the CPU gets a driver error instead of one that names the setting."""
     assert not compiled["cpu_tensors_are_refused"], compiled["cpu_tensors_are_refused"]
 
 
 def test_kernels_compile_for_hopper(compiled: dict[str, str]) -> None:
-    """Would break if the kernels did not compile, lost the barriers at the loop, or read less than 16 bytes at once."""
+    """Fails if the kernels do not compile, lack the barriers at the loop, or load less than 16 bytes at once."""
     assert not compiled["kernels_compile_for_hopper"], compiled["kernels_compile_for_hopper"]

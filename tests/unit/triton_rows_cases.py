@@ -1,7 +1,7 @@
-"""Checks of `TritonRows` that need a process of their own; `test_triton_rows` runs this file and reads what it prints.
+"""Check `TritonRows` in a separate process; `test_triton_rows` runs this file and reads its output.
 
 Triton decides when it is first imported whether kernels are interpreted (TRITON_INTERPRET=1) or compiled, and other
-tests of the same process may have imported it. Each function here is one check and raises what is wrong.
+tests of the same process may have imported it. Each function is one check and raises an error if it fails.
 
     TRITON_INTERPRET=1 python -m tests.unit.triton_rows_cases interpreted
     python -m tests.unit.triton_rows_cases compiled
@@ -27,7 +27,7 @@ from gkd.loss.triton_rows import TritonRows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 7, 1000, 5003)
-# Small programs, so that a row takes several turns; 64 elements a warp would be the least for 16-byte loads of float32.
+# Small programs, so that a row needs several iterations; 16-byte loads of float32 need at least 64 elements per warp.
 SMALL = TritonRows(block=512, num_warps=1)
 NAN, INF = float("nan"), float("inf")
 
@@ -37,7 +37,7 @@ def rows(n: int, v: int, dtype: torch.dtype, *, padding: int = 0) -> Tensor:
     return (torch.randn(n, v + padding, generator=generator) * 4).to(dtype)[:, :v]
 
 
-def wanted_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def expected_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     z = logits.double() / temperature
     mean = (z.softmax(-1) * z.masked_fill(z == -INF, 0.0)).sum(-1)
     return z.logsumexp(-1), mean.masked_fill((z == -INF).all(-1), 0.0)
@@ -46,12 +46,12 @@ def wanted_statistics(logits: Tensor, temperature: float) -> tuple[Tensor, Tenso
 def check_statistics(logits: Tensor, temperature: float, kernels: RowKernels = SMALL) -> None:
     got = kernels.statistics(logits, temperature)
     assert all(t.dtype == torch.float32 and t.shape == (len(logits),) for t in got)
-    expected = wanted_statistics(logits, temperature)
+    expected = expected_statistics(logits, temperature)
     assert_close([t.double() for t in got], list(expected), atol=2e-5, rtol=2e-6)
     assert_close(list(got), list(TorchRows().statistics(logits, temperature)), atol=2e-5, rtol=2e-6)
 
 
-def wanted_gradient(logits: Tensor, g: dict[str, Tensor], temperature: float) -> Tensor:
+def expected_gradient(logits: Tensor, g: dict[str, Tensor], temperature: float) -> Tensor:
     z = logits.double() / temperature
     grad = -g["row_grad"].double()[:, None] * (z - g["log_normalizer"].double()[:, None]).exp()
     added = g["column_grad"].double().masked_fill(g["columns"] < 0, 0.0)
@@ -69,17 +69,17 @@ def gradient_inputs(logits: Tensor, n_ids: int, temperature: float) -> dict[str,
     column_grad = torch.randn(n, n_ids, generator=generator).masked_fill(columns < 0, NAN)
     row_grad = torch.randn(n, generator=generator)
     row_grad[0] = 0.0
-    log_normalizer = wanted_statistics(logits, temperature)[0].float() + 0.1  # more than this rank's columns
+    log_normalizer = expected_statistics(logits, temperature)[0].float() + 0.1  # more than this rank's columns
     return {"columns": columns, "column_grad": column_grad, "row_grad": row_grad, "log_normalizer": log_normalizer}
 
 
 def check_gradient(logits: Tensor, g: dict[str, Tensor], temperature: float, *, in_place: bool) -> None:
-    expected = wanted_gradient(logits, g, temperature)
+    expected = expected_gradient(logits, g, temperature)
     by_torch = torch.empty_like(logits)
     TorchRows().write_gradient(logits, by_torch, **g, temperature=temperature)
     out = logits if in_place else torch.empty_like(logits)
     SMALL.write_gradient(logits, out, **g, temperature=temperature)
-    # One unit in the last place, as the interpreter cuts off bits where a GPU rounds; and a little for float32's own.
+    # One unit in the last place, because the interpreter truncates where a GPU rounds; plus the error of float32.
     rtol = torch.finfo(logits.dtype).eps + 2e-5
     assert_close(out.double(), expected, equal_nan=True, atol=2e-6, rtol=rtol)
     assert_close(out, by_torch, equal_nan=True, atol=2e-6, rtol=1.5 * rtol)
@@ -97,7 +97,7 @@ def statistics_equal_float64() -> None:
 def statistics_of_impossible_tokens() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = rows(5, 1601, dtype)
-        logits[0, :1100] = -INF  # nothing in two whole turns, and in part of the third
+        logits[0, :1100] = -INF  # two whole iterations and part of the third
         logits[1, 3:] = -INF
         logits[2, :-1] = -INF
         logits[3, ::2] = torch.finfo(dtype).min
@@ -115,7 +115,7 @@ def a_nan_or_infinity_stays() -> None:
     logits = rows(3, 600, torch.bfloat16)
     g = gradient_inputs(logits, 9, 1.0)
     g["column_grad"][0, 1], g["column_grad"][1, 2] = NAN, INF
-    expected = wanted_gradient(logits, g, 1.0)
+    expected = expected_gradient(logits, g, 1.0)
     assert expected.isnan().sum() == 1 and expected.isinf().sum() == 1
     check_gradient(logits, g, 1.0, in_place=True)
 
@@ -128,9 +128,9 @@ def strided_rows() -> None:
         out, g = whole[:, :1000], gradient_inputs(logits, 5, 1.0)
         SMALL.write_gradient(logits, out, **g, temperature=1.0)
         assert bool((whole[:, 1000:] == 7.0).all()), "the padding was written to"
-        assert_close(out.double(), wanted_gradient(logits, g, 1.0), atol=2e-6, rtol=torch.finfo(dtype).eps)
+        assert_close(out.double(), expected_gradient(logits, g, 1.0), atol=2e-6, rtol=torch.finfo(dtype).eps)
         check_gradient(logits, g, 1.0, in_place=True)
-    # Values that are not contiguous, as expand and transpose leave them.
+    # Non-contiguous values, like the results of expand and transpose.
     logits = rows(3, 600, torch.float32)
     g = gradient_inputs(logits, 5, 1.0)
     g["row_grad"] = torch.ones(1).expand(3)
@@ -139,7 +139,7 @@ def strided_rows() -> None:
 
 
 def rows_beyond_32_bits() -> None:
-    # Memory that nothing touches is not taken; only the few pages of three rows are.
+    # Untouched memory is not allocated physically; only the pages of three rows are.
     memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
     logits = memory.as_strided((3, 40), (2**30, 1))
     logits.copy_(rows(3, 40, torch.bfloat16))
@@ -160,15 +160,15 @@ def gradient_equals_float64() -> None:
 
 
 def rounded_once() -> None:
-    # At the id the target's share and the student's all but cancel: rounding either alone leaves nothing of the rest.
+    # At the id the shares of target and student nearly cancel: rounding either one first loses the difference.
     logits = torch.full((1, 600), -20.0, dtype=torch.bfloat16)
     logits[0, 3] = 5.0
-    log_normalizer = wanted_statistics(logits, 1.0)[0].float()
+    log_normalizer = expected_statistics(logits, 1.0)[0].float()
     share = (logits[0, 3].float() - log_normalizer).exp()
     columns, parts = torch.tensor([[3, 9, 3]]), torch.tensor([[0.25, 0.5, 0.0]])
     parts[0, 2] = share - 0.25 + 1e-4
     g = {"columns": columns, "column_grad": parts, "row_grad": torch.ones(1), "log_normalizer": log_normalizer}
-    expected = wanted_gradient(logits, g, 1.0)
+    expected = expected_gradient(logits, g, 1.0)
     SMALL.write_gradient(logits, logits, **g, temperature=1.0)
     assert_close(logits.double()[0, [3, 9]], expected[0, [3, 9]], atol=0.0, rtol=torch.finfo(torch.bfloat16).eps)
 
@@ -206,23 +206,23 @@ def kernels_compile_for_hopper() -> None:
         ptx = compiled(triton_rows._statistics, f"*{dtype}", shape)["ptx"]
         assert ptx.count("ld.global.v4.b32") == 32 // vector, f"{dtype}: not one load of 16 bytes for {vector} elements"
         loop = ptx[ptx.index("ld.global.v4.b32") :].split("bra", 1)[0]
-        assert "shfl" not in loop and "bar.sync" not in loop, f"{dtype}: threads wait for each other at each turn"
+        assert "shfl" not in loop and "bar.sync" not in loop, f"{dtype}: threads synchronize in each iteration"
         for ids in (0, 16, 64, 256):
             shape = {"BLOCK": 8192, "IDS": ids, "COMPARED": min(ids, 4096 // ids) if ids else 0}
             stages = compiled(triton_rows._write_gradient, f"*{dtype}", shape)
             ptx = stages["ptx"]
             assert ptx.count("st.global.v4.b32") == 32 // vector, f"{dtype}: stores of less than 16 bytes"
             assert dtype == "fp32" or re.search(r"cvt\.rn\.(b?f16x2)\.f32", ptx), f"{dtype}: not rounded to nearest"
-            # Its own barriers, before those that the compiler adds where threads share a sum.
+            # The kernel's own barriers, before those that the compiler adds for shared sums.
             order = re.findall(r"barrier|scf\.for|tt\.store", stages["ttgir"])
-            wanted = ["scf.for", "barrier", "scf.for", "tt.store", "barrier", "tt.store"]
-            assert order == (wanted if ids else ["scf.for", "tt.store"]), f"{dtype}, {ids} ids: {order}"
+            order_with_ids = ["scf.for", "barrier", "scf.for", "tt.store", "barrier", "tt.store"]
+            assert order == (order_with_ids if ids else ["scf.for", "tt.store"]), f"{dtype}, {ids} ids: {order}"
             after = ptx[ptx.rindex("st.global.v4.b32") : ptx.rindex("st.global.")]
-            assert not ids or "bar.sync" in after, f"{dtype}, {ids} ids: a barrier is gone"
+            assert not ids or "bar.sync" in after, f"{dtype}, {ids} ids: a barrier is missing"
 
 
 def compiled(kernel: object, logits_type: str, shape: dict[str, int]) -> dict[str, str]:
-    """Text of two of the stages in which a kernel is compiled for compute capability 9.0, by name of the stage."""
+    """Return the text of two compilation stages of a kernel for compute capability 9.0, by stage name."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -233,7 +233,7 @@ def compiled(kernel: object, logits_type: str, shape: dict[str, int]) -> dict[st
     types |= dict.fromkeys(("scale", "inv_temperature"), "fp32") | dict.fromkeys(shape, "constexpr")
     signature = {name: types[name] for name in names}
     aligned = [i for i, name in enumerate(names) if types[name].startswith("*") or types[name] == "i32"]
-    # Rows are a multiple of 16 apart and wide, as a vocabulary is padded; without that there are no 16-byte loads.
+    # Strides and widths are multiples of 16, like a padded vocabulary; otherwise there are no 16-byte loads.
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned if names[i] != "n_ids"}
     source = ASTSource(kernel, signature, shape, attrs)
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})

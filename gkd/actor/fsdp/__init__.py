@@ -4,6 +4,6 @@ student.py     the student of one rank           passes.py      forward and back
 model.py       HF folder -> sharded module       head.py        LM head on the loss rows, with the loss
 attention.py   packed sequences in transformers  probe.py       check that the model fits packing and the fused loss
 weights.py     safetensors <-> shards            conversion.py  files whose tensors differ from the parameters
-lora.py        adapters and merged weights       host_run.py    offloaded shards in one pinned block
+lora.py        adapters and merged weights       host_block.py  offloaded shards in one pinned block
 optim.py       AdamW, clipping                   checkpoint.py  exact resume
 """

@@ -1,7 +1,7 @@
-"""Packed sequences in transformers' models: `gkd.actor.common.attention` under a name that their configs can ask for.
+"""Register `gkd.actor.common.attention` with transformers, so that its models accept packed sequences.
 
-transformers makes no mask for an attention function it does not know, so what this one does not do must be refused:
-a model that counts on it would train on something else.
+transformers builds no mask for an attention function that it does not know. So features that this function lacks must
+be refused: a model that needs them would silently compute something else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gkd.errors import ConfigError, ModelError
 
 PACKED_ATTENTION = "gkd_packed"
 _FIX = "use actor.packing=false: the model's own attention then runs on padded sequences."
-# Arguments of transformers' attention functions that change the result, and what they are.
+# Arguments of transformers' attention functions that change the result -> description.
 _FEATURES = {
     "sliding_window": "a sliding window",
     "softcap": "soft-capped attention scores",
@@ -29,15 +29,15 @@ _FEATURES = {
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Where the sequences of a packed row begin; goes through the model's forward as the keyword `pack`."""
+    """Boundaries of the sequences in a packed row; passed through the model's forward as the keyword `pack`."""
 
     cu_seqlens: Tensor  # [n + 1] int32, on the device of the activations
     max_length: int  # of the longest sequence
-    calls: list[str] | None = None  # gets the name of each attention module's class, where somebody counts
+    calls: list[str] | None = None  # if given, each call appends the class name of its attention module
 
 
 def register_packed_attention() -> None:
-    """Makes `PACKED_ATTENTION` a value of `attn_implementation`. May be called again."""
+    """Make `PACKED_ATTENTION` a valid value of `attn_implementation`. Idempotent."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
@@ -53,35 +53,35 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention contract: [B, heads, S, D] (key, value: kv_heads) -> [B, S, heads, D], no weights.
+    """Compute attention for transformers: [B, heads, S, D] (key, value: kv_heads) -> [B, S, heads, D], no weights.
 
     Raises:
-        ConfigError: naming actor.packing: the model asks for something that `causal_attention` does not do.
-        ModelError: dropout; the student never trains with it.
+        ConfigError: the model requests a feature that `causal_attention` lacks; the key is actor.packing.
+        ModelError: the model requests dropout; the student never trains with it.
     """
     refuse_features(module, attention_mask, kwargs)
     if dropout:
-        raise ModelError(f"{type(module).__name__} asks for attention dropout {dropout}; the student trains without.")
+        raise ModelError(f"{type(module).__name__} requests attention dropout {dropout}; the student trains without.")
     if pack is not None and pack.calls is not None:
         pack.calls.append(type(module).__name__)
-    borders, longest = (None, None) if pack is None else (pack.cu_seqlens, pack.max_length)
-    context = causal_attention(query, key, value, borders, max_length=longest, scale=scaling)
+    boundaries, longest = (None, None) if pack is None else (pack.cu_seqlens, pack.max_length)
+    context = causal_attention(query, key, value, boundaries, max_length=longest, scale=scaling)
     return context.transpose(1, 2).contiguous(), None
 
 
 def refuse_features(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError naming actor.packing for the first thing that plain causal attention would leave out."""
-    who = type(module).__name__
-    asked = [text for name, text in _FEATURES.items() if kwargs.get(name) is not None]
+    """Raise ConfigError for actor.packing if the module requests a feature that plain causal attention lacks."""
+    features = [text for name, text in _FEATURES.items() if kwargs.get(name) is not None]
     if attention_mask is not None:
-        asked.append("a mask of its own")
+        features.append("its own attention mask")
     is_causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        asked.append("attention to later tokens")
-    if asked:
-        raise ConfigError("actor.packing", True, f"{who} asks for {' and '.join(asked)}.", _FIX)
+        features.append("attention to later tokens")
+    if features:
+        problem = f"{type(module).__name__} uses {' and '.join(features)}."
+        raise ConfigError("actor.packing", True, problem, _FIX)
 
 
 def refuse_packing(model_type: str, why: str) -> ConfigError:
-    """The error for a model that cannot take packs at all."""
+    """Return the error for a model that does not support packed sequences."""
     return ConfigError("actor.packing", True, f"a {model_type} model {why}.", _FIX)

@@ -1,10 +1,10 @@
-"""What an fsdp2 rank puts into a checkpoint, and how any number of ranks gets its own part back out.
+"""Write the state of an fsdp2 rank to a checkpoint, and load it with any number of ranks.
 
-fully_shard gives each rank some rows of every parameter: flattened they are one range of the whole, and with the two
-moments they are the pieces of `gkd.actor.common.shards`, under the parameters' HF names. Frozen weights are
-not in it; they come from the model's folder again. No arithmetic is done on the way: bits stay.
+fully_shard gives each rank some rows of every parameter. Flattened, they are one range of the parameter. These ranges
+and those of the two moments are the pieces of `gkd.actor.common.shards`, under the parameters' HF names. Frozen weights
+are not saved; a resume reads them from the model's folder. Values are copied bit-exactly.
 
-With as many ranks as before the resume is bit-exact, random generators included.
+With the same number of ranks the resume is bit-exact, including the random generators.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from gkd.errors import CheckpointError
 def snapshot(
     copies: HostCopies, trained: Mapping[str, Place], optimizer: torch.optim.AdamW, meta: Mapping[str, Any]
 ) -> Snapshot:
-    """This rank's share on its way to host memory; `copies.settle` before it changes. No collective.
+    """Start to copy this rank's state to host memory. Call `copies.settle` before the state changes. Not a collective.
 
     Args:
-        copies: owns the memory.
+        copies: owns the host memory.
         trained: trained parameters by name.
         meta: `student_meta` and the step.
     """
@@ -51,13 +51,14 @@ def load(
     rank: int,
     device: torch.device,
 ) -> int:
-    """Fills parameters and optimizer from a checkpoint, and the generators if the world is the same. Collective.
+    """Load parameters and optimizer from a checkpoint; the generators, too, if the world is the same. Collective.
 
     Returns:
-        The number of optimizer steps the checkpoint was saved after.
+        The number of optimizer steps after which the checkpoint was saved.
 
     Raises:
-        CheckpointError: none there, damaged, or of another student; this one is then good for nothing more.
+        CheckpointError: there is none, or it is damaged or belongs to another student. The student cannot be used
+            afterwards.
     """
     step = 0
     with same_error(device), ShardReader(folder) as reader:
@@ -85,11 +86,11 @@ def student_meta(
     world_size: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """What must be equal for a checkpoint to fit, and what decides about the generators; JSON data.
+    """Return the metadata that must match on load, and that decides whether generators are restored; JSON data.
 
     Args:
-        scale: alpha / rank of the adapters; 0 without.
-        base: digest of the frozen weights, which are not in the checkpoint; empty where all weights are trained.
+        scale: alpha / rank of the adapters; 0 without adapters.
+        base: digest of the frozen weights, which are not in the checkpoint; empty if all weights are trained.
     """
     return {
         "strategy": "fsdp2",
@@ -103,12 +104,12 @@ def student_meta(
 
 
 def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
-    """(name, first element in the flattened whole, live tensors by kind: [n] float32) of what this rank updates."""
+    """Yield (name, offset in the flattened parameter, live [n] float32 tensors by kind) of this rank's shards."""
     for name, place in trained.items():
         param = place.tensor
         assert isinstance(param, DTensor)
         state = optimizer.state[param]
-        if not state:  # before the first step; AdamW would begin with the same
+        if not state:  # before the first step; AdamW starts with the same values
             state["step"] = torch.zeros((), device=param.to_local().device)
             state |= {kind: torch.zeros_like(param, requires_grad=False) for kind in KINDS[1:]}
         tensors = {"param": param, **{kind: state[kind] for kind in KINDS[1:]}}
@@ -117,15 +118,16 @@ def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterat
 
 
 def _check_trained(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where adapters would stand beside another base, or are not the same ones."""
+    """Raise CheckpointError if the base weights or the set of trained tensors differ."""
     if saved.get("base", own["base"]) != own["base"]:
         raise CheckpointError(
-            f"{folder} holds adapters of another base model than model.path has now. Name the folder it was begun with."
+            f"{folder} holds adapters of another base model than model.path. Fix: set model.path to the base model of "
+            "the checkpoint."
         )
     shapes = saved.get("shapes", own["shapes"])
-    for one, other, who in ((shapes, own["shapes"], "this student"), (own["shapes"], shapes, "the checkpoint")):
-        if lacking := sorted(one.keys() - other.keys()):
+    for one, other, side in ((shapes, own["shapes"], "this student"), (own["shapes"], shapes, "the checkpoint")):
+        if missing := sorted(one.keys() - other.keys()):
             raise CheckpointError(
-                f"{folder} is of another student: {who} does not train {lacking[0]}. Is it the same model, and are "
-                "actor.lora.rank and actor.lora.targets as they were?"
+                f"{folder} belongs to another student: {side} does not train {missing[0]}. Fix: use the model.path, "
+                "actor.lora.rank and actor.lora.targets of the checkpoint."
             )

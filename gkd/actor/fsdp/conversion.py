@@ -1,8 +1,8 @@
-"""Where each tensor of a HF folder stands in the parameters of its model, where the two differ by name or shape.
+"""Map each tensor of a HF folder to a rectangle of a model parameter, where names or shapes differ.
 
-transformers renames tensors as it loads them, and makes one parameter of the experts of a layer. Its own tables say
-which; here a file's tensor becomes a rectangle of a parameter, so that a rank can read the rows it has and an export
-cuts the parameter up again: under the names of the files, which are what other programs know.
+On load, transformers renames tensors and stacks the experts of a layer into one parameter. This module reads its
+conversion tables. With the rectangles, a rank reads only the rows of its shard, and an export splits the parameter
+again under the names of the files, which other programs expect.
 
     files (mixture of experts, E experts)         parameter
     experts.3.gate_proj.weight   [I, H]           experts.gate_up_proj [E, 2 I, H], at [3, 0:I]
@@ -33,20 +33,20 @@ from gkd.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A file's tensor as a rectangle of a parameter."""
+    """The rectangle of a parameter that one tensor of the files fills."""
 
     name: str  # in the files
-    start: tuple[int, ...]  # first element, by dimension of the parameter
-    sizes: tuple[int, ...]  # by dimension of the parameter
-    stacked: bool = False  # the file's tensor has no first dimension: it is one row of the parameter
+    start: tuple[int, ...]  # first element, per dimension of the parameter
+    sizes: tuple[int, ...]  # per dimension of the parameter
+    stacked: bool = False  # the file's tensor is one row of the parameter and lacks its first dimension
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the file's tensor."""
+        """Shape of the file's tensor."""
         return self.sizes[1:] if self.stacked else self.sizes
 
     def cut_from(self, whole: Tensor) -> Tensor:
-        """What an export writes of the whole parameter; a view where it can be."""
+        """Return the file's tensor from the whole parameter; a view if possible."""
         part = whole[tuple(slice(a, a + n) for a, n in zip(self.start, self.sizes, strict=True))]
         return (part[0] if self.stacked else part).contiguous()
 
@@ -54,14 +54,14 @@ class FilePart:
 def file_parts(
     hf: PreTrainedModel, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[FilePart]]:
-    """The files' tensors by the parameter that they are part of; what belongs to none is left out.
+    """Return the files' tensors by the parameter that they belong to. Tensors of no parameter are left out.
 
     Args:
         names: of the files' tensors.
         shapes: of the model's parameters and buffers, by name.
 
     Raises:
-        ModelError: transformers would compute something here that is not done; parts of a parameter are missing.
+        ModelError: transformers applies a conversion that is not supported here, or parts of a parameter are missing.
     """
     transforms = get_model_conversion_mapping(hf)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -69,7 +69,7 @@ def file_parts(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parts: dict[str, list[FilePart]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    # In the order in which transformers stacks them: of the numbers in the names.
+    # In the order in which transformers stacks them: by the numbers in the names.
     for name in sorted(names, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, hf.base_model_prefix, dict(shapes))
         if own not in shapes and name in shapes:
@@ -83,9 +83,9 @@ def file_parts(
     for own, found in groups.items():
         converter = by_pattern[next(iter(found))]
         parts[own] = [*parts.get(own, []), *_fused_parts(hf, converter, own, shapes[own], found)]
-    for own, of_one in parts.items():
-        if own not in groups and len(of_one) > 1:
-            raise ModelError(f"{' and '.join(part.name for part in of_one)} are the same tensor of the model, {own}.")
+    for own, matches in parts.items():
+        if own not in groups and len(matches) > 1:
+            raise ModelError(f"{' and '.join(part.name for part in matches)} map to the same tensor, {own}.")
     return parts
 
 
@@ -96,7 +96,7 @@ def _fused_parts(
     shape: tuple[int, ...],
     found: Mapping[str, list[str]],
 ) -> list[FilePart]:
-    """Of a parameter that stacks tensors along its first dimension, and puts several such stacks beside each other."""
+    """Return the parts of a parameter that concatenates one or more stacks of tensors."""
     match converter.operations:
         case [MergeModulelist(dim=0)]:
             dim = None
@@ -105,15 +105,15 @@ def _fused_parts(
         case operations:
             what = " and ".join(type(operation).__name__ for operation in operations)
             raise ModelError(
-                f"the files of a {hf.config.model_type} model are converted on load ({what} makes {own}), which "
-                "actor.strategy=fsdp2 does not do. Use actor.strategy=megatron if it has this architecture."
+                f"actor.strategy=fsdp2 does not support the conversion on load of a {hf.config.model_type} model: "
+                f"{what} for {own}. Fix: use actor.strategy=megatron if it supports this architecture."
             )
     patterns = converter.source_patterns
     width = shape[dim] // len(patterns) if dim is not None else 0
     parts = []
     for i, pattern in enumerate(patterns):
         if len(names := found.get(pattern, [])) != shape[0]:
-            raise ModelError(f"{own} is made of {shape[0]} tensors named {pattern}, and the files have {len(names)}.")
+            raise ModelError(f"{own} needs {shape[0]} tensors named {pattern}; the files have {len(names)}.")
         for row, name in enumerate(names):
             start, sizes = [row, *(0 for _ in shape[1:])], [1, *shape[1:]]
             if dim is not None:

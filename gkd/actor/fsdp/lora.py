@@ -1,6 +1,6 @@
-"""LoRA: small matrices beside frozen ones, W + scale B A, trained in their place and exported as their sum.
+"""Train LoRA adapters, W + scale B A with W frozen, and export the merged weights.
 
-The adapters are peft's; float32 whatever the model's dtype.
+The adapters are peft's, in float32 for every model dtype.
 
 Letters: r rank, I inputs and O outputs of a linear layer.
 Source: arXiv:2106.09685.
@@ -26,12 +26,12 @@ from gkd.actor.fsdp.weights import Place, first_row, full_tensor
 from gkd.config.schema import LoraConfig
 from gkd.errors import ConfigError
 
-_ADAPTER = "default"  # peft's name for an only adapter
+_ADAPTER = "default"  # peft's name of a single adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The two matrices beside one weight."""
+    """The two matrices that adapt one weight."""
 
     a: Place  # [r, I] float32
     b: Place  # [O, r] float32
@@ -39,33 +39,37 @@ class Adapter:
     transposed: bool  # the weight is [I, O]
 
     def merged(self, weight: Tensor) -> Tensor:
-        """weight + scale B A, summed in float32, in the dtype of `weight`; `weight` itself while B is zero. Collective.
+        """Return weight + scale B A, summed in float32, in the dtype of `weight`. Collective.
 
         Args:
-            weight: [O, I], all rows.
+            weight: [O, I], all rows. Returned bit-exactly while B is zero.
         """
         a, b = (full_tensor(place.tensor, weight.device) for place in (self.a, self.b))
         delta = self.scale * (b @ a)
         delta = delta.T if self.transposed else delta
-        # Where nothing is added not even the sign of a zero differs from what was loaded.
+        # Where nothing is added, keep even the sign of a zero.
         return torch.where(delta == 0, weight, (weight.float() + delta).to(weight.dtype))
 
 
 def check_targets(hf: PreTrainedModel, lora: LoraConfig) -> None:
-    """Raises ConfigError for entries of actor.lora.targets that no linear layer (the LM head aside) ends in."""
+    """Raise ConfigError if an entry of actor.lora.targets matches no linear layer (except the LM head)."""
     names = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    idle = [target for target in lora.targets if not any(_ends_with(name, target) for name in names)]
-    if idle or not lora.targets:
+    unmatched = [target for target in lora.targets if not any(_ends_with(name, target) for name in names)]
+    if unmatched or not lora.targets:
         endings = sorted({name.rpartition(".")[2] for name in names})
-        problem = f"a {hf.config.model_type} model has no linear layer that ends in {', '.join(idle) or 'nothing'}."
+        problem = (
+            f"a {hf.config.model_type} model has no linear layer named {', '.join(unmatched)}."
+            if unmatched
+            else "no layer is named."
+        )
         raise ConfigError("actor.lora.targets", lora.targets, problem, f"choose among {', '.join(endings)}.")
 
 
 def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Place]) -> dict[str, Adapter]:
-    """Puts an adapter, still on the meta device, beside every weight that actor.lora.targets name; freezes the rest.
+    """Add an adapter, still on the meta device, to every weight in actor.lora.targets, and freeze the other weights.
 
     Args:
-        places: of the model's tensors, by name; made before, so that names are those of the model without adapters.
+        places: of the model's tensors, by name; made before, so that the names are those of the model without adapters.
 
     Returns:
         Adapter by the name of its weight.
@@ -82,8 +86,8 @@ def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Pla
         base = layer.get_base_layer()
         if id(base) not in names:
             own = type(base).__name__
-            problem = f"a {own} of a {hf.config.model_type} model that they name shares its weight with another layer."
-            raise ConfigError("actor.lora.targets", lora.targets, problem, "leave it out.")
+            problem = f"a matching {own} of a {hf.config.model_type} model shares its weight with another layer."
+            raise ConfigError("actor.lora.targets", lora.targets, problem, "remove that target.")
         a, b = (_float32_place(part[_ADAPTER]) for part in (layer.lora_A, layer.lora_B))
         adapters[names[id(base)]] = Adapter(a, b, layer.scaling[_ADAPTER], transposed=isinstance(base, Conv1D))
     return adapters
@@ -91,7 +95,7 @@ def add_adapters(hf: PreTrainedModel, lora: LoraConfig, places: Mapping[str, Pla
 
 @torch.no_grad()
 def init_adapters(adapters: Mapping[str, Adapter], seed: int) -> None:
-    """A as a linear layer's weight, B zero; the same whole matrices whatever the number of ranks."""
+    """Initialize A like a linear layer's weight and B with zeros. The full matrices do not depend on the world size."""
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters.values():
         whole = torch.empty(adapter.a.shape)
@@ -105,9 +109,9 @@ def init_adapters(adapters: Mapping[str, Adapter], seed: int) -> None:
 
 @contextmanager
 def disabled_adapters(model: nn.Module) -> Iterator[None]:
-    """In it the model computes as if it had no adapters. Not for a forward pass whose gradient is wanted."""
+    """Within the block, compute without the adapters. Only for forward passes without gradients."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    # Not peft's enable_adapters, which also says which parameters want a gradient: fully_shard looks at that once.
+    # Not peft's enable_adapters, which also changes requires_grad: fully_shard reads that only once.
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters: gradients become a token mean, their global norm is taken, then the step is made."""
+"""Run AdamW on sharded parameters: global gradient norm, clipping, learning rate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gkd.actor.common.optim_spec import OptimSpec
 
 
 def build_adamw(params: Iterable[nn.Parameter], spec: OptimSpec) -> torch.optim.AdamW:
-    """torch's AdamW; norms and biases, that is vectors, without weight decay.
+    """Return torch's AdamW with no weight decay on vectors (norms and biases).
 
-    Fused: one pass over memory for the whole update, on CUDA as on the CPU, where it also uses all threads.
+    It is fused: one pass over memory for the whole update, on CUDA and on the CPU, where it uses all threads.
     """
     trained = list(params)
     groups = [
@@ -36,9 +36,9 @@ def build_adamw(params: Iterable[nn.Parameter], spec: OptimSpec) -> torch.optim.
 
 @torch.no_grad()
 def global_grad_norm(params: Sequence[nn.Parameter], device: torch.device) -> float:
-    """Of all ranks' shards together; summed in float64. Collective over the world."""
+    """Return the norm over all ranks' shards, summed in float64. Collective over the world."""
     norms = [torch.linalg.vector_norm(grad) for grad in local_grads(params)]
-    # Summed where the gradients are; one number moves.
+    # Summed on the gradients' device; only one number moves.
     total = torch.stack(norms).double().square().sum().to(device) if norms else torch.zeros((), device=device).double()
     dist.all_reduce(total)
     return float(total.sqrt())
@@ -46,16 +46,17 @@ def global_grad_norm(params: Sequence[nn.Parameter], device: torch.device) -> fl
 
 @torch.no_grad()
 def scale_grads(params: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients by `factor` in place."""
     torch._foreach_mul_(local_grads(params), factor)
 
 
 def clip_factor(grad_norm: float, clip_grad: float) -> float:
-    """What brings a norm down to `clip_grad`; 1 below it, and where clipping is off (0)."""
+    """Return the factor that reduces a norm to `clip_grad`; 1 if it is below or clipping is off (0)."""
     return min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad > 0 else 1.0
 
 
 def threads_per_rank() -> int:
-    """Cores of this host, shared by the ranks on it. Collective over the world."""
+    """Return this host's cores divided by the number of ranks on it. Collective over the world."""
     hosts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return max(1, len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname()))
@@ -63,7 +64,7 @@ def threads_per_rank() -> int:
 
 @contextmanager
 def host_threads(n: int) -> Iterator[None]:
-    """torch's work on the CPU in `n` threads for the time of a block."""
+    """Within the block, let torch use `n` CPU threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:
@@ -73,6 +74,6 @@ def host_threads(n: int) -> Iterator[None]:
 
 
 def local_grads(params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of every gradient there is."""
+    """Return this rank's shard of every existing gradient."""
     grads = (param.grad for param in params)
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads if grad is not None]

@@ -1,8 +1,7 @@
-"""One forward pass of a few tokens, to see that the model computes what packing and the fused loss take for granted.
+"""Check by one forward pass of a few tokens that the model satisfies the assumptions of packing and the fused loss.
 
-Both look at parts of a model and fill in the rest themselves. What a model does there beyond the usual would be left
-out without a word, so it is looked for here, in the model as it runs: on the ranks with its weights, and before that
-in the driver without, where much of it shows already.
+Both replace parts of a model's computation. Anything unusual that a model does there would silently be skipped. The
+driver probes the model without weights, which finds most problems; the ranks probe it with weights.
 """
 
 from __future__ import annotations
@@ -21,52 +20,58 @@ from gkd.log import get_logger
 
 log = get_logger("actor.fsdp")
 
-# Of config.json: a soft cap (Gemma 2) and factors (Cohere, Granite, Falcon-H1), where the model's code names them. None
-# and 1 change nothing.
+# Keys of config.json that change logits, if the model's code names them: a soft cap (Gemma 2) and factors (Cohere,
+# Granite, Falcon-H1). The values None and 1 have no effect.
 _OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 @torch.no_grad()
 def probe(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
-    """Collective over the world; all ranks raise the same.
+    """Probe a model with weights. Collective over the world; all ranks raise the same error.
 
     Raises:
-        ConfigError: naming actor.packing or actor.fused_lm_head, which the model does not bear.
+        ConfigError: the model does not support packing or the fused loss; the key is actor.packing or
+            actor.fused_lm_head.
     """
     try:
-        _look(root, n_layers=n_layers, packing=packing, fused=fused, device=device)
+        _check_forward(root, n_layers=n_layers, packing=packing, fused=fused, device=device)
     finally:
         reshard(root)
 
 
 @torch.no_grad()
 def probe_on_meta(hf: PreTrainedModel, *, n_layers: int, packing: bool, fused: bool) -> None:
-    """The same for a model without weights, as far as it goes: logits are not compared, so what a model does to them
-    after the LM head shows where config.json says so. Moves `hf` to the meta device.
+    """Probe a model without weights. Moves `hf` to the meta device.
+
+    Logits cannot be compared, so changes to them after the LM head are found only if config.json names them.
 
     Raises:
         ConfigError: see `probe`.
     """
     root = LossModel(hf.to("meta"))
     try:
-        hf.set_experts_implementation("batched_mm")  # its shapes do not depend on what the router chooses
-        _look(root, n_layers=n_layers, packing=packing, fused=fused, device=torch.device("meta"))
+        hf.set_experts_implementation("batched_mm")  # its shapes do not depend on the router's choice
+        _check_forward(root, n_layers=n_layers, packing=packing, fused=fused, device=torch.device("meta"))
     except GkdError:
         raise
-    except Exception as error:  # of the model's own code, where it asks for numbers that are not there
-        log.info("a %s model shows only on the ranks what it bears (%s)", hf.config.model_type, type(error).__name__)
+    except Exception as error:  # the model's own code needs values that a meta tensor does not have
+        log.info(
+            "a %s model cannot be probed without weights (%s); the ranks probe it",
+            hf.config.model_type,
+            type(error).__name__,
+        )
     if fused and (named := _named_change(hf)):
         raise _refuse_fused(hf.config.model_type, f"its logits after the LM head ({named})")
 
 
-def _look(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
+def _check_forward(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device: torch.device) -> None:
     calls: list[str] = []
     tokens = torch.tensor([[0, 1, 0]], device=device)
     arguments: dict[str, Any] = {}
     if packing:
-        # Without weights nothing is computed, but the borders are read.
-        borders = torch.tensor([0, 2, 3], dtype=torch.int32, device="cpu" if device.type == "meta" else device)
-        arguments = {"pack": Pack(borders, 2, calls), "position_ids": torch.tensor([[0, 1, 0]], device=device)}
+        # On the meta device nothing is computed, but the boundaries are read.
+        boundaries = torch.tensor([0, 2, 3], dtype=torch.int32, device="cpu" if device.type == "meta" else device)
+        arguments = {"pack": Pack(boundaries, 2, calls), "position_ids": torch.tensor([[0, 1, 0]], device=device)}
     seen: dict[str, Tensor] = {}
 
     def keep_hidden(_module: Any, _inputs: Any, output: Any) -> None:
@@ -83,13 +88,13 @@ def _look(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device:
             hook.remove()
     model_type = root.hf.config.model_type
     if packing and len(calls) < n_layers:
-        why = f"has {n_layers} layers, and only {len(calls)} of them attend in a way that knows packed sequences"
+        why = f"has {n_layers} layers, but only {len(calls)} of them use attention that supports packed sequences"
         raise refuse_packing(model_type, why)
     if fused and len(seen) < 3:
         raise ConfigError(
             "actor.fused_lm_head",
             True,
-            f"a {model_type} model does not go through its own backbone and LM head, as the fused loss would.",
+            f"a {model_type} model does not use its backbone and LM head in its forward pass, as the fused loss does.",
             "use actor.fused_lm_head=false.",
         )
     if fused and device.type != "meta":
@@ -101,7 +106,7 @@ def _look(root: LossModel, *, n_layers: int, packing: bool, fused: bool, device:
 
 
 def _named_change(hf: PreTrainedModel) -> str:
-    """What the model's settings name that its logits become after the LM head's product; empty: nothing."""
+    """Return the config keys that change logits after the LM head's product; empty if there are none."""
     if hf.get_output_embeddings().bias is not None:
         return "a bias"
     config, code = hf.config.get_text_config(), _source(type(hf))
@@ -110,7 +115,7 @@ def _named_change(hf: PreTrainedModel) -> str:
 
 
 def _source(kind: type) -> str:
-    """Of the module that defines a model: its config may have names that no line there reads. Empty: not to be had."""
+    """Return the source of the module that defines a model, to see which config keys it reads; empty if unavailable."""
     module = inspect.getmodule(kind)
     try:
         return inspect.getsource(module) if module is not None else ""
@@ -119,7 +124,7 @@ def _source(kind: type) -> str:
 
 
 def _refuse_fused(model_type: str, what: str) -> ConfigError:
-    problem = f"a {model_type} model changes {what}, and the fused loss would leave that out."
+    problem = f"a {model_type} model changes {what}, which the fused loss would skip."
     return ConfigError("actor.fused_lm_head", True, problem, "use actor.fused_lm_head=false.")
 
 

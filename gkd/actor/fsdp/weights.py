@@ -1,4 +1,4 @@
-"""A HF folder's tensors -> this rank's shards, and back: full tensors under the names of the files.
+"""Load a HF folder's tensors into this rank's shards, and gather full tensors for export.
 
 One parameter at a time in both directions. A rank reads only its own rows from the files.
 """
@@ -23,12 +23,12 @@ from gkd.hf.files import check_headers, open_tensors
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of the files lives: fully_shard replaces parameters, but not the modules that hold them."""
+    """The module attribute that holds a tensor: fully_shard replaces parameters, but not their modules."""
 
     module: nn.Module
     attribute: str
     shape: tuple[int, ...]  # of the whole tensor
-    parts: tuple[FilePart, ...] = ()  # the files' tensors in it; of an adapter none
+    parts: tuple[FilePart, ...] = ()  # the files' tensors in it; empty for an adapter
 
     @property
     def tensor(self) -> Tensor:
@@ -37,7 +37,7 @@ class Place:
 
 
 def named_places(hf: PreTrainedModel) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
-    """The model's parameters and persistent buffers by name; further names of the shared ones, with their shapes."""
+    """Return the model's parameters and persistent buffers by name, and the shapes of further names of shared ones."""
     places: dict[str, Place] = {}
     aliases: dict[str, tuple[int, ...]] = {}
     seen: set[int] = set()
@@ -56,15 +56,15 @@ def named_places(hf: PreTrainedModel) -> tuple[dict[str, Place], dict[str, tuple
 
 
 def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -> dict[str, Place]:
-    """Place of each tensor of the model, by its name there, with the folder's tensors in it; reads headers only.
+    """Return the place of each tensor of the model by name, with the folder's tensors in it. Reads headers only.
 
     Args:
-        hf: as `build_on_meta` made it, not yet sharded.
-        tensors: as `open_tensors` gives them.
+        hf: result of `build_on_meta`, not yet sharded.
+        tensors: result of `open_tensors`.
 
     Raises:
-        ModelError: tensors are missing, unexpected, of the wrong shape or quantised; names them. Or they are converted
-            on load in a way that is not done here.
+        ModelError: tensors are missing, unexpected, of the wrong shape or quantized (the error names them), or need a
+            conversion on load that is not supported.
     """
     places, aliases = named_places(hf)
     try:
@@ -81,10 +81,10 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
     shapes: dict[str, tuple[int, ...]] = {}
     floats: set[str] = set()
     for name, place in places.items():
-        wanted = {part.name: part.shape for part in parts.get(name, [])} or {name: place.shape}
-        shapes |= wanted
+        expected = {part.name: part.shape for part in parts.get(name, [])} or {name: place.shape}
+        shapes |= expected
         if place.tensor.is_floating_point():
-            floats |= wanted.keys()
+            floats |= expected.keys()
     check_headers(
         folder,
         tensors,
@@ -97,14 +97,14 @@ def match_files(hf: PreTrainedModel, folder: Path, tensors: Mapping[str, Any]) -
 
 
 def check_weight_files(hf: PreTrainedModel, folder: Path) -> None:
-    """Raises ModelError where `match_files` does."""
+    """Raise ModelError like `match_files`."""
     with open_tensors(folder) as tensors:
         match_files(hf, folder, tensors)
 
 
 @torch.no_grad()
 def load_weights(folder: Path, places: Mapping[str, Place]) -> None:
-    """Fills every place from the folder, cast to its dtype; of a sharded parameter, this rank's rows."""
+    """Fill every place from the folder, cast to its dtype; only this rank's rows of a sharded parameter."""
     with open_tensors(folder) as tensors:
         for place in places.values():
             local, start = local_rows(place.tensor)
@@ -114,9 +114,9 @@ def load_weights(folder: Path, places: Mapping[str, Place]) -> None:
 
 @torch.no_grad()
 def blend_part(place: Place, part: FilePart, whole: Tensor, keep: float) -> None:
-    """keep * what is there + (1 - keep) * `whole`, in float32, where `part` stands in this rank's rows of `place`.
+    """Blend this rank's rows of a part: keep * current values + (1 - keep) * `whole`, in float32. Not a collective.
 
-    In place, so that the shard stays in the memory, and the kind of memory, that it is in. No collective.
+    In place, so that the shard keeps its memory (and remains pinned).
 
     Args:
         whole: the file's tensor, on any device; not changed.
@@ -138,20 +138,20 @@ def blend_part(place: Place, part: FilePart, whole: Tensor, keep: float) -> None
 
 
 def _copy_rows(part: FilePart, file: Any, local: Tensor, start: int) -> None:
-    """Fills the rows of `local`, which begins at row `start` of its parameter, that `part` has a share in."""
+    """Fill the rows of `local` that belong to `part`; `local` begins at row `start` of its parameter."""
     if not local.ndim:
         local.copy_(file.get_tensor(part.name))
         return
     if (share := _share(part, local, start)) is None:
         return
-    index, wanted = share
+    index, source_rows = share
     rows = file.get_slice(part.name)
-    rows = rows[:][None] if part.stacked else rows[wanted]
+    rows = rows[:][None] if part.stacked else rows[source_rows]
     local[index] = rows.to(local.device, local.dtype)
 
 
 def _share(part: FilePart, local: Tensor, start: int) -> tuple[tuple[slice, ...], slice] | None:
-    """Where in `local` a part's rows go, and which of its rows those are; None: it has none there."""
+    """Return the index of a part's rows in `local`, and which of its rows they are; None if there is no overlap."""
     first = max(start, part.start[0])
     last = min(start + len(local), part.start[0] + part.sizes[0])
     if first >= last:
@@ -161,18 +161,18 @@ def _share(part: FilePart, local: Tensor, start: int) -> tuple[tuple[slice, ...]
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a tensor, and the number of the first of them."""
+    """Return this rank's rows of a tensor and the index of the first one."""
     return (tensor.to_local(), first_row(tensor)) if isinstance(tensor, DTensor) else (tensor, 0)
 
 
 def first_row(tensor: DTensor) -> int:
-    """Where this rank's rows begin: fully_shard cuts the first dimension into equal parts, the last ones shorter."""
+    """Return the index of this rank's first row: fully_shard makes equal parts, of which the last ones are shorter."""
     mesh, n_rows = tensor.device_mesh, tensor.shape[0]
     return min(mesh.get_local_rank() * -(-n_rows // mesh.size()), n_rows)
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """All rows on every rank, on `device`; collective if it is sharded. Cast before it travels."""
+    """Return all rows on every rank, on `device`; collective if it is sharded. The cast precedes the transfer."""
     tensor = tensor.detach().to(device, dtype or tensor.dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

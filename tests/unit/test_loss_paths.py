@@ -1,4 +1,4 @@
-"""Every loss by every road (signal, fused head or logits, chunks) against the loss written out in probabilities."""
+"""Compare every loss on every code path (signal, fused head or logits, chunks) with the loss in probabilities."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def _train(loss: DistillLoss, batch: Batch, targets: TokenTargets, *, fused: boo
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 @pytest.mark.parametrize(("terms", "signal"), CASES, ids=_name)
-def test_every_road_is_the_written_out_loss(terms: tuple[LossTerm, ...], signal: Signal, temperature: float) -> None:
-    """Fails if a road, a chunk border, a padded column or the temperature changes a loss, a report or a gradient."""
+def test_every_path_equals_the_written_out_loss(
+    terms: tuple[LossTerm, ...], signal: Signal, temperature: float
+) -> None:
+    """Fails if a path, a chunk boundary, a padded column or the temperature changes a loss, a report or a gradient."""
     spec, batch = LossSpec(terms, temperature=temperature), Batch()
     hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
     values, scalar = written_out(spec, batch, signal, hidden @ head.T)
@@ -69,8 +71,8 @@ def test_every_road_is_the_written_out_loss(terms: tuple[LossTerm, ...], signal:
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)
-def test_tails_by_every_road(name: str, tail: Tail) -> None:
-    """Fails if the fused head or the logits' road forgets the tail policy of its spec."""
+def test_tails_on_every_path(name: str, tail: Tail) -> None:
+    """Fails if the fused head or the path from logits ignores the tail policy of its spec."""
     spec, batch = LossSpec((LossTerm(name),), tail), Batch()
     values, _ = written_out(spec, batch, "topk", batch.hidden @ batch.head.T)
     for fused in (True, False):
@@ -95,7 +97,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_terms(signal: Signal, fused: bool)
 
 @pytest.mark.parametrize("signal", SIGNALS)
 @pytest.mark.parametrize(("name", "on_policy"), [("k1", True), ("k2", True), ("k3", True), ("sft", False)])
-def test_rows_of_the_other_kind_are_left_alone(name: str, on_policy: bool, signal: Signal) -> None:
+def test_terms_skip_rows_of_the_other_kind(name: str, on_policy: bool, signal: Signal) -> None:
     """Fails if the dataset's tokens are trained by policy gradient, or the student's own by cross-entropy."""
     batch = Batch()
     other = batch.on_policy != on_policy
@@ -111,10 +113,10 @@ def test_rows_of_the_other_kind_are_left_alone(name: str, on_policy: bool, signa
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("signal", ["topk", "logits", "sampled"])
-def test_what_cannot_be_on_a_row_of_the_other_kind_does_no_harm(signal: Signal, fused: bool) -> None:
+def test_infinities_on_skipped_rows_make_no_nan(signal: Signal, fused: bool) -> None:
     """Fails if an infinity on a token that a term is not defined for makes its gradient nan.
 
-    The teacher may find a token of the dataset impossible; k3 is of the student's tokens alone.
+    The teacher may give a dataset token probability 0; k3 is defined only for the student's own tokens.
     """
     batch = Batch()
     targets = batch.targets(signal, 1.0)
@@ -129,25 +131,25 @@ def test_what_cannot_be_on_a_row_of_the_other_kind_does_no_harm(signal: Signal, 
     torch.testing.assert_close(both[2:], sft[2:])
 
 
-def test_padded_columns_may_hold_anything() -> None:
-    """Fails if padding rows of the head, which nothing trains, leak into loss or gradient: here they are infinite."""
+def test_padded_columns_are_ignored() -> None:
+    """Fails if padding rows of the head, here infinite, leak into loss or gradient."""
     for signal in SIGNALS[:3]:
         batch = Batch()
         loss = batch.loss(LossSpec(MIXTURE), signal, 3)
         targets = batch.targets(signal, 1.0)
-        wanted = _train(loss, batch, targets, fused=True)
+        expected = _train(loss, batch, targets, fused=True)
         batch.head[V:] = torch.inf
-        torch.testing.assert_close(_train(loss, batch, targets, fused=True), wanted)
+        torch.testing.assert_close(_train(loss, batch, targets, fused=True), expected)
         hidden, head = batch.hidden.clone(), batch.head.clone()
         logits = torch.nan_to_num(hidden @ head.T, nan=3e38, posinf=3e38, neginf=3e38).requires_grad_()
         total, sums = loss.from_logits(logits, targets)
         total.backward()
-        torch.testing.assert_close([total.detach(), sums], wanted[:2])
+        torch.testing.assert_close([total.detach(), sums], expected[:2])
         assert logits.grad is not None and not logits.grad[:, V:].any() and logits.grad[:, :V].isfinite().all()
 
 
 def test_errors_before_any_work() -> None:
-    """Fails if foreign ids or missing tables reach the arithmetic, where they would be wrong numbers or IndexErrors."""
+    """Fails if invalid ids or missing tables reach the arithmetic and give wrong numbers or an IndexError."""
     batch = Batch()
     logits = batch.hidden @ batch.head.T
     loss = batch.loss(LossSpec(), "topk")
@@ -156,20 +158,20 @@ def test_errors_before_any_work() -> None:
         ids = getattr(targets, field).clone()
         ids[1] = bad
         setattr(targets, field, ids)
-        with pytest.raises(NumericsError, match="tokenizer"):
+        with pytest.raises(NumericsError, match="vocabulary"):
             loss.from_logits(logits, targets)
-        with pytest.raises(NumericsError, match="tokenizer"):
+        with pytest.raises(NumericsError, match="vocabulary"):
             loss.from_hidden(batch.hidden, batch.head, targets)
     none = TokenTargets(batch.sampled_ids, batch.rollout_logprobs, batch.on_policy)
-    with pytest.raises(DataError, match="topk table, and the micro-batch has none"):
+    with pytest.raises(DataError, match="topk"):
         loss.from_logits(logits, none)
-    with pytest.raises(DataError, match="micro-batch has none"):
+    with pytest.raises(DataError, match="hidden"):
         batch.loss(LossSpec(), "hidden").from_hidden(batch.hidden, batch.head, none)
-    with pytest.raises(DataError, match="micro-batch has none"):
+    with pytest.raises(DataError, match="logits"):
         distill_loss(LossSpec(), "logits").from_logits(logits, none)
-    with pytest.raises(DataError, match="LM head"):
+    with pytest.raises(DataError, match="set_teacher_head"):
         distill_loss(LossSpec(), "hidden").from_logits(logits, batch.targets("hidden", 1.0))
     half = batch.targets("topk", 1.0)
     half.topk_logprobs = None
-    with pytest.raises(DataError, match="no list of the teacher"):
+    with pytest.raises(DataError, match="list"):
         loss.from_logits(logits, half)
