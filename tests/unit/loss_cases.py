@@ -65,7 +65,7 @@ def distill_loss(
 ) -> DistillLoss:
     """Return a loss for float64 logits [n, V_PADDED] whose chunks have `chunk_rows` rows."""
     loss = DistillLoss(spec, signals, shard, KERNELS, 1, teacher_head)
-    loss.chunk_bytes = chunk_rows * V_PADDED * (8 + (4 if loss.is_full else 0))
+    loss.chunk_bytes = chunk_rows * V_PADDED * (8 + (4 if loss.is_full_vocab else 0))
     return loss
 
 
