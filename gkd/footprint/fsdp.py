@@ -96,8 +96,8 @@ def fsdp_footprint(
     }
     parts = dict(state)
     if actor.fsdp_cpu_offload and not on_cpu:
-        # Shards are pinned in one block. A gradient comes to the host on its own, and torch rounds the pinned memory that
-        # it comes into up to a power of two: less than twice.
+        # Shards are pinned in one block. A gradient comes to the host on its own, and torch rounds the pinned memory
+        # that it comes into up to a power of two: less than twice.
         parts = {"offloaded": sum(state.values()) + state["gradients"]}
     kernels = Kernels("fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences)
     whole = [kernels.layer(dims, layer) * batch.n_tokens for layer in range(dims.n_layers)]

@@ -197,7 +197,7 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
     try:
         return _bytes_saved_in(
             lambda: chunk(
-                batch.tokens, batch.position_ids, batch.loss_index, cu_seqlens=batch.cu_seqlens, want_logits=False
+                batch.tokens, batch.position_ids, batch.loss_index, cu_seqlens=batch.cu_seqlens, with_logits=False
             ),
             [chunk],
         )

@@ -182,10 +182,11 @@ def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: 
     from gkd.actor.common.host_copies import HostCopies
     from gkd.actor.common.shard_writer import write
     from gkd.actor.common.shards import Piece, ShardReader
-    from gkd.actor.megatron.checkpoint import _read_vocab, _recut, part_shape
+    from gkd.actor.megatron.checkpoint import _read_vocab, _resplit, part_shape
     from gkd.actor.megatron.hf_config import read_megatron_dims
-    from gkd.actor.megatron.hf_mapping import SplitVocab, stage_entries
+    from gkd.actor.megatron.hf_mapping import stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.tensor_layouts import SplitVocab
 
     make_hf_folder(tmp_path, "qwen2_tied", n_layers=1)
     dims = replace(read_megatron_dims(tmp_path), n_heads=24, n_kv_heads=12, head_dim=2)
@@ -214,7 +215,7 @@ def test_parts_of_another_tensor_parallel_size(tmp_path: Path, old_tp: int, tp: 
             folder = tmp_path / f"{number}_{rank}"
             write(folder, 0, copies.snapshot(pieces, {"world_size": 1}, {}))
             model: Any = SimpleNamespace(dims=dims, layout=ParallelLayout(tp=tp, pp=1, world_size=tp, rank=rank))
-            read = _read_vocab if isinstance(entry.layout, SplitVocab) else _recut
+            read = _read_vocab if isinstance(entry.layout, SplitVocab) else _resplit
             middle = len(wanted) // 3
             with ShardReader(folder) as reader:
                 for start, stop in ((0, middle), (middle, len(wanted))):

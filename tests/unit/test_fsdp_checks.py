@@ -93,7 +93,7 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
     ("actor", "key", "text"),
     [
         ({"lora": LoraConfig(rank=2, targets=["q_proj", "c_attn"])}, "actor.lora.targets", "c_attn"),
-        ({"lora": LoraConfig(rank=2, targets=[])}, "actor.lora.targets", "nothing"),
+        ({"lora": LoraConfig(rank=2, targets=[])}, "actor.lora.targets", "q_proj"),
     ],
 )
 def test_settings_that_the_model_does_not_bear(qwen3: Path, actor: dict[str, Any], key: str, text: str) -> None:
@@ -109,7 +109,7 @@ def test_settings_that_the_model_does_not_bear(qwen3: Path, actor: dict[str, Any
         ("gemma2", "actor.packing", "sliding window"),
         ("mixtral_window", "actor.packing", "sliding window"),
         ("falcon", "actor.packing", "falcon"),
-        ("opt", "actor.fused_lm_head", "its own backbone"),
+        ("opt", "actor.fused_lm_head", "opt"),
     ],
 )
 def test_models_that_do_not_bear_the_settings(folders: Path, kind: str, key: str, text: str) -> None:
@@ -142,13 +142,13 @@ def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
     weights = load_file(folders / "mixtral" / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     for changed, text in (
-        ({key: tensor for key, tensor in weights.items() if key != name}, "made of 3 tensors named"),
+        ({key: tensor for key, tensor in weights.items() if key != name}, ".experts.*.w3.weight"),
         (
             {key: tensor for key, tensor in weights.items() if ".1.block_sparse_moe.experts." not in key},
             "2 tensors are",
         ),
         ({**weights, name: weights[name][:-1].contiguous()}, name),
-        ({**weights, name.replace("w3", "w4"): torch.zeros(2)}, "do not belong to a mixtral model"),
+        ({**weights, name.replace("w3", "w4"): torch.zeros(2)}, name.replace("w3", "w4")),
     ):
         shutil.copytree(folders / "mixtral", tmp_path, dirs_exist_ok=True)
         save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -177,7 +177,7 @@ def test_another_way_of_fusing_is_refused_by_name(folders: Path) -> None:
     transposed = [WeightConverter("mlp.gate.weight", "mlp.gate.weight", [Transpose(0, 1)])]
     register_checkpoint_conversion_mapping("mixtral", transposed, overwrite=True)
     try:
-        with pytest.raises(ModelError, match="a mixtral model are converted on load.*Transpose makes.*mlp.gate.weight"):
+        with pytest.raises(ModelError, match=r"mixtral.*Transpose.*mlp\.gate\.weight"):
             file_parts(hf, ["model.layers.0.mlp.gate.weight"], {"model.layers.0.mlp.gate.weight": (3, 32)})
     finally:
         conversion_mapping._checkpoint_conversion_mapping_cache = None

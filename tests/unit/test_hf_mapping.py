@@ -17,7 +17,7 @@ from gkd.actor.megatron.hf_load import load_hf_weights
 from gkd.actor.megatron.hf_mapping import expected_hf_tensors, held_entries, stage_entries
 from gkd.actor.megatron.layer_spec import local_name
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.megatron.model import transformer_config
+from gkd.actor.megatron.model_config import transformer_config
 from gkd.errors import ConfigError, ModelError
 from tests.dist.megatron_reference import KINDS, MOE_KINDS, VOCAB, make_hf_folder
 

@@ -1,11 +1,12 @@
-"""The student on Megatron-core: NCCL and CUDA on GPUs, gloo and CPU where there are none.
+"""Train the student with Megatron-core: NCCL and CUDA on GPUs, gloo on CPU.
 
-layout.py      ranks -> (tp, pp, dp, ep)                   groups.py     Megatron's process groups
-cpu_shim.py    Megatron without CUDA                       attention.py  core attention, padded or packed
-hf_config.py   HF config.json -> sizes and features        layer_spec.py the modules that layers are made of
-experts.py     a mixture of experts' settings              model.py      the GPT models of a rank
-hf_mapping.py  HF tensors <-> this rank's shards           hf_load.py    safetensors -> shards
-hf_save.py     shards -> a HF folder                       optim.py      AdamW, clipping, LR schedule
-pipeline.py    forward and backward, loss                  checkpoint.py exact resume
-student.py     all of it behind one class
+student.py     the student of one rank                pipeline.py       forward, backward and loss of a global batch
+model.py       the GPT models of a rank               model_config.py   Megatron's configuration of a model
+layer_spec.py  modules of a layer                     attention.py      core attention, padded or packed
+hf_config.py   HF config.json -> sizes and features   experts.py        settings of a mixture of experts
+hf_mapping.py  which HF tensors make a parameter      tensor_layouts.py how TP ranks split a parameter
+hf_load.py     safetensors -> shards                  hf_export.py      shards -> full HF tensors
+hf_save.py     shards -> a HF folder                  checkpoint.py     exact resume
+layout.py      ranks -> (tp, pp, dp, ep)              groups.py         Megatron's process groups
+optim.py       AdamW, clipping, learning rate         cpu_shim.py       Megatron without CUDA
 """

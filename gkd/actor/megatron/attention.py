@@ -1,7 +1,7 @@
-"""This project's causal attention as a module of Megatron's layers.
+"""Wrap this project's causal attention as a core attention module of Megatron's layers.
 
-Megatron's own local attention materialises [B * heads, S, S] scores and refuses packed sequences; the one that does
-neither needs Transformer Engine. This one runs on both devices.
+Megatron's local attention materializes [B * heads, S, S] scores and refuses packed sequences. Its other one needs
+Transformer Engine. This one runs on CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gkd.actor.common.attention import causal_attention
 
 
 class CausalSdpaAttention(MegatronModule):
-    """Drop-in for Megatron's `DotProductAttention` in a causal decoder without attention dropout."""
+    """Replace Megatron's `DotProductAttention` in a causal decoder without attention dropout."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__(config=config)
@@ -33,12 +33,12 @@ class CausalSdpaAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Padded: [S, B, heads, D] queries, [S, B, kv_heads, D] keys and values -> [S, B, heads * D].
+        """Compute attention of [S, B, heads, D] queries and [S, B, kv_heads, D] keys and values: [S, B, heads * D].
 
-        Packed ("thd"): the same without the dimension B.
+        Packed sequences ("thd") have no dimension B.
         """
         if attention_mask is not None or attention_bias is not None:
-            raise ValueError("CausalSdpaAttention masks causally and nothing else; pass no mask and no bias")
+            raise ValueError("CausalSdpaAttention supports only the causal mask; pass neither a mask nor a bias")
         if packed_seq_params is None:
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [B, heads, S, D]
             return causal_attention(q, k, v, None).permute(2, 0, 1, 3).flatten(2)

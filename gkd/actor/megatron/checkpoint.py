@@ -1,13 +1,12 @@
-"""What a Megatron rank puts into a checkpoint, and how any layout gets its own part back out.
+"""Write the state of a Megatron rank to a checkpoint, and load it in any parallel layout.
 
 A DistributedOptimizer gives each DP rank a flat range of each TP part of a parameter: float32 weights and the two
 moments. Those ranges are the pieces of `gkd.actor.common.shards`, named after the parameter's first HF tensor. Names
-are global and ranges say where they lie, so PP and DP sizes may change freely. Under another TP size the old parts
-that a rank needs are joined to HF tensors and cut again, one parameter at a time. No arithmetic is done on the
-way: bits stay.
+and ranges are global, so PP and DP sizes may change freely. For another TP size, the old parts that a rank needs are
+joined to HF tensors and split again, one parameter at a time. Values are copied bit-exactly.
 
-In the same layout the resume is bit-exact, random generators included; in another one the generators, which
-belong to ranks, stay as they were seeded.
+In the same layout the resume is bit-exact, including the random generators. In another layout the generators, which
+belong to ranks, keep their seeded state.
 """
 
 from __future__ import annotations
@@ -29,22 +28,24 @@ from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.rng import restore_rng, rng_state
 from gkd.actor.common.same_student import check_same_student
 from gkd.actor.common.shards import KINDS, Piece, ShardReader
-from gkd.actor.megatron.hf_mapping import Shape, SplitVocab, TensorEntry, held_entries
+from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, held_entries
 from gkd.actor.megatron.model import StudentModel
+from gkd.actor.megatron.tensor_layouts import SplitVocab
 
-_TRACKER = "megatron."  # before the names of Megatron's own generators
+_TRACKER = "megatron."  # prefix of the names of Megatron's generators
 
 
 def snapshot(copies: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, *, step: int) -> Snapshot:
-    """This rank's share of model and optimizer on its way to host memory; `copies.settle` before it changes.
+    """Start to copy this rank's state to host memory. Call `copies.settle` before the state changes. Not a collective.
 
-    No collective. `copies` owns the memory.
+    Args:
+        copies: owns the host memory.
     """
     pieces = []
     for entry, start, _, tensors in _owned(model, optimizer):
         if not _writes(entry, model):
             continue
-        part = model.layout.tp_rank if _is_cut(entry) else 0
+        part = model.layout.tp_rank if _is_split(entry) else 0
         pieces += [Piece(entry.hf_names[0], kind, part, start, tensors[kind].detach()) for kind in KINDS]
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     rng = rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
@@ -52,13 +53,14 @@ def snapshot(copies: HostCopies, model: StudentModel, optimizer: MegatronOptimiz
 
 
 def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer) -> int:
-    """Fills model and optimizer from a checkpoint, and the generators if the layout is the same. Collective, blocks.
+    """Load model and optimizer from a checkpoint, and the generators if the layout is the same. Collective; blocks.
 
     Returns:
-        The number of optimizer steps the checkpoint was saved after.
+        The number of optimizer steps after which the checkpoint was saved.
 
     Raises:
-        CheckpointError: none there, damaged, or of another model; the student is then good for nothing more.
+        CheckpointError: there is none, or it is damaged or belongs to another model. The student cannot be used
+            afterwards.
     """
     step = 0
     with same_error(_device(model)), ShardReader(folder) as reader:
@@ -78,9 +80,9 @@ def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer) 
 def _owned(
     model: StudentModel, optimizer: MegatronOptimizer
 ) -> Iterator[tuple[TensorEntry, int, int, dict[str, Tensor]]]:
-    """(entry, start, stop, tensors by kind) of every range of a parameter that this rank's optimizer updates.
+    """Yield (entry, start, stop, tensors by kind) of every range of a parameter that this rank's optimizer updates.
 
-    The ranges count elements of the flattened TP part. The tensors are the live ones, [stop - start] float32.
+    The ranges count elements of the flattened TP part. The tensors are live, [stop - start] float32.
     """
     params = dict(model.named_params())
     entries = {params[entry.param]: entry for entry in held_entries(model.dims, model.layout)}
@@ -90,21 +92,21 @@ def _owned(
             main = part._get_main_param_and_optimizer_states(param)["param"]
             state = part.optimizer.state[main]
             for moment in KINDS[1:]:
-                if moment not in state:  # before the first step; the optimizer would begin with the same zeros
+                if moment not in state:  # before the first step; the optimizer starts with zeros, too
                     state[moment] = torch.zeros_like(main)
             tensors = {"param": main, **{moment: state[moment] for moment in KINDS[1:]}}
             yield entries[param], own.start, own.end, tensors
 
 
-def _is_cut(entry: TensorEntry) -> bool:
-    """Whether TP ranks have different parts of it. An expert is whole wherever it is."""
+def _is_split(entry: TensorEntry) -> bool:
+    """Return whether TP ranks have different parts of the parameter. TP does not split experts."""
     return entry.layout.partition_dim is not None and entry.owner is None
 
 
 def _writes(entry: TensorEntry, model: StudentModel) -> bool:
-    """Whether this rank is the one to write its range: not if it only holds a copy of another rank's.
+    """Return whether this rank writes its range: not if it is a copy of another rank's range.
 
-    The optimizer spreads an expert over all ranks that hold it, TP ranks included.
+    The optimizer shards an expert over all ranks that hold it, including TP ranks.
     """
     is_tp_copy = entry.layout.partition_dim is None and entry.owner is None and model.layout.tp_rank > 0
     return entry.exported and not is_tp_copy
@@ -112,16 +114,16 @@ def _writes(entry: TensorEntry, model: StudentModel) -> bool:
 
 @torch.no_grad()
 def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer) -> None:
-    """Copies every range that this rank owns out of the checkpoint."""
+    """Copy every range that this rank owns from the checkpoint."""
     old_tp = reader.meta["layout"]["tp"]
     for entry, start, stop, tensors in _owned(model, optimizer):
-        is_cut = _is_cut(entry)
+        is_split = _is_split(entry)
         for kind, tensor in tensors.items():
-            if is_cut and old_tp != model.layout.tp:
-                read = _read_vocab if isinstance(entry.layout, SplitVocab) else _recut
+            if is_split and old_tp != model.layout.tp:
+                read = _read_vocab if isinstance(entry.layout, SplitVocab) else _resplit
                 tensor.copy_(read(reader, kind, entry, model, old_tp, start, stop))
             else:
-                part = model.layout.tp_rank if is_cut else 0
+                part = model.layout.tp_rank if is_split else 0
                 out = tensor if tensor.device.type == "cpu" else None
                 values = reader.read(entry.hf_names[0], kind, part, start, stop, out=out)
                 if out is None:
@@ -131,13 +133,13 @@ def _fill(reader: ShardReader, model: StudentModel, optimizer: MegatronOptimizer
 def _read_vocab(
     reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int, start: int, stop: int
 ) -> Tensor:
-    """Elements [start, stop) of this TP rank's part of an embedding or LM head that was cut into `old_tp` parts.
+    """Return elements [start, stop) of this TP rank's part of an embedding or LM head, saved in `old_tp` parts.
 
-    Its parts are ranges of the flattened matrix, so nothing else is read: these are a model's largest parameters.
+    Its parts are ranges of the flattened matrix, so only the needed range of these large parameters is read.
     """
     old_size, whole = math.prod(part_shape(entry, old_tp)), math.prod(entry.hf_shapes[0])
     begin = model.layout.tp_rank * math.prod(part_shape(entry, model.layout.tp))
-    values = torch.zeros(stop - start)  # and zeros they stay behind the vocabulary's end
+    values = torch.zeros(stop - start)  # padding behind the vocabulary's end stays zero
     at, end = begin + start, min(begin + stop, whole)
     while at < end:
         part, offset = divmod(at, old_size)
@@ -148,13 +150,13 @@ def _read_vocab(
     return values
 
 
-def _recut(
+def _resplit(
     reader: ShardReader, kind: str, entry: TensorEntry, model: StudentModel, old_tp: int, start: int, stop: int
 ) -> Tensor:
-    """Elements [start, stop) of this TP rank's part of a layer's parameter that was cut into `old_tp` parts.
+    """Return elements [start, stop) of this TP rank's part of a layer's parameter, saved in `old_tp` parts.
 
-    With g = gcd(old_tp, tp), old parts and new ones are cuts of the same g blocks, and only this rank's block is read:
-    in host memory it is there at most twice, and the new part once.
+    With g = gcd(old_tp, tp), old and new parts both divide the same g blocks, and only this rank's block is read. Host
+    memory holds the block at most twice, and the new part once.
     """
     layout = model.layout
     n_blocks = math.gcd(old_tp, layout.tp)
@@ -170,7 +172,7 @@ def _recut(
 
 
 def part_shape(entry: TensorEntry, tp: int) -> Shape:
-    """Of each of `tp` parts of a parameter, vocabulary padding included."""
+    """Return the shape of each of `tp` parts of a parameter, including vocabulary padding."""
     shape, dim = list(entry.hf_shapes[0]), entry.layout.partition_dim
     if dim is not None:
         shape[dim] = -(-sum(tensor[dim] for tensor in entry.hf_shapes) // tp)
@@ -178,7 +180,7 @@ def part_shape(entry: TensorEntry, tp: int) -> Shape:
 
 
 def _share_params(optimizer: MegatronOptimizer) -> None:
-    """What follows an optimizer step: main weights -> this rank's range of the model -> all DP ranks. Collective."""
+    """Copy main weights to this rank's range of the model and gather them on all DP ranks, like a step. Collective."""
     for part in optimizer.chained_optimizers:
         part._copy_main_params_to_model_params()
     for chunk in optimizer.model_chunks:
@@ -186,7 +188,7 @@ def _share_params(optimizer: MegatronOptimizer) -> None:
 
 
 def _meta(model: StudentModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """What all ranks' files say of the checkpoint, but for the step; as JSON gives it back."""
+    """Return the metadata that all ranks write, except the step, as it is after a JSON round trip."""
     dtype = str(optimizer.config.params_dtype).removeprefix("torch.")
     return {
         "strategy": "megatron",
@@ -198,7 +200,7 @@ def _meta(model: StudentModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
 
 
 def _layout(model: StudentModel) -> dict[str, Any]:
-    """All that must be equal for a rank to get its own generators back."""
+    """Return the sizes that must be equal for a rank to restore its generators."""
     sizes = asdict(model.layout)
     del sizes["rank"]
     return {**sizes, "device": _device(model).type}

@@ -1,12 +1,12 @@
-"""Lets Megatron-core run on a machine without CUDA, on gloo and CPU tensors. No-op where CUDA is.
+"""Patch Megatron-core to run without CUDA, on gloo and CPU tensors. No-op if CUDA is available.
 
-Megatron-core has no CPU switch. Four kinds of places assume CUDA, and each is treated the same
-way everywhere, so that an upgrade which adds one fails a test instead of a run:
+Megatron-core has no CPU switch. Four kinds of code assume CUDA. Each kind is handled in one way, so that an
+upgrade that adds another one fails a test instead of a run:
 
     1. functions of torch.cuda, and Tensor.cuda     replaced by their CPU meaning
     2. Megatron's own accessors of the CUDA RNG     replaced by the CPU generator
     3. literals such as device="cuda"               rewritten in the code objects of `_MODULES`
-    4. streams and compiled functions of the        replaced by what they compute
+    4. streams and compiled functions of the        replaced by plain Python functions
        mixture-of-experts layer
 
 A TorchFunctionMode would be tidier for 3, but modes are inactive in the backward pass of
@@ -40,10 +40,10 @@ _touched: tuple[str, ...] | None = None
 
 
 def install_cpu_shim() -> tuple[str, ...]:
-    """Makes Megatron-core usable without CUDA in this process; idempotent, process-wide.
+    """Make Megatron-core usable without CUDA in this process. Idempotent; affects the whole process.
 
     Returns:
-        The dotted names of what was replaced or rewritten, sorted; empty where CUDA is available.
+        The dotted names of what was replaced or rewritten, sorted; empty if CUDA is available.
     """
     global _touched
     if _touched is None:
@@ -53,7 +53,7 @@ def install_cpu_shim() -> tuple[str, ...]:
 
 
 def _replace_functions() -> Iterator[str]:
-    """Kinds 1 and 2: what a function on "the current CUDA device" means when that device is the CPU."""
+    """Replace kinds 1 and 2: functions of the current CUDA device by functions of the CPU."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -80,13 +80,13 @@ def _replace_functions() -> Iterator[str]:
 
 
 def _replace(owner: Any, owner_name: str, name: str, replacement: Any) -> str:
-    getattr(owner, name)  # an upgrade that renames it must not pass unnoticed
+    getattr(owner, name)  # raise if an upgrade has renamed it
     setattr(owner, name, replacement)
     return f"{owner_name}.{name}"
 
 
 def _replace_moe() -> Iterator[str]:
-    """Kind 4: the dispatcher copies its counts to the host on a stream; the router compiles a function."""
+    """Replace kind 4: the dispatcher copies its counts to the host on a stream; the router compiles a function."""
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
@@ -98,7 +98,7 @@ def _replace_moe() -> Iterator[str]:
         return tokens_per_expert
 
     for cls, name, replacement in (
-        (Dispatcher, "cuda_dtoh_stream", "none on the CPU"),  # anything but None: a stream would be made
+        (Dispatcher, "cuda_dtoh_stream", "none on the CPU"),  # not None, which would create a stream
         (Dispatcher, "_maybe_dtoh_and_synchronize", counts_to_numpy),
         (TopKRouter, "_apply_expert_bias", inspect.unwrap(TopKRouter._apply_expert_bias)),
     ):
@@ -106,7 +106,7 @@ def _replace_moe() -> Iterator[str]:
 
 
 def _rewrite_literals() -> Iterator[str]:
-    """Kind 3: new code objects, with the CUDA literals exchanged, for the functions that hold any."""
+    """Replace kind 3: give functions with CUDA literals new code objects with CPU literals."""
     for module_name in _MODULES:
         module = importlib.import_module(module_name)
         for name, function in _functions_of(module):
@@ -117,7 +117,7 @@ def _rewrite_literals() -> Iterator[str]:
 
 
 def _functions_of(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
-    """Functions and methods that `module` itself defines, decorators unwrapped, as (qualified name, function)."""
+    """Yield (qualified name, function) of functions and methods that `module` defines, without their decorators."""
     members: list[Any] = list(vars(module).values())
     for cls in [m for m in members if isinstance(m, type) and m.__module__ == module.__name__]:
         members += vars(cls).values()
@@ -130,7 +130,7 @@ def _functions_of(module: types.ModuleType) -> Iterator[tuple[str, types.Functio
 
 
 def _rewritten(code: types.CodeType) -> types.CodeType:
-    """`code` with `_LITERALS` exchanged in its constants, nested tuples and functions; itself if it has none."""
+    """Return `code` with `_LITERALS` replaced in constants, nested tuples and functions; `code` itself if unchanged."""
     constants = tuple(_rewritten_constant(constant) for constant in code.co_consts)
     if all(new is old for new, old in zip(constants, code.co_consts, strict=True)):
         return code

@@ -1,7 +1,7 @@
-"""Mixture of experts in Megatron: the settings that make its layer compute what the HF one does.
+"""Configure Megatron's mixture-of-experts layer to compute the same as the HF one.
 
-Every expert is a plain MLP, whole on its rank; tokens reach it by all-to-all. No token is ever dropped, however many
-choose the same expert, so padding cannot push real tokens out.
+Every expert is a plain MLP that is whole on its rank; tokens reach it by all-to-all. No token is dropped, even if many
+choose the same expert, so padding cannot displace real tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gkd.hf.model_dims import ModelDims
 
 
 def expert_settings(dims: ModelDims, layout: ParallelLayout) -> dict[str, Any]:
-    """What TransformerConfig needs to know of experts; nothing for a dense model."""
+    """Return the arguments of TransformerConfig for the experts; empty for a dense model."""
     if dims.moe is None:
         return {}
     if not hasattr(moe_utils, "te_general_gemm"):
-        # Megatron's router looks the name up, and defines it only where Transformer Engine is installed.
+        # Megatron's router reads this name, but defines it only if Transformer Engine is installed.
         moe_utils.te_general_gemm = None
     return {
         "num_moe_experts": dims.moe.n_experts,

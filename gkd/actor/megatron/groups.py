@@ -1,4 +1,4 @@
-"""Megatron's process groups for a layout; they are global to a process."""
+"""Create and probe Megatron's process groups for a layout. They are global to a process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gkd.actor.common.group_probe import distinct_groups, probe_group
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.errors import ClusterError
 
-# What a training step talks over; Megatron makes more, which are not connected before they are used.
+# Groups that a training step uses. Megatron creates more, which connect on first use.
 _USED = ("tp", "pp", "dp", "dp_cp", "mp", "embd", "ep", "expt_dp", "tp_ep", "tp_ep_pp", "intra_dist_opt")
 
 
 def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGroupCollection:
-    """Builds Megatron's process groups over torch.distributed's world; once per process, collective.
+    """Build Megatron's process groups over torch.distributed's world, once per process. Collective.
 
     Args:
         timeout_s: of a collective; rounded up to minutes.
@@ -28,15 +28,15 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
         Megatron's bundle of groups: `tp`, `pp`, `dp`, `mp`, `embd` and more.
 
     Raises:
-        ClusterError: torch.distributed is not initialised, has another size, or Megatron was
-            already initialised with other sizes.
+        ClusterError: torch.distributed is not initialized or has another size, or Megatron is already initialized with
+            other sizes.
     """
     if not dist.is_initialized():
-        raise ClusterError("torch.distributed is not initialised; call init_process_group before building the student.")
+        raise ClusterError("torch.distributed is not initialized; call init_process_group before building the student.")
     actual = (dist.get_world_size(), dist.get_rank())
     if actual != (layout.world_size, layout.rank):
         raise ClusterError(
-            f"the layout says rank {layout.rank} of {layout.world_size}, torch.distributed says "
+            f"the layout is for rank {layout.rank} of {layout.world_size}, but torch.distributed has "
             f"rank {actual[1]} of {actual[0]}."
         )
     if not parallel_state.model_parallel_is_initialized():
@@ -47,7 +47,7 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
-            # Second groups beside the NCCL ones, which only Megatron's own checkpoints use.
+            # Gloo groups are used only by Megatron's own checkpoints.
             create_gloo_process_groups=False,
         )
     sizes = (
@@ -59,17 +59,17 @@ def init_groups(layout: ParallelLayout, timeout_s: float = 1800.0) -> ProcessGro
     if sizes != (layout.tp, layout.pp, layout.vpp, layout.ep):
         tp, pp, vpp, ep = sizes
         raise ClusterError(
-            f"Megatron's groups of this process are tp={tp} pp={pp} vpp={vpp} ep={ep}, wanted tp={layout.tp} "
-            f"pp={layout.pp} vpp={layout.vpp} ep={layout.ep}; they are global to a process, so start a new one."
+            f"Megatron's groups of this process have tp={tp} pp={pp} vpp={vpp} ep={ep}, the layout has tp={layout.tp} "
+            f"pp={layout.pp} vpp={layout.vpp} ep={layout.ep}. Fix: start a new process; groups are global to a process."
         )
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def probe_groups(groups: ProcessGroupCollection, device: torch.device, on_phase: Callable[[str], None]) -> None:
-    """One small collective over each group that a step uses and this rank is in. Collective.
+    """Run one small collective over each group of this rank that a step uses. Collective.
 
     Args:
-        on_phase: is told which group comes next.
+        on_phase: called with the name of each group before its probe.
 
     Raises:
         ClusterError: see `probe_group`.

@@ -1,4 +1,4 @@
-"""Read a HF model folder's config.json as the sizes and features that the Megatron model is built from."""
+"""Read the sizes and features of a Megatron model from a HF folder's config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gkd.hf.model_dims import ModelDims, read_dims
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronDims(ModelDims):
-    """The sizes of a supported model, with the numbers that its norms and rotary embeddings use."""
+    """Sizes of a supported model, and the constants of its norms and rotary embeddings."""
 
     norm_eps: float
     rope_inv_freq: tuple[float, ...]  # [head_dim / 2] float32 values, rope scaling applied
@@ -28,11 +28,13 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
     """Read config.json of a local HF folder through transformers, which fills in what the file leaves out.
 
     Raises:
-        ModelError: no such folder, unreadable config, unsupported architecture or feature; names it.
+        ModelError: the folder or its config is missing or unreadable, or it has an unsupported architecture or feature.
     """
     folder = Path(model_path)
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is not a HF model folder: it has no config.json. Set model.path to a local folder.")
+        raise ModelError(
+            f"{folder} is not a HF model folder: it has no config.json. Fix: set model.path to a local one."
+        )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -48,11 +50,11 @@ def read_megatron_dims(model_path: str | Path) -> MegatronDims:
 
 
 def _rope_inv_freq(folder: Path, config: PretrainedConfig, head_dim: int) -> tuple[float, ...]:
-    """Return the [head_dim / 2] rotations per position, radians. transformers computes every scaled kind.
+    """Return the [head_dim / 2] rotations per position, radians. transformers computes the scaled kinds.
 
     Megatron's own llama3 scaling hard-codes three of the four numbers that a config may set.
     """
-    # transformers 5 keeps theta and scaling together in rope_parameters, wherever the file has them.
+    # transformers 5 stores theta and scaling in rope_parameters, for old and new config files.
     rope: dict[str, Any] = dict(config.rope_parameters)
     kind = rope.get("rope_type", "default")
     if kind == "default":

@@ -1,8 +1,7 @@
-"""Megatron shards -> full tensors under HF names, one at a time: the source of every weight transfer.
+"""Gather Megatron shards into full tensors under HF names, one at a time, for weight transfer and saving.
 
-Each pipeline stage exports its own tensors, in the order of `export_plan`, on all ranks of it that
-`ParallelLayout.exports` names at once (the gathers are collectives). Tied embeddings are exported
-once, padding rows never.
+Each pipeline stage exports its own tensors in the order of `export_plan`. The gathers are collectives of the ranks
+for which `ParallelLayout.exports` is true. Tied embeddings are exported once, without padding rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gkd.actor.megatron.model import StudentModel
 
 
 def export_plan(model: StudentModel) -> list[tuple[str, Shape, torch.dtype]]:
-    """(HF name, shape, dtype) of what `iter_hf_tensors` yields on this stage, in its order; moves no data."""
+    """Return (HF name, shape, dtype) of what `iter_hf_tensors` yields on this stage, in its order. Moves no data."""
     params = dict(model.named_params())
     return [
         (name, shape, params[entry.param].dtype)
@@ -32,22 +31,22 @@ def export_plan(model: StudentModel) -> list[tuple[str, Shape, torch.dtype]]:
 def iter_hf_tensors(
     model: StudentModel, *, value: Callable[[torch.nn.Parameter], Tensor] = lambda param: param.data
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (HF name, full tensor) of this pipeline stage.
+    """Yield (HF name, full tensor) of this pipeline stage.
 
-    Collective over the TP group, and with experts over the EP group: every rank of them must run the iterator to its
-    end. One Megatron parameter is gathered at a time, and one expert's is one; where its parts are not one below the
-    other in HF's order, there is a second copy of it for a moment. A tensor may alias the live weights, so consume or
-    copy it before the next training step.
+    Collective over the TP group and, with experts, over the EP group: each of their ranks must exhaust the iterator.
+    One Megatron parameter (or one parameter of an expert) is gathered at a time. If its parts are not contiguous in
+    HF's order, a second copy exists temporarily. A tensor may alias the live weights, so consume or copy it before the
+    next training step.
 
     Args:
         model: this rank's stage.
-        value: what of a parameter to export, of the parameter's shape; its gradient, say.
+        value: returns the tensor to export for a parameter, of the same shape; for example its gradient.
     """
     params = dict(model.named_params())
     for entry in stage_entries(model.dims, model.layout):
         if not entry.exported:
             continue
-        # No name for the gathered tensors: it would keep them alive while the next ones are gathered.
+        # Do not bind the gathered tensors to a name: it would keep them alive while the next ones are gathered.
         yield from zip(entry.hf_names, _hf_tensors(entry, value(params[entry.param]), model), strict=True)
 
 
@@ -57,7 +56,7 @@ def _hf_tensors(entry: TensorEntry, shard: Tensor, model: StudentModel) -> tuple
 
 
 def _gather(shard: Tensor, model: StudentModel) -> Tensor:
-    """[tp, *shape] this tensor's shards of all TP ranks, on every one of them."""
+    """Return the [tp, *shape] shards of all TP ranks, on every one of them."""
     if model.layout.tp == 1:
         return shard[None]
     shards = shard.new_empty((model.layout.tp, *shard.shape))
@@ -66,7 +65,7 @@ def _gather(shard: Tensor, model: StudentModel) -> Tensor:
 
 
 def _from_owner(mine: Tensor, owner: int, model: StudentModel) -> Tensor:
-    """[1, *shape] the expert's tensor of EP rank `owner`, on every rank of the EP group; `mine` gives the shape."""
+    """Return the [1, *shape] tensor of EP rank `owner` on every rank of the EP group; `mine` has the same shape."""
     if model.layout.ep == 1:
         return mine[None]
     tensor = (

@@ -1,7 +1,7 @@
-"""A HF safetensors folder -> the parameters of this rank, one tensor at a time.
+"""Load the parameters of this rank from a HF safetensors folder, one tensor at a time.
 
-Only this rank's experts, rows and columns are read, from the mapped file into the parameter. Every rank checks the
-headers of *all* tensors first, so that a bad folder fails on all ranks alike instead of leaving some in a collective.
+Only this rank's experts, rows and columns are read, from the mapped file into the parameter. Every rank first checks
+the headers of *all* tensors, so that a bad folder fails on all ranks and none hangs in a collective.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gkd.hf.model_dims import ModelDims
 def load_hf_weights(
     model_path: str | Path, params: Mapping[str, torch.nn.Parameter], dims: ModelDims, layout: ParallelLayout
 ) -> None:
-    """Fills `params` (Megatron names of this stage) in place from a HF folder, cast to their dtype.
+    """Fill `params` (Megatron names of this stage) in place from a HF folder, cast to their dtype.
 
     Raises:
-        ModelError: files missing or corrupt; tensors missing, unexpected or of the wrong shape or dtype; names them.
+        ModelError: files are missing or corrupt, or tensors are missing, unexpected or of the wrong shape or dtype.
     """
     folder = Path(model_path)
     entries = held_entries(dims, layout)
@@ -42,17 +42,17 @@ def load_hf_weights(
 
 
 def check_weight_files(folder: Path, dims: ModelDims) -> None:
-    """Are the files whole, and do they hold exactly the tensors of `dims`? Reads headers only.
+    """Check that the files are complete and hold exactly the tensors of `dims`. Reads headers only.
 
     Raises:
-        ModelError: as `load_hf_weights` would.
+        ModelError: see `load_hf_weights`.
     """
     with open_tensors(folder) as tensors:
         _check_headers(folder, tensors, dims)
 
 
 def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: ModelDims) -> None:
-    """Raises ModelError on the first kind of disagreement between the files and the architecture."""
+    """Raise ModelError if the tensors of the files do not match the architecture."""
     check_headers(
         folder,
         tensors,
@@ -63,5 +63,5 @@ def _check_headers(folder: Path, tensors: Mapping[str, Any], dims: ModelDims) ->
 
 
 def _is_ignorable(name: str, dims: ModelDims) -> bool:
-    """What old or careless exporters add and transformers ignores too."""
+    """Return whether the tensor is a known redundant one, which transformers ignores, too."""
     return name.endswith("rotary_emb.inv_freq") or (dims.tied_embeddings and name == "lm_head.weight")

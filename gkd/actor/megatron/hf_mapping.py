@@ -1,130 +1,37 @@
-"""One table: which HF tensors make which Megatron parameter, and how TP and EP ranks share them.
+"""Map HF tensors to Megatron parameters: one table of names, shapes, TP layouts and owners of experts.
 
-Used in both directions. Import: `TensorLayout.fill` reads one rank's part out of HF tensors (or
-their slices on disk). Export: `TensorLayout.join` puts the parts of all TP ranks together again.
-Neither direction computes anything, so a round trip returns the same bits.
+`tensor_layouts` splits and joins the tensors; import, export and checkpoints use both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TypeAlias
 
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.tensor_layouts import (
+    GatedMlp,
+    GroupedQkv,
+    Replicated,
+    SplitColumns,
+    SplitVocab,
+    TensorLayout,
+)
 from gkd.hf.model_dims import ModelDims, MoeDims
 
 Shape: TypeAlias = tuple[int, ...]
-# A Tensor or a safetensors slice: both read no more than the rows and columns they are asked for.
-Sliceable: TypeAlias = Any
-
-
-class TensorLayout(Protocol):
-    """How one Megatron parameter is cut out of its HF tensors."""
-
-    partition_dim: int | None  # of the Megatron parameter that TP cuts; None: every rank has all of it
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        """Writes this TP rank's part of the HF tensors `sources` into `param`, in Megatron's row order."""
-        ...
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        """The full HF tensors from the parts of all TP ranks, [tp, *shape of the parameter]; may alias them."""
-        ...
-
-
-class Replicated:
-    """Every TP rank holds all of it: norms and routers."""
-
-    partition_dim: int | None = None
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        param.copy_(sources[0][:])
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        return (shards[0],)
-
-
-class SplitColumns:
-    """Cut along the input dimension: the second matrix of attention and of the MLP."""
-
-    partition_dim: int | None = 1
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        width = param.shape[1]
-        param.copy_(sources[0][:, tp_rank * width : (tp_rank + 1) * width])
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        return (shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1),)
-
-
-class SplitVocab:
-    """Cut along the vocabulary; the last rows may be padding, zero here and absent in HF."""
-
-    partition_dim: int | None = 0
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        rows = len(param)
-        start = min(tp_rank * rows, dims.vocab_size)
-        stop = min(start + rows, dims.vocab_size)
-        param[: stop - start].copy_(sources[0][start:stop])
-        param[stop - start :].zero_()
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        return (shards.flatten(0, 1)[: dims.vocab_size],)
-
-
-class GatedMlp:
-    """HF gate and up projection -> on each rank [its rows of gate; its rows of up]."""
-
-    partition_dim: int | None = 0
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        rows = len(param) // 2
-        for half, source in zip(param.split(rows), sources, strict=True):
-            half.copy_(source[tp_rank * rows : (tp_rank + 1) * rows])
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        gate, up = shards.chunk(2, dim=1)  # [tp, rows, hidden]
-        return gate.flatten(0, 1), up.flatten(0, 1)
-
-
-class GroupedQkv:
-    """HF q, k, v -> per key/value head: its query heads, then its key, then its value; heads cut over TP.
-
-    Works for weights [rows, hidden] and biases [rows].
-    """
-
-    partition_dim: int | None = 0
-
-    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
-        groups = dims.n_kv_heads // tp
-        grouped = param.view(groups, -1, *param.shape[1:])  # [groups, (q_per_group + 2) * head_dim, ...]
-        sizes = [_q_rows(dims) // dims.n_kv_heads, dims.head_dim, dims.head_dim]
-        for place, source in zip(grouped.split(sizes, dim=1), sources, strict=True):
-            rows = groups * place.shape[1]
-            place.copy_(source[tp_rank * rows : (tp_rank + 1) * rows].view(place.shape))
-
-    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
-        rows = shards.flatten(0, 1)
-        q_rows = dims.n_heads // dims.n_kv_heads * dims.head_dim
-        grouped = rows.view(dims.n_kv_heads, q_rows + 2 * dims.head_dim, *rows.shape[1:])
-        parts = torch.split(grouped, [q_rows, dims.head_dim, dims.head_dim], dim=1)
-        return tuple(part.reshape(-1, *part.shape[2:]) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of the table. Names are relative to the model or, for layer rules, to the layer."""
+    """One line of the table. Names are relative to the model, the layer or the expert."""
 
     param: str
     hf: tuple[str, ...]
     layout: TensorLayout
     shapes: Callable[[ModelDims], tuple[Shape, ...]]  # of the HF tensors
-    when: Callable[[ModelDims], bool] = lambda dims: True  # has a model of `dims` this parameter?
+    when: Callable[[ModelDims], bool] = lambda dims: True  # whether a model of `dims` has this parameter
 
 
 def _q_rows(dims: ModelDims) -> int:
@@ -206,7 +113,7 @@ def _expert_shapes(d: ModelDims) -> tuple[Shape, ...]:
 
 _ROUTER = Rule("mlp.router.weight", ("mlp.gate.weight",), Replicated(), lambda d: ((_moe(d).n_experts, d.hidden_size),))
 
-# Names relative to an expert. TP does not cut experts.
+# Names relative to an expert. TP does not split experts.
 _EXPERT_RULES = (
     Rule("linear_fc1.weight", ("gate_proj.weight", "up_proj.weight"), GatedMlp(), _expert_shapes),
     Rule(
@@ -227,18 +134,18 @@ class TensorEntry:
     hf_shapes: tuple[Shape, ...]
     layout: TensorLayout
     exported: bool = True  # False for the second copy of a tied embedding
-    # The EP rank that has this expert, whole, and in whose model `param` is; the others have another expert of the same
-    # shape under that name. None: not an expert's.
+    # The EP rank that holds this expert. On other EP ranks `param` names another expert of the same shape. None: the
+    # parameter does not belong to an expert.
     owner: int | None = None
 
 
 def chunk_prefix(layout: ParallelLayout, chunk: int) -> str:
-    """What stands before the Megatron names of a chunk's parameters, where a stage has several."""
+    """Return the prefix of the Megatron names of a chunk's parameters; empty if a stage has one chunk."""
     return f"chunk{chunk}." if layout.vpp > 1 else ""
 
 
 def stage_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
-    """Every parameter of this rank's pipeline stage, in the order of the model; the same on all ranks of the stage."""
+    """Return every parameter of this pipeline stage, in model order; the same on all ranks of the stage."""
     return [entry for chunk in range(layout.vpp) for entry in _chunk_entries(dims, layout, chunk)]
 
 
@@ -266,19 +173,19 @@ def _chunk_entries(dims: ModelDims, layout: ParallelLayout, chunk: int) -> list[
 
 
 def held_entries(dims: ModelDims, layout: ParallelLayout) -> list[TensorEntry]:
-    """Those of `stage_entries` whose parameter this rank has."""
+    """Return the entries of `stage_entries` whose parameter this rank holds."""
     return [entry for entry in stage_entries(dims, layout) if entry.owner in (None, layout.ep_rank)]
 
 
 def expected_hf_tensors(dims: ModelDims) -> dict[str, Shape]:
-    """Name and shape of every tensor of the whole HF model."""
+    """Return name and shape of every tensor of the whole HF model."""
     whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
     entries = stage_entries(dims, whole)
     return {name: shape for e in entries for name, shape in zip(e.hf_names, e.hf_shapes, strict=True)}
 
 
 def _expert_entries(dims: ModelDims, layout: ParallelLayout, param_prefix: str, hf_prefix: str) -> list[TensorEntry]:
-    """All experts of a layer, by their number in the HF model: EP rank r has an unbroken run of them."""
+    """Return the entries of all experts of a layer, in HF order. Each EP rank holds consecutive experts."""
     n_experts = _moe(dims).n_experts
     per_rank = n_experts // layout.ep
     return [

@@ -1,7 +1,7 @@
-"""The trained student as a HF folder that transformers and vLLM load.
+"""Save the student as a HF folder that transformers and vLLM can load.
 
-Tensors travel one by one: gathered over TP and EP, sent along the pipeline to rank 0, which writes each as it comes.
-No rank holds more than one besides its own. `gkd.hf.folder` does the writing.
+Each tensor is gathered over TP and EP, sent to rank 0, and written before the next one. No rank holds more than one
+gathered tensor in addition to its shards. `gkd.hf.folder` writes the files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ from gkd.hf.folder import MAX_SHARD_BYTES, exhaust, write_folder
 def save_hf(
     model: StudentModel, out_dir: str | Path, source_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes weights, and config, generation config and tokenizer as in `source_dir`. Collective, blocks.
+    """Write the student as a HF folder; see `Student.save_hf`. Collective; blocks.
 
     Args:
-        out_dir: must not exist; on a file system that rank 0 sees.
-        source_dir: the HF folder the student was built from.
-        max_shard_bytes: a file is closed before it would grow past this size.
-
-    Raises:
-        ModelError: `out_dir` exists or cannot be written; on every rank.
+        max_shard_bytes: maximum size of a file, unless a single tensor is larger.
     """
     problem: Exception | None = None
     if model.layout.exports:  # the other DP ranks hold copies
@@ -44,13 +39,13 @@ def save_hf(
                 write_folder(tensors, plans, Path(out_dir), Path(source_dir), max_shard_bytes)
             except Exception as error:  # raised below, on all ranks
                 problem = error
-            exhaust(tensors)  # after an error the other stages still send, and must not be left waiting
+            exhaust(tensors)  # after an error the other stages still send and would block otherwise
         elif model.layout.tp_rank == model.layout.dp_rank == 0:
             for _, tensor in iter_hf_tensors(model):
                 if model.layout.pp_rank > 0:
                     dist.send(tensor.contiguous(), dst=_rank_of_stage(model, 0), group=model.groups.pp)
         else:
-            exhaust(iter_hf_tensors(model))  # takes part in the gathers only
+            exhaust(iter_hf_tensors(model))  # only joins the gathers
     outcome = [None if problem is None else f"{type(problem).__name__}: {problem}"]
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
@@ -58,7 +53,7 @@ def save_hf(
 
 
 def _all_stages(model: StudentModel, plans: list[list[tuple[str, Shape, torch.dtype]]]) -> Iterator[tuple[str, Tensor]]:
-    """On rank 0: its own stage's tensors, then those that the other stages send, in the order of the plans."""
+    """Yield, on rank 0, the tensors of its own stage and then those that the other stages send, in plan order."""
     yield from iter_hf_tensors(model)
     device = model.device
     for stage, plan in list(enumerate(plans))[1:]:
@@ -66,7 +61,7 @@ def _all_stages(model: StudentModel, plans: list[list[tuple[str, Shape, torch.dt
             tensor = torch.empty(shape, dtype=dtype, device=device)
             dist.recv(tensor, src=_rank_of_stage(model, stage), group=model.groups.pp)
             yield name, tensor
-            del tensor  # before the next one is made
+            del tensor  # before the next one is allocated
 
 
 def _rank_of_stage(model: StudentModel, stage: int) -> int:

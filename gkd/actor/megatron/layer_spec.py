@@ -1,6 +1,6 @@
-"""Which modules the layers of a stage are made of: Transformer Engine's on CUDA where it is installed, else local ones.
+"""Select the modules of a stage's layers: Transformer Engine's on CUDA if installed, else Megatron's local ones.
 
-Attention is this project's in both, so packed sequences are cut in one place.
+Both use this project's attention, so packed sequences are handled in one place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gkd.actor.megatron.attention import CausalSdpaAttention
 
-# Transformer Engine fuses a norm with the matrix behind it and names its weight after that matrix.
+# Transformer Engine fuses a norm with the following matrix and names its weight after that matrix.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -24,7 +24,7 @@ _FUSED_NORMS = {
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, and the mark by which Megatron sums its gradient over TP when the sequence is split.
+    """torch's RMSNorm with the attribute that makes Megatron sum its gradient over TP under sequence parallelism.
 
     Megatron's wrapper of the same torch module refuses `sequence_parallel`.
     """
@@ -35,15 +35,15 @@ class RmsNorm(torch.nn.RMSNorm):
 
 
 def use_transformer_engine(device: torch.device) -> bool:
-    """Transformer Engine is installed and has kernels for `device`."""
+    """Return whether Transformer Engine is installed and has kernels for `device`."""
     return device.type == "cuda" and bool(gpt_layer_specs.HAVE_TE)
 
 
 def layer_spec(config: TransformerConfig, device: torch.device, *, chunk: int | None) -> TransformerBlockSubmodules:
-    """The modules of the layers of one model chunk.
+    """Return the modules of the layers of one model chunk.
 
     Args:
-        chunk: number of the chunk on this pipeline stage; None without virtual pipeline stages.
+        chunk: index of the chunk on this pipeline stage; None without virtual pipeline stages.
     """
     with_te = use_transformer_engine(device)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, normalization="RMSNorm", vp_stage=chunk)
@@ -59,7 +59,7 @@ def layer_spec(config: TransformerConfig, device: torch.device, *, chunk: int | 
 
 
 def local_name(param: str) -> str:
-    """The name that a parameter has in layers of local modules; the tables of this project know those."""
+    """Return the name of a parameter in layers of local modules, which `hf_mapping` uses."""
     for fused, local in _FUSED_NORMS.items():
         if param.endswith(fused):
             return param.removesuffix(fused) + local

@@ -1,11 +1,11 @@
-"""Who is who among the actor's ranks: tensor, pipeline and data parallel coordinates. Pure, so the driver has it too.
+"""Compute the tensor, pipeline, data and expert parallel coordinates of the actor's ranks. The driver uses it, too.
 
-Order tp-dp-pp, Megatron's own: TP ranks are neighbours (they talk most), then DP, then PP.
+Megatron's order tp-dp-pp: TP ranks are neighbors (they communicate most), then DP, then PP.
 
     rank = tp_rank + tp * (dp_rank + dp * pp_rank)
 
-With virtual pipeline stages (vpp > 1) a stage holds vpp chunks of layers, and a micro-batch visits it vpp times.
-Experts are spread over neighbours of one stage, and each expert is whole on its rank:
+With virtual pipeline stages (vpp > 1), a stage holds vpp chunks of layers, and a micro-batch passes it vpp times.
+Experts are distributed over neighboring ranks of one stage, and each expert is whole on its rank:
 
     ep_rank = (tp_rank + tp * dp_rank) % ep
 """
@@ -22,11 +22,10 @@ from gkd.hf.model_dims import ModelDims
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """This rank's place. Checked when it is made.
+    """Coordinates of one rank. The constructor checks the sizes.
 
     Raises:
-        ConfigError: naming actor.tp, actor.pp, actor.vpp or actor.ep, if the sizes do not divide the world or fit
-            together.
+        ConfigError: actor.tp, actor.pp, actor.vpp or actor.ep does not divide the world or does not fit the others.
     """
 
     tp: int
@@ -34,24 +33,24 @@ class ParallelLayout:
     world_size: int
     rank: int
     _: KW_ONLY
-    vpp: int = 1  # model chunks of each stage
+    vpp: int = 1  # model chunks per stage
     ep: int = 1  # expert parallel size
 
     def __post_init__(self) -> None:
         sizes = {"actor.tp": self.tp, "actor.pp": self.pp, "actor.vpp": self.vpp, "actor.ep": self.ep}
         for key, value in sizes.items():
             if value < 1:
-                raise ConfigError(key, value, "must be at least 1.", "Use 1 to switch this parallelism off.")
+                raise ConfigError(key, value, "must be at least 1.", "use 1 to disable this parallelism.")
         if self.world_size % (self.tp * self.pp):
             raise ConfigError(
                 "actor.tp",
                 self.tp,
                 f"actor.tp * actor.pp = {self.tp} * {self.pp} does not divide the actor's {self.world_size} processes.",
-                "Change actor.tp, actor.pp or the number of GPUs of the actor pool.",
+                "change actor.tp, actor.pp or the number of GPUs of the actor pool.",
             )
         if self.vpp > 1 and self.pp == 1:
             raise ConfigError(
-                "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "Use 1, or actor.pp > 1."
+                "actor.vpp", self.vpp, "there is no pipeline to interleave with actor.pp 1.", "use 1, or actor.pp > 1."
             )
         check_expert_ranks(self.ep, self.tp * self.dp)
         if not 0 <= self.rank < self.world_size:
@@ -79,7 +78,7 @@ class ParallelLayout:
 
     @property
     def exports(self) -> bool:
-        """Does this rank take part in producing its stage's tensors? Together these ranks hold all of the stage."""
+        """Whether this rank joins the export of its stage. Together these ranks hold all of the stage."""
         return self.rank % (self.tp * self.dp) < math.lcm(self.tp, self.ep)
 
     @property
@@ -91,23 +90,23 @@ class ParallelLayout:
         return self.pp_rank == self.pp - 1
 
     def check_model(self, dims: ModelDims, *, sequence_parallel: bool = False) -> None:
-        """Raises ConfigError naming the key of a size that cannot split a model of `dims`."""
+        """Raise ConfigError if a parallel size cannot split a model of `dims`; the key names the size."""
         check_actor_split(dims, tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, sequence_parallel=sequence_parallel)
 
     def holds_embedding(self, chunk: int) -> bool:
-        """Chunk number `chunk` of this stage is where tokens go in."""
+        """Return whether chunk `chunk` of this stage has the embedding."""
         return self.is_first_stage and chunk == 0
 
     def holds_head(self, chunk: int) -> bool:
-        """Chunk number `chunk` of this stage is where hidden states come out."""
+        """Return whether chunk `chunk` of this stage has the LM head."""
         return self.is_last_stage and chunk == self.vpp - 1
 
     def layer_range(self, dims: ModelDims, chunk: int = 0) -> range:
-        """Global numbers of the layers in chunk number `chunk` of this stage."""
+        """Return the global indices of the layers in chunk `chunk` of this stage."""
         n_layers = dims.n_layers // (self.pp * self.vpp)
         start = (chunk * self.pp + self.pp_rank) * n_layers
         return range(start, start + n_layers)
 
     def padded_vocab_size(self, dims: ModelDims) -> int:
-        """The vocabulary rounded up to a multiple of TP; Megatron wants equal shards."""
+        """Return the vocabulary size rounded up to a multiple of TP; Megatron requires equal shards."""
         return -(-dims.vocab_size // self.tp) * self.tp

@@ -1,6 +1,6 @@
-"""Builds this rank's part of the student: Megatron GPTModels with the weights of a HF folder.
+"""Build this rank's part of the student: Megatron GPTModels with the weights of a HF folder.
 
-Letters: B sequences, S padded or packed length, S' the same filled up for sequence parallelism, H hidden size,
+Letters: B sequences, S padded or packed length, S' the same padded for sequence parallelism, H hidden size,
 N selected rows, V_local padded vocabulary / TP.
 """
 
@@ -21,33 +21,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from gkd.actor.common.base import no_phase
-from gkd.actor.megatron.experts import expert_settings
 from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
 from gkd.actor.megatron.hf_mapping import chunk_prefix, held_entries
 from gkd.actor.megatron.layer_spec import layer_spec, local_name, use_transformer_engine
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.errors import ConfigError
+from gkd.actor.megatron.model_config import transformer_config
 from gkd.log import get_logger
-
-# actor.recompute -> Megatron's settings
-_RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 
 
 class StudentGPT(GPTModel):
-    """GPTModel whose last stage goes only as far as the loss asks for.
+    """GPTModel whose last stage computes only the selected rows, and optionally stops before the LM head.
 
-    Prompt and padding positions carry no loss, and [S, B, V] logits of theirs are the largest
-    tensor of a step; the rows are selected from the hidden states before the LM head. The head itself
-    may be left to the loss.
+    Prompt and padding positions carry no loss, but [S, B, V] logits would be the largest tensor of a step. So
+    the rows are selected from the hidden states before the LM head, which may be left to the loss.
     """
 
     _position_major: Tensor | None = None
-    _want_logits = True
+    _with_logits = True
 
     def forward(
         self,
@@ -55,28 +46,28 @@ class StudentGPT(GPTModel):
         position_ids: Tensor,
         rows: Tensor,
         cu_seqlens: Tensor | None = None,
-        want_logits: bool = True,
+        with_logits: bool = True,
     ) -> Tensor:
-        """One chunk's forward pass.
+        """Run one chunk's forward pass.
 
         Args:
             tokens: [B, S] int64, right-padded or, with `cu_seqlens`, packed.
             position_ids: [B, S] int64. Unused by rotary embeddings, which count columns of a sequence.
             rows: [N] int64 into the flattened [B * S] positions.
-            cu_seqlens: [n + 1] int32 borders of the packed sequences, on the CPU.
-            want_logits: False: the last stage ends before its LM head.
+            cu_seqlens: [n + 1] int32 boundaries of the packed sequences, on the CPU.
+            with_logits: False: the last stage stops before its LM head.
 
         Returns:
-            [N, V_local] logits or [N, H] hidden states at the end of the last stage, [S', B, H] hidden states, or this
-            rank's part of their positions, elsewhere.
+            On the last chunk of the last stage [N, V_local] logits or [N, H] hidden states. Elsewhere [S', B, H]
+            hidden states, or this rank's part of their positions under sequence parallelism.
         """
         n_sequences, length = tokens.shape
         if self.config.sequence_parallel:
-            tokens, position_ids, cu_seqlens = _fill_up(
+            tokens, position_ids, cu_seqlens = _pad_columns(
                 tokens, position_ids, cu_seqlens, self.config.tensor_model_parallel_size
             )
         self._position_major = rows % length * n_sequences + rows // length
-        self._want_logits = want_logits
+        self._with_logits = with_logits
         try:
             output: Tensor = super().forward(
                 tokens,
@@ -85,12 +76,12 @@ class StudentGPT(GPTModel):
                 packed_seq_params=None if cu_seqlens is None else _packed_params(cu_seqlens, tokens.device),
             )
         finally:
-            self._position_major, self._want_logits = None, True
+            self._position_major, self._with_logits = None, True
         return output
 
     @property
     def lm_head(self) -> Tensor:
-        """[V_local, H] this rank's rows of the LM head; last stage only."""
+        """This rank's rows of the LM head, [V_local, H]; last stage only."""
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
@@ -100,21 +91,21 @@ class StudentGPT(GPTModel):
             return hidden_states
         assert self._position_major is not None
         if self.config.sequence_parallel:
-            # Each rank's gradient is that of its own vocabulary rows; the way back sums them here, and only here.
+            # Each rank's gradient covers its vocabulary rows; the backward pass of this gather sums them, once.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self.pg_collection.tp)
         hidden_states = hidden_states.flatten(0, 1).index_select(0, self._position_major)  # [N, H]
-        if not self._want_logits:
+        if not self._with_logits:
             return hidden_states
-        if self.config.sequence_parallel:  # output_layer would gather positions of its own
+        if self.config.sequence_parallel:  # output_layer would gather again
             return F.linear(hidden_states, self.lm_head)
         output: Tensor = super()._postprocess(hidden_states[:, None], *args, **kwargs)  # [1, N, V_local]
         return output.flatten(0, 1)
 
 
-def _fill_up(
+def _pad_columns(
     tokens: Tensor, position_ids: Tensor, cu_seqlens: Tensor | None, multiple: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Columns on the right, until TP ranks can share them evenly; of a pack they are a sequence of their own."""
+    """Pad columns on the right to a multiple of TP; in a packed row the padding is one more sequence."""
     length = tokens.shape[1]
     missing = -length % multiple
     if missing == 0:
@@ -125,14 +116,14 @@ def _fill_up(
 
 
 def _packed_params(cu_seqlens: Tensor, device: torch.device) -> PackedSeqParams:
-    """What Megatron passes on to the rotary embedding and to attention."""
+    """Return the boundaries that Megatron passes to the rotary embedding and to attention."""
     on_device = cu_seqlens.to(device, non_blocking=True)
     longest = int(cu_seqlens.diff().max())
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=on_device,
         cu_seqlens_kv=on_device,
-        # The rotary embedding prefers these, and makes a list of them in every layer: on the CPU nobody waits for that.
+        # The rotary embedding prefers these and converts them to lists in every layer: on CPU without a device sync.
         cu_seqlens_q_padded=cu_seqlens,
         cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
@@ -142,7 +133,7 @@ def _packed_params(cu_seqlens: Tensor, device: torch.device) -> PackedSeqParams:
 
 @dataclass(frozen=True, slots=True)
 class StudentModel:
-    """This rank's stage of the student and where it stands; what import and export work on."""
+    """This rank's stage of the student with its layout and groups; import and export use it."""
 
     chunks: tuple[StudentGPT, ...]  # layout.vpp of them, in the order in which a micro-batch passes them
     dims: MegatronDims
@@ -150,7 +141,7 @@ class StudentModel:
     groups: ProcessGroupCollection
 
     def named_params(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """(name as in `stage_entries`, parameter) of this stage, each once."""
+        """Yield (name as in `stage_entries`, parameter) of this stage, each once."""
         for number, chunk in enumerate(self.chunks):
             for name, param in chunk.named_parameters():
                 yield chunk_prefix(self.layout, number) + local_name(name), param
@@ -166,7 +157,7 @@ class StudentModel:
 
     @property
     def lm_head(self) -> Tensor:
-        """[V_local, H] this rank's rows of the LM head; last stage only."""
+        """This rank's rows of the LM head, [V_local, H]; last stage only."""
         return self.chunks[-1].lm_head
 
     @property
@@ -186,17 +177,17 @@ def build_model(
     sequence_parallel: bool = False,
     on_phase: Callable[[str], None] = no_phase,
 ) -> StudentModel:
-    """Builds this rank's stage and fills it from the HF folder `model_path`.
+    """Build this rank's stage and fill it from the HF folder `model_path`.
 
     Args:
-        dtype: of parameters and activations; gradients and optimizer states are float32 anyway.
-        recompute: none | selective | full; what the backward pass computes again instead of finding it in memory.
-        sequence_parallel: split activations over TP along the sequence where TP does not split them otherwise.
-        on_phase: is told what comes next.
+        dtype: of parameters and activations; gradients and optimizer states are always float32.
+        recompute: none | selective | full: activations that the backward pass recomputes instead of storing them.
+        sequence_parallel: split activations along the sequence over TP where TP does not split them otherwise.
+        on_phase: called with the name of each start-up phase.
 
     Raises:
-        ModelError: unsupported or damaged folder. ConfigError: the layout cannot split this model, or `recompute` or
-            `sequence_parallel` does not fit.
+        ModelError: the folder is unsupported or damaged.
+        ConfigError: the layout cannot split this model, or `recompute` or `sequence_parallel` is invalid.
     """
     dims = read_megatron_dims(model_path)
     layout.check_model(dims, sequence_parallel=sequence_parallel)
@@ -204,7 +195,7 @@ def build_model(
         dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel
     )
     get_logger(f"actor.{layout.rank}").info(
-        "layers of %s", "Transformer Engine" if use_transformer_engine(device) else "Megatron's local modules"
+        "layers: %s", "Transformer Engine" if use_transformer_engine(device) else "Megatron local layer spec"
     )
     on_phase("building the model")
     chunks = []
@@ -234,11 +225,11 @@ def build_model(
 
 
 def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: MegatronDims, layout: ParallelLayout) -> None:
-    """Tells Megatron which parameters TP cuts, and which belong to experts.
+    """Mark for Megatron the parameters that TP splits and those of experts.
 
-    Those without the first mark count on TP rank 0 only in the gradient norm; Megatron sets it while it initialises a
-    weight, which this project skips. Those with the second are reduced over the ranks that hold the same expert and get
-    an optimizer of their own, here with EP = 1, too.
+    Parameters without the first mark count only on TP rank 0 in the gradient norm. Megatron sets it when it initializes
+    a weight, which this project skips. Parameters with the second mark are reduced over the ranks that hold the same
+    expert and get a separate optimizer, also with EP = 1.
     """
     for entry in held_entries(dims, layout):
         param: Any = params[entry.param]
@@ -248,65 +239,3 @@ def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: MegatronDims, l
             param.partition_stride = 1
         if entry.owner is not None:
             param.allreduce = False
-
-
-def transformer_config(
-    dims: MegatronDims,
-    layout: ParallelLayout,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    recompute: str,
-    sequence_parallel: bool,
-) -> TransformerConfig:
-    """Megatron's configuration of a RMSNorm + SwiGLU + rotary decoder, dense or with experts."""
-    if recompute not in _RECOMPUTE:
-        choices = ", ".join(_RECOMPUTE)
-        raise ConfigError("actor.recompute", recompute, "is not one of the choices.", f"Choose one of {choices}.")
-    if sequence_parallel and layout.tp == 1:
-        raise ConfigError("actor.sequence_parallel", True, "there is one TP rank.", "Use false, or actor.tp > 1.")
-    return TransformerConfig(
-        **expert_settings(dims, layout),
-        num_layers=dims.n_layers,
-        hidden_size=dims.hidden_size,
-        ffn_hidden_size=dims.ffn_size,
-        num_attention_heads=dims.n_heads,
-        num_query_groups=dims.n_kv_heads,
-        kv_channels=dims.head_dim,
-        normalization="RMSNorm",
-        layernorm_epsilon=dims.norm_eps,
-        qk_layernorm=dims.qk_norm,
-        add_bias_linear=False,
-        add_qkv_bias=dims.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        sequence_parallel=sequence_parallel,
-        # Interleaved stages send forward and backward at once. Batched, and with two stages, where the next one is also
-        # the previous one, a gradient is taken for an activation, and the model trains on it.
-        overlap_p2p_comm=layout.vpp > 1,
-        batch_p2p_comm=layout.vpp == 1,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        # Micro-batches differ in S. Megatron asks for this dispatcher then, dense model or not.
-        variable_seq_lengths=layout.pp > 1,
-        moe_token_dispatcher_type="alltoall",
-        # Sums of token losses now, one division by the global number of tokens in finalize_model_grads.
-        calculate_per_token_loss=True,
-        # Weights come from the HF folder, so random initialisation would be thrown away.
-        perform_initialization=False,
-        use_cpu_initialization=device.type == "cpu",
-        **_RECOMPUTE[recompute],
-        # Fusions need CUDA extensions (apex, Transformer Engine) or torch.compile.
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-    )

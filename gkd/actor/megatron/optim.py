@@ -1,8 +1,7 @@
-"""The student's optimizer: AdamW, global-norm clipping and the learning rate of each step.
+"""Build and step the student's optimizer: AdamW, global-norm clipping, learning rate.
 
-Megatron builds it (float32 main weights for bfloat16 models, state sharded over DP); this
-file gives it an AdamW of torch's arithmetic and sets the learning rate explicitly from the step number, so
-that the step number is the whole state of the schedule.
+Megatron builds it (float32 main weights for bfloat16 models, state sharded over DP). This file provides an AdamW
+with torch's arithmetic, and sets the learning rate from the step number, which is the only state of the schedule.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from gkd.actor.common.optim_spec import OptimSpec
 
 
 class GroupStepAdamW(torch.optim.Optimizer):
-    """torch's AdamW arithmetic, with the step count in the parameter group instead of in each parameter's state.
+    """AdamW with torch's arithmetic and the step count in the parameter group instead of each parameter's state.
 
-    That is the contract of apex's FusedAdam, which Megatron counts on: all state of a parameter is then as long as
-    the parameter's range, and checkpoints hold nothing else.
+    Megatron relies on this contract of apex's FusedAdam: every state tensor of a parameter then has the length of the
+    parameter's range, and checkpoints need nothing else.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Closures are not supported."""
+        """Update every parameter that has a gradient. Closures are not supported."""
         if closure is not None:
             raise ValueError("GroupStepAdamW does not support closures")
         for group in self.param_groups:
@@ -72,11 +71,11 @@ class GroupStepAdamW(torch.optim.Optimizer):
 def build_optimizer(
     ddps: Sequence[DistributedDataParallel], spec: OptimSpec, *, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over the parameters of all chunks; collective over the whole world.
+    """Build Megatron's optimizer over the parameters of all chunks. Collective over the world.
 
     Args:
         ddps: this stage's model chunks, built with `use_distributed_optimizer`.
-        dtype: of the parameters; bfloat16 ones get float32 main weights.
+        dtype: of the parameters; bfloat16 parameters get float32 main weights.
     """
     _install_adamw()
     config = OptimizerConfig(
@@ -95,30 +94,30 @@ def build_optimizer(
 
 
 def set_lr(optimizer: MegatronOptimizer, spec: OptimSpec, lr: float) -> None:
-    """Writes the learning rate and each group's weight decay (0 for norms and biases) for the next update."""
+    """Set the learning rate and each group's weight decay (0 for norms and biases) for the next update."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_mult"]
         group["weight_decay"] = spec.weight_decay * group["wd_mult"]
 
 
 def prepare_grads(optimizer: MegatronOptimizer) -> float:
-    """Hands the reduced gradients to the optimizer and returns their global norm before clipping. Collective."""
+    """Pass the reduced gradients to the optimizer and return their global norm before clipping. Collective."""
     optimizer.prepare_grads()
     norm: float | Tensor = optimizer.get_grad_norm()
     return float(norm)
 
 
 def clip_and_step(optimizer: MegatronOptimizer, *, clip_grad: float, grad_norm: float) -> None:
-    """Scales the prepared gradients down to `clip_grad` (0 = off) and updates the weights. Collective over DP."""
+    """Clip the prepared gradients to norm `clip_grad` (0 = off) and update the weights. Collective over DP."""
     if clip_grad > 0:
         for part in optimizer.chained_optimizers:
-            if params := part.get_parameters():  # a rank's range may be padding alone
+            if params := part.get_parameters():  # empty if a rank's range is only padding
                 clip_grad_by_total_norm_fp32(params, clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
 
 
 def _install_adamw() -> None:
-    """Puts `GroupStepAdamW` where Megatron would use apex's or Transformer Engine's FusedAdam, if it has neither."""
+    """Use `GroupStepAdamW` if Megatron has neither apex's nor Transformer Engine's FusedAdam."""
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         megatron_optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False

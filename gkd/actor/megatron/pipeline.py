@@ -1,8 +1,9 @@
-"""Forward and backward of one rank's micro-batches through Megatron's pipeline schedule (1F1B if PP > 1, interleaved if
-a stage has several model chunks).
+"""Run forward and backward passes of one rank's micro-batches through Megatron's pipeline schedule.
 
     micro-batches -> hidden states of the loss rows -> LM head and loss -> gradients, reduced and
     divided by the global number of loss tokens
+
+The schedule is 1F1B if PP > 1, and interleaved if a stage has several model chunks.
 
 Letters: B sequences, S padded or packed length, N loss rows, H hidden size, V_local vocabulary / TP.
 """
@@ -40,25 +41,23 @@ def run_batch(
     forward_only: bool,
     force_all_reduce: bool = False,
 ) -> BatchSums:
-    """Runs one global batch; gradients end up in the parameters' `main_grad`. Collective over the world.
+    """Run one global batch; gradients are left in the parameters' `main_grad`. Collective over the world.
 
     Args:
         ddps: the model chunks of this stage, in the order of `model.chunks`.
-        micro_batches: of this DP rank, in host memory; may be empty, and differ in number and size
-            between DP ranks. TP and PP ranks of one DP rank pass the same ones, except that only
+        micro_batches: see `Student.train_step`. TP and PP ranks of one DP rank pass the same ones, except that only
             the last stage reads `targets`.
-        fused: LM head and loss together; else all logits of a micro-batch at once.
-        forward_only: no gradients.
-        force_all_reduce: full gradients on every DP rank, even if the optimizer is sharded over DP.
+        fused: compute LM head and loss together; else all logits of a micro-batch first.
+        forward_only: compute no gradients.
+        force_all_reduce: produce full gradients on every DP rank, even if the optimizer is sharded over DP.
 
     Raises:
-        DataError: a micro-batch's positions are not those of right-padded or packed sequences, or its
-            rows and its targets disagree.
+        NumericsError, DataError: see `Student.train_step`.
     """
     device = model.device
     shapes = []
-    # Not made into a list: `MicroBatches` makes each again when its turn comes, so that not all of the teacher's tables
-    # exist at once.
+    # Not converted to a list: `MicroBatches` builds each one on access, so that only some of the teacher's tables exist
+    # at a time.
     with same_error(device):
         for batch in bare(micro_batches):
             check_before(loss, batch, micro_batches, needs_scores=model.layout.is_last_stage)
@@ -85,7 +84,7 @@ def run_batch(
 
 @torch.no_grad()
 def run_logits(ddps: Sequence[DistributedDataParallel], model: StudentModel, tokens: Tensor) -> Tensor | None:
-    """[B, S, V] float32 logits of [B, S] `tokens`, gathered over TP, on the last stage; None elsewhere. Collective."""
+    """Return [B, S, V] float32 logits of [B, S] `tokens` on the last stage, None on the others. Collective."""
     device = model.device
     batch = empty_micro_batch()
     batch.tokens = tokens
@@ -114,22 +113,22 @@ def _schedule(
     forward_only: bool,
     force_all_reduce: bool,
 ) -> list[Tensor]:
-    """Megatron's schedule for this process's pipeline; what the loss function returned, last stage only.
+    """Run Megatron's schedule and return the results of the loss function; empty except on the last stage.
 
-    Where more micro-batches have to be run than there are, ones without loss follow.
+    Micro-batches without loss are appended if this rank has too few.
     """
     n_batches = _n_common(len(batches), model)
     fillers = [empty_micro_batch()] * (n_batches - len(batches))
     # Only the chunk with the LM head reads the teacher's tables.
     holds_head = [model.layout.holds_head(chunk) for chunk in range(len(ddps))]
-    roads = [chain(batches if holds else bare(batches), fillers) for holds in holds_head]
+    iterators = [chain(batches if holds else bare(batches), fillers) for holds in holds_head]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=roads if len(ddps) > 1 else roads[0],
+            data_iterator=iterators if len(ddps) > 1 else iterators[0],
             model=list(ddps),
             num_microbatches=n_batches,
-            # Only upper bounds: stages tell each other the shape of each micro-batch.
+            # Only upper bounds: stages exchange the shape of each micro-batch.
             seq_length=max((shape[1] for shape in shapes), default=1),
             micro_batch_size=max((shape[0] for shape in shapes), default=1),
             forward_only=forward_only,
@@ -147,14 +146,14 @@ def _forward_step(
     fused: bool,
     device: torch.device,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-    """One micro-batch through this stage, and the function that turns the last stage's output into a loss."""
+    """Run one micro-batch through this stage; return its output and the loss function of the last stage's output."""
     batch = next(batches)
     output = module(
         batch.tokens.to(device),
         batch.position_ids.to(device),
         batch.loss_index.to(device),
         cu_seqlens=None if batch.cu_seqlens is None else batch.cu_seqlens.cpu(),
-        want_logits=not fused,
+        with_logits=not fused,
     )
     return output, partial(_loss_sums, batch=batch, model=model, loss=loss, fused=fused)
 
@@ -162,7 +161,7 @@ def _forward_step(
 def _loss_sums(
     output: Tensor, *, batch: MicroBatch, model: StudentModel, loss: DistillLoss, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Megatron's loss-function contract: (sum to differentiate, its int token count, what to report).
+    """Return (sum to differentiate, its int token count, numbers to report), as Megatron requires of a loss function.
 
     Args:
         output: of the last stage: [N, H] hidden states if `fused`, else [N, V_local] logits.
@@ -171,7 +170,7 @@ def _loss_sums(
     if targets is None:
         raise DataError("the last pipeline stage got a micro-batch without targets")
     if fused:
-        # Hidden states that were gathered over the sequence sum their gradient on the way back.
+        # The backward pass of the gather under sequence parallelism sums the gradient of the hidden states.
         reduce_hidden_grad = not model.config.sequence_parallel
         loss_sum, values = loss.from_hidden(output, model.lm_head, targets, reduce_hidden_grad=reduce_hidden_grad)
     else:
@@ -181,10 +180,10 @@ def _loss_sums(
 
 
 def _n_common(n_batches: int, model: StudentModel) -> int:
-    """Micro-batches that this rank has to run.
+    """Return the number of micro-batches that this rank has to run.
 
-    At least one, because every rank must join the gradient reduction; whole groups of PP in an interleaved pipeline;
-    and, with experts elsewhere, as many as the others of its stage: they exchange tokens in each forward pass.
+    At least one, because every rank must join the gradient reduction. A multiple of PP in an interleaved pipeline. With
+    expert parallelism the same number on all ranks of the stage, which exchange tokens in each forward pass.
     """
     group = model.layout.pp if model.layout.vpp > 1 else 1
     n_common = max(1, -(-n_batches // group)) * group
