@@ -1,7 +1,7 @@
-"""The loss of rows of whole logits, by plain autograd: what the losses of a rank are measured against.
+"""Compute losses of full logits by plain autograd, as the reference for the distributed losses.
 
-The divergences come from `gkd.loss.divergence`, whose own tests write them out. All else is written here: the
-softmax, what is compared with what, the terms of the sampled token, and the weighted sum.
+The divergences come from `gkd.loss.divergence`, which has its own tests. The rest is independent: the softmax, the
+outcome tables, the terms of the sampled token, and the weighted sum.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gkd.types import TokenTargets
 def dense_losses(
     spec: LossSpec, targets: TokenTargets, logits: Tensor, teacher_logprobs: Tensor | None = None
 ) -> Tensor:
-    """[N] losses whose values and gradients are those of `DistillLoss`.
+    """Return [N] losses with the values and gradients of `DistillLoss`.
 
     Args:
         targets: of the N rows.
         logits: [N, V] the student's, of the true vocabulary, any float dtype; not yet divided by the temperature.
-        teacher_logprobs: [N, V] nats, where the teacher's whole distribution is there; None: what `targets` lists.
+        teacher_logprobs: [N, V] nats, the teacher's full distribution; None: use the tables of `targets`.
     """
     log_q = (logits / spec.temperature).log_softmax(dim=-1)
     sampled = targets.sampled_ids[:, None]
@@ -38,7 +38,7 @@ def dense_losses(
         rho = (student.detach() - targets.rollout_logprobs).exp()
         rho = rho.clamp(max=spec.importance_clip) if spec.importance_clip else rho
         value = {"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}[term.name]
-        score = rho * ratio * student  # its gradient is the one of REINFORCE
+        score = rho * ratio * student  # its gradient is that of REINFORCE
         loss = rho * value + score - score.detach()
         losses = losses + term.weight * loss.masked_fill(~targets.on_policy, 0.0)
     if spec.sft is not None:

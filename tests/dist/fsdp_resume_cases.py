@@ -1,6 +1,6 @@
-"""Saves and resumes of the FSDP2 student, run inside the ranks; `test_fsdp_student` reads what they return.
+"""Save and resume the FSDP2 student inside the ranks, for `test_fsdp_student`.
 
-A world of two saves and resumes; a world of one takes its checkpoints over, and the other way round.
+A world of two ranks saves and resumes. A world of one resumes its checkpoints, and vice versa.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OTHER_WORLD = [("plain", "plain"), ("lora", "lora")]
 
 
 def save_all(root: Path, rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Trains one student of each name, with a save beside it."""
+    """Train one student per name, and save it concurrently."""
     results = {}
     for name in names:
         student = _student(root, rank, world_size, name)
@@ -42,7 +42,7 @@ def save_all(root: Path, rank: int, world_size: int, names: list[str]) -> dict[s
 def resume_all(
     root: Path, rank: int, world_size: int, pairs: list[tuple[str, str]], *, saved_by: int
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Resumes what a world of `saved_by` ranks saved, and trains on."""
+    """Resume what a world of `saved_by` ranks saved, and continue training."""
     results = {}
     for saved, resumed in pairs:
         student = _student(root, rank, world_size, resumed)
@@ -53,24 +53,24 @@ def resume_all(
 
 
 def in_two(root: Path, rank: int) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """(saves, resumes of them, resumes of what one rank saved); the world of two ranks."""
+    """Return (saves, resumes of them, resumes of what one rank saved) of the world of two ranks."""
     saves = save_all(root, rank, 2, list(SETTINGS))
     resumes = resume_all(root, rank, 2, SAME_WORLD, saved_by=2)
     return saves, resumes, resume_all(root, rank, 2, OTHER_WORLD, saved_by=1)
 
 
 def save_in_one(root: Path) -> dict[str, Any]:
-    """Saves of a world of one rank, which is this process."""
+    """Save in a world of one rank, which is this process."""
     with_names = [saved for saved, _ in OTHER_WORLD]
-    return _alone(lambda: save_all(root, 0, 1, with_names))
+    return _in_one_rank(lambda: save_all(root, 0, 1, with_names))
 
 
 def resume_in_one(root: Path) -> dict[Any, Any]:
-    """Resumes of what two ranks saved, in a world of one rank, which is this process."""
-    return _alone(lambda: resume_all(root, 0, 1, OTHER_WORLD, saved_by=2))
+    """Resume what two ranks saved in a world of one rank, which is this process."""
+    return _in_one_rank(lambda: resume_all(root, 0, 1, OTHER_WORLD, saved_by=2))
 
 
-def _alone(work: Any) -> dict[Any, Any]:
+def _in_one_rank(work: Any) -> dict[Any, Any]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
         result: dict[Any, Any] = work()
@@ -84,7 +84,7 @@ def _student(root: Path, rank: int, world_size: int, name: str) -> Any:
 
 
 def _train(student: Any, first: int, last: int) -> list[float]:
-    """Losses of steps [first, last), each on this rank's share."""
+    """Return the losses of steps [first, last), each on this rank's share."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     return [student.train_step(share(make_micro_batches(step), rank, world_size)).loss for step in range(first, last)]
 

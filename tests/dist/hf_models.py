@@ -1,4 +1,4 @@
-"""Tiny models of architectures that the Megatron backend does not take, each for something that others lack."""
+"""Make tiny models of architectures that only fsdp2 supports, each with a feature that the others lack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.dist.megatron_reference import VOCAB
 
 
 def make_model_folder(folder: Path, kind: str) -> Path:
-    """Models that the Megatron backend does not take; 2 layers, random weights that are nowhere inert."""
+    """Save a model of 2 layers with random weights that all have an effect."""
     import transformers as tf
 
     torch.manual_seed(len(kind))
@@ -31,14 +31,14 @@ def make_model_folder(folder: Path, kind: str) -> Path:
     elif kind == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         model = tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**sizes, **ids, **experts, head_dim=8))
-    elif kind == "mixtral":  # other names on top; more experts than two ranks can share evenly
+    elif kind == "mixtral":  # other names; a number of experts that two ranks do not divide
         model = tf.MixtralForCausalLM(tf.MixtralConfig(**sizes, **ids, num_local_experts=3, num_experts_per_tok=2))
     elif kind == "opt":  # layers in a decoder within the backbone
         settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
         model = tf.OPTForCausalLM(
             tf.OPTConfig(vocab_size=VOCAB, ffn_dim=48, max_position_embeddings=64, **settings, **ids)
         )
-    elif kind == "falcon":  # its attention is of its own making
+    elif kind == "falcon":  # its own attention code
         settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = tf.FalconForCausalLM(tf.FalconConfig(vocab_size=VOCAB, **settings, **ids))
     elif kind == "mamba":  # no attention at all

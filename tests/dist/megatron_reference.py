@@ -1,4 +1,4 @@
-"""What the Megatron student is measured against: tiny HF models, and plain single-process training of them.
+"""Make tiny HF models and train them in a single process, as the reference for the students.
 
 Written independently of `gkd.loss` and `gkd.actor`: dense log-softmax, autograd, torch's AdamW.
 """
@@ -18,12 +18,12 @@ VOCAB = 1003  # prime-ish on purpose: neither 2 nor 4 divides it
 TOP_K = 6
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-5, 0.1, 0.5
 KINDS = ("qwen3", "qwen2_tied", "llama3_rope")
-# Weights of a token's experts normalised, every layer with experts; not normalised, and a dense layer before them.
+# Normalized expert weights and experts in every layer; not normalized, and a dense first layer.
 MOE_KINDS = ("qwen3_moe", "qwen3_moe_mixed")
 
 
 def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, n_layers: int = 2) -> Path:
-    """A randomly initialised HF model in `folder`; norms and biases random too, so that none is inert."""
+    """Save a randomly initialized HF model in `folder`, with random norms and biases so that each has an effect."""
     import transformers as tf
 
     sizes = {
@@ -80,7 +80,7 @@ def make_hf_folder(folder: Path, kind: str, *, dtype: torch.dtype = torch.float3
 
 
 def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
-    """Micro-batches of different B, S and N, with teacher mass between 0.3 and 0.9 on the top-k ids."""
+    """Return micro-batches of different B, S and N, with teacher mass between 0.3 and 0.9 on the top-k ids."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for i in range(count):
@@ -94,7 +94,7 @@ def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
         loss_index = torch.tensor(rows)
         n_rows = len(rows)
         topk_ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:TOP_K] for _ in range(n_rows)])
-        topk_ids[0] = torch.tensor([0, 1, 501, 502, 1001, 1002])  # shard borders at TP 2 and the ends
+        topk_ids[0] = torch.tensor([0, 1, 501, 502, 1001, 1002])  # shard boundaries at TP 2, and the ends
         mass = 0.3 + 0.6 * torch.rand((n_rows, 1), generator=generator)
         shares = torch.rand((n_rows, TOP_K), generator=generator) + 0.05
         probs = mass * shares / shares.sum(dim=-1, keepdim=True)
@@ -117,7 +117,7 @@ def make_micro_batches(seed: int, count: int = 4) -> list[MicroBatch]:
 
 
 def pack(batch: MicroBatch) -> MicroBatch:
-    """The same sequences one after the other in a single row, without padding."""
+    """Concatenate the sequences of a micro-batch in a single row, without padding."""
     width = batch.tokens.shape[1]
     tokens, positions, rows, borders = [], [], [], [0]
     for b, row in enumerate(batch.tokens):
@@ -137,7 +137,7 @@ def pack(batch: MicroBatch) -> MicroBatch:
 
 
 def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Sum over loss rows of KL(teacher || student) on K + 1 outcomes, from [B, S, V] logits."""
+    """Return the sum over loss rows of KL(teacher || student) on K + 1 outcomes, from [B, S, V] logits."""
     targets = batch.targets
     assert targets is not None and targets.topk_ids is not None and targets.topk_logprobs is not None
     log_q = torch.log_softmax(logits.flatten(0, 1)[batch.loss_index].float(), dim=-1)
@@ -148,7 +148,7 @@ def dense_bucket_loss_sum(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def by_file_name(model: torch.nn.Module, value: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    """A copy of `value(parameter)` by the names in safetensors files: transformers fuses experts, files don't."""
+    """Return copies of `value(parameter)` by the names in the files: transformers fuses experts, files do not."""
     tensors = {}
     for name, param in model.named_parameters():
         tensor = value(param).detach().clone()
@@ -165,7 +165,7 @@ def by_file_name(model: torch.nn.Module, value: Callable[[torch.nn.Parameter], T
 
 @dataclass
 class Reference:
-    """What plain training of one folder gives."""
+    """Results of plain training of one folder."""
 
     probe: Tensor  # [B, S] tokens
     probe_logits: Tensor  # [B, S, V]
@@ -176,10 +176,10 @@ class Reference:
 
 
 def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None) -> Reference:
-    """`n_steps` of AdamW on `make_micro_batches(step)`, without weight decay on norms and biases.
+    """Make `n_steps` of AdamW on `make_micro_batches(step)`, without weight decay on norms and biases.
 
     Args:
-        n_batches: number of different global batches, again and again; None: a new one each step.
+        n_batches: number of different global batches, used in turn; None: a new one each step.
     """
     from transformers import AutoModelForCausalLM
 
@@ -210,11 +210,11 @@ def train_reference(folder: Path, n_steps: int, *, n_batches: int | None = None)
 
 
 def train_bf16_reference(folder: Path, n_steps: int, *, n_batches: int, keep_masters: bool = True) -> list[float]:
-    """Token mean of each step in bfloat16, with float32 master weights and float32 sums of gradients.
+    """Return the token mean of each step in bfloat16, with float32 main weights and float32 sums of gradients.
 
     Args:
-        n_batches: as of `train_reference`.
-        keep_masters: False: what an update leaves below bfloat16's precision is lost.
+        n_batches: see `train_reference`.
+        keep_masters: False: updates below bfloat16's precision are rounded away.
     """
     from transformers import AutoModelForCausalLM
 

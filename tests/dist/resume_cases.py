@@ -1,4 +1,4 @@
-"""Saves and resumes of the Megatron student, run inside the ranks; `test_megatron_resume` reads what they return."""
+"""Save and resume the Megatron student inside the ranks, for `test_megatron_resume`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gkd.actor.common.shard_writer import write
 from gkd.actor.common.shards import ShardReader
 from tests.dist.megatron_reference import make_micro_batches
 
-DEEP = "deep"  # the folder of a model with layers enough for four chunks
+DEEP = "deep"  # folder of a model with enough layers for four chunks
 # name -> (processes, tp, pp, vpp, sequence parallel)
 LAYOUTS = {
     "one": (1, 1, 1, 1, False),
@@ -38,7 +38,7 @@ SAVED_AT, LAST = 2, 4  # steps
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint: of which model, in which layout and dtype."""
+    """The model, layout and dtype of a checkpoint."""
 
     kind: str
     layout: str
@@ -52,7 +52,7 @@ class Case:
 
 
 def make_student(root: Path, case: Case, rank: int) -> Any:
-    """A student of the HF folder `root / case.kind`; replaces the Megatron groups of the last one."""
+    """Build a student of the HF folder `root / case.kind`; replaces the Megatron groups of the previous one."""
     from megatron.core import parallel_state
 
     from gkd.actor.common.optim_spec import OptimSpec
@@ -76,7 +76,7 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
 
 
 def train(student: Any, first: int, last: int) -> list[Any]:
-    """Stats of steps [first, last), each on this DP rank's share."""
+    """Return the stats of steps [first, last), each on this DP rank's share."""
     layout = student.layout
     return [student.train_step(make_micro_batches(step)[layout.dp_rank :: layout.dp]) for step in range(first, last)]
 
@@ -87,19 +87,19 @@ def save(student: Any, folder: Path) -> None:
 
 
 def late_snapshot(student: Any) -> Any:
-    """One whose copy begins a second late, or after the next step if that has not waited for it."""
+    """Take a snapshot whose copy starts one second late, and so after a step that does not wait for it."""
     before, deadline = student.step, time.monotonic() + 1.0
 
-    def dawdle() -> None:
+    def delay() -> None:
         while student.step == before and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    student._host_copies._thread.submit(dawdle)
+    student._host_copies._thread.submit(delay)
     return student.snapshot()
 
 
 def weights(student: Any) -> dict[str, str]:
-    """Digest of each tensor that this rank's stage exports."""
+    """Return the digest of each tensor that this rank's stage exports."""
     return {name: digest(tensor) for name, tensor in student.export()}
 
 
@@ -108,12 +108,12 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    """Trains with a save beside it, and once more from the save in a new object; whether the two are equal."""
+    """Train with a concurrent save, then again from the save in a new object; return whether both are equal."""
     results = {}
     for case in cases:
         student = make_student(root, case, rank)
         train(student, 0, SAVED_AT)
-        _draw()  # or the generators would be saved as they were seeded
+        _draw()  # so that the generators are not saved in their seeded state
         saved = weights(student)
         snapshot = late_snapshot(student) if case == cases[0] else student.snapshot()
         drawn = _draw()
@@ -135,7 +135,7 @@ def save_and_resume(rank: int, world_size: int, root: Path, cases: list[Case]) -
 
 
 def load_elsewhere(rank: int, world_size: int, root: Path, pairs: list[tuple[Case, str]]) -> dict[Any, dict[str, Any]]:
-    """Loads each case's checkpoint in another layout, saves it again from there, and trains on."""
+    """Load each case's checkpoint in another layout, save it again from there, and continue training."""
     results = {}
     for case, layout in pairs:
         student = make_student(root, Case(case.kind, layout, case.dtype), rank)
@@ -148,12 +148,12 @@ def load_elsewhere(rank: int, world_size: int, root: Path, pairs: list[tuple[Cas
 
 
 def again(root: Path, case: Case, layout: str) -> Path:
-    """Where a checkpoint lies that was loaded in `layout` and saved again."""
+    """Return the folder of a checkpoint that was loaded in `layout` and saved again."""
     return root / f"again_{case}_{layout}"
 
 
 def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
-    """Digest of every whole HF tensor and of its moments, put together from all the ranks' pieces."""
+    """Return the digests of every full HF tensor and its moments, assembled from the pieces of all ranks."""
     from gkd.actor.megatron.checkpoint import part_shape
     from gkd.actor.megatron.hf_config import read_megatron_dims
     from gkd.actor.megatron.hf_mapping import stage_entries
@@ -177,7 +177,7 @@ def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
 
 
 def _draw() -> tuple[float, ...]:
-    """One number of each generator that is not Megatron's."""
+    """Draw one number from each generator that is not Megatron's."""
     from megatron.core import tensor_parallel
 
     with tensor_parallel.get_cuda_rng_tracker().fork():

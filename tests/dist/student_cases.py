@@ -1,4 +1,4 @@
-"""What the tests of the student's backends share: how either is built, and the same batch packed or dealt to ranks."""
+"""Provide helpers for tests of both student backends: construction, packing, shares of ranks, comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_student(
     ep: int = 1,
     **changes: Any,
 ) -> Any:
-    """A student with the settings of `train_reference`; ranks are data parallel, if Megatron's are not told else."""
+    """Build a student with the settings of `train_reference`; ranks are data parallel by default."""
     from gkd.actor.common.optim_spec import OptimSpec
 
     optim = OptimSpec(lr=lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
@@ -47,7 +47,7 @@ def build_student(
 
 
 def packed(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch of `make_micro_batches`, whose sequence b ends b columns before the end, without its padding."""
+    """Pack a micro-batch of `make_micro_batches`, whose sequence b ends b columns before the end."""
     n_sequences, length = batch.tokens.shape
     lengths = [length - b for b in range(n_sequences)]
     starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -62,19 +62,19 @@ def packed(batch: MicroBatch) -> MicroBatch:
 
 
 def with_nan(batch: MicroBatch) -> MicroBatch:
-    """The same with a teacher that is not a number."""
+    """Return a copy with NaN in the teacher's table."""
     targets = batch.targets
     assert targets is not None and targets.topk_logprobs is not None
     return replace(batch, targets=replace(targets, topk_logprobs=targets.topk_logprobs * float("nan")))
 
 
 def share(batches: list[MicroBatch], rank: int, world_size: int) -> list[MicroBatch]:
-    """Rank 0 takes all micro-batches but one, rank 1 that one: unequal counts on purpose."""
+    """Return all micro-batches but one for rank 0 and that one for rank 1: unequal counts on purpose."""
     return batches if world_size == 1 else batches[:-1] if rank == 0 else batches[-1:]
 
 
 def weights(student: Any) -> dict[str, torch.Tensor]:
-    """Everything a rank exports, copied."""
+    """Return copies of all tensors that a rank exports."""
     return {name: tensor.clone() for name, tensor in student.export()}
 
 
@@ -83,9 +83,9 @@ def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 
 
 def changed_by_a_move(student: Any) -> list[str]:
-    """Moves all states away and back; of those whose values are kept, whose bytes are no longer what they were.
+    """Offload and reload all states; return the names of kept states whose bytes have changed.
 
-    In between the memory that they had holds something else.
+    In between, their device memory is overwritten.
     """
     before, states = _live_bytes(student), student.states
     states.offload()
@@ -98,7 +98,7 @@ def changed_by_a_move(student: Any) -> list[str]:
 
 
 def _live_bytes(student: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """By kind and number, the weights and optimizer's states on this rank, each with a copy of its bytes."""
+    """Return the weights and optimizer states of this rank by kind and index, each with a copy of its bytes."""
     found = {}
     for kind in (PARAMS, OPTIMIZER):
         for number, tensor in enumerate(student._live_states()[kind]):
@@ -109,5 +109,5 @@ def _live_bytes(student: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def as_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """For the way out of a rank: torch would hand over files that end with the process."""
+    """Convert tensors for the return from a rank: torch would pass shared memory that is freed with the process."""
     return {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
-"""Import and export hold about a layer besides the model, not a second model and not a file. gloo, CPU.
+"""Check that import and export need about one layer of memory in addition to the model. gloo, CPU.
 
-Counted are the bytes of tensors that torch allocates, at their peak. Not counted: mapped files, whose pages the system
-takes back when it needs them, and what the communication library buffers.
+The tests count the peak bytes of tensors that torch allocates. They do not count mapped files, whose pages the system
+can reclaim, and buffers of the communication library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.dist
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the tensors that are allocated while it is on and still alive; `peak` is the most at one time."""
+    """Count the bytes of live tensors that were allocated while the mode is active; `peak` is their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def _save_model(folder: Path, kind: str) -> None:
 
 
 def _measure(rank: int, world_size: int, root: Path) -> dict[str, dict[str, int]]:
-    """Runs in a rank: peak bytes of import, of export and of a saved folder, by case."""
+    """Return, in a rank, the peak bytes of import, export and saving by case."""
     from megatron.core import parallel_state, tensor_parallel
 
     from gkd.actor.megatron.cpu_shim import install_cpu_shim
@@ -117,7 +117,7 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory(peaks: Any, case: str) -> None:
-    """Fails if a rank holds more than one gathered parameter at a time, or a file's worth of them."""
+    """Fails if a rank holds more than one gathered parameter at a time, for example all of a file."""
     from safetensors.torch import load_file
 
     root, ranks = peaks
@@ -135,7 +135,7 @@ def test_memory(peaks: Any, case: str) -> None:
 
 
 def test_the_counter_counts() -> None:
-    """Fails if memory that is held goes unseen, so that the test above would pass whatever happens."""
+    """Fails if the counter misses live memory, so that the test above cannot fail."""
     with PeakBytes() as counter:
         kept = torch.zeros(1000)
         torch.zeros(500).add(1)

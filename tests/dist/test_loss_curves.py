@@ -1,8 +1,8 @@
-"""Loss curves of the Megatron student in every layout equal plain HF + AdamW. gloo, CPU.
+"""Compare loss curves of the Megatron student in every layout with plain HF + AdamW. gloo, CPU.
 
-Models of four layers, so that two stages can hold two chunks each. A layout's curve is wrong in its later steps if any
-gradient of an earlier one was; the first step's gradients are compared by name as well. The negative controls make
-mistakes on purpose and show that these curves would tell.
+Models of four layers, so that two stages can hold two chunks each. Any wrong gradient changes the later
+steps of a curve; the gradients of the first step are also compared by name. The negative controls make mistakes on
+purpose, to show that the curves detect them.
 
 What this does not prove: NCCL, CUDA kernels, Transformer Engine's layers.
 """
@@ -37,14 +37,14 @@ from tests.dist.megatron_reference import (
 
 N_STEPS = 20
 N_STEPS_SHORT = 5
-N_BATCHES = 2  # of the run, in turn, so that the curve goes down
+N_BATCHES = 2  # used in turn, so that the curve goes down
 N_LAYERS = 4
 FLOAT32_BOUND, BFLOAT16_BOUND, VISIBLE = 1e-5, 2e-3, 1e-4
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and how it is trained."""
+    """A layout and its training settings."""
 
     world_size: int
     tp: int = 1
@@ -60,7 +60,7 @@ class Case:
     mistake: str = ""
 
 
-# In CI: sequences that TP ranks cannot share evenly, packed; and chunks that are not neighbours, with tied embeddings.
+# In CI: packed sequences that TP does not divide; chunks that are not neighbors, with tied embeddings.
 SHORT = {
     "tp2_sp_packed_selective": Case(2, tp=2, sequence_parallel=True, packed=True, recompute="selective"),
     "pp2_vpp2_tied": Case(2, pp=2, vpp=2, kind="qwen2_tied", saved=True),
@@ -102,7 +102,7 @@ CASES = SHORT | LONG | MISTAKES
 
 
 def _world(rank: int, world_size: int, root: Path, names: list[str], n_steps: int) -> dict[str, dict[str, Any]]:
-    """Runs in a rank: one curve after the other, in fresh Megatron groups."""
+    """Measure, in a rank, one curve after the other in new Megatron groups."""
     from megatron.core import parallel_state
 
     measured = {}
@@ -138,8 +138,8 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
         student.save_hf(root / f"saved_{case.kind}", root / case.kind)
     with patch.object(attention, "causal_attention", wraps=attention.causal_attention) as counted:
         grads = student.grads_by_hf_name(mine(0))
-    group = case.pp if case.vpp > 1 else 1  # an interleaved pipeline fills the last group up
-    n_passes = -(-len(mine(0)) // group) * group * N_LAYERS // case.pp  # of micro-batches through layers of this rank
+    group = case.pp if case.vpp > 1 else 1  # an interleaved pipeline pads the last group
+    n_passes = -(-len(mine(0)) // group) * group * N_LAYERS // case.pp  # micro-batches times layers of this rank
     loss_sums = pipeline._loss_sums
     if case.mistake == "no finalize_model_grads":
         student.model.config.finalize_model_grads_func = _reduce_nothing
@@ -157,7 +157,7 @@ def _curve(rank: int, case: Case, root: Path, n_steps: int) -> dict[str, Any]:
 
 
 def _mine(step: int, *, case: Case, layout: Any) -> list[MicroBatch]:
-    """DP rank 0 takes three of the four micro-batches, DP rank 1 the last: unequal counts on purpose."""
+    """Return three of the four micro-batches for DP rank 0, the last for DP rank 1: unequal counts on purpose."""
     batches = make_micro_batches(step % N_BATCHES)
     if case.packed:
         batches = [pack(batch) for batch in batches]
@@ -170,7 +170,7 @@ def _mine(step: int, *, case: Case, layout: Any) -> list[MicroBatch]:
 
 
 def _reduce_nothing(model: Any, num_tokens: Any = None, **_: Any) -> None:
-    """In the place of finalize_model_grads: each rank keeps its own gradient, divided as it should be."""
+    """Replace finalize_model_grads: each rank keeps its own gradient, with the right divisor."""
     for chunk in model:
         chunk.scale_gradients(1.0 / num_tokens)
 
@@ -184,7 +184,7 @@ def _mean_per_micro_batch(right: Any) -> Any:
 
 
 def _references(root: Path, n_steps: int, kinds: set[str]) -> None:
-    """A folder with one model and one reference run of each kind."""
+    """Make a folder with one model and one reference run per kind."""
     torch.set_num_threads(1)
     for kind in sorted(kinds):
         make_hf_folder(root / kind, kind, n_layers=N_LAYERS)
@@ -192,7 +192,7 @@ def _references(root: Path, n_steps: int, kinds: set[str]) -> None:
 
 
 def _run(root: Path, names: list[str], n_steps: int, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
-    """Measurements of all ranks, by case; one spawn for each world size."""
+    """Return the measurements of all ranks by case; one spawn per world size."""
     measured: dict[str, list[dict[str, Any]]] = {}
     for size in sorted({CASES[name].world_size for name in names}):
         own = [name for name in names if CASES[name].world_size == size]
@@ -203,7 +203,7 @@ def _run(root: Path, names: list[str], n_steps: int, timeout_s: float) -> dict[s
 
 def _check_float32(root: Path, name: str, ranks: list[dict[str, Any]]) -> None:
     reference: Reference = torch.load(root / f"{CASES[name].kind}.pt", weights_only=False)
-    assert max(float(g.abs().max()) for g in reference.grads.values()) > 0.01  # else 1e-5 shows nothing
+    assert max(float(g.abs().max()) for g in reference.grads.values()) > 0.01  # otherwise 1e-5 is not a test
     assert _learned(reference.losses) > 1000 * FLOAT32_BOUND
     assert {key for r in ranks for key in r["grad_names"]} == set(reference.grads)
     for r in ranks:
@@ -215,7 +215,7 @@ def _check_float32(root: Path, name: str, ranks: list[dict[str, Any]]) -> None:
 
 
 def _learned(losses: list[float]) -> float:
-    """How far the loss of the last step's batch has come down."""
+    """Return how much the loss of the last step's batch has decreased."""
     return losses[(len(losses) - 1) % N_BATCHES] - losses[-1]
 
 
@@ -235,7 +235,7 @@ def test_short_curves(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
-    """The folder of the references, and what the ranks of every case measured."""
+    """Return the folder of the references and the measurements of every case."""
     root = tmp_path_factory.mktemp("curves")
     _references(root, N_STEPS, {case.kind for case in CASES.values()})
     return root, _run(root, list(CASES), N_STEPS, timeout_s=1500.0)
@@ -246,7 +246,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [name for name in SHORT | LONG if CASES[name].dtype == torch.float32])
 def test_curve(curves: Any, name: str) -> None:
-    """Fails if a layout trains on other gradients than a single process does."""
+    """Fails if a layout trains on other gradients than a single process."""
     root, measured = curves
     _check_float32(root, name, measured[name])
 
@@ -255,12 +255,12 @@ def test_curve(curves: Any, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_bfloat16_curves(curves: Any) -> None:
-    """Fails if a bfloat16 student, or one in some layout, loses what float32 master weights keep."""
+    """Fails if a bfloat16 student in any layout loses the precision of float32 main weights."""
     root, measured = curves
     expected = train_bf16_reference(root / "qwen3", N_STEPS, n_batches=N_BATCHES)
     exact: Reference = torch.load(root / "qwen3.pt", weights_only=False)
     print(f"bfloat16 reference: {_max_diff(expected, exact.losses):.1e} from float32, learned {_learned(expected):.2f}")
-    assert _learned(expected) > 100 * BFLOAT16_BOUND  # the bound is small beside what is learned
+    assert _learned(expected) > 100 * BFLOAT16_BOUND  # the bound is small compared with the decrease
     without = train_bf16_reference(root / "qwen3", N_STEPS, n_batches=N_BATCHES, keep_masters=False)
     assert _max_diff(without, expected) > 2 * BFLOAT16_BOUND
     for name in [name for name, case in LONG.items() if case.dtype == torch.bfloat16]:
@@ -274,7 +274,7 @@ def test_bfloat16_curves(curves: Any) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_curves_show_mistakes(curves: Any, mistake: str) -> None:
-    """Fails if a curve within the bound would prove nothing: each of these mistakes must leave it."""
+    """Fails if the bound is too loose: each of these mistakes must exceed it."""
     root, measured = curves
     reference: Reference = torch.load(root / f"{MISTAKES[mistake].kind}.pt", weights_only=False)
     for r in measured[mistake]:

@@ -1,4 +1,4 @@
-"""Every loss over a vocabulary that is split over real gloo ranks equals dense autograd on one.
+"""Compare every loss over a vocabulary that is split over gloo ranks with dense autograd in one process.
 
 What this does not prove: NCCL, CUDA kernels, bfloat16 rounding.
 """
@@ -36,18 +36,18 @@ Setting: TypeAlias = tuple[int, torch.dtype, float]
 
 TAILS: tuple[Tail, ...] = ("bucket", "renorm", "drop")
 SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden")
-# (vocabulary, dtype, temperature). 21: divided by neither 2 nor 4. 5: at TP 4 two rows a rank, so rank 2 holds one
-# padded row and rank 3 only padding. The row kernels take other roads at temperature 1 than at others.
+# (vocabulary, dtype, temperature). 21: divided by neither 2 nor 4. 5: at TP 4 two rows per rank, so rank 2 holds one
+# padded row and rank 3 only padding. The row kernels use other code paths at temperature 1.
 QUICK = ((21, torch.float64, 0.7), (5, torch.float64, 1.0), (21, torch.float32, 1.0))
 ALL = tuple(product((21, 5), (torch.float64, torch.float32), (1.0, 0.7)))
 N, H, D, CHUNK_ROWS = 9, 6, 4, 4  # three chunks, the last one of a single row
-SCALE = 1.5  # the loss is divided by something before its backward pass
+SCALE = 1.5  # the loss is scaled before its backward pass
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
 MIXTURE = (LossTerm("forward_kl", 0.5), LossTerm("jsd", 0.3, beta=0.2), LossTerm("k2", 0.7), LossTerm(SFT, 0.4))
 
 
 def _specs(temperature: float) -> Iterator[tuple[str, LossSpec, Signal]]:
-    """(label, loss, signal): each loss alone and a mixture, on each signal and tail that makes a difference to it."""
+    """Yield (label, loss, signal): each single loss and a mixture, with each signal and tail that affects it."""
     losses = {name: (LossTerm(name, 2.0),) for name in (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)}
     for name, terms in {**losses, "mixture": MIXTURE}.items():
         tails = TAILS if name in (*DIVERGENCE_NAMES, "mixture") else TAILS[:1]
@@ -58,13 +58,13 @@ def _specs(temperature: float) -> Iterator[tuple[str, LossSpec, Signal]]:
 
 @dataclass
 class Case:
-    """One vocabulary's rows, for a tensor-parallel size; in float64 but for what float32 rounds."""
+    """Rows for one vocabulary and tensor-parallel size; float64 values, rounded to the dtype under test."""
 
     hidden: Tensor  # [N, H]
-    head: Tensor  # [padded V, H], the padding loud
+    head: Tensor  # [padded V, H], with large padding values
     teacher_hidden: Tensor  # [N, D]
     teacher_head: Tensor  # [V, D]
-    topk_ids: Tensor  # [N, K], on every border of the shards; two rows have shorter lists
+    topk_ids: Tensor  # [N, K], on every shard boundary; two rows have shorter lists
     sampled_ids: Tensor  # [N], likewise
     rollout_logprobs: Tensor  # [N]
     on_policy: Tensor  # [N]
@@ -77,7 +77,7 @@ class Case:
         return self.teacher_hidden.double() @ self.teacher_head.double().T / temperature
 
     def targets(self, spec: LossSpec, signal: Signal) -> TokenTargets:
-        """What arrives with the signals that this loss asks for."""
+        """Return targets with the signals that the loss needs."""
         dtype = self.hidden.dtype
         logits = self.teacher_logits(spec.temperature)
         log_p = logits.log_softmax(dim=-1)
@@ -104,11 +104,13 @@ def make_case(vocab: int, tp: int, dtype: torch.dtype) -> Case:
 
     rows = -(-vocab // tp)
     borders = {min(max(r * rows + d, 0), vocab - 1) for r in range(tp + 1) for d in (-1, 0)}
-    edges = torch.tensor(sorted(borders)[: vocab - 1])  # the whole vocabulary would leave no mass outside the list
+    edges = torch.tensor(
+        sorted(borders)[: vocab - 1]
+    )  # not the whole vocabulary, so that there is mass outside the list
     topk_ids = torch.stack([edges[torch.randperm(len(edges), generator=generator)] for _ in range(N)])
     topk_ids[3, 1:] = -1
     topk_ids[N - 1, len(edges) // 2 + 1 :] = -1
-    # Flat enough to leave mass outside the list: where there is none, 1 - mass has no digits in float32.
+    # Flat enough to leave mass outside the list: without it, 1 - mass has no significant digits in float32.
     head = 0.3 * normal(rows * tp, H)
     head[vocab:] = 50.0
     return Case(
@@ -135,7 +137,7 @@ def _distill_loss(case: Case, spec: LossSpec, signal: Signal, rank: int, tp: int
 
 
 def _dense(case: Case, spec: LossSpec, targets: TokenTargets) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, gradient of the hidden states, gradient of the true rows of the head), in float64."""
+    """Return (loss, gradient of the hidden states, gradient of the head without padding) in float64."""
     hidden = case.hidden.to(torch.float64, copy=True).requires_grad_()
     head = case.head[: case.n_vocab].to(torch.float64, copy=True).requires_grad_()
     is_full = targets.logits is not None or targets.hidden is not None
@@ -147,7 +149,7 @@ def _dense(case: Case, spec: LossSpec, targets: TokenTargets) -> tuple[Tensor, T
 
 
 def differences(rank: int, world_size: int, settings: Sequence[Setting]) -> dict[str, float]:
-    """Runs in a rank: by case, the largest difference from dense of loss and gradients, over the tolerance."""
+    """Return, in a rank, the largest difference from dense of loss and gradients by case, in units of the tolerance."""
     measured: dict[str, float] = {}
     for vocab, dtype, temperature in settings:
         case = make_case(vocab, world_size, dtype)
@@ -170,13 +172,13 @@ def _difference(case: Case, spec: LossSpec, signal: Signal, fused: bool, rank: i
         value, sums = loss.from_logits(hidden @ head.T, targets)
     (value * SCALE).backward()
     assert hidden.grad is not None and head.grad is not None
-    if not fused and tp > 1:  # a column-parallel LM head does that
+    if not fused and tp > 1:  # done by a column-parallel LM head
         dist.all_reduce(hidden.grad)
     expected, hidden_grad, head_grad = _dense(case, spec, targets)
     assert sums[0] == pytest.approx(float(value.detach()), rel=1e-6)
     assert not head.grad[n_real:].any(), "a padded row has a gradient"
     pairs = [(value, expected), (hidden.grad, hidden_grad), (head.grad[:n_real], head_grad[start : start + n_real])]
-    # Of the larger of 1 and the largest value: float32 has relative precision.
+    # Relative to the larger of 1 and the largest value.
     return max(
         float((got.detach() - want).abs().max() / want.abs().max().clamp(min=1.0))
         for got, want in pairs
@@ -185,7 +187,7 @@ def _difference(case: Case, spec: LossSpec, signal: Signal, fused: bool, rank: i
 
 
 def same_on_all_ranks(rank: int, world_size: int) -> bool:
-    """Runs in a rank: loss, sums and gradient of the hidden states have the same bits everywhere."""
+    """Return, in a rank, whether loss, sums and gradient of the hidden states are bit-exact on all ranks."""
     case = make_case(21, world_size, torch.float32)
     spec = LossSpec(MIXTURE)
     hidden = case.hidden.clone().requires_grad_()
@@ -201,7 +203,7 @@ def same_on_all_ranks(rank: int, world_size: int) -> bool:
 
 
 def no_rows(rank: int, world_size: int) -> float:
-    """Runs in a rank: largest of loss, sums and gradients of a batch without a loss token; the tables missing."""
+    """Return, in a rank, the largest of loss, sums and gradients of a batch without loss tokens and tables."""
     largest = 0.0
     case = make_case(5, world_size, torch.float32)
     no_ids = torch.zeros(0, dtype=torch.int64)
@@ -229,8 +231,8 @@ def _world(rank: int, world_size: int, settings: Sequence[Setting]) -> tuple[dic
 
 
 def test_one_rank_equals_dense() -> None:
-    """Fails if a loss, a tail, a signal, the temperature or the chunks are wrong where nothing is split."""
-    torch.set_num_threads(1)  # as in a rank; more of them only wait for one another over so few numbers
+    """Fails if a loss, a tail, a signal, the temperature or the chunks are wrong without a split."""
+    torch.set_num_threads(1)  # as in a rank; threads only slow such small tensors down
     measured = differences(0, 1, ALL)
     assert max(measured.values()) <= 1.0, _worst(measured)
     assert no_rows(0, 1) == 0.0
@@ -239,7 +241,7 @@ def test_one_rank_equals_dense() -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_dense(tp: int) -> None:
-    """Fails if a collective of a loss is missing or double, a shard border loses gradient, or ranks part ways.
+    """Fails if a collective is missing or repeated, a shard boundary loses gradient, or ranks differ.
 
     A rank without a real vocabulary row and a batch without a loss token must not hang the others.
     """
@@ -250,7 +252,7 @@ def test_equals_dense(tp: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_equals_dense_everywhere(tp: int) -> None:
-    """As above, for every vocabulary in every dtype at every temperature."""
+    """Check the same for every vocabulary, dtype and temperature."""
     _check(run_gloo(_world, tp, ALL, timeout_s=290.0))
 
 
@@ -262,6 +264,6 @@ def _check(ranks: list[tuple[dict[str, float], bool, float]]) -> None:
 
 
 def _worst(measured: dict[str, float]) -> str:
-    """The cases that are off the most, in multiples of their tolerance."""
+    """Return the cases with the largest errors, in multiples of their tolerance."""
     names = sorted(measured, key=lambda name: -measured[name])[:8]
     return ", ".join(f"{name}: {measured[name]:.2g}" for name in names)

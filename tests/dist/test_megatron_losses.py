@@ -1,7 +1,7 @@
-"""Losses on the Megatron student, LM head and loss fused, equal an HF model with dense losses. fp32, gloo, CPU.
+"""Compare losses of the Megatron student with the fused LM head with dense losses of an HF model. fp32, gloo, CPU.
 
-`test_megatron_parity` trains on the top-k forward KL; here are a mixture of every kind of loss, the teacher's hidden
-states, and hidden states that are split over the sequence.
+`test_megatron_parity` trains on the top-k forward KL. This file tests a mixture of every kind of loss, the teacher's
+hidden states, and hidden states that are split over the sequence.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TEACHER_WIDTH = 5
 
 
 def _teacher_head() -> np.ndarray:
-    """[VOCAB, D] float32"""
+    """Return the teacher's LM head, [VOCAB, D] float32."""
     return np.random.default_rng(8).normal(size=(VOCAB, TEACHER_WIDTH)).astype(np.float32)
 
 
 def _batches(signal: Signal) -> list[MicroBatch]:
-    """Micro-batches of uneven shapes; every third sequence's rows are the dataset's."""
+    """Return micro-batches of uneven shapes; the rows of every third sequence are from the dataset."""
     batches = make_micro_batches(4)
     generator = torch.Generator().manual_seed(4)
     for batch in batches:
@@ -58,7 +58,7 @@ def _batches(signal: Signal) -> list[MicroBatch]:
 
 
 def _reference(folder: Path, signal: Signal) -> tuple[float, dict[str, Tensor]]:
-    """Token mean and its gradients by HF name."""
+    """Return the token mean and its gradients by HF name."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -78,7 +78,7 @@ def _reference(folder: Path, signal: Signal) -> tuple[float, dict[str, Tensor]]:
 
 
 def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[tuple[str, str, str], Any]:
-    """Runs in a rank: (loss, gradients) by (layout, kind, signal)."""
+    """Return, in a rank, (loss, gradients) by (layout, kind, signal)."""
     from megatron.core import parallel_state
 
     from gkd.actor.common.optim_spec import OptimSpec
@@ -100,7 +100,7 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
                     seed=1,
                     signals=teacher_signals(SPEC, signal),
                 )
-                # As small as the setting allows is larger than this model: a few rows a chunk, so that there are some.
+                # The smallest setting covers the whole batch here; a few rows per chunk give several chunks.
                 student.loss.chunk_bytes = 5 * VOCAB * 4
                 if signal == "hidden":
                     student.set_teacher_head(_teacher_head())
@@ -111,7 +111,7 @@ def _measure(rank: int, world_size: int, root: Path, names: list[str]) -> dict[t
 
 
 def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
-    """Runs in a rank: gradients against dense ones, of hidden states that are gathered from all ranks' positions."""
+    """Compare, in a rank, gradients of hidden states gathered over the sequence with dense ones."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     from gkd.actor.megatron.cpu_shim import install_cpu_shim
@@ -123,7 +123,7 @@ def _sequence_parallel(rank: int, world_size: int) -> dict[str, float]:
     (batch,) = make_micro_batches(7, count=1)
     targets = batch.targets
     assert targets is not None
-    n_positions, width, rows = 8, 6, (VOCAB + 1) // 2  # the sequence and one position more, which divides
+    n_positions, width, rows = 8, 6, (VOCAB + 1) // 2  # the sequence plus one position, which is divisible
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn((n_positions, 1, width), generator=generator, dtype=torch.float64)
     head = torch.randn((rows * 2, width), generator=generator, dtype=torch.float64)
@@ -159,7 +159,7 @@ def _world(rank: int, world_size: int, root: Path) -> tuple[dict[tuple[str, str,
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[int], list[Any]]]:
-    """A folder with one HF model of each kind, and what the ranks of a world of some size measure."""
+    """Return a folder with one HF model per kind, and a function that measures a world of a given size."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("losses")
     for kind in KINDS:
@@ -172,10 +172,10 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[in
 @pytest.mark.parametrize("signal", SIGNALS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_plain_training(worlds: Any, kind: str, signal: Signal, size: int) -> None:
-    """Fails if the fused LM head loses or doubles a gradient under TP, PP or tied embeddings, or with hidden states."""
+    """Fails if the fused LM head drops or doubles a gradient under TP, PP, tied embeddings, or hidden states."""
     root, ranks_of = worlds
     loss, expected = _reference(root / kind, signal)
-    assert max(float(grad.abs().max()) for grad in expected.values()) > 0.01  # else 1e-5 shows nothing
+    assert max(float(grad.abs().max()) for grad in expected.values()) > 0.01  # otherwise 1e-5 is not a test
     for name in [name for name, layout in LAYOUTS.items() if layout[0] == size]:
         results = [measured[name, kind, signal] for measured, _ in ranks_of(size)]
         assert [result[0] for result in results] == pytest.approx([loss] * size, abs=1e-5)
@@ -191,4 +191,4 @@ def test_sequence_parallel(worlds: Any) -> None:
     """Fails if the gradient of hidden states split over the sequence is summed twice, or not at all."""
     for _, off in worlds[1](2):
         assert max(off["hidden False"], off["head False"], off["head True"]) <= 1e-10, off
-        assert off["hidden True"] > 1e-3, off  # summed by the loss and by the gather: the test would see it
+        assert off["hidden True"] > 1e-3, off  # summed by the loss and by the gather: the test detects it

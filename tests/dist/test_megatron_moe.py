@@ -1,4 +1,4 @@
-"""A mixture of experts, and Mistral, in the Megatron student equal plain HF + AdamW. fp32, gloo, CPU.
+"""Compare a mixture of experts and Mistral in the Megatron student with plain HF + AdamW. fp32, gloo, CPU.
 
 What this does not prove: NCCL, CUDA kernels, grouped matrix products.
 """
@@ -35,10 +35,10 @@ LAYOUTS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "tp2": (2, 1, 1, ("mistral",)),
     "pp2": (1, 2, 1, MOE_KINDS[1:]),
     "dp2": (1, 1, 1, MOE_KINDS[:1]),
-    "tp2_sp": (2, 1, 1, MOE_KINDS[1:]),  # Megatron demands sequence parallelism of experts beside TP
+    "tp2_sp": (2, 1, 1, MOE_KINDS[1:]),  # Megatron requires sequence parallelism for experts with TP
     "ep2": (1, 1, 2, MOE_KINDS),
 }
-# name -> (tp, pp, ep, processes), by hand. In the last, TP peers belong to different EP groups.
+# name -> (tp, pp, ep, processes), not run in CI. In the last one, TP peers belong to different EP groups.
 LARGER_LAYOUTS: dict[str, tuple[int, int, int, int]] = {
     "tp2_dp2_ep2": (2, 1, 2, 4),
     "pp2_dp2_ep2": (1, 2, 2, 4),
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one HF model and one reference run per kind."""
+    """Return a folder with one HF model and one reference run per kind."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("moe")
     for kind in {kind for _, kind in CASES}:
@@ -61,12 +61,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(references: Path) -> list[dict[Any, dict[str, Any]]]:
-    """By rank: measurements by (layout, kind), and those of `_resume`. One spawn."""
+    """Return, per rank, the measurements by (layout, kind) and those of `_resume`. One spawn."""
     return run_gloo(_measure_all, WORLD, references, timeout_s=200.0)
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, dict[str, Any]]:
-    """Runs in a rank."""
+    """Measure all cases in a rank."""
     measured: dict[Any, dict[str, Any]] = {case: _measure(rank, world_size, root, *case) for case in CASES}
     measured["resume"] = _resume(rank, root)
     return measured
@@ -75,7 +75,7 @@ def _measure_all(rank: int, world_size: int, root: Path) -> dict[Any, dict[str, 
 def _student(
     rank: int, folder: Path, name: str, *, world_size: int = WORLD, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Any:
-    """A student in the layout called `name`; replaces the Megatron groups of the last one."""
+    """Build a student in layout `name`; replaces the Megatron groups of the previous one."""
     from megatron.core import parallel_state
 
     from gkd.actor.common.optim_spec import OptimSpec
@@ -100,7 +100,7 @@ def _student(
 
 
 def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> dict[str, Any]:
-    """Differences from the reference."""
+    """Return the differences from the reference."""
     from safetensors.torch import load_file
 
     reference: Reference = torch.load(root / f"{kind}.pt", weights_only=False)
@@ -125,14 +125,14 @@ def _measure(rank: int, world_size: int, root: Path, name: str, kind: str) -> di
     result["losses"] = [s.loss for s in stats]
     result["grad_norms"] = [s.grad_norm for s in stats]
     own = _mine(layout, 0)
-    # Without padding, the experts see other rows beside the same tokens.
+    # Without padding, the experts process the same tokens in other batches.
     packed = student.evaluate([pack(batch) for batch in own]).loss
     result["packed_diff"] = abs(packed - student.evaluate(own).loss)
     return result
 
 
 def _mine(layout: Any, step: int) -> list[Any]:
-    """DP rank 0 takes three of the four micro-batches, DP rank 1 the last: with experts, the others wait for it."""
+    """Return three micro-batches for DP rank 0 and one for DP rank 1; with experts, ranks must run equally many."""
     batches = make_micro_batches(step)
     if layout.dp == 1:
         return batches
@@ -142,7 +142,7 @@ def _mine(layout: Any, step: int) -> list[Any]:
 
 
 def _resume(rank: int, root: Path) -> dict[str, Any]:
-    """Checkpoints and a HF folder of experts on two ranks, recompute, bfloat16."""
+    """Save and load checkpoints and a HF folder of experts on two ranks; also recompute and bfloat16."""
     kind = "qwen3_moe_mixed"
     result: dict[str, Any] = {}
     student = _student(rank, root / kind, "ep2")
@@ -150,7 +150,7 @@ def _resume(rank: int, root: Path) -> dict[str, Any]:
     for step in range(2):
         student.train_step(_mine(student.layout, step))
     save(student, root / "checkpoint")
-    dist.barrier()  # the others' files are read next
+    dist.barrier()  # before the files of the other ranks are read
     expected = student.train_step(_mine(student.layout, 2))
     for name in ("ep2", "dp2", "pp2", "tp2_sp"):
         resumed = _student(rank, root / kind, name, recompute="full")
@@ -172,7 +172,7 @@ class TestParity:
     """One class, so that a failure names layout and architecture."""
 
     def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
-        """Fails if tokens reach other experts than HF's, an expert lands on the wrong rank, or none exports it."""
+        """Fails if tokens are routed to other experts than in HF, or an expert is on the wrong rank or not exported."""
         check_forward([rank[layout, kind] for rank in results])
 
     def test_gradients(self, results: Any, references: Path, layout: str, kind: str) -> None:
@@ -180,14 +180,14 @@ class TestParity:
         check_gradients([rank[layout, kind] for rank in results], references, kind)
 
     def test_training(self, results: Any, references: Path, layout: str, kind: str) -> None:
-        """Fails if experts are left out of the clipping norm, or their optimizer differs from plain AdamW."""
+        """Fails if the clipping norm omits experts, or their optimizer differs from plain AdamW."""
         check_training([rank[layout, kind] for rank in results], references, kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LARGER_LAYOUTS)
 def test_larger_layouts(references: Path, layout: str) -> None:
-    """Fails if experts beside TP, PP and DP at once train otherwise, or ranks wait for a micro-batch that none runs."""
+    """Fails if experts with TP, PP and DP train differently, or ranks run different numbers of micro-batches."""
     kind = "qwen3_moe_mixed"
     ranks = run_gloo(_measure, LARGER_LAYOUTS[layout][-1], references, layout, kind, timeout_s=250.0)
     check_forward(ranks)
@@ -205,7 +205,7 @@ def check_forward(ranks: list[dict[str, Any]]) -> None:
 def check_gradients(ranks: list[dict[str, Any]], references: Path, kind: str) -> None:
     reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
     experts = [float(g.abs().max()) for name, g in reference.grads.items() if ".experts." in name]
-    assert kind == "mistral" or min(experts) > 1e-3  # else 1e-5 shows nothing
+    assert kind == "mistral" or min(experts) > 1e-3  # otherwise 1e-5 is not a test
     assert max(r["grad_diff"] for r in ranks) <= 1e-5
 
 
@@ -220,13 +220,13 @@ def check_training(ranks: list[dict[str, Any]], references: Path, kind: str) -> 
 
 
 def test_checkpoints_and_folders(results: Any, references: Path) -> None:
-    """Fails if experts or their optimizer state are lost or swapped in a checkpoint, resharded or not, or on disk."""
+    """Fails if a checkpoint (resharded or not) or a saved folder drops or swaps experts or their optimizer state."""
     from safetensors.torch import load_file
 
     reference: Reference = torch.load(references / "qwen3_moe_mixed.pt", weights_only=False)
     for rank in results:
         resumed = rank["resume"]
-        assert resumed["ep2"] == (0.0, 0.0)  # recomputing changes no bit
+        assert resumed["ep2"] == (0.0, 0.0)  # recomputation is bit-exact
         assert max(resumed["dp2"] + resumed["pp2"] + resumed["tp2_sp"]) <= 1e-5
         assert resumed["bf16_losses"] == pytest.approx(reference.losses[:3], rel=0.02)
     saved, original = (load_file(references / folder / "model.safetensors") for folder in ("saved", "qwen3_moe_mixed"))

@@ -1,4 +1,4 @@
-"""The Megatron student equals plain HF + AdamW, under every kind of parallelism. fp32, gloo, CPU.
+"""Compare the Megatron student with plain HF + AdamW for every kind of parallelism. fp32, gloo, CPU.
 
 What this does not prove: NCCL, CUDA kernels, bfloat16 rounding.
 """
@@ -34,7 +34,7 @@ LAYOUTS = {"tp1": (1, 1, 1), "tp2": (2, 2, 1), "pp2": (2, 1, 2), "dp2": (2, 1, 1
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one HF model and one reference run per kind."""
+    """Return a folder with one HF model and one reference run per kind."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("parity")
     for kind in KINDS:
@@ -45,7 +45,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(references: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Measurements of all ranks of a layout; one spawn for each world size, when it is needed, runs its layouts."""
+    """Return a function that measures a layout on all ranks; one spawn per world size runs all of its layouts."""
 
     @functools.cache
     def spawned(size: int) -> list[dict[str, dict[str, Any]]]:
@@ -56,7 +56,7 @@ def results(references: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 
 def _measure_all(rank: int, world_size: int, root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Runs in a rank: every layout of this world size, in fresh Megatron groups."""
+    """Measure, in a rank, every layout of this world size in new Megatron groups."""
     from megatron.core import parallel_state
 
     measured = {}
@@ -67,7 +67,7 @@ def _measure_all(rank: int, world_size: int, root: Path, names: list[str]) -> di
 
 
 def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int]) -> dict[str, dict[str, Any]]:
-    """Runs in a rank: differences from the reference, per kind."""
+    """Return, in a rank, the differences from the reference per kind."""
     from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
@@ -118,7 +118,7 @@ def _measure(rank: int, world_size: int, root: Path, spec: tuple[int, int, int])
 
 
 def _mine(layout: Any, step: int) -> list[Any]:
-    """DP rank 0 takes three of the four micro-batches, DP rank 1 the last: unequal counts on purpose."""
+    """Return three of the four micro-batches for DP rank 0, the last for DP rank 1: unequal counts on purpose."""
     batches = make_micro_batches(step)
     if layout.dp == 1:
         return batches
@@ -138,7 +138,7 @@ def _load_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _padding_grad(student: Any, layout: Any) -> float:
-    """Largest gradient in a padded vocabulary row; the buffers still hold them after a backward pass."""
+    """Return the largest gradient in a padded vocabulary row after a backward pass."""
     student._zero_grads()
     student._run(_mine(layout, 0), backward=True)
     n_real = max(0, student.model.dims.vocab_size - student.model.vocab_start)
@@ -158,7 +158,7 @@ class TestParity:
     """One class, so that a failure names layout and architecture."""
 
     def test_forward_and_weights(self, results: Any, layout: str, kind: str) -> None:
-        """Fails if import maps a tensor wrongly, export is not its inverse, or a stage exports foreign names."""
+        """Fails if import maps a tensor wrongly, export is not its inverse, or a stage exports names of another."""
         ranks = [rank[kind] for rank in results(layout)]
         assert max(r["logits_diff"] for r in ranks) <= 1e-4
         assert all(r["round_trip"] for r in ranks)
@@ -166,9 +166,9 @@ class TestParity:
         assert all(r["coordinates"] == r["megatron_coordinates"] for r in ranks)
 
     def test_gradients(self, results: Any, references: Path, layout: str, kind: str) -> None:
-        """Fails if loss scaling, a TP/PP/DP reduction, recompute or the loss's own gradient is off."""
+        """Fails if loss scaling, a TP/PP/DP reduction, recompute or the gradient of the loss is wrong."""
         reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
-        assert max(float(g.abs().max()) for g in reference.grads.values()) > 0.01  # else 1e-5 shows nothing
+        assert max(float(g.abs().max()) for g in reference.grads.values()) > 0.01  # otherwise 1e-5 is not a test
         ranks = [rank[kind] for rank in results(layout)]
         assert max(r["grad_diff"] for r in ranks) <= 1e-5
         assert sorted({name for r in ranks for name in r["grad_names"]}) == sorted(reference.grads)
@@ -178,7 +178,7 @@ class TestParity:
         """Fails if AdamW, weight-decay groups, clipping, or the reported statistics differ from plain training."""
         reference: Reference = torch.load(references / f"{kind}.pt", weights_only=False)
         ranks = [rank[kind] for rank in results(layout)]
-        assert ranks[0]["teacher_mass"] < 0.95  # the loss is one of truncated distributions
+        assert ranks[0]["teacher_mass"] < 0.95  # the distributions are truncated
         for r in ranks:
             assert r["weight_diff"] <= 1e-5
             assert r["losses"] == pytest.approx(reference.losses, abs=1e-5)

@@ -1,4 +1,4 @@
-"""What the Megatron student stands on: the CPU shim, the optimizer's arithmetic, the learning rate."""
+"""Test the basis of the Megatron student: CPU shim, optimizer arithmetic, learning rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from gkd.actor.megatron.optim import GroupStepAdamW, OptimSpec
 from gkd.errors import ConfigError
 
-# A child process, because the shim changes the process for good.
+# A child process, because the shim changes the process permanently.
 _LIST_TOUCHED = "from gkd.actor.megatron.cpu_shim import install_cpu_shim; print('\\n'.join(install_cpu_shim()))"
 _CORE = "megatron.core"
 _TOUCHED = [
@@ -45,7 +45,7 @@ _TOUCHED = [
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is a no-op where CUDA is")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is a no-op with CUDA")
 def test_shim_touches_exactly_these() -> None:
     """Fails if a Megatron upgrade moves, adds or drops a CUDA assumption that the shim covers."""
     command = [sys.executable, "-W", "ignore", "-c", _LIST_TOUCHED]
@@ -54,7 +54,7 @@ def test_shim_touches_exactly_these() -> None:
 
 
 def test_group_step_adamw_is_adamw() -> None:
-    """Fails if the optimizer's arithmetic differs from torch's AdamW by a bit, before or after a state reload."""
+    """Fails if the optimizer is not bit-exact with torch's AdamW, before or after a state reload."""
     generator = torch.Generator().manual_seed(0)
     mine, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
     options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}

