@@ -128,10 +128,10 @@ def _quantize(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_quantize, r"model\.norm\.weight has dtype I8"),
-        (_drop, r"missing: model\.layers\.1\.mlp\.up_proj"),
-        (_add, r"belong.*model\.layers\.2\.mlp"),
-        (_cut, r"model\.norm\.weight has shape \[31\]"),
+        (_quantize, r"model\.norm\.weight.* I8"),
+        (_drop, r"model\.layers\.1\.mlp\.up_proj"),
+        (_add, r"model\.layers\.2\.mlp"),
+        (_cut, r"model\.norm\.weight.* \[31\]"),
     ],
 )
 def test_wrong_tensors_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
@@ -161,9 +161,9 @@ def _turn_expert(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_drop_expert, r"missing: model\.layers\.1\.mlp\.experts\.3\.down"),
-        (_add_expert, r"belong.*experts\.6\.down"),
-        (_turn_expert, r"experts\.3\.down_proj\.weight has shape \[24, 32\]"),
+        (_drop_expert, r"model\.layers\.1\.mlp\.experts\.3\.down"),
+        (_add_expert, r"experts\.6\.down"),
+        (_turn_expert, r"experts\.3\.down_proj\.weight.* \[24, 32\]"),
     ],
 )
 def test_wrong_experts_are_named(folders: Path, tmp_path: Path, change: Any, message: str) -> None:
@@ -199,20 +199,20 @@ def test_corrupt_and_absent_files(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="model-00001-of-00002"):
         _load(folder, dims, layout)
     index.write_text("[]")
-    with pytest.raises(ModelError, match="not a safetensors index"):
+    with pytest.raises(ModelError, match=r"index\.json"):
         _load(folder, dims, layout)
     index.unlink()
     weights.unlink()
     with pytest.raises(ModelError, match="neither"):
         _load(folder, dims, layout)
-    with pytest.raises(ModelError, match=r"no config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json"):
         read_megatron_dims(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*qwen3, qwen2, llama, mistral, qwen3_moe.*actor.strategy=fsdp2 takes any"),
+        ({"model_type": "gpt2"}, "gpt2.*qwen3, qwen2, llama, mistral, qwen3_moe.*actor.strategy=fsdp2"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
@@ -283,15 +283,15 @@ def test_sliding_window(folders: Path, tmp_path: Path) -> None:
 def test_expert_parallel_errors(folders: Path) -> None:
     """Fails if experts are split unevenly, or the error does not name the key."""
     moe, dense = (read_megatron_dims(folders / kind) for kind in ("qwen3_moe", "qwen3"))
-    with pytest.raises(ConfigError, match=r"actor\.ep = 3: does not divide the 4 ranks of a pipeline stage"):
+    with pytest.raises(ConfigError, match=r"^actor\.ep = 3: .* 4 "):
         ParallelLayout(tp=1, pp=2, world_size=8, rank=0, ep=3)
-    with pytest.raises(ConfigError, match=r"actor\.ep = 0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"^actor\.ep = 0: "):
         ParallelLayout(tp=1, pp=1, world_size=1, rank=0, ep=0)
-    with pytest.raises(ConfigError, match=r"actor\.ep = 8: does not divide the model's 6 experts"):
+    with pytest.raises(ConfigError, match=r"^actor\.ep = 8: .* 6 "):
         ParallelLayout(tp=1, pp=1, world_size=8, rank=0, ep=8).check_model(moe)
-    with pytest.raises(ConfigError, match=r"actor\.ep = 2: the model \(qwen3\) has no experts"):
+    with pytest.raises(ConfigError, match=r"^actor\.ep = 2: .*qwen3"):
         ParallelLayout(tp=1, pp=1, world_size=2, rank=0, ep=2).check_model(dense)
-    with pytest.raises(ConfigError, match=r"mixture of experts with actor\.tp > 1 needs actor\.sequence_parallel=true"):
+    with pytest.raises(ConfigError, match=r"^actor\.(tp|sequence_parallel) = "):
         ParallelLayout(tp=2, pp=1, world_size=2, rank=0).check_model(moe)
     ParallelLayout(tp=2, pp=1, world_size=2, rank=0).check_model(moe, sequence_parallel=True)
 
@@ -327,18 +327,18 @@ def test_layout_coordinates_and_errors(folders: Path) -> None:
     assert layouts[0].dp == 2
     places = {(layout.tp_rank, layout.dp_rank, layout.pp_rank) for layout in layouts}
     assert len(places) == 12
-    with pytest.raises(ConfigError, match=r"actor\.tp = 3: actor\.tp \* actor\.pp"):
+    with pytest.raises(ConfigError, match=r"^actor\.tp = 3: actor\.tp \* actor\.pp"):
         ParallelLayout(tp=3, pp=1, world_size=4, rank=0)
     with pytest.raises(ConfigError, match=r"actor\.pp = 0"):
         ParallelLayout(tp=1, pp=0, world_size=4, rank=0)
     dims = read_megatron_dims(folders / "qwen3")
-    with pytest.raises(ConfigError, match=r"actor\.tp = 4: does not divide the model's 2 key/value heads"):
+    with pytest.raises(ConfigError, match=r"^actor\.tp = 4: .* 2 key/value"):
         ParallelLayout(tp=4, pp=1, world_size=4, rank=0).check_model(dims)
-    with pytest.raises(ConfigError, match=r"actor\.pp = 4: does not divide the model's 2 layers"):
+    with pytest.raises(ConfigError, match=r"^actor\.pp = 4: .* 2 layers"):
         ParallelLayout(tp=1, pp=4, world_size=4, rank=0).check_model(dims)
-    with pytest.raises(ConfigError, match=r"actor\.vpp = 2: there is no pipeline"):
+    with pytest.raises(ConfigError, match=r"^actor\.vpp = 2: .*actor\.pp 1"):
         ParallelLayout(tp=1, pp=1, world_size=4, rank=0, vpp=2)
-    with pytest.raises(ConfigError, match=r"actor\.vpp = 2: actor\.pp \* actor\.vpp = 2 \* 2 does not divide"):
+    with pytest.raises(ConfigError, match=r"^actor\.vpp = 2: actor\.pp \* actor\.vpp = 2 \* 2"):
         ParallelLayout(tp=1, pp=2, world_size=4, rank=0, vpp=2).check_model(dims)
 
 
