@@ -214,9 +214,9 @@ def client(server: ScriptedServer, **options: Any) -> ZmqTeacher:
     return connect(server.port, **({"n_vocab": N_VOCAB, "k": K} | options))
 
 
-def run(script: Script, n: int = 12, **options: Any) -> tuple[list[int], Any]:
+def run(script: Script, n: int = 12, *, response: tuple[int, int] = (1, 40), **options: Any) -> tuple[list[int], Any]:
     """Score `n` rollouts; checks that each answer belongs to its sequence. Returns (order of completion, stats)."""
-    rollouts = random_rollouts(n, N_VOCAB)
+    rollouts = random_rollouts(n, N_VOCAB, response=response)
     with ScriptedServer(script) as server, client(server, **options) as teacher:
         order = []
         for index, scores in teacher.score(rollouts):

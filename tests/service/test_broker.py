@@ -262,19 +262,20 @@ def rows_instead_of_scores(request: ScoreRequest, tokens: np.ndarray) -> tuple[A
 )
 def test_a_worker_that_sends_bad_data_is_excluded(rig: Rig, bad: Callable[..., Any]) -> None:
     """Fails if bad data reaches a client, or a worker that sent bad data gets more requests."""
-    faulty, client = rig.worker(name="faulty", pid=1), rig.client()
+    # Its name is that of `make_reply`. Otherwise the name alone would make each reply invalid.
+    faulty, client = rig.worker(name="w", pid=1), rig.client()
     sent = client.score()
     job_id, request, tokens = faulty.job()
     faulty.reply(job_id, *bad(request, tokens))
-    assert rig.event("excluded")[1] == "faulty"
+    assert rig.event("excluded")[1] == "w"
     message, _ = faulty.receive()
     assert isinstance(message, Dismiss) and message.why
-    healthy = rig.worker(name="w", pid=2)
+    healthy = rig.worker(name="healthy", pid=2)
     job_id, request, tokens = healthy.job()
-    healthy.reply(job_id, *make_reply(request, tokens))
+    healthy.reply(job_id, *make_reply(request, tokens, worker="healthy"))
     header, _ = client.receive()
-    assert isinstance(header, ScoreReply) and header.request_id == sent.request_id and header.worker == "w"
-    assert list(client.status().excluded) == ["faulty"]
+    assert isinstance(header, ScoreReply) and header.request_id == sent.request_id and header.worker == "healthy"
+    assert list(client.status().excluded) == ["w"]
     faulty.hello()
     message, _ = faulty.receive()
     assert isinstance(message, Dismiss), "the same process cannot join again"
@@ -370,7 +371,8 @@ def test_a_stream_with_a_gap_excludes_its_worker(rig: Rig, second: dict[str, Any
     rows, stream_id = np.zeros((30, V), np.float32), worker.stream_id
     digest = token_digest(tokens)
     worker.reply(job_id, *rows_message(request, digest, rows, 0, 10, stream_id, 0), final=False)
-    header, frames = rows_message(request, digest, rows, 10, 30, stream_id, 1)
+    rows = np.zeros((30, second.get("n_cols", V)), np.float32)  # the frame has the size that the header states
+    header, frames = rows_message(request, digest, rows, second.get("start", 10), 30, stream_id, 1)
     for name, value in second.items():
         setattr(header, name, value)
     worker.reply(job_id, header, frames)

@@ -108,6 +108,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     ("overrides", "key"),
     [
         (["actor.tp=2"], "trainer.n_gpus_per_node"),
+        (["actor.pp=2"], "trainer.n_gpus_per_node"),
         (["trainer.n_gpus_per_node=3", "trainer.nnodes=2", "actor.tp=2"], "actor.tp"),
         (["actor.vpp=2"], "actor.vpp"),
         (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
@@ -119,6 +120,8 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["rollout.n_gpus_per_node=3", "rollout.tp=2"], "rollout.tp"),
         (["trainer.n_gpus_per_node=4", "trainer.global_batch_size=2"], "trainer.global_batch_size"),
         (["trainer.stage_timeout_s=300"], "trainer.stage_timeout_s"),
+        (["trainer.stage_timeout_s=360"], "trainer.stage_timeout_s"),
+        (["teacher.request_timeout_s=nan"], "teacher.request_timeout_s"),
         (["actor.max_tokens_per_micro_batch=100"], "actor.max_tokens_per_micro_batch"),
         (["weight_sync.transport=nccl", "trainer.device=cpu"], "weight_sync.transport"),
         (["trainer.run_dir="], "trainer.run_dir"),
@@ -273,6 +276,13 @@ def test_the_memory_of_a_steps_scores_is_known_beforehand() -> None:
 def test_a_minimal_config_passes() -> None:
     """If it fails, the defaults themselves are refused and the test above proves nothing."""
     check_config(load_config(None, MINIMAL))
+
+
+def test_a_budget_for_the_longest_sequence_passes() -> None:
+    """If it fails, the smallest budget that the error recommends is refused, too."""
+    config = load_config(None, MINIMAL)
+    config.actor.max_tokens_per_micro_batch = config.data.max_prompt_length + config.data.max_response_length
+    check_config(config)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from gkd.actor.common.optim_spec import OptimSpec
 from gkd.actor.fsdp.conversion import file_parts
 from gkd.actor.fsdp.model import build_on_meta, layer_list
-from gkd.actor.fsdp.optim import build_adamw
+from gkd.actor.fsdp.optim import build_adamw, clip_factor
 from gkd.actor.fsdp.probe import probe_on_meta
 from gkd.actor.fsdp.weights import match_files
 from gkd.actor.pool import ActorPool
@@ -232,6 +232,13 @@ def test_adamw_is_torchs_own() -> None:
             optimizer.step()
     assert max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)) <= 1e-6
     assert float((ours[0] - start[0]).abs().max()) > 1e-2
+
+
+def test_clipping_scales_down_alone() -> None:
+    """Fails if a small gradient is enlarged to actor.optim.clip_grad, or 0 does not switch clipping off."""
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(4.0, 1.0) == pytest.approx(0.25)
+    assert clip_factor(4.0, 0.0) == 1.0
 
 
 def test_a_broken_folder_is_named(qwen3: Path, tmp_path: Path) -> None:

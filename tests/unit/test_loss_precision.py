@@ -143,3 +143,12 @@ def test_a_confident_student_gets_the_gradient_of_the_tail(name: str, outside: f
     torch.testing.assert_close(got.detach().double(), expected.detach(), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(single.grad.double(), dense.grad, rtol=2e-5, atol=2e-6)
     assert float(single.grad.sum().abs()) < 5e-6, "a softmax's gradient sums to zero"
+
+
+def test_the_statistics_of_a_long_row() -> None:
+    """Fails if the error of torch's softmax over 152k columns, whose weights sum to 1 + 6e-6, is in the mean logit."""
+    logits = torch.randn((4, 151936), generator=torch.Generator().manual_seed(0)) * 3
+    log_sum, mean = TorchRows().statistics(logits, 1.0)
+    exact = logits.double()
+    torch.testing.assert_close(log_sum.double(), exact.logsumexp(-1), rtol=0.0, atol=4e-6)
+    torch.testing.assert_close(mean.double(), (exact.softmax(-1) * exact).sum(-1), rtol=0.0, atol=1e-5)

@@ -152,10 +152,11 @@ def test_differentiating_k1_trains_nothing() -> None:
 
 def test_clip_bounds_the_weight_and_returns_where() -> None:
     """Fails if a weight above the limit passes, one below is changed, or the report counts the wrong tokens."""
-    actor, rollout = torch.tensor([0.0, 0.0, 0.0, -1.0]), torch.tensor([-3.0, -0.5, 0.0, 0.0])
+    # A log weight of 1 is above log 2 and below 2.
+    actor, rollout = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0]), torch.tensor([-3.0, -1.0, -0.5, 0.0, 0.0])
     log_weights, clipped = log_importance_weights(actor, rollout, 2.0)
-    torch.testing.assert_close(log_weights.exp(), torch.tensor([2.0, 1.6487213, 1.0, 0.3678794]))
-    assert clipped.tolist() == [True, False, False, False]
+    torch.testing.assert_close(log_weights.exp(), torch.tensor([2.0, 2.0, 1.6487213, 1.0, 0.3678794]))
+    assert clipped.tolist() == [True, True, False, False, False]
     log_weights, clipped = log_importance_weights(actor.requires_grad_(), rollout, 0)
     assert float(log_weights[0]) == 3.0
     assert not clipped.any() and not log_weights.requires_grad
