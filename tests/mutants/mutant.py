@@ -54,7 +54,7 @@ class Mutant:
         return after
 
     def test_ids(self, root: Path) -> list[str]:
-        """Return the tests with paths relative to `root`. Raises MutantError if a file is missing or ambiguous."""
+        """Return the tests with paths relative to `root`. Raises MutantError if one is missing or ambiguous."""
         return [_with_folder(self, test, root) for test in self.tests]
 
     @contextmanager
@@ -94,6 +94,9 @@ def _with_folder(mutant: Mutant, test: str, root: Path) -> str:
     paths = [path for path in sorted((root / "tests").rglob(Path(file).name)) if path.as_posix().endswith(f"/{file}")]
     if len(paths) != 1:
         raise MutantError(f"{mutant.name}: {len(paths)} files are called tests/**/{file}, expected 1")
+    function = rest.partition("[")[0]
+    if function and f"def {function}(" not in _read(paths[0]):
+        raise MutantError(f"{mutant.name}: {paths[0].relative_to(root)} has no {function}")
     return f"{paths[0].relative_to(root).as_posix()}{separator}{rest}"
 
 

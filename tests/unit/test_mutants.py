@@ -45,6 +45,13 @@ def test_a_mutant_that_changes_nothing_is_an_error(
         mutant.mutated(tmp_path)
 
 
+@pytest.mark.parametrize("test", ["test_gone.py", "test_it.py::test_gone[1]"])
+def test_a_missing_test_is_an_error(tmp_path: Path, test: str) -> None:
+    """Fails if a renamed test is found out after the others have run for minutes."""
+    (found,) = problems([Mutant("m", "code", "x + 1", "x - 1", (test,))], _tree(tmp_path, a="x + 1\n"))
+    assert "test_" in found
+
+
 def test_a_file_is_changed_for_the_block_alone(tmp_path: Path) -> None:
     """Fails if one mutant stayed in the tree of the next one, or bytecode of one version ran for the other."""
     mutant, file = Mutant("m", "code", "x + 1", "x - 1", ("test_it.py",)), tmp_path / "code/a.py"
