@@ -1,7 +1,7 @@
 """Compute the distillation loss: from hidden states or logits of the student to one number per token, and its gradient.
 
     distill_loss.py       entry point: LM head and loss together, or the loss of logits that exist already
-    chunked.py            the autograd functions behind it, one chunk of rows at a time
+    chunked.py            its autograd functions, one chunk of rows at a time
     vocab_parallel.py     logits split over tensor-parallel ranks -> the student's logprobs of chosen ids
     full_vocab.py         losses against a teacher's distribution over the full vocabulary
     row_kernels.py        the two passes over the logits: torch here, Triton in triton_rows.py
@@ -11,5 +11,5 @@
     sampled_logprobs.py   the student's logprob of the sampled token, without a loss
     reduce.py             sums over ranks -> the global token mean
 
-`gkd.config.loss_spec` says which losses a run trains on. Process groups are arguments.
+`gkd.config.loss_spec` specifies the losses of a run. Process groups are arguments.
 """

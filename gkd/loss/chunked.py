@@ -1,4 +1,4 @@
-"""Autograd functions that compute a loss over chunks of rows, so that the logits exist for one chunk at a time.
+"""Compute a loss and its gradient over chunks of rows, so that logits exist for one chunk at a time.
 
 The gradient of a chunk is computed in the forward pass, while its logits exist. This saves the second product with
 the LM head that recomputing the logits would need. The loss is a sum over rows, so the backward pass only scales the

@@ -1,7 +1,7 @@
 """Compute divergences between teacher and student over a table of outcomes: [N, M] and [N, M] -> [N].
 
 Plain autograd, so the gradient is that of the loss as it is written here. P is the teacher, Q the student.
-The outcomes are the whole vocabulary, or the teacher's top-k ids with the rest treated as `tail` says.
+The outcomes are the whole vocabulary, or the teacher's top-k ids with the rest treated according to `tail`.
 The teacher's logprobs are normalized over the full vocabulary before the truncation to K, so their mass
 m_p = sum_k p_k is below 1:
 
@@ -30,17 +30,17 @@ Divergence: TypeAlias = Callable[[Tensor, Tensor, LossTerm], Tensor]
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
-    """KL(P || Q) = sum p (log p - log q), nats. arXiv:2306.13649, Eq. 1."""
+    """Return KL(P || Q) = sum p (log p - log q), nats. arXiv:2306.13649, Eq. 1."""
     return _x_log_ratio(log_p, log_q).sum(dim=-1)
 
 
 def reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
-    """KL(Q || P); infinite where the student has mass on a token to which the teacher gives probability 0."""
+    """Return KL(Q || P); infinite where the student has mass on a token to which the teacher gives probability 0."""
     return _x_log_ratio(log_q, log_p).sum(dim=-1)
 
 
 def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
-    """beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q. arXiv:2306.13649.
+    """Return beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q. arXiv:2306.13649.
 
     Divided by beta it tends to KL(P || Q) as beta -> 0, and divided by 1 - beta to KL(Q || P) as beta -> 1.
     """
@@ -50,12 +50,12 @@ def jsd(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
 
 
 def skew_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
-    """KL(P || alpha P + (1 - alpha) Q). DistiLLM, arXiv:2402.03898."""
+    """Return KL(P || alpha P + (1 - alpha) Q). DistiLLM, arXiv:2402.03898."""
     return _x_log_ratio(log_p, _log_mixture(log_p, log_q, term.alpha)).sum(dim=-1)
 
 
 def skew_reverse_kl(log_q: Tensor, log_p: Tensor, term: LossTerm) -> Tensor:
-    """KL(Q || (1 - alpha) P + alpha Q). DistiLLM, arXiv:2402.03898."""
+    """Return KL(Q || (1 - alpha) P + alpha Q). DistiLLM, arXiv:2402.03898."""
     return _x_log_ratio(log_q, _log_mixture(log_q, log_p, term.alpha)).sum(dim=-1)
 
 
@@ -126,7 +126,7 @@ def _floored_log(mass: Tensor) -> Tensor:
 
 
 def _x_log_ratio(log_x: Tensor, log_y: Tensor) -> Tensor:
-    """x (log x - log y), elementwise, with 0 log 0 = 0."""
+    """Return x (log x - log y), elementwise, with 0 log 0 = 0."""
     # An entry of -inf, or one too small for the dtype, could give 0 * inf = nan in the value and in the gradient.
     x = log_x.exp()
     absent = x == 0
@@ -134,7 +134,7 @@ def _x_log_ratio(log_x: Tensor, log_y: Tensor) -> Tensor:
 
 
 def _log_mixture(log_a: Tensor, log_b: Tensor, share_a: float) -> Tensor:
-    """log(share_a * a + (1 - share_a) * b), elementwise."""
+    """Return log(share_a * a + (1 - share_a) * b), elementwise."""
     if share_a == 0:
         return log_b
     absent = torch.isneginf(log_a) & torch.isneginf(log_b)

@@ -70,7 +70,7 @@ SLOPES: dict[str, ValueAndSlope] = {
 
 
 def _parts(x: Tensor, log_x: Tensor, log_y: Tensor) -> Tensor:
-    """x (log x - log y), elementwise, with 0 log 0 = 0."""
+    """Return x (log x - log y), elementwise, with 0 log 0 = 0."""
     parts = (log_x - log_y).mul_(x)
     return parts.masked_fill_(x == 0, 0.0)  # may be 0 * inf there
 

@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(folder: Path, **actor: Any) -> Config:
-    """Sequences fit the model's 64 positions."""
+    """Return settings whose sequences fit the model's 64 positions."""
     return Config(
         data=DataConfig(max_prompt_length=32, max_response_length=32),
         model=ModelConfig(path=str(folder)),
@@ -269,7 +269,7 @@ def test_sequences_longer_than_the_model_are_refused(qwen3: Path) -> None:
 
 def test_all_ranks_export_together() -> None:
     """Fails if the weight sync calls only some of the ranks that hold shards, which would hang."""
-    ranks = ["rank 0", "rank 1", "rank 2"]  # stand for handles, which are only passed on
+    ranks = ["rank 0", "rank 1", "rank 2"]  # instead of handles, which are only passed on
     config = Config(actor=ActorConfig(strategy="fsdp2"), trainer=TrainerConfig(n_gpus_per_node=3))
     assert ActorPool(ranks, config).exporters() == [ranks]
     config.actor.strategy = "megatron"

@@ -107,7 +107,7 @@ def test_pieces_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_large_normalizer() -> None:
-    """Fails if the shortcut for small logits is taken where exp overflows: logits of +-300 in float32."""
+    """Fails if the shortcut for small logits is used where exp overflows: logits of +-300 in float32."""
     logits = _logits(torch.float32) * 100
     logits[0] += 300
     logits[1] -= 300

@@ -42,7 +42,7 @@ def _name(value: object) -> str:
 
 
 def _train(loss: DistillLoss, batch: Batch, targets: TokenTargets, *, fused: bool) -> list[Tensor]:
-    """[loss, its sums, gradient of the hidden states, of the head], the loss scaled as by a global mean."""
+    """Return [loss, its sums, gradient of hidden states, of the head], with the loss scaled like a global mean."""
     hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
     total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
     (total * 0.3).backward()

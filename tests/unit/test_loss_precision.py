@@ -54,7 +54,7 @@ def _targets(signal: Signal, wire: Callable[[Tensor], Tensor] = lambda t: t) -> 
 
 
 def _losses(spec: LossSpec, signal: Signal, logits: Tensor, targets: TokenTargets) -> tuple[Tensor, Tensor]:
-    """[N] loss of each token, and its gradient [N, V]."""
+    """Return the [N] losses of tokens, and their gradients [N, V]."""
     rows: list[Tensor] = []
     loss = DistillLoss(spec, (signal, "sampled"), VocabShard(0, V, None), TorchRows(), 1 << 20, on_rows=rows.append)
     leaf = logits.clone().requires_grad_()

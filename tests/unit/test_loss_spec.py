@@ -1,4 +1,4 @@
-"""The settings of the loss: what is refused, and that the error names the key."""
+"""Test the settings of the loss: invalid values are refused with an error that names the key."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from teacher_server.wire.protocol import Signal
         ({"name": "jsd", "beta": float("nan")}, r"distill\.beta"),
         ({"name": "skew_kl", "alpha": 1.0}, r"distill\.alpha = 1\.0"),
         ({"name": "skew_kl", "alpha": -0.1}, r"distill\.alpha = -0\.1"),
-        ({"weight": 0.0}, r"distill\.losses = 0\.0.*weight of forward_kl"),
+        ({"weight": 0.0}, r"distill\.losses = 0\.0.*forward_kl"),
         ({"weight": -1.0}, r"distill\.losses = -1\.0"),
         ({"weight": float("inf")}, r"distill\.losses = inf"),
         ({"weight": float("nan")}, r"distill\.losses = nan"),
     ],
 )
 def test_a_wrong_term_names_its_key(term: dict[str, object], message: str) -> None:
-    """Fails if a value without meaning is accepted, or its error does not say which key to change."""
+    """Fails if an invalid value is accepted, or its error does not name the key."""
     with pytest.raises(ConfigError, match=message):
         LossTerm(**term)  # type: ignore[arg-type]
 
@@ -36,8 +36,8 @@ def test_a_wrong_term_names_its_key(term: dict[str, object], message: str) -> No
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"terms": ()}, r"distill\.losses.*no loss"),
-        ({"terms": (LossTerm("k1"), LossTerm("k1", 2.0))}, r"distill\.losses = \['k1', 'k1'\].*twice"),
+        ({"terms": ()}, r"distill\.losses"),
+        ({"terms": (LossTerm("k1"), LossTerm("k1", 2.0))}, r"distill\.losses = \['k1', 'k1'\]"),
         ({"tail": "keep"}, r"distill\.tail = 'keep'.*bucket"),
         ({"temperature": 0.0}, r"teacher\.temperature = 0"),
         ({"temperature": float("nan")}, r"teacher\.temperature"),
@@ -48,7 +48,7 @@ def test_a_wrong_term_names_its_key(term: dict[str, object], message: str) -> No
     ],
 )
 def test_a_wrong_spec_names_its_key(spec: dict[str, object], message: str) -> None:
-    """Fails if a value without meaning is accepted, or its error does not say which key to change."""
+    """Fails if an invalid value is accepted, or its error does not name the key."""
     with pytest.raises(ConfigError, match=message):
         LossSpec(**spec)  # type: ignore[arg-type]
 
@@ -60,13 +60,13 @@ def test_limits_that_have_a_meaning() -> None:
 
 
 def test_an_unknown_tail_is_refused_by_the_arithmetic() -> None:
-    """Fails if a tail policy that is in no spec is taken for one of the others."""
+    """Fails if an unknown tail policy is treated like a known one."""
     with pytest.raises(ConfigError, match=r"distill\.tail = 'keep'"):
         outcome_tables(torch.zeros(1, 1), torch.zeros(1, 1), "keep")  # type: ignore[arg-type]
 
 
 def test_every_name_has_its_function() -> None:
-    """Fails if a name that a config may hold has no divergence, or a divergence no name."""
+    """Fails if a valid name has no divergence, or a divergence has no name."""
     assert tuple(DIVERGENCES) == DIVERGENCE_NAMES
     assert all(function.__name__ == name for name, function in DIVERGENCES.items())
 
@@ -94,24 +94,24 @@ def test_spec_from_the_settings() -> None:
         (LossTermConfig("jsd", -1.0), r"distill\.losses\[1\]\.weight = -1\.0"),
         (LossTermConfig("jsd", 1.0, beta=1.0), r"distill\.losses\[1\]\.beta = 1\.0"),
         (LossTermConfig("skew_kl", 1.0, alpha=1.0), r"distill\.losses\[1\]\.alpha = 1\.0"),
-        (LossTermConfig("k1", 1.0, beta=0.5), r"distill\.losses\[1\]\.beta = 0\.5.*'k1' has no beta"),
-        (LossTermConfig("jsd", 1.0, alpha=0.5), r"distill\.losses\[1\]\.alpha = 0\.5.*'jsd' has no alpha"),
+        (LossTermConfig("k1", 1.0, beta=0.5), r"distill\.losses\[1\]\.beta = 0\.5.*k1"),
+        (LossTermConfig("jsd", 1.0, alpha=0.5), r"distill\.losses\[1\]\.alpha = 0\.5.*jsd"),
     ],
 )
-def test_a_wrong_entry_names_its_place(entry: LossTermConfig, message: str) -> None:
-    """Fails if the error of one entry of a list does not say which, or a parameter without effect is accepted."""
+def test_a_wrong_entry_names_its_index(entry: LossTermConfig, message: str) -> None:
+    """Fails if the error of a list entry lacks its index, or a parameter without effect is accepted."""
     with pytest.raises(ConfigError, match=message):
         loss_spec(DistillConfig(losses=[LossTermConfig("sft", 1.0), entry]), 1.0)
 
 
 def test_a_wrong_shared_parameter_names_its_own_key() -> None:
-    """Fails if an entry is blamed for a value that it takes from distill.beta."""
+    """Fails if the error names an entry for a value that comes from distill.beta."""
     with pytest.raises(ConfigError, match=r"distill\.beta = 0\.0"):
         loss_spec(DistillConfig(losses=[LossTermConfig("jsd", 1.0)], beta=0.0), 1.0)
 
 
 @pytest.mark.parametrize(
-    ("names", "signal", "wanted"),
+    ("names", "signal", "expected"),
     [
         (("jsd",), "topk", ("topk",)),
         (("jsd", "sft"), "topk", ("topk",)),
@@ -122,6 +122,6 @@ def test_a_wrong_shared_parameter_names_its_own_key() -> None:
         (("k2",), "sampled", ("sampled",)),
     ],
 )
-def test_signals_of_a_mixture(names: tuple[str, ...], signal: Signal, wanted: tuple[Signal, ...]) -> None:
-    """Fails if the teacher is asked for less than the loss needs, or for a table that nobody reads."""
-    assert teacher_signals(LossSpec(tuple(map(LossTerm, names))), signal) == wanted
+def test_signals_of_a_mixture(names: tuple[str, ...], signal: Signal, expected: tuple[Signal, ...]) -> None:
+    """Fails if fewer tables than the loss needs are requested from the teacher, or unused ones."""
+    assert teacher_signals(LossSpec(tuple(map(LossTerm, names))), signal) == expected

@@ -1,4 +1,4 @@
-"""The student of one actor rank: the interface that the actor's worker uses, and what both backends share.
+"""Define the student of one actor rank: the interface that the worker uses, and the steps that both backends share.
 
 `gkd.actor.megatron.student` and `gkd.actor.fsdp.student` implement it.
 """

@@ -132,7 +132,7 @@ def build_on_meta(
         raise ModelError(f"{model_path}: a {config.model_type} model has no LM head behind a backbone.")
     hf.set_output_embeddings(RowsHead(head))
     hf.tie_weights()
-    # No dropout, whatever config.json says: responses are generated and scored without it.
+    # No dropout, even if config.json sets it: responses are generated and scored without it.
     return hf.eval()
 
 

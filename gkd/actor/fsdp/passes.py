@@ -1,4 +1,4 @@
-"""Forward and backward passes of a sharded student over the micro-batches of one rank.
+"""Run forward and backward passes of a sharded student over the micro-batches of one rank.
 
 Every rank joins every gather and reduction of fully_shard. So all ranks run the same number of passes, and a rank with
 fewer micro-batches runs some without loss.

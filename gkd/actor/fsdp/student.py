@@ -1,4 +1,4 @@
-"""The student on torch's fully_shard; one object per rank. Every rank of the world is a data-parallel rank.
+"""Train the student with torch's fully_shard; one object per rank. Every rank of the world is a data-parallel rank.
 
 Inputs are micro-batches; outputs are step statistics, exported weights and checkpoint snapshots.
 """

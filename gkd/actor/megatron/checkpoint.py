@@ -139,7 +139,7 @@ def _read_vocab(
     """
     old_size, whole = math.prod(part_shape(entry, old_tp)), math.prod(entry.hf_shapes[0])
     begin = model.layout.tp_rank * math.prod(part_shape(entry, model.layout.tp))
-    values = torch.zeros(stop - start)  # padding behind the vocabulary's end stays zero
+    values = torch.zeros(stop - start)  # padding after the vocabulary stays zero
     at, end = begin + start, min(begin + stop, whole)
     while at < end:
         part, offset = divmod(at, old_size)

@@ -1,4 +1,4 @@
-"""The student on Megatron-core; one object per rank.
+"""Train the student with Megatron-core; one object per rank.
 
 Inputs are micro-batches; outputs are step statistics, exported weights and checkpoint snapshots.
 """
