@@ -58,7 +58,7 @@ class DistillLoss:
 
     @property
     def is_full_vocab(self) -> bool:
-        """Whether the teacher sends its distribution over the full vocabulary."""
+        """Return whether the teacher sends its distribution over the full vocabulary."""
         return "logits" in self.signals or "hidden" in self.signals
 
     @property

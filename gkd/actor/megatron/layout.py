@@ -78,7 +78,7 @@ class ParallelLayout:
 
     @property
     def exports(self) -> bool:
-        """Whether this rank joins the export of its stage. Together these ranks hold all of the stage."""
+        """Return whether this rank joins the export of its stage. Together these ranks hold all of the stage."""
         return self.rank % (self.tp * self.dp) < math.lcm(self.tp, self.ep)
 
     @property
