@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +14,7 @@ from gkd.config.derived import derive
 from gkd.config.schema import Config, OptimConfig
 
 if TYPE_CHECKING:
-    from gkd.actor.common.base import Student
+    from gkd.actor.common.base import Student, StudentArgs
 
 
 def build_student(
@@ -34,7 +34,7 @@ def build_student(
         on_phase: called with the name of each start-up phase.
     """
     actor, derived = config.actor, derive(config)
-    common: dict[str, Any] = {
+    common: StudentArgs = {
         "optim": _optim_spec(actor.optim, total_steps),
         "dtype": getattr(torch, config.model.dtype),
         "device": device,

@@ -41,7 +41,7 @@ class StudentArgs(TypedDict, total=False):
     # Activations and exported weights. Gradients and optimizer state are always float32.
     dtype: Required[torch.dtype]
     device: Required[torch.device]
-    seed: Required[int]  # of the generators that initialize or drop anything
+    seed: Required[int]  # of the random generators
     # Tables that the teacher sends; `hidden` needs `set_teacher_head` before the first batch. Default: ("topk",).
     signals: Sequence[Signal]
     # Compute LM head and loss together, one chunk of logits at a time. Default: True. False: all logits first.
