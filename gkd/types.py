@@ -1,13 +1,12 @@
-"""The things that travel along the road of one batch.
+"""Data types of the pipeline.
 
     Prompt -> Rollout (+ TeacherScores) -> MicroBatch (with its TokenTargets)
 
-Everything up to `TeacherScores` is numpy, because it crosses process borders through shared
-memory and raw network frames; `MicroBatch` is torch, because it is what a rank trains on.
+Types up to `TeacherScores` hold numpy arrays, because they cross process borders through shared memory and raw network
+frames. `MicroBatch` holds torch tensors for training.
 
-Shape letters, here and everywhere: P prompt tokens, R response tokens, K top-k entries,
-B sequences of a micro-batch, S padded sequence length, N loss tokens of a micro-batch, V vocabulary,
-D hidden size of the teacher.
+Shape letters, used in the whole project: P prompt tokens, R response tokens, K top-k entries, B sequences of a
+micro-batch, S padded sequence length, N loss tokens of a micro-batch, V vocabulary, D hidden size of the teacher.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ if TYPE_CHECKING:
 class Prompt:
     """One row of a prompt file, tokenized."""
 
-    prompt_id: int  # row number over all files; stable between runs, so a resume can name it
+    prompt_id: int  # row number over all files; stable between runs
     token_ids: np.ndarray  # [P] int32
     answer: str | None = None  # reference answer, for evaluation only
-    response_ids: np.ndarray | None = None  # [R] int32, the dataset's response, its end-of-sequence token included
+    response_ids: np.ndarray | None = None  # [R] int32, the dataset's response including its end-of-sequence token
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Response tokens [start, stop) were written by the student of `policy_version`."""
+    """Response tokens [start, stop) were generated with the student weights `policy_version`."""
 
     start: int
     stop: int
@@ -43,20 +42,20 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A prompt and an answer to it: the student's, with the logprobs it was sampled under, or the dataset's."""
+    """A prompt with a response: sampled from the student, with its logprobs, or taken from the dataset."""
 
     prompt_id: int
-    sample_index: int  # unique in its batch: place of the prompt there x `rollout.n` + which of its samples
+    sample_index: int  # unique in its batch: prompt_index * rollout.n + index of the sample
     prompt_ids: np.ndarray  # [P] int32
     response_ids: np.ndarray  # [R] int32; ends with the end-of-sequence token if finish_reason == "stop"
-    rollout_logprobs: np.ndarray  # [R] float32, nats, of the engine's sampling distribution; zeros for the dataset's
-    version_spans: tuple[VersionSpan, ...]  # empty for the dataset's
+    rollout_logprobs: np.ndarray  # [R] float32, nats, of the engine's sampling distribution; zeros if off-policy
+    version_spans: tuple[VersionSpan, ...]  # empty if off-policy
     finish_reason: str  # "stop" | "length"
-    on_policy: bool = True  # False: the dataset's response
+    on_policy: bool = True  # False: the response is from the dataset
 
     @property
     def policy_version(self) -> int:
-        """The oldest version that wrote a part of it: the one staleness is measured against. Student's answers only."""
+        """Return the oldest version that generated a part of it, which defines its staleness. On-policy only."""
         return min(span.policy_version for span in self.version_spans)
 
     @property
@@ -66,57 +65,58 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTopK:
-    """What the teacher says of each response token: its K most probable tokens there.
+    """The teacher's K most probable tokens at each response position.
 
-    Normalised over the full (common) vocabulary at the request's temperature *before* the
-    truncation to K, so `exp(topk_logprobs).sum(-1)` is the teacher's true mass on those ids (<= 1).
-    With a mass target a row lists only as many ids as it takes to reach that mass: `counts` says how
-    many, and its other entries are -1 and -inf.
+    Normalized over the full (common) vocabulary at the request's temperature *before* the truncation to K, so
+    `exp(topk_logprobs).sum(-1)` is the teacher's true mass on these ids (<= 1). With a mass target, a row lists only as
+    many ids as needed to reach it: `counts` ids, followed by entries -1 and -inf.
     """
 
     topk_ids: np.ndarray  # [R, K] int32
     topk_logprobs: np.ndarray  # [R, K] float32, nats, descending
-    tail_mass: np.ndarray  # [R] float32, the teacher's probability outside the listed ids
-    counts: np.ndarray | None = None  # [R] int32, 1..K listed ids of each row; None: all K
+    tail_mass: np.ndarray  # [R] float32, teacher probability outside the listed ids
+    counts: np.ndarray | None = None  # [R] int32, number of listed ids per row, 1..K; None: all K
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """The teacher's answer about one sequence: whatever `teacher.signal` and the loss ask for, the rest None."""
+    """Teacher scores of one sequence: the signals that `teacher.signal` and the loss require; others are None."""
 
     topk: TeacherTopK | None = None
     sampled_logprobs: np.ndarray | None = None  # [R] float32, nats, of the response tokens
     # [R, V] float32 or float16, over the common vocabulary, divided by the temperature.
     logits: np.ndarray | None = None
-    hidden: np.ndarray | None = None  # [R, D] float32, final hidden states; times the LM head: logits, not yet divided
-    # [R] float32, nats, the reference's of the response tokens; it joins the teacher's on the ranks that train.
+    hidden: np.ndarray | None = (
+        None  # [R, D] float32, final hidden states; hidden @ lm_head.T = logits before the temperature
+    )
+    # [R] float32, nats, reference logprobs of the response tokens; added on the training ranks.
     reference_logprobs: np.ndarray | None = None
 
 
 @dataclass(slots=True)
 class TokenTargets:
-    """What each of N loss rows learns from. Tables that the loss does not use are None."""
+    """Targets of N loss rows. Tables that the loss does not use are None."""
 
     sampled_ids: torch.Tensor  # [N] int64, the response token that the row predicts
     rollout_logprobs: torch.Tensor  # [N] float32, nats; 0 where the row is not on-policy
-    on_policy: torch.Tensor  # [N] bool: the student wrote the token; False: it is the dataset's
-    topk_ids: torch.Tensor | None = None  # [N, K] int64, distinct in a row; -1 past a row's count
-    topk_logprobs: torch.Tensor | None = None  # [N, K] float32, nats; -inf past a row's count
-    tail_mass: torch.Tensor | None = None  # [N] float32, the teacher's probability outside the list
-    sampled_logprobs: torch.Tensor | None = None  # [N] float32, nats, the teacher's for sampled_ids
-    logits: torch.Tensor | None = None  # [N, V] the teacher's, divided by the temperature; stays on the host
-    hidden: torch.Tensor | None = None  # [N, D] the teacher's final hidden states; stays on the host
-    reference_logprobs: torch.Tensor | None = None  # [N] float32, nats, the reference's for sampled_ids
+    on_policy: torch.Tensor  # [N] bool; False: the token is from the dataset
+    topk_ids: torch.Tensor | None = None  # [N, K] int64, distinct in a row; -1 beyond the row's count
+    topk_logprobs: torch.Tensor | None = None  # [N, K] float32, nats; -inf beyond the row's count
+    tail_mass: torch.Tensor | None = None  # [N] float32, teacher probability outside the list
+    sampled_logprobs: torch.Tensor | None = None  # [N] float32, nats, of the teacher for sampled_ids
+    logits: torch.Tensor | None = None  # [N, V] of the teacher, divided by the temperature; stays on the host
+    hidden: torch.Tensor | None = None  # [N, D] final hidden states of the teacher; stays on the host
+    reference_logprobs: torch.Tensor | None = None  # [N] float32, nats, of the reference for sampled_ids
 
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())
 
     def rows(self, rows: slice) -> TokenTargets:
-        """Some of the rows; views."""
+        """Return views of these rows."""
         return self._each(lambda name, table: table[rows])
 
     def on(self, device: torch.device) -> TokenTargets:
-        """All rows on `device`, but for `logits` and `hidden`: those go there in parts."""
+        """Move all tables to `device` except `logits` and `hidden`, which the loss moves in chunks."""
         return self._each(lambda name, table: table if name in ("logits", "hidden") else table.to(device))
 
     def _each(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> TokenTargets:
@@ -129,22 +129,21 @@ class TokenTargets:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward pass; the loss rows are a flat list, so nothing is padded to [B, S, K].
+    """Inputs of one forward pass. The loss rows are a flat list, so targets are not padded to [B, S, K].
 
-    Padded: B sequences, each filled up on the right to S tokens. Packed ("thd"): B = 1, and the sequences stand one
-    after the other in that row; attention and positions begin anew at each of `cu_seqlens`.
+    Padded: B sequences, each right-padded to S tokens. Packed ("thd"): B = 1, the sequences are concatenated in one
+    row, and attention and positions restart at each of `cu_seqlens`.
 
-    Logits at position t predict token t + 1, so the row of `loss_index` for response token j of a
-    sequence with P prompt tokens is position P - 1 + j: exactly R rows a sequence, the
-    end-of-sequence token included, nothing after it.
+    Logits at position t predict token t + 1. Response token j of a sequence with P prompt tokens is therefore predicted
+    at position P - 1 + j: R loss rows per sequence, including the end-of-sequence token.
     """
 
     tokens: torch.Tensor  # [B, S] int64
     position_ids: torch.Tensor  # [B, S] int64, counted from 0 in each sequence
-    loss_index: torch.Tensor  # [N] int64, into the flattened [B * S] positions
-    targets: TokenTargets | None  # of the N rows; None on ranks that compute no loss
-    samples: tuple[tuple[int, int], ...] = ()  # (sample_index, rows) of the sequences, in the order of their rows
-    # [n_sequences + 1] int32, packed only: sequence i is columns cu_seqlens[i] to cu_seqlens[i + 1]; from 0 to S.
+    loss_index: torch.Tensor  # [N] int64, indices of the flattened [B * S] positions
+    targets: TokenTargets | None  # None on ranks that compute no loss
+    samples: tuple[tuple[int, int], ...] = ()  # (sample_index, number of rows) per sequence, in row order
+    # [n_sequences + 1] int32, packed only: sequence i is columns cu_seqlens[i] .. cu_seqlens[i + 1]; from 0 to S.
     cu_seqlens: torch.Tensor | None = None
 
     @property

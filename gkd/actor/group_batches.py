@@ -52,7 +52,7 @@ def group_batches(
             scores,
             where=where,
             n_vocab=student.n_vocab,
-            wanted=signals,
+            signals=signals,
             hidden_size=student.teacher_hidden_size,
             with_reference=with_reference,
         )

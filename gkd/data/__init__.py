@@ -1,1 +1,1 @@
-"""Tokens in, micro-batches out: prompts, sampling order, chunks of rollouts, balancing, batching. No engine."""
+"""Prompts, sampling order, chunks of rollouts, balancing and micro-batches."""

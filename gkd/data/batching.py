@@ -1,4 +1,4 @@
-"""Scored rollouts -> micro-batches: checks, order, and which sequences share one; `gkd.data.collate` makes the tensors.
+"""Group scored rollouts into micro-batches and check them; `gkd.data.collate` builds the tensors.
 
 tokens       p0 p1 p2 r0 r1 r2 <eos> pad
 logits row    .  . r0 r1 r2 <eos>  .   .      (row t predicts token t + 1)
@@ -26,38 +26,38 @@ def check_batch(
     *,
     where: str,
     n_vocab: int,
-    wanted: Sequence[Signal],
+    signals: Sequence[Signal],
     hidden_size: int | None = None,
     with_reference: bool = False,
 ) -> None:
-    """Refuse what `make_micro_batches` could build and no student should learn from; called before it.
+    """Check rollouts and scores before `make_micro_batches`.
 
     Args:
-        scores: of the rollouts, same order; None on pipeline stages that compute no loss.
+        scores: of the rollouts, in the same order; None on pipeline stages that compute no loss.
         where: names the rank in errors: ``actor rank 3``.
         n_vocab: token ids are below it.
-        wanted: what the loss needs of the teacher, see `gkd.config.loss_spec.teacher_signals`.
+        signals: required by the loss, see `gkd.config.loss_spec.teacher_signals`.
         hidden_size: D of the teacher; None: any.
-        with_reference: the loss has a term that needs a reference's logprobs.
+        with_reference: the loss requires reference logprobs.
 
     Raises:
-        DataError: names rank, prompt and sample: no prompt or no response token (nothing to learn), a token id out of
-            range, or, where the student wrote the response, not one finite logprob for each of its tokens.
-        TeacherError: likewise; see `gkd.data.score_checks.validate_scores`.
+        DataError: no prompt or response token, a token id out of range, or, if on-policy, not one finite logprob per
+            response token. Names rank, prompt and sample.
+        TeacherError: see `gkd.data.score_checks.validate_scores`.
     """
     if scores is not None and len(scores) != len(rollouts):
-        raise DataError(f"{where}: {len(scores)} sequences are scored, expected the {len(rollouts)} rollouts")
+        raise DataError(f"{where}: {len(scores)} scores for {len(rollouts)} rollouts")
     for i, rollout in enumerate(rollouts):
         sample = f"{where}: prompt {rollout.prompt_id}, sample {rollout.sample_index}"
         _check_rollout(rollout, n_vocab, sample)
         if scores is not None:
-            validate_scores(scores[i], rollout, n_vocab, wanted, sample, hidden_size, with_reference=with_reference)
+            validate_scores(scores[i], rollout, n_vocab, signals, sample, hidden_size, with_reference=with_reference)
 
 
 def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
     for what, ids in (("prompt", rollout.prompt_ids), ("response", rollout.response_ids)):
         if len(ids) == 0:
-            raise DataError(f"{where}: the {what} has no tokens, so there is nothing to learn")
+            raise DataError(f"{where}: the {what} has no tokens")
         outside = (ids < 0) | (ids >= n_vocab)
         if outside.any():
             at = int(outside.argmax())
@@ -81,16 +81,16 @@ def make_micro_batches(
     packed: bool = False,
     pad_id: int = 0,
 ) -> MicroBatches:
-    """Every rollout once, in an order that does not depend on the order of arrival.
+    """Return micro-batches of all rollouts, in an order that does not depend on the order of arrival.
 
     Args:
-        rollouts: this data-parallel rank's share of the batch.
-        scores: the teacher's, same order, all with the same tables; None on pipeline stages that compute no loss, where
-            `targets` is None.
-        micro_batch_size: sequences of a micro-batch, where max_tokens is 0.
-        max_tokens: limit on its tokens, padding included; a longer sequence gets a micro-batch of its own.
-        packed: sequences one after the other in one row, see `MicroBatch`; else padded to the longest of them.
-        pad_id: any valid token id; padded positions are behind the sequence and causal attention never sees them.
+        rollouts: the sequences of this data-parallel rank.
+        scores: of the rollouts, in the same order, all with the same tables; None on pipeline stages that compute no
+            loss: `targets` is None.
+        micro_batch_size: sequences per micro-batch; used if max_tokens is 0.
+        max_tokens: maximum number of tokens, padding included; a longer sequence gets its own micro-batch.
+        packed: concatenate sequences in one row, see `MicroBatch`; otherwise pad to the longest.
+        pad_id: any valid token id; padding follows the sequence, so causal attention never reads it.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.
@@ -108,30 +108,30 @@ def make_micro_batches(
 def token_records(
     batches: MicroBatches, tables: Sequence[torch.Tensor], names: Sequence[str], rollouts: Sequence[Rollout]
 ) -> list[TokenRecord]:
-    """The loss's numbers of each token of some sequences, put back together by sequence.
+    """Return the loss terms of each token of some sequences, by sequence.
 
     Args:
-        tables: [n, len(names)] each, one after the other the rows of `batches`.
-        rollouts: the sequences that are wanted.
+        tables: [n, len(names)] each; concatenated, the rows of `batches`.
+        rollouts: sequences to return.
     """
-    wanted = {rollout.sample_index: rollout for rollout in rollouts}
+    by_index = {rollout.sample_index: rollout for rollout in rollouts}
     rows = torch.cat(list(tables)) if tables else torch.zeros(0, len(names))
     records, stop = [], 0
     for index, n_rows in batches.samples:
         start, stop = stop, stop + n_rows
-        if (rollout := wanted.get(index)) is not None:
+        if (rollout := by_index.get(index)) is not None:
             values = {name: rows[start:stop, i].tolist() for i, name in enumerate(names)}
             records.append(TokenRecord(rollout.prompt_id, index, rollout.response_ids.tolist(), values))
     if stop != len(rows):
-        raise DataError(f"the loss has numbers of {len(rows)} tokens, and the batch has {stop}")
+        raise DataError(f"the loss returned terms of {len(rows)} tokens, but the batch has {stop}")
     return records
 
 
 def _by_longest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Padded: the longest sequence of a micro-batch decides what each of the others costs, so neighbours share one.
+    """Group for padding: every sequence costs as much as the longest one of its micro-batch, so group neighbors.
 
     Args:
-        order: places, longest first.
+        order: indices, longest first.
     """
     groups: list[list[int]] = []
     for i in order:
@@ -143,19 +143,19 @@ def _by_longest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -
 
 
 def _by_sum(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Packed: first-fit decreasing, at most 11/9 of the fewest possible micro-batches and one more.
+    """Group for packing: first-fit decreasing, at most 11/9 of the optimal number of micro-batches plus one.
 
     Args:
-        order: places, longest first; each goes to the first micro-batch that has room.
+        order: indices, longest first; each sequence goes to the first micro-batch with room.
     """
     groups: list[list[int]] = []
-    # Tokens that each micro-batch can still take; one that is not begun yet takes any sequence.
+    # Remaining tokens of each micro-batch; an empty one takes a sequence of any length.
     room = np.full(len(order), np.iinfo(np.int64).max)
     for i in order:
-        at = int(np.argmax(room >= lengths[i]))
-        if at == len(groups):
+        group = int(np.argmax(room >= lengths[i]))
+        if group == len(groups):
             groups.append([])
-            room[at] = max(max_tokens, lengths[i])
-        groups[at].append(i)
-        room[at] -= lengths[i]
+            room[group] = max(max_tokens, lengths[i])
+        groups[group].append(i)
+        room[group] -= lengths[i]
     return groups

@@ -1,7 +1,7 @@
-"""What answers travel in: chunks of one data-parallel group. Their sizes, and the dataset's responses as chunks.
+"""Chunks of rollouts of one data-parallel group: encoded sizes, and dataset responses as chunks.
 
-The sizes are all that the driver reads of a chunk. They go to it as raw bytes, 40 a chunk and 8 a sequence: pickled, an
-object or an array costs 100 bytes and more before its first number, and a chunk may have a single sequence.
+The driver reads only the sizes of a chunk. They are sent as raw bytes, 40 per chunk and 8 per sequence: a pickled
+object or array has an overhead of at least 100 bytes, and a chunk may hold a single sequence.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gkd.types import Prompt, Rollout
 # dp_rank, n_sequences, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, policy_version; then
 # sample_index and n_tokens of the sequences, all int32.
 _SIZES = struct.Struct("<iii?3xqqq")
-# Finished sequences of one data-parallel group that leave an engine together: enough that the driver handles a few
-# bytes a sequence, few enough that the teacher starts long before the rollout ends.
+# Sequences per chunk: large enough that the driver handles few bytes per sequence, and small enough that scoring
+# starts long before the rollout ends.
 CHUNK_SIZE = 16
 
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) -> RolloutChunk:
-    """The sizes of some rollouts of one kind; `ref` is still None."""
+    """Return the sizes of rollouts with equal `on_policy`; `ref` is None."""
     return RolloutChunk(
         dp_rank=dp_rank,
         ref=None,
@@ -42,7 +42,7 @@ def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) 
 
 
 def encode_sizes(chunk: RolloutChunk) -> bytes:
-    """All but `ref`."""
+    """Encode all fields except `ref`."""
     head = _SIZES.pack(
         chunk.dp_rank,
         chunk.n_sequences,
@@ -56,10 +56,10 @@ def encode_sizes(chunk: RolloutChunk) -> bytes:
 
 
 def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
-    """The chunk that `encode_sizes` was given, with the handle of its rollouts.
+    """Decode `encode_sizes` and add the handle of the rollouts.
 
     Raises:
-        DataError: the data end too early or too late.
+        DataError: truncated or malformed data.
     """
     if len(data) < _SIZES.size:
         raise DataError(f"the sizes of a chunk of rollouts are {len(data)} bytes, expected at least {_SIZES.size}")
@@ -91,13 +91,13 @@ def dataset_chunks(
     policy_version: int,
     eos_ids: Collection[int],
 ) -> Iterator[tuple[list[Rollout], RolloutChunk]]:
-    """The dataset's responses, one a prompt, as finished rollouts; group by group, in the order of their indices.
+    """Yield the dataset's responses, one per prompt, as finished chunks; ordered by group, then by prompt index.
 
     Args:
-        prompt_indices: index of each prompt in the whole batch; modulo dp_size it is the group that trains on it.
-        n: `rollout.n`: a prompt's sequences are numbered from prompt_index * n, as if the student had answered.
-        policy_version: the current one. No policy wrote a dataset response, so it is never stale.
-        eos_ids: a response that does not end with one of these was cut.
+        prompt_indices: index of each prompt in the whole batch; modulo dp_size it is the data-parallel group.
+        n: `rollout.n`; sample_index = prompt_index * n, as for the first rollout of the prompt.
+        policy_version: the current one, because dataset responses are never stale.
+        eos_ids: a response that does not end with one of these was truncated.
 
     Raises:
         DataError: a prompt was loaded without its response.
@@ -107,7 +107,7 @@ def dataset_chunks(
         response = prompt.response_ids
         if response is None:
             raise DataError(
-                f"prompt {prompt.prompt_id} has no dataset response; it was loaded without data.response_key"
+                f"prompt {prompt.prompt_id} has no dataset response: it was loaded without data.response_key"
             )
         groups[prompt_index % dp_size].append(
             Rollout(

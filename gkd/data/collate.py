@@ -1,4 +1,4 @@
-"""Sequences of one micro-batch -> tensors: padded or packed tokens, loss rows, and the teacher's tables row by row.
+"""Collate sequences into micro-batches: padded or packed tokens, loss rows, and the teacher's tables per loss row.
 
 Two sequences, padded to [B, S] or packed ("thd") to [1, T]; loss rows are underlined.
 
@@ -24,14 +24,15 @@ T = TypeVar("T")
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """The micro-batches of one rank, each made when it is asked for and again when it is asked for again.
+    """The micro-batches of one rank, built on each access and not cached.
 
-    So what the teacher said of all of them, which may be whole distributions, need not exist a second time at once.
+    The teacher's tables may be full distributions; this avoids a second copy of all of them.
 
     Args:
-        groups: places in `rollouts` of the sequences of each micro-batch, in the order of their rows.
-        scores: of the rollouts, same order, all with the same tables; None: `targets` is None.
-        packed: one sequence after the other in one row; else each filled up with `pad_id` to the longest.
+        rollouts: sequences of the rank.
+        scores: of the rollouts, in the same order, all with the same tables; None: `targets` is None.
+        groups: indices into `rollouts` of the sequences of each micro-batch, in row order.
+        packed: concatenate sequences in one row; otherwise pad to the longest with `pad_id`.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.
@@ -73,20 +74,20 @@ class MicroBatches(Sequence[MicroBatch]):
             batch.targets = _targets(rollouts, [self._scores[i] for i in group])
         return batch
 
-    def bare(self) -> MicroBatches:
-        """The same without the teacher's tables, which are most of the work of making one."""
+    def without_targets(self) -> MicroBatches:
+        """Return the same micro-batches without targets, which are most of the cost of building them."""
         return MicroBatches(self._rollouts, None, self._groups, packed=self._packed, pad_id=self._pad_id)
 
     @property
     def samples(self) -> Iterator[tuple[int, int]]:
-        """(sample_index, rows) of every sequence, in the order of their rows; makes no micro-batch."""
+        """Yield (sample_index, number of rows) per sequence, in row order; builds no micro-batch."""
         for group in self._groups:
             yield from _samples([self._rollouts[i] for i in group])
 
 
-def bare(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """The same micro-batches, without the teacher's tables if those would have to be made."""
-    return batches.bare() if isinstance(batches, MicroBatches) else batches
+def without_targets(batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """Return the same micro-batches; lazily built ones are built without targets."""
+    return batches.without_targets() if isinstance(batches, MicroBatches) else batches
 
 
 def _padded(rollouts: Sequence[Rollout], pad_id: int) -> MicroBatch:
@@ -124,10 +125,10 @@ def _samples(rollouts: Sequence[Rollout]) -> tuple[tuple[int, int], ...]:
 
 
 def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor:
-    """[N] int64: of each sequence the rows of its last prompt token and of all response tokens but the last.
+    """Return [N] int64: positions of each sequence's last prompt token and of all its response tokens but the last.
 
     Args:
-        starts: [B], place of each sequence's first token.
+        starts: [B], position of each sequence's first token.
     """
     first = [int(start) + len(r.prompt_ids) - 1 for start, r in zip(starts, rollouts, strict=True)]
     spans = [np.arange(at, at + len(r.response_ids)) for at, r in zip(first, rollouts, strict=True)]
@@ -136,39 +137,39 @@ def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor
 
 def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> TokenTargets:
     n_rows = [len(r.response_ids) for r in rollouts]
-    written = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
+    logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
     targets = TokenTargets(
         sampled_ids=_rows([r.response_ids for r in rollouts], np.int64),
-        rollout_logprobs=_rows(written, np.float32),
+        rollout_logprobs=_rows(logprobs, np.float32),
         on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
     )
-    if topk := _there([s.topk for s in scores]):
+    if topk := _present([s.topk for s in scores]):
         width = max(t.topk_ids.shape[1] for t in topk)
-        targets.topk_ids = _rows([_widened(t.topk_ids, width, -1) for t in topk], np.int64)
-        targets.topk_logprobs = _rows([_widened(t.topk_logprobs, width, -np.inf) for t in topk], np.float32)
+        targets.topk_ids = _rows([_pad_columns(t.topk_ids, width, -1) for t in topk], np.int64)
+        targets.topk_logprobs = _rows([_pad_columns(t.topk_logprobs, width, -np.inf) for t in topk], np.float32)
         targets.tail_mass = _rows([t.tail_mass for t in topk], np.float32)
-    if sampled := _there([s.sampled_logprobs for s in scores]):
+    if sampled := _present([s.sampled_logprobs for s in scores]):
         targets.sampled_logprobs = _rows(sampled, np.float32)
-    if logits := _there([s.logits for s in scores]):
+    if logits := _present([s.logits for s in scores]):
         targets.logits = _rows(logits, logits[0].dtype)
-    if hidden := _there([s.hidden for s in scores]):
+    if hidden := _present([s.hidden for s in scores]):
         targets.hidden = _rows(hidden, np.float32)
-    if reference := _there([s.reference_logprobs for s in scores]):
+    if reference := _present([s.reference_logprobs for s in scores]):
         targets.reference_logprobs = _rows(reference, np.float32)
     return targets
 
 
-def _there(tables: Sequence[T | None]) -> list[T]:
-    """All of them or, where the teacher was not asked, none."""
+def _present(tables: Sequence[T | None]) -> list[T]:
+    """Return the tables that are not None: all of them or none."""
     return [table for table in tables if table is not None]
 
 
-def _widened(table: np.ndarray, width: int, filler: float) -> np.ndarray:
-    """[R, K] -> [R, width], as the entries past a row's count are filled."""
+def _pad_columns(table: np.ndarray, width: int, filler: float) -> np.ndarray:
+    """Pad [R, K] to [R, width]."""
     missing = width - table.shape[1]
     return table if missing == 0 else np.pad(table, ((0, 0), (0, missing)), constant_values=filler)
 
 
 def _rows(tables: Sequence[np.ndarray], dtype: DTypeLike) -> torch.Tensor:
-    """One below the other, in memory of their own: what comes from the object store is read-only."""
+    """Concatenate into new memory: arrays from the object store are read-only."""
     return torch.from_numpy(np.concatenate(tables, dtype=dtype, casting="same_kind"))

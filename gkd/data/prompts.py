@@ -1,6 +1,6 @@
-"""Prompt files and tokenizers: rows of JSONL or parquet -> tokenized `Prompt`s.
+"""Load tokenizers and prompt files: rows of JSONL or parquet -> tokenized `Prompt`s.
 
-The only place where text becomes tokens. From here to the optimizer everything is token ids.
+This is the only module that tokenizes text. All later stages use token ids.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from gkd.types import Prompt
 
 
 def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a local model folder; never asks a hub.
+    """Load the tokenizer of a local model folder; never accesses a hub.
+
+    Args:
+        key: config key of the folder, for errors.
 
     Raises:
-        ConfigError: naming `key`, when the folder is missing or holds no usable tokenizer.
+        ConfigError: the folder is missing or has no usable tokenizer.
     """
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise ConfigError(key, path, "there is no such folder.", "give a local folder in Hugging Face format.")
+        raise ConfigError(key, path, "no such folder.", "use a local folder in Hugging Face format.")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises whatever its many formats raise
+    except Exception as error:  # transformers raises many types of errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            key, path, f"its tokenizer cannot be loaded ({reason}).", "check tokenizer.json and tokenizer_config.json."
+            key, path, f"cannot load its tokenizer ({reason}).", "check tokenizer.json and tokenizer_config.json."
         ) from error
 
 
 def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: those of generation_config.json and the tokenizer's own.
+    """Return the tokens that end a response: those of generation_config.json and of the tokenizer.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the model defines none.
     """
     ids: set[int] = set()
     file = Path(path) / "generation_config.json"
@@ -53,23 +56,23 @@ def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:
-        raise ModelError(f"{path} names no end-of-sequence token, neither in generation_config.json nor its tokenizer")
+        raise ModelError(f"{path} has no end-of-sequence token, neither in generation_config.json nor in its tokenizer")
     return sorted(ids)
 
 
 def load_prompts(
     files: Sequence[str], config: DataConfig, tokenizer: Any, key: str, *, response_ends: Sequence[int] | None = None
 ) -> tuple[list[Prompt], int]:
-    """All rows of `files`, tokenized; and how many were left out by `data.truncation: drop`.
+    """Tokenize all rows of `files`; also return the number of rows dropped by `data.truncation: drop`.
 
     Args:
-        key: the config key that named the files ("data.train_files" or "data.val_files"), for errors.
-        response_ends: token ids that end a response, to load the dataset's responses, too; None = do not look at
+        key: config key of the files ("data.train_files" or "data.val_files"), for errors.
+        response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
             `data.response_key`.
 
     Raises:
-        ConfigError: a file is missing, of another format, or without `data.prompt_key`; a row is not usable, or longer
-            than `data.max_prompt_length` under `truncation: error`; a row has no usable response, if they are wanted.
+        ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
+            is unusable; a prompt exceeds `data.max_prompt_length` with `truncation: error`.
     """
     prompts: list[Prompt] = []
     dropped = 0
@@ -81,7 +84,7 @@ def load_prompts(
                     "data.prompt_key",
                     config.prompt_key,
                     f"{where} has only the columns {sorted(row)}.",
-                    "name the column that holds the prompt.",
+                    "set it to the column of the prompts.",
                 )
             ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where), config, where)
             if ids is None:
@@ -98,79 +101,79 @@ def load_prompts(
                 )
             row_id += 1
     if not prompts:
-        left_out = f" ({dropped} rows are over data.max_prompt_length)" if dropped else ""
-        raise ConfigError(key, list(files), f"there is no prompt in it{left_out}.", "give files with rows.")
+        dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
+        raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")
     return prompts, dropped
 
 
 def _read_rows(file: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(key, file, "there is no such file.", "give the path of a .jsonl or .parquet file.")
+        raise ConfigError(key, file, "no such file.", "use the path of a .jsonl or .parquet file.")
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
         try:
             table = pq.read_table(path)
         except Exception as error:
-            raise ConfigError(key, file, f"it is not a parquet file ({error}).", "write it again.") from error
+            raise ConfigError(key, file, f"not a parquet file ({error}).", "create it again.") from error
         yield from ((f"{file}:{i}", row) for i, row in enumerate(table.to_pylist(), 1))
     elif path.suffix == ".jsonl":
         try:
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError) as error:
-            raise ConfigError(key, file, f"it is not readable as UTF-8 ({error}).", "write it again.") from error
-        # Not splitlines(): JSON strings may hold the other characters that it takes for line ends.
+            raise ConfigError(key, file, f"not readable as UTF-8 ({error}).", "create it again.") from error
+        # Not splitlines(): JSON strings may contain other characters that it treats as line ends.
         for i, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield f"{file}:{i}", _json_object(line, f"{file}:{i}", key)
     else:
-        raise ConfigError(key, file, f"its ending {path.suffix!r} is not known.", "use .jsonl or .parquet.")
+        raise ConfigError(key, file, f"unknown file type {path.suffix!r}.", "use .jsonl or .parquet.")
 
 
 def _json_object(line: str, where: str, key: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(key, where, f"the line is not JSON ({error}).", "correct or remove it.") from error
+        raise ConfigError(key, where, f"invalid JSON ({error}).", "correct or remove the line.") from error
     if not isinstance(row, dict):
-        problem = f"the line is a JSON {type(row).__name__}, not an object with the prompt in a column."
-        raise ConfigError(key, where, problem, "correct or remove it.")
+        problem = f"the line is a JSON {type(row).__name__}, expected an object."
+        raise ConfigError(key, where, problem, "correct or remove the line.")
     return row
 
 
 def _encode(prompt: Any, config: DataConfig, tokenizer: Any, where: str) -> list[int]:
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.chat_template == "always" and not has_template:
-        raise ConfigError(
-            "data.chat_template", "always", "the student's tokenizer has no chat template.", "use auto or never."
-        )
+        raise ConfigError("data.chat_template", "always", "this tokenizer has no chat template.", "use auto or never.")
     is_messages = isinstance(prompt, list)
     if not (is_messages or isinstance(prompt, str)) or not prompt:
-        problem = f"in {where} it holds {prompt!r}, not a non-empty string or list of messages."
-        raise ConfigError("data.prompt_key", config.prompt_key, problem, "correct or remove that row.")
+        problem = f"the prompt of {where} is {prompt!r}, expected a non-empty string or list of messages."
+        raise ConfigError("data.prompt_key", config.prompt_key, problem, "correct or remove the row.")
     if has_template and config.chat_template != "never":
         messages = prompt if is_messages else [{"role": "user", "content": prompt}]
         try:
             encoded = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=True
             )
-        except Exception as error:  # a template is a program and may raise anything
-            problem = f"the tokenizer's template refuses the prompt of {where} ({error})."
+        except Exception as error:  # a template is a program and may raise any error
+            problem = f"the chat template failed for the prompt of {where} ({error})."
             raise ConfigError("data.chat_template", config.chat_template, problem, "correct the row.") from error
         return list(encoded["input_ids"])
     if is_messages:
-        problem = f"the prompt of {where} is a list of messages, which needs a chat template."
-        raise ConfigError("data.chat_template", config.chat_template, problem, "give strings, or use auto.")
+        reason = "chat templates are disabled" if has_template else "this tokenizer has no chat template"
+        fix = "use auto, or string prompts." if has_template else "use string prompts, or add one to the tokenizer."
+        problem = f"the prompt of {where} is a list of messages, but {reason}."
+        raise ConfigError("data.chat_template", config.chat_template, problem, fix)
     return list(tokenizer(prompt)["input_ids"])
 
 
 def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
-    """Apply `data.truncation`; None = leave the row out."""
+    """Apply `data.truncation`; None = drop the row."""
     limit = config.max_prompt_length
     if not ids:
         problem = f"the prompt of {where} has no tokens."
-        raise ConfigError("data.prompt_key", config.prompt_key, problem, "remove that row.")
+        raise ConfigError("data.prompt_key", config.prompt_key, problem, "remove the row.")
     if len(ids) <= limit:
         return ids
     if config.truncation == "drop":
@@ -183,31 +186,31 @@ def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
         "data.max_prompt_length",
         limit,
         f"the prompt of {where} has {len(ids)} tokens.",
-        "raise it, or set data.truncation to drop, left or right.",
+        "increase it, or set data.truncation to drop, left or right.",
     )
 
 
 def _response(row: dict[str, Any], config: DataConfig, tokenizer: Any, ends: Sequence[int], where: str) -> np.ndarray:
-    """[R] int32: the dataset's response as a rollout would hold it, R <= data.max_response_length.
+    """Return the dataset's response in the form of a rollout, [R] int32, R <= data.max_response_length.
 
-    The text is tokenized on its own, without special tokens, and one end-of-sequence token is put after it, unless it
-    brings its own. What is longer is cut, and then has no such token.
+    The text is tokenized separately, without special tokens, and an end-of-sequence token is appended unless it ends
+    with one. A longer response is truncated and then has no end-of-sequence token.
     """
     text = row.get(config.response_key)
     if not isinstance(text, str) or not text:
-        held = f"it holds {text!r}" if config.response_key in row else f"there are only the columns {sorted(row)}"
+        found = f"the value is {text!r}" if config.response_key in row else f"the only columns are {sorted(row)}"
         raise ConfigError(
             "data.response_key",
             config.response_key,
-            f"in {where} {held}, not a non-empty string with the dataset's response.",
-            "correct or remove that row, or let the student answer all prompts: distill.on_policy_share=1.",
+            f"in {where} {found}, expected a non-empty string.",
+            "correct or remove the row, or use no dataset responses: distill.on_policy_share=1.",
         )
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         problem = f"the response of {where} has no tokens."
-        raise ConfigError("data.response_key", config.response_key, problem, "correct or remove that row.")
+        raise ConfigError("data.response_key", config.response_key, problem, "correct or remove the row.")
     if any(token in ends for token in ids[:-1]):
-        problem = f"the response of {where} has a token before its end at which a rollout would stop."
+        problem = f"the response of {where} contains an end-of-sequence token before its end."
         fix = "remove it from the text, or from rollout.stop_token_ids if it is one of them."
         raise ConfigError("data.response_key", config.response_key, problem, fix)
     if ids[-1] not in ends:

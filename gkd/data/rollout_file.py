@@ -1,7 +1,7 @@
-"""Rollouts and their scores as a file: what a checkpoint keeps of the data in flight, and what a replay reads. Floor 1.
+"""Write and read files of rollouts and their scores: data in flight in a checkpoint, and input of a replay.
 
-A file is a `.npz` (NumPy's own format, no pickle): the sequences' numbers as tables of one row a sequence, and
-everything of tokens joined along the tokens. What is read is what was written, to the bit.
+A file is a `.npz` (NumPy's format, without pickle). Per-sequence values are tables with one row per sequence; per-token
+arrays are concatenated along the tokens. Reading returns bit-exact what was written.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _TABLES = ("format", "sequences", "spans", "prompt_ids", "response_ids", "rollou
 
 
 def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequence[TeacherScores] | None) -> None:
-    """Some sequences into a file; takes as much memory again as their scores.
+    """Write sequences to a file; temporarily needs a second copy of their scores.
 
     Args:
-        scores: of each, all with the same tables; None: they are not scored yet.
+        scores: of the rollouts, in the same order, all with the same tables; None: not scored yet.
 
     Raises:
-        CheckpointError: nothing to write, or the scores are not of these sequences.
-        OSError: it cannot be written.
+        CheckpointError: no sequences, or the scores do not match them.
+        OSError: the file cannot be written.
     """
     if not rollouts:
-        raise CheckpointError("a file of recorded rollouts was to hold none")
+        raise CheckpointError("cannot record an empty list of rollouts")
     columns = [
         (
             r.prompt_id,
@@ -62,10 +62,10 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
 
 
 def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | None]:
-    """What `write_sequences` was given.
+    """Read a file of `write_sequences`.
 
     Raises:
-        CheckpointError: the file cannot be read, is something else, or a part of it.
+        CheckpointError: the file is unreadable, truncated, or not a recording.
     """
     with naming(path, "read"):
         opened = path.open("rb")
@@ -80,13 +80,13 @@ def read_sequences(path: Path) -> tuple[list[Rollout], list[TeacherScores] | Non
         rollouts = _rollouts(tables)
         return rollouts, _scores(tables, [len(r.response_ids) for r in rollouts])
     except (ValueError, KeyError, IndexError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is no whole file of recorded rollouts: {error}") from error
+        raise CheckpointError(f"{path} is not a complete recording of rollouts: {error}") from error
 
 
 def _npz(opened: IO[bytes]) -> np.lib.npyio.NpzFile:
     loaded = np.load(opened, allow_pickle=False)
-    if not isinstance(loaded, np.lib.npyio.NpzFile):  # a bare array is a whole file, too
-        raise ValueError("it is a bare array")
+    if not isinstance(loaded, np.lib.npyio.NpzFile):  # np.load also accepts a single array
+        raise ValueError("it holds a single array")
     return loaded
 
 
@@ -114,7 +114,7 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
 
 
 def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> dict[str, np.ndarray]:
-    """Every table of the scores, joined along the response tokens."""
+    """Return all score tables, concatenated along the response tokens."""
     joined: dict[str, list[np.ndarray]] = {}
     for rollout, score in zip(rollouts, scores, strict=True):
         found = {f"score_{key}": getattr(score, key) for key in _SCORES}
@@ -123,11 +123,11 @@ def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) 
         for key, table in found.items():
             if table is not None:
                 if len(table) != len(rollout.response_ids):
-                    wanted = len(rollout.response_ids)
-                    raise CheckpointError(f"scores of {len(table)} tokens cannot be of a response of {wanted}")
+                    n_tokens = len(rollout.response_ids)
+                    raise CheckpointError(f"scores of {len(table)} tokens for a response of {n_tokens} tokens")
                 joined.setdefault(key, []).append(table)
     if not joined or any(len(parts) != len(rollouts) for parts in joined.values()):
-        raise CheckpointError("the scores of sequences that are recorded together have not all the same tables")
+        raise CheckpointError("cannot record scores with different tables in one file")
     return {key: np.concatenate(parts) for key, parts in joined.items()}
 
 
@@ -137,13 +137,13 @@ def _scores(tables: dict[str, np.ndarray], lengths: Sequence[int]) -> list[Teach
         return None
     scores = []
     for i in range(len(lengths)):
-        mine = {key: part[i] for key, part in parts.items()}
-        topk = {key: mine.pop(key) for key in _TOPK if key in mine}
-        scores.append(TeacherScores(topk=TeacherTopK(**topk) if topk else None, **mine))
+        own = {key: part[i] for key, part in parts.items()}
+        topk = {key: own.pop(key) for key in _TOPK if key in own}
+        scores.append(TeacherScores(topk=TeacherTopK(**topk) if topk else None, **own))
     return scores
 
 
 def _split(table: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
     if sum(lengths) != len(table):
-        raise ValueError(f"a table of {len(table)} rows stands for sequences of {sum(lengths)}")
+        raise ValueError(f"a table has {len(table)} rows, expected {sum(lengths)}")
     return np.split(table, np.cumsum(lengths)[:-1])

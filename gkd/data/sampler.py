@@ -1,8 +1,7 @@
-"""Which prompts are trained on, in which order: endless, reproducible, resumable.
+"""Endless, reproducible and resumable order of the training prompts.
 
-The order is the epochs' permutations one after another; a batch is a slice of it and may straddle two epochs, so no
-prompt is dropped. It follows from the seed alone: whoever asks says from which position, and keeps count of what was
-trained on.
+The order is the concatenation of one permutation per epoch. A batch is a slice of it and may span two epochs, so no
+prompt is dropped. The order depends only on the seed; callers keep track of their position.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from gkd.types import Prompt
 
 
 class PromptSampler:
-    """The order of the prompts.
+    """Return prompts by their position in the training order.
 
     Args:
         prompts: all training prompts, in file order.
@@ -24,19 +23,19 @@ class PromptSampler:
 
     def __init__(self, prompts: Sequence[Prompt], *, shuffle: bool, seed: int) -> None:
         self._prompts, self._shuffle, self._seed = prompts, shuffle, seed
-        self._newest = (-1, np.arange(0))  # epoch and its order: the next question is mostly about the same
+        self._cached = (-1, np.arange(0))  # cache: (epoch, its order)
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """The prompts at positions start to start + count of the order."""
-        taken: list[Prompt] = []
-        while len(taken) < count:
-            epoch, offset = divmod(start + len(taken), len(self._prompts))
-            taken += [self._prompts[i] for i in self._order(epoch)[offset : offset + count - len(taken)]]
-        return taken
+        """Return the prompts at positions [start, start + count) of the order."""
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            epoch, offset = divmod(start + len(prompts), len(self._prompts))
+            prompts += [self._prompts[i] for i in self._order(epoch)[offset : offset + count - len(prompts)]]
+        return prompts
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(len(self._prompts))
-        if self._newest[0] != epoch:
-            self._newest = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
-        return self._newest[1]
+        if self._cached[0] != epoch:
+            self._cached = epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+        return self._cached[1]

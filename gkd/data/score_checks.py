@@ -11,30 +11,30 @@ from gkd.errors import TeacherError
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import Signal
 
-MASS_SLACK = 1e-3  # what float32 sums and a float16 tail may add to or take from a row's probability
-_FP16_ROUNDING = 2.0**-11  # of a float16 number, as a part of it
+MASS_SLACK = 1e-3  # rounding error of a row's probability: float32 sums and a float16 tail
+_FP16_ROUNDING = 2.0**-11  # relative rounding error of float16
 _MIN_FP16 = -65504.0
-_FP16_INF = 0x7C00  # bits of float16's infinity; larger ones are NaN
-_SIGN = 0x8000  # bit of a negative float16 number
+_FP16_INF = 0x7C00  # bit pattern of float16 infinity; larger patterns are NaN
+_SIGN = 0x8000  # sign bit of float16
 T = TypeVar("T")
 
 
 def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int | None = None) -> None:
-    """Refuse scores that no distribution over `n_vocab` tokens can have.
+    """Raise if the scores are not those of a distribution over `n_vocab` tokens.
 
-    The mass of a row may be off by 1e-3 and by what rounding its logprobs to float16 can do: a logprob
-    of size |l| moves by up to |l| / 2^11, so the mass by up to sum(p |l|) / 2^11.
+    The tolerance of a row's mass is 1e-3 plus the effect of rounding its logprobs to float16: a logprob l changes by up
+    to |l| / 2^11, so the mass changes by up to sum(p |l|) / 2^11.
 
     Args:
         scores: [R, K] ids and logprobs, [R] tail_mass, with a mass target [R] counts.
         n_vocab: ids must be below it.
         where: names the sequence in the error, e.g. ``prompt 17, sample 2``.
-        n_rows: the R expected, if known.
+        n_rows: expected R; None: any.
 
     Raises:
-        TeacherError: wrong shape or dtype, NaN or infinity, an id out of range or twice in a row, logprobs not
-            descending, a tail outside [0, 1], a mass above 1, mass and tail that are not 1 together, a count outside
-            1..K, or past a count something else than -1 and -inf.
+        TeacherError: wrong shape or dtype, NaN or infinity, an id out of range or repeated in a row, logprobs not
+            descending, a tail outside [0, 1], a mass above 1, mass + tail != 1, a count outside 1..K, or entries other
+            than -1 and -inf beyond a count.
     """
     ids, logprobs, tail, counts = scores.topk_ids, scores.topk_logprobs, scores.tail_mass, scores.counts
     if ids.ndim != 2 or ids.shape != logprobs.shape or ids.size == 0 or (n_rows is not None and len(ids) != n_rows):
@@ -58,56 +58,55 @@ def validate_scores(
     scores: TeacherScores,
     rollout: Rollout,
     n_vocab: int,
-    wanted: Sequence[Signal],
+    signals: Sequence[Signal],
     where: str,
     hidden_size: int | None = None,
     *,
     with_reference: bool = False,
 ) -> None:
-    """Refuse scores that cannot be those of `rollout`. What comes from the network was checked there; this is the last
-    look before training, at one pass over each table.
+    """Raise if the scores cannot belong to `rollout`; the last check before training, one pass over each table.
 
     Args:
-        n_vocab: ids are below it, and rows of logits have this many.
-        wanted: the tables that must be there; what else is there is not looked at.
+        n_vocab: token ids are below it, and rows of logits have this length.
+        signals: required tables; others are not checked.
         where: names rank and sequence in the error, e.g. ``actor rank 3: prompt 17, sample 2``.
         hidden_size: D of the teacher; None: any.
-        with_reference: a reference's logprobs must be there, too.
+        with_reference: also require reference logprobs.
 
     Raises:
-        TeacherError: a table is missing, has another shape or dtype, or holds what `validate_topk` refuses; a logprob
-            of a response token is above 0 or not finite; a logit is NaN or +inf, or a whole row -inf; a hidden state
-            is NaN or infinite.
+        TeacherError: a table is missing, has a wrong shape or dtype, or fails `validate_topk`; a response token's
+            logprob is positive or not finite; a logit is NaN or +inf, or all logits of a row are -inf; a hidden state
+            is not finite.
     """
     n_rows = len(rollout.response_ids)
-    for signal in wanted:
+    for signal in signals:
         if signal == "topk":
-            validate_topk(_there(scores.topk, signal, where), n_vocab, where, n_rows=n_rows)
+            validate_topk(_required(scores.topk, signal, where), n_vocab, where, n_rows=n_rows)
         elif signal == "sampled":
-            _check_logprobs(where, signal, _there(scores.sampled_logprobs, signal, where), n_rows)
+            _check_logprobs(where, signal, _required(scores.sampled_logprobs, signal, where), n_rows)
         elif signal == "logits":
-            logits = _there(scores.logits, signal, where)
+            logits = _required(scores.logits, signal, where)
             _check_table(where, signal, logits, (n_rows, n_vocab), (np.float32, np.float16))
             _check_logits(where, logits)
         else:
-            hidden = _there(scores.hidden, signal, where)
+            hidden = _required(scores.hidden, signal, where)
             _check_table(where, signal, hidden, (n_rows, hidden_size), (np.float32,))
-            # Finite float32 numbers cannot overflow a float64 sum.
+            # Finite float32 values cannot overflow a float64 sum.
             _refuse_rows(where, ~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
     if with_reference:
         if scores.reference_logprobs is None:
-            raise TeacherError(f"{where}: there are no logprobs of the reference, and the loss needs them")
+            raise TeacherError(f"{where}: reference logprobs are missing, but the loss requires them")
         _check_logprobs(f"{where}: the reference", "sampled", scores.reference_logprobs, n_rows)
 
 
-def _there(table: T | None, signal: Signal, where: str) -> T:
+def _required(table: T | None, signal: Signal, where: str) -> T:
     if table is None:
-        raise TeacherError(f"{where}: there is no {signal} table among the teacher's scores, and the loss needs one")
+        raise TeacherError(f"{where}: the teacher's scores have no {signal} table, but the loss requires one")
     return table
 
 
 def _check_logprobs(where: str, signal: Signal, logprobs: np.ndarray, n_rows: int) -> None:
-    """[R] float32 of the response tokens."""
+    """Check [R] float32 logprobs of the response tokens."""
     _check_table(where, signal, logprobs, (n_rows,), (np.float32,))
     _refuse_rows(where, ~np.isfinite(logprobs), "the response token's logprob is NaN or infinite")
     _refuse_rows(where, logprobs > MASS_SLACK, "the response token's logprob is above 0")
@@ -116,7 +115,7 @@ def _check_logprobs(where: str, signal: Signal, logprobs: np.ndarray, n_rows: in
 def _check_table(
     where: str, signal: Signal, table: np.ndarray, shape: tuple[int | None, ...], dtypes: tuple[type[np.floating], ...]
 ) -> None:
-    """None in `shape`: any number."""
+    """Check shape and dtype; None in `shape`: any size."""
     fits = table.ndim == len(shape) and all(n in (None, got) for n, got in zip(shape, table.shape, strict=True))
     if not fits or table.dtype not in dtypes:
         kinds = " or ".join(dtype.__name__ for dtype in dtypes)
@@ -125,52 +124,56 @@ def _check_table(
 
 
 def _check_logits(where: str, logits: np.ndarray) -> None:
-    """[R, V]. A row's largest logit shows a NaN and +inf anywhere in it, and that all of it is -inf."""
+    """Check [R, V]. The maximum of a row reveals NaN, +inf, and a row of -inf."""
     if logits.dtype == np.float32:
         bad = ~np.isfinite(logits.max(1))
-    else:  # by the bits: numpy takes a hundred times as long for the largest of float16 numbers
+    else:  # on the bit patterns: numpy's float16 max is a hundred times slower
         bits = np.ascontiguousarray(logits).view(np.uint16)
-        largest, negative = bits.view(np.int16).max(1), bits.max(1)  # of positive numbers; of negative ones by size
+        # The signed maximum is the largest positive number, the unsigned one the negative number of largest magnitude.
+        largest, negative = (
+            bits.view(np.int16).max(1),
+            bits.max(1),
+        )
         bad = (largest >= _FP16_INF) | (negative > _SIGN + _FP16_INF) | (bits.min(1) == _SIGN + _FP16_INF)
     _refuse_rows(where, bad, "a logit is NaN or +inf, or all of them are -inf")
 
 
 def _check_mass(where: str, logprobs: np.ndarray, tail: np.ndarray) -> None:
-    # A logprob far above 0 overflows to an infinite mass, which is refused like any other above 1.
+    # A logprob far above 0 overflows to an infinite mass, which is refused as well.
     with np.errstate(over="ignore"):
         p = np.exp(logprobs)
         mass = p.sum(1)
     total, slack = mass + tail, np.full(len(mass), MASS_SLACK)
-    doubtful = ~((np.abs(total - 1) <= slack) & (mass <= 1 + slack))  # true of a NaN, too
-    if doubtful.any():  # seldom: the sum below costs more than all the rest
+    doubtful = ~((np.abs(total - 1) <= slack) & (mass <= 1 + slack))  # also true for NaN
+    if doubtful.any():  # rare; the sum below costs more than all other checks
         some = p[doubtful]
         slack[doubtful] -= _FP16_ROUNDING * (some * np.maximum(logprobs[doubtful], _MIN_FP16)).sum(1)
-    _refuse_rows(where, ~(mass <= 1 + slack), f"probability mass is up to {mass.max():.6g}, more than 1")
-    _refuse_rows(where, ~((tail >= 0) & (tail <= 1)), "the tail's probability is outside [0, 1]")
+    _refuse_rows(where, ~(mass <= 1 + slack), f"probability mass is up to {mass.max():.6g}, above 1")
+    _refuse_rows(where, ~((tail >= 0) & (tail <= 1)), "the tail mass is outside [0, 1]")
     worst = float(total[np.abs(total - 1).argmax()])
-    _refuse_rows(where, ~(np.abs(total - 1) <= slack), f"listed mass and tail are together {worst:.6g}, not 1")
+    _refuse_rows(where, ~(np.abs(total - 1) <= slack), f"listed mass plus tail mass is {worst:.6g}, not 1")
 
 
 def _check_entries(where: str, ids: np.ndarray, logprobs: np.ndarray, n_vocab: int) -> None:
-    """Rows that are full: [R, K] both."""
+    """Check full rows: ids and logprobs [R, K]."""
     _refuse_rows(where, ~np.isfinite(logprobs), "a logprob is NaN or infinite")
     _refuse_rows(where, (ids < 0) | (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
     ordered = np.sort(ids, axis=1)
-    _refuse_rows(where, ordered[:, 1:] == ordered[:, :-1], "a token id comes twice")
-    _refuse_rows(where, logprobs[:, 1:] > logprobs[:, :-1], "logprobs do not descend")
+    _refuse_rows(where, ordered[:, 1:] == ordered[:, :-1], "a token id is repeated")
+    _refuse_rows(where, logprobs[:, 1:] > logprobs[:, :-1], "logprobs are not descending")
 
 
 def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, n_vocab: int) -> None:
-    """Rows of a mass target: the first `counts` entries are real, the rest is filling."""
+    """Check rows of a mass target: the first `counts` entries are listed, the others are padding."""
     ids, logprobs = scores.topk_ids, scores.topk_logprobs
     k = ids.shape[1]
     if not np.issubdtype(counts.dtype, np.integer):
         raise TeacherError(f"{where}: counts {counts.dtype}, expected integers")
     _refuse_rows(where, (counts < 1) | (counts > k), f"a count is outside 1 to {k}")
     listed = np.arange(k) < counts[:, None]  # [R, K]
-    filling = (ids == -1) & (logprobs == -np.inf)
-    _refuse_rows(where, ~(listed | filling), "an entry past its row's count is not -1 and -inf")
-    # What fills a row gets ids of its own and the last logprob, so that the checks of full rows apply.
+    padding = (ids == -1) & (logprobs == -np.inf)
+    _refuse_rows(where, ~(listed | padding), "an entry beyond its row's count is not (-1, -inf)")
+    # Replace the padding by unused ids and the last logprob, so that the checks of full rows apply.
     last = np.take_along_axis(logprobs, counts[:, None].astype(np.int64) - 1, axis=1)
     full_ids = np.where(listed, ids, n_vocab + np.arange(k))
     _refuse_rows(where, listed & (ids >= n_vocab), f"a token id is outside [0, {n_vocab})")
@@ -178,7 +181,7 @@ def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, 
 
 
 def _refuse_rows(where: str, bad: Any, problem: str) -> None:
-    """`bad` is [R] or [R, anything] bool."""
+    """Raise TeacherError for the first bad row; `bad` is [R] or [R, any] bool."""
     if bad.any():
         bad = bad if bad.ndim == 1 else bad.any(1)
-        raise TeacherError(f"{where}: response position {int(bad.argmax())} ({int(bad.sum())} in all): {problem}")
+        raise TeacherError(f"{where}: response position {int(bad.argmax())} ({int(bad.sum())} rows): {problem}")

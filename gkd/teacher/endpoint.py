@@ -1,8 +1,8 @@
-"""The Ray surface of one scoring endpoint: asks the teacher for one data-parallel group, on that group's host.
+"""Ray actor of one scoring endpoint: scores the rollouts of one data-parallel group with the teacher server.
 
-It has no GPU and loads no torch: tokens come from the object store, go to the teacher over ZMQ, and the scores go
-into the object store of this host, where the group's last pipeline stage maps them without a copy. What is asked of
-each sequence follows from teacher.signal and the loss (`gkd.config.loss_spec.teacher_signals`).
+Runs on the group's host without GPU and torch. Tokens come from the object store and go to the teacher over ZMQ. The
+scores go to the object store of this host, where the group's last pipeline stage maps them without a copy. Which
+signals are requested follows from teacher.signal and the loss (`gkd.config.loss_spec.teacher_signals`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _FIELDS: dict[Signal, str] = {"topk": "topk", "sampled": "sampled_logprobs", "hi
 
 
 class ScoringEndpoint(RecordingEndpoint):
-    """One data-parallel group's way to the teacher: one client, which scores several chunks at a time, one a thread.
+    """Client of one data-parallel group. Scores several chunks concurrently, one per thread.
 
     Args:
         config: the run's settings.
-        n_vocab: ids that student and teacher have in common; the teacher's other rows are cut before it normalises.
-        fingerprint: of the teacher that preflight met; no other one's scores are used.
-        n_in_flight: requests that it keeps at the server, over all threads.
+        n_vocab: size of the common vocabulary; the teacher drops its other rows before it normalizes.
+        fingerprint: of the teacher that preflight checked; scores of another teacher are refused.
+        n_in_flight: maximum number of requests at the server, over all threads.
 
     Raises:
-        ConfigError: the loss is not one that `gkd.config.check` lets pass.
+        ConfigError: invalid loss settings.
     """
 
     def __init__(self, config: Config, n_vocab: int, fingerprint: str, n_in_flight: int) -> None:
@@ -47,10 +47,10 @@ class ScoringEndpoint(RecordingEndpoint):
         self._signals = derive(config).signals
         self._lock = threading.Lock()
         self._teacher: ZmqTeacher | None = None
-        self._gone: TeacherUnavailable | None = None
+        self._outage: TeacherUnavailable | None = None
 
     def is_up(self) -> bool:
-        """Answers once the process runs. Raises ConfigError if teacher.keys cannot be read on this host."""
+        """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
         self._client()
         return True
 
@@ -75,73 +75,68 @@ class ScoringEndpoint(RecordingEndpoint):
             return self._teacher
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[TeacherScores], bytes]:
-        """Blocks until every sequence is scored; the client checks the scores. After an error nothing of it is left
-        running.
-
-        Two objects come back; the driver fetches only the second.
+        """Score a chunk; blocks. After an error all its requests are cancelled.
 
         Returns:
-            Scores in the order of `rollouts`, with the tables that the loss needs; `ScoreSummary.encode` of them.
+            Scores in the order of `rollouts`, with the tables that the loss needs, and their encoded `ScoreSummary`.
+            These are two Ray objects; the driver fetches only the second.
 
         Raises:
             TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
         """
-        if self._gone is not None:  # the run ends: what waited for a thread must not wait for the teacher once more
-            raise self._gone
+        if self._outage is not None:  # the run is ending: queued chunks must not wait for the teacher again
+            raise self._outage
         teacher = self._client()
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)
         try:
             if self._signals == ("logits",):
-                # One stream a thread: each sequence's rows are large, and what came too early would wait in memory.
+                # One sequence at a time: its rows are large, and prefetched ones would occupy memory.
                 scores = []
                 for index, rollout in enumerate(rollouts):
                     scores.append(TeacherScores(logits=self._logits(teacher, rollout)))
                     completed_s[index] = time.time()
             else:
-                scores = self._all_at_once(teacher, rollouts, completed_s)
+                scores = self._request_all(teacher, rollouts, completed_s)
         except TeacherUnavailable as error:
-            self._gone = error
+            self._outage = error
             raise
         return scores, summary_of(scores, ScoreTimes(submitted_s, tuple(completed_s))).encode()
 
     def lm_head(self) -> np.ndarray:
-        """[n_vocab, D] float32: hidden states @ lm_head.T are the teacher's logits, not yet divided by the temperature.
+        """Return the LM head, [n_vocab, D] float32; hidden states @ lm_head.T = logits before the temperature.
 
-        For the actor, once; it is not kept here.
+        Called once, for the actor; not cached.
 
         Raises:
-            TeacherError, TeacherUnavailable: as of `score`; also if it has fewer rows or a NaN or an infinity.
+            TeacherError, TeacherUnavailable: as for `score`; also if it has too few rows or non-finite values.
         """
         head = self._client().lm_head()
         if len(head) < self._n_vocab:
             raise TeacherError(f"the teacher's LM head has {len(head)} rows, expected at least {self._n_vocab}")
         head = head[: self._n_vocab]
-        if not np.isfinite(head.sum(dtype=np.float64)):  # finite float32 numbers cannot overflow it
-            raise TeacherError("the teacher's LM head holds a NaN or an infinity")
+        if not np.isfinite(head.sum(dtype=np.float64)):  # finite float32 values cannot overflow a float64 sum
+            raise TeacherError("the teacher's LM head contains NaN or infinity")
         return head
 
-    def _all_at_once(
+    def _request_all(
         self, teacher: ZmqTeacher, rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
-        """Every request of every sequence handed to the client, which keeps `n_in_flight` of them at the server.
-
-        Writes into `completed_s` when each sequence's last answer came.
-        """
-        asked: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, its table)
+        """Submit all requests of all sequences and wait; write each sequence's completion time to `completed_s`."""
+        requests: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, table)
         try:
             for index, rollout in enumerate(rollouts):
                 for signal in self._signals:
                     future = self._submit(teacher, rollout, signal)
-                    future.add_done_callback(functools.partial(_note_time, completed_s, index))
-                    asked.append((index, _FIELDS[signal], future))
-            for future in wait([future for *_, future in asked], return_when=FIRST_EXCEPTION).done:
-                future.result()  # raises what ended the wait early
+                    future.add_done_callback(functools.partial(_record_time, completed_s, index))
+                    requests.append((index, _FIELDS[signal], future))
+            for future in wait([future for *_, future in requests], return_when=FIRST_EXCEPTION).done:
+                future.result()  # raises the error that ended the wait
             tables: list[dict[str, Any]] = [{} for _ in rollouts]
-            for index, field, future in asked:
+            for index, field, future in requests:
                 tables[index][field] = future.result()
         finally:
-            for *_, future in asked:
+            for *_, future in requests:
                 future.cancel()
         return [TeacherScores(**fields) for fields in tables]
 
@@ -151,7 +146,7 @@ class ScoringEndpoint(RecordingEndpoint):
         return teacher.submit_sampled(rollout) if signal == "sampled" else teacher.submit_hidden(rollout)
 
     def _logits(self, teacher: ZmqTeacher, rollout: Rollout) -> np.ndarray:
-        """[R, n_vocab]; float16 where the wire has no more than that, so nothing is lost."""
+        """Return [R, n_vocab] in the precision of the wire: float16 or float32."""
         dtype = np.float16 if self._config.teacher.wire == "fp16" else np.float32
         logits = np.empty((len(rollout.response_ids), self._n_vocab), dtype)
         for start, rows in teacher.logits(rollout):
@@ -159,5 +154,5 @@ class ScoringEndpoint(RecordingEndpoint):
         return logits
 
 
-def _note_time(completed_s: list[float], index: int, _: Future[Any]) -> None:
+def _record_time(completed_s: list[float], index: int, _: Future[Any]) -> None:
     completed_s[index] = time.time()

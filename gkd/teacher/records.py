@@ -1,7 +1,7 @@
-"""The teacher's scores on their way: what the driver learns of them; chunks of them written to files and read again.
+"""Scoring endpoints without a teacher: summarize, gather, record and restore the scores of chunks.
 
-What every scoring endpoint does, whoever the teacher is: one process for each data-parallel group, on the host of that
-group's last pipeline stage, without a GPU and without torch.
+Base of all scoring endpoints: one process per data-parallel group, on the host of the group's last pipeline stage,
+without a GPU and without torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """What the driver learns of a chunk's scores: 16 raw bytes, and for the times 8 and 8 a sequence."""
+    """Summary of a chunk's scores for the driver; encoded in 16 bytes, and 8 + 8 per sequence with times."""
 
-    mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was asked for
+    mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was requested
     n_bytes: int  # of all arrays
     times: ScoreTimes | None = field(default=None, compare=False)  # None: from a checkpoint, or a local teacher
 
@@ -52,7 +52,7 @@ class ScoreSummary:
 
 
 class RecordingEndpoint:
-    """One data-parallel group's scores, between whoever made them and the ranks that train on them.
+    """Hold the scores of one data-parallel group for the ranks that train on them.
 
     Args:
         config: the run's settings.
@@ -62,7 +62,7 @@ class RecordingEndpoint:
         self._config = config
 
     def is_up(self) -> bool:
-        """Answers once the process runs."""
+        """Return once the process runs."""
         return True
 
     def gather_scores(
@@ -84,21 +84,21 @@ class RecordingEndpoint:
         return gather_results(sequence_indices, parts)
 
     def zeros(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """[R] float32 for each sequence: in the place of numbers that nobody reads."""
+        """Return placeholders for unused logprobs: [R] float32 per sequence."""
         return [np.zeros(len(rollout.response_ids), np.float32) for rollout in rollouts]
 
     def record(self, file: str, n_chunks: int, *parts: Any) -> dict[str, FileDigest]:
-        """Write chunks of rollouts, and their scores, into one file, and flush it.
+        """Write chunks of rollouts, and optionally their scores, to one file and flush it to disk.
 
         Args:
-            file: its path, on a file system that all hosts share.
-            n_chunks: `parts` are so many chunks of rollouts and, if they are to be recorded, their scores.
+            file: path on a file system that all hosts share.
+            n_chunks: the first `n_chunks` of `parts` are rollouts; the others, if any, are their scores.
 
         Returns:
-            Its name and digest.
+            File name -> digest.
 
         Raises:
-            CheckpointError: it cannot be written; names it.
+            CheckpointError: the file cannot be written.
         """
         rollouts = [rollout for chunk in parts[:n_chunks] for rollout in chunk]
         scores = [score for chunk in parts[n_chunks:] for score in chunk] if len(parts) > n_chunks else None
@@ -111,20 +111,20 @@ class RecordingEndpoint:
             return {path.name: digest_file(path)}
 
     def restore(self, files: Sequence[str], dp_rank: int, dp_size: int, chunk_size: int) -> Iterator[Any]:
-        """This group's part of some files that `record` wrote, in chunks.
+        """Yield the sequences of this group from files written by `record`, in chunks.
 
-        Four objects a chunk: the rollouts and the scores (None: they were not recorded), which the driver never
-        fetches, and then `encode_sizes` and `ScoreSummary.encode` (nothing if not scored), which it does.
+        Four objects per chunk: rollouts and scores (None: not recorded), which the driver never fetches, and then the
+        encoded sizes and summary (empty: not scored), which it does.
 
         Args:
-            dp_rank: of how many groups this one is; it takes the sequences of every dp_size-th place.
-            chunk_size: sequences of a chunk; 0: a chunk for each prompt.
+            dp_rank: this group; it owns the prompts with index modulo dp_size = dp_rank.
+            chunk_size: sequences per chunk; 0: one chunk per prompt.
 
         Raises:
-            CheckpointError: a file cannot be read, or is something else.
+            CheckpointError: a file is unreadable or not a recording.
         """
         n = self._config.rollout.n
-        mine: dict[int, list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)  # by place
+        mine: dict[int, list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)  # by prompt index
         for file in files:
             path = Path(file)
             rollouts, scores = read_sequences(path)
@@ -133,7 +133,7 @@ class RecordingEndpoint:
                     mine[rollout.sample_index // n].append((rollout, None if scores is None else scores[i]))
         groups = list(mine.values())
         if chunk_size:
-            # A chunk's sequences are of one kind, see `RolloutChunk.on_policy`, and scored or not.
+            # All sequences of a chunk have the same `on_policy`, and all or none have scores.
             kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
             for rollout, score in (pair for group in groups for pair in group):
                 kinds[rollout.on_policy, score is not None].append((rollout, score))
@@ -141,7 +141,7 @@ class RecordingEndpoint:
         for group in groups:
             chunk = [rollout for rollout, _ in group]
             scores = [score for _, score in group if score is not None] or None
-            # No policy wrote a dataset response, so it has no version; it is never stale.
+            # Dataset responses have no version: they are never stale.
             version = min((rollout.policy_version for rollout in chunk), default=0) if chunk[0].on_policy else 0
             yield chunk
             yield scores
@@ -150,7 +150,7 @@ class RecordingEndpoint:
 
 
 def summary_of(scores: Sequence[TeacherScores], times: ScoreTimes | None = None) -> ScoreSummary:
-    """Of a chunk's scores."""
+    """Summarize the scores of a chunk."""
     n_bytes, masses = 0, []
     for score in scores:
         arrays = [score.sampled_logprobs, score.logits, score.hidden]

@@ -1,5 +1,6 @@
-"""The driver's side of scoring: hand each finished chunk to its data-parallel group's endpoint, collect handles; have
-the endpoints write what is in flight into a checkpoint, and read it again.
+"""Driver side of scoring: submit chunks to the endpoint of their data-parallel group and collect handles of the scores.
+
+Also lets the endpoints write chunks in flight to a checkpoint and read them again.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from gkd.errors import ClusterError
 from gkd.handles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
 from gkd.teacher.records import ScoreSummary
 
-# Concurrency group of the endpoints: what is written and read does not wait for questions to the teacher.
+# Concurrency group of the endpoints: recording and restoring run concurrently with scoring.
 RECORDS = "records"
-_PER_CHUNK = 4  # objects of `ScoringEndpoint.restore`
+_PER_CHUNK = 4  # objects per chunk of `ScoringEndpoint.restore`
 
 
 class RecordedScoring(ABC):
-    """What `gkd.roles.ScoringRole` is whoever the teacher is, over one endpoint for each data-parallel group."""
+    """The part of `gkd.roles.ScoringRole` that does not depend on the teacher; one endpoint per data-parallel group."""
 
     def __init__(self, endpoints: Sequence[Any], timeout_s: float) -> None:
         self._endpoints, self._timeout_s = list(endpoints), timeout_s
@@ -47,7 +48,7 @@ class RecordedScoring(ABC):
     def record(
         self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
     ) -> Recording:
-        """One file a group: `<label>_group_<dp_rank>.npz`."""
+        """See `ScoringRole.record`. Writes one file per group: `<label>_group_<dp_rank>.npz`."""
         groups: dict[int, list[PendingScores | ScoredChunk]] = defaultdict(list)
         for chunk in chunks:
             groups[chunk.rollouts.dp_rank].append(chunk)
@@ -82,9 +83,9 @@ class RecordedScoring(ABC):
         }
         for name, items in drain(calls, "restoring rollouts", self._timeout_s).items():
             what = f"restoring rollouts on {name}"
-            if len(items) % _PER_CHUNK:  # a failed call's last item holds the error
+            if len(items) % _PER_CHUNK:  # the last item of a failed call holds its error
                 fetch(items[-1], what)
-                raise ClusterError(f"{what}: it ended in the middle of a chunk")
+                raise ClusterError(f"{what}: the call ended in the middle of a chunk")
             for i in range(0, len(items), _PER_CHUNK):
                 rollouts, scores, sizes, summary = items[i : i + _PER_CHUNK]
                 chunk = decode_sizes(fetch(sizes, what), rollouts)
@@ -94,7 +95,7 @@ class RecordedScoring(ABC):
 
 
 class ScoringPool(RecordedScoring):
-    """Over endpoints that ask the teacher server."""
+    """Implements `gkd.roles.ScoringRole` over endpoints that use the teacher server."""
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         scores, summary = self._endpoints[chunk.dp_rank].score.options(num_returns=2).remote(chunk.ref)

@@ -45,7 +45,7 @@ def _step(student: Any, share: Share, rank: int, *, checked: bool = True) -> Any
     rollouts, scores = share[0], share[1] if student.layout.is_last_stage else None
     with same_error(CPU):
         if checked:
-            check_batch(rollouts, scores, where=f"actor rank {rank}", n_vocab=VOCAB, wanted=SIGNALS)
+            check_batch(rollouts, scores, where=f"actor rank {rank}", n_vocab=VOCAB, signals=SIGNALS)
     return student.train_step(make_micro_batches(rollouts, scores, micro_batch_size=2))
 
 

@@ -52,17 +52,17 @@ def test_what_float16_makes_of_true_scores_passes(k: int, spread: float, seed: i
     [
         ({(1, 0): 10}, {}, None, r"outside \[0, 10\)"),
         ({(1, 0): -1}, {}, None, "outside"),
-        ({(1, 0): 3}, {}, None, "twice"),
+        ({(1, 0): 3}, {}, None, "repeated"),
         ({}, {(1, 2): np.nan}, None, "NaN"),
         ({}, {(1, 2): -np.inf}, None, "infinite"),
         ({}, {(1, 0): -0.04}, None, "mass"),
         ({}, {(1, 0): 500.0}, None, "mass"),
-        ({}, {(1, 0): -5.0}, None, "descend"),
+        ({}, {(1, 0): -5.0}, None, "descending"),
         ({}, {}, np.nan, "tail"),
         ({}, {}, -0.01, "tail"),
         ({}, {}, 1.01, "tail"),
-        ({}, {}, 0.01, "together 1.01, not 1"),
-        ({}, {(1, 1): -4.0, (1, 2): -5.0}, None, "together 0.925"),
+        ({}, {}, 0.01, "1.01, not 1"),
+        ({}, {(1, 1): -4.0, (1, 2): -5.0}, None, "0.925"),
     ],
 )
 def test_bad_values(
@@ -83,17 +83,17 @@ def test_bad_values(
 @pytest.mark.parametrize(
     "counts,ids,logprobs,words",
     [
-        ([0, 3], {}, {}, "a count is outside 1 to 3"),
-        ([4, 3], {}, {}, "a count is outside 1 to 3"),
-        ([1, 3], {}, {}, "past its row's count"),
+        ([0, 3], {}, {}, "outside 1 to 3"),
+        ([4, 3], {}, {}, "outside 1 to 3"),
+        ([1, 3], {}, {}, "beyond its row's count"),
         ([3, 3], {}, {}, "infinite"),
-        ([2, 3], {(0, 2): 5}, {}, "past its row's count"),
-        ([2, 3], {}, {(0, 2): -9.0}, "past its row's count"),
-        ([2, 3], {}, {(0, 2): np.nan}, "past its row's count"),
-        ([2, 3], {(0, 1): 4}, {}, "twice"),
+        ([2, 3], {(0, 2): 5}, {}, "beyond its row's count"),
+        ([2, 3], {}, {(0, 2): -9.0}, "beyond its row's count"),
+        ([2, 3], {}, {(0, 2): np.nan}, "beyond its row's count"),
+        ([2, 3], {(0, 1): 4}, {}, "repeated"),
         ([2, 3], {(0, 1): 10}, {}, r"outside \[0, 10\)"),
         ([2, 3], {(0, 1): -1}, {}, "outside"),
-        ([2, 3], {}, {(0, 1): 0.0}, "descend"),
+        ([2, 3], {}, {(0, 1): 0.0}, "descending"),
         ([2, 3], {}, {(0, 1): np.nan}, "NaN"),
         ([2, 3], {}, {(0, 0): -0.2}, "mass"),
     ],
@@ -165,7 +165,7 @@ def test_bad_logits(dtype: type[np.floating], value: float | str) -> None:
         scores.logits[1] = -np.inf
     else:
         scores.logits[1, 2] = value
-    with pytest.raises(TeacherError, match=r"x: response position 1 \(1 in all\): a logit is NaN or \+inf, or all"):
+    with pytest.raises(TeacherError, match=r"x: response position 1 \(1 rows\): .*NaN"):
         validate_scores(scores, rollout(), 10, ("logits",), "x")
 
 
@@ -192,7 +192,7 @@ def test_bad_tables() -> None:
     scores = all_tables()
     assert scores.logits is not None and scores.hidden is not None
     for signal in ("topk", "sampled", "logits", "hidden"):
-        with pytest.raises(TeacherError, match=f"x: there is no {signal} table"):
+        with pytest.raises(TeacherError, match=f"x: .*{signal} table"):
             validate_scores(TeacherScores(), rollout(), 10, (signal,), "x")  # type: ignore[arg-type]
     with pytest.raises(TeacherError, match=r"logits is float32 \[2, 10\], expected .* \[2, 9\]"):
         validate_scores(scores, rollout(), 9, ("logits",), "x")

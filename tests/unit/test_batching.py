@@ -1,4 +1,4 @@
-"""Batching: which logits row learns from which teacher row. Off by one here trains the wrong thing silently."""
+"""Micro-batches: alignment of loss rows and teacher rows, packing, checks of rollouts and scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL = ("topk", "sampled", "logits", "hidden")
 
 
 def make_rollout(prompt_id: int, n_prompt: int, n_response: int, sample: int = 0) -> Rollout:
-    """Every token is unique to its place: prompt_id * 1000 + position."""
+    """Return a rollout with unique tokens: prompt_id * 1000 + position."""
     tokens = np.arange(n_prompt + n_response, dtype=np.int32) + prompt_id * 1000
     return Rollout(
         prompt_id,
@@ -35,7 +35,7 @@ def make_rollout(prompt_id: int, n_prompt: int, n_response: int, sample: int = 0
 
 
 def make_scores(rollout: Rollout, k: int = K) -> TeacherScores:
-    """Row j of every table names the response token it belongs to: ids (token, token + 1, token + 2), and so on."""
+    """Return scores whose row j identifies response token j in every table: ids token, token + 1, ..."""
     tokens = rollout.response_ids
     ids = tokens[:, None] + np.arange(k, dtype=np.int32)
     return TeacherScores(
@@ -52,7 +52,7 @@ def targets_of(batch: MicroBatch) -> TokenTargets:
 
 
 def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
-    """(token at the row's position, token it must predict, first teacher id) of every loss row."""
+    """Return (token at the row's position, token to predict, first teacher id) of every loss row."""
     flat, targets = batch.tokens.reshape(-1), targets_of(batch)
     assert targets.topk_ids is not None
     return [
@@ -69,17 +69,17 @@ def rows_of(batch: MicroBatch) -> list[tuple[int, int, int]]:
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_every_response_token_is_learned_once_from_its_own_teacher_row(  # type: ignore[no-untyped-def]
+def test_every_response_token_has_one_loss_row_with_its_teacher_row(  # type: ignore[no-untyped-def]
     lengths, size, max_tokens, packed, random
 ) -> None:
-    """If it fails, a token is trained twice, never, past the end of a response, or on another token's scores."""
+    """Fails if a response token has no loss row, several, or another token's scores."""
     rollouts = [make_rollout(i + 1, p, r, sample=i) for i, (p, r) in enumerate(lengths)]
     random.shuffle(rollouts)
     scores = [make_scores(r) for r in rollouts]
     batches = make_micro_batches(
         rollouts, scores, micro_batch_size=size, max_tokens=max_tokens, packed=packed, pad_id=0
     )
-    got = sorted(row for batch in batches for row in rows_of(batch))
+    found = sorted(row for batch in batches for row in rows_of(batch))
     expected = []
     for rollout in rollouts:
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
@@ -88,7 +88,7 @@ def test_every_response_token_is_learned_once_from_its_own_teacher_row(  # type:
             (int(tokens[n_prompt - 1 + j]), int(tokens[n_prompt + j]), int(tokens[n_prompt + j]))
             for j in range(len(rollout.response_ids))
         ]
-    assert got == sorted(expected)
+    assert found == sorted(expected)
     sizes = {r.sample_index: r.n_tokens for r in rollouts}
     for batch in batches:
         if max_tokens and len(batch.samples) > 1:
@@ -102,11 +102,11 @@ def test_every_response_token_is_learned_once_from_its_own_teacher_row(  # type:
     assert sorted(batches.samples) == sorted((r.sample_index, len(r.response_ids)) for r in rollouts)
     assert list(batches.samples) == [pair for batch in batches for pair in batch.samples]
     other = make_micro_batches(rollouts, scores, micro_batch_size=size, max_tokens=max_tokens, packed=not packed)
-    assert sorted(row for batch in other for row in rows_of(batch)) == got
+    assert sorted(row for batch in other for row in rows_of(batch)) == found
 
 
 def check_packed(batch: MicroBatch, lengths: list[int]) -> None:
-    """One row without padding, whose positions begin anew at each border and whose loss rows stay inside a sequence."""
+    """Assert one row without padding, positions that restart at each sequence, and loss rows inside the sequences."""
     assert batch.cu_seqlens is not None and batch.cu_seqlens.dtype == torch.int32
     borders = batch.cu_seqlens.tolist()
     assert borders == [0, *np.cumsum(lengths).tolist()] and batch.tokens.shape == (1, borders[-1])
@@ -119,7 +119,7 @@ def check_packed(batch: MicroBatch, lengths: list[int]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=40), st.integers(40, 90))
 def test_packed_micro_batches_are_few(lengths: list[int], max_tokens: int) -> None:
-    """Fails if the packing leaves room that a sequence would fit into: a step then runs more forward passes."""
+    """Fails if packing leaves room into which a later sequence fits, which costs forward passes."""
     rollouts = [make_rollout(1, 1, n - 1, sample=i) for i, n in enumerate(lengths)]
     batches = make_micro_batches(rollouts, None, micro_batch_size=1, max_tokens=max_tokens, packed=True)
     used = [batch.tokens.numel() for batch in batches]
@@ -131,15 +131,15 @@ def test_packed_micro_batches_are_few(lengths: list[int], max_tokens: int) -> No
 
 
 def test_a_sequence_over_the_budget_is_alone() -> None:
-    """Fails if a sequence that is too long is cut, lost, or makes others share an oversized micro-batch."""
+    """Fails if a sequence over the budget is truncated, lost, or shares its micro-batch."""
     rollouts = [make_rollout(i, 2, n, sample=i) for i, n in enumerate((3, 30, 2, 31, 4))]
     for packed in (False, True):
         batches = make_micro_batches(rollouts, None, micro_batch_size=1, max_tokens=20, packed=packed)
         assert [[index for index, _ in batch.samples] for batch in batches] == [[3], [1], [4, 0, 2]]
 
 
-def test_micro_batches_are_made_when_they_are_asked_for() -> None:
-    """Fails if all of the teacher's tables are copied at once, or a second look is another micro-batch."""
+def test_micro_batches_are_built_on_access() -> None:
+    """Fails if all teacher tables are copied at once, or a second access returns other values."""
     rollouts = [make_rollout(i, 2, 3, sample=i) for i in range(4)]
     scores = [make_scores(r) for r in rollouts]
     batches = make_micro_batches(rollouts, scores, micro_batch_size=2, packed=True)
@@ -152,8 +152,8 @@ def test_micro_batches_are_made_when_they_are_asked_for() -> None:
         batches[2]
 
 
-def test_the_batches_do_not_depend_on_the_order_of_arrival() -> None:
-    """If it fails, a run cannot be repeated: rollouts arrive in another order each time."""
+def test_micro_batches_do_not_depend_on_the_order_of_arrival() -> None:
+    """Fails if a run is not reproducible because rollouts arrive in another order."""
     rollouts = [make_rollout(1 + i // 2, 2, 1 + i % 3, sample=i) for i in range(10)]
     scores = [make_scores(r) for r in rollouts]
     for size, max_tokens, packed in ((3, 0, False), (1, 12, False), (3, 0, True), (1, 12, True)):
@@ -166,7 +166,7 @@ def test_the_batches_do_not_depend_on_the_order_of_arrival() -> None:
 
 
 def test_stages_without_a_loss_get_the_same_tokens_and_no_scores() -> None:
-    """If it fails, pipeline stages disagree about shapes, or carry the teacher's scores for nothing."""
+    """Fails if pipeline stages have different shapes, or stages without a loss hold scores."""
     rollouts = [make_rollout(1, 2, 3), make_rollout(2, 1, 4)]
     for packed in (False, True):
         scores = [make_scores(r) for r in rollouts]
@@ -178,8 +178,8 @@ def test_stages_without_a_loss_get_the_same_tokens_and_no_scores() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_padding_is_behind_each_sequence(size: int) -> None:
-    """If it fails, causal attention sees padding and the student is trained on it."""
+def test_padding_follows_each_sequence(size: int) -> None:
+    """Fails if causal attention reads padding."""
     rollouts = [make_rollout(1, 2, 1), make_rollout(2, 3, 4)]
     for batch in make_micro_batches(rollouts, None, micro_batch_size=size, pad_id=0):
         for row in batch.tokens.tolist():
@@ -190,7 +190,7 @@ def test_padding_is_behind_each_sequence(size: int) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_table_follows_its_response_token(packed: bool) -> None:
-    """If it fails, a loss compares the student with what the teacher said of another token."""
+    """Fails if a loss row gets the teacher's values of another token."""
     rollouts = [make_rollout(1, 2, 3), replace(make_rollout(2, 1, 4), on_policy=False), make_rollout(3, 4, 1)]
     rollouts = [replace(r, rollout_logprobs=r.response_ids / np.float32(-1000)) for r in rollouts]
     (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=3, packed=packed)
@@ -209,7 +209,7 @@ def test_every_table_follows_its_response_token(packed: bool) -> None:
 
 
 def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batch() -> None:
-    """If it fails, sequences with another K or a mass target cannot share a micro-batch, or gain tokens there."""
+    """Fails if sequences with different K or a mass target cannot share a micro-batch, or padding counts as tokens."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1), make_rollout(3, 1, 3)]
     scores = [make_scores(r, k) for r, k in zip(rollouts, (2, 4, 3), strict=True)]
     wide, narrow = make_micro_batches(rollouts, scores, micro_batch_size=2)
@@ -221,8 +221,8 @@ def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batc
     assert targets_of(narrow).topk_ids is not None and targets_of(narrow).topk_ids.shape == (3, 3)  # type: ignore[union-attr]
 
 
-def test_read_only_arrays_are_taken_as_they_come_from_the_object_store() -> None:
-    """If it fails, torch writes into memory that other processes map, or warns at each step."""
+def test_read_only_arrays_of_the_object_store_are_copied() -> None:
+    """Fails if torch writes to memory that other processes map."""
     rollout = make_rollout(1, 2, 3)
     scores = make_scores(rollout)
     assert scores.hidden is not None
@@ -234,20 +234,20 @@ def test_read_only_arrays_are_taken_as_they_come_from_the_object_store() -> None
     assert scores.hidden.any()
 
 
-def test_a_micro_batch_with_half_a_table_is_refused() -> None:
-    """If it fails, rows of the sequences that have a table are learned by those that have none."""
+def test_a_table_of_only_some_sequences_is_refused() -> None:
+    """Fails if rows of a table are assigned to sequences without it."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1)]
     scores = [make_scores(rollouts[0]), replace(make_scores(rollouts[1]), hidden=None)]
-    with pytest.raises(DataError, match="only 1 of the 2 sequences of a batch have a hidden table"):
+    with pytest.raises(DataError, match="1 of the 2 sequences .* hidden"):
         make_micro_batches(rollouts, scores, micro_batch_size=2)
 
 
-def check(rollouts: list[Rollout], scores: list[TeacherScores] | None, wanted: tuple[str, ...] = ALL) -> None:
-    check_batch(rollouts, scores, where="actor rank 3", n_vocab=N_VOCAB, wanted=wanted, hidden_size=D)  # type: ignore[arg-type]
+def check(rollouts: list[Rollout], scores: list[TeacherScores] | None, signals: tuple[str, ...] = ALL) -> None:
+    check_batch(rollouts, scores, where="actor rank 3", n_vocab=N_VOCAB, signals=signals, hidden_size=D)  # type: ignore[arg-type]
 
 
-def test_a_good_batch_passes_the_check() -> None:
-    """If it fails, the refusals below prove nothing: what is right would be refused, too."""
+def test_a_valid_batch_passes_the_check() -> None:
+    """Fails if valid batches are refused, which would make the tests below meaningless."""
     rollouts = [make_rollout(1, 2, 2), replace(make_rollout(2, 1, 1), on_policy=False)]
     check(rollouts, [make_scores(r) for r in rollouts])
     check(rollouts, None)
@@ -255,22 +255,22 @@ def test_a_good_batch_passes_the_check() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "pattern"),
     [
-        ({"response_ids": np.zeros(0, np.int32)}, "the response has no tokens"),
-        ({"prompt_ids": np.zeros(0, np.int32)}, "the prompt has no tokens"),
-        ({"response_ids": np.array([5, N_VOCAB], np.int32)}, r"response position 1: token id 10000 is outside"),
-        ({"prompt_ids": np.array([-1, 5], np.int32)}, r"prompt position 0: token id -1 is outside \[0, 10000\)"),
+        ({"response_ids": np.zeros(0, np.int32)}, "response"),
+        ({"prompt_ids": np.zeros(0, np.int32)}, "prompt"),
+        ({"response_ids": np.array([5, N_VOCAB], np.int32)}, "response position 1: .*10000"),
+        ({"prompt_ids": np.array([-1, 5], np.int32)}, "prompt position 0: .*-1"),
         ({"rollout_logprobs": np.zeros(1, np.float32)}, r"rollout logprobs \[1\], expected \[2\]"),
-        ({"rollout_logprobs": np.array([0, np.nan], np.float32)}, "position 1: the rollout logprob is nan"),
+        ({"rollout_logprobs": np.array([0, np.nan], np.float32)}, "position 1: .*nan"),
     ],
 )
-def test_a_bad_rollout_is_refused_by_rank_and_sample(change: dict[str, np.ndarray], words: str) -> None:
-    """If it fails, an empty loss mask, a foreign token or a weight of NaN trains the student, or names no culprit."""
-    good, bad = make_rollout(6, 2, 2, sample=1), replace(make_rollout(7, 2, 2, sample=2), **change)  # type: ignore[arg-type]
-    for scores in (None, [make_scores(good), make_scores(good)]):
-        with pytest.raises(DataError, match=f"actor rank 3: prompt 7, sample 2: .*{words}"):
-            check([good, bad], scores)
+def test_a_bad_rollout_is_refused_by_rank_and_sample(change: dict[str, np.ndarray], pattern: str) -> None:
+    """Fails if an empty sequence, an invalid token or a NaN logprob is accepted, or the error does not name it."""
+    valid, bad = make_rollout(6, 2, 2, sample=1), replace(make_rollout(7, 2, 2, sample=2), **change)  # type: ignore[arg-type]
+    for scores in (None, [make_scores(valid), make_scores(valid)]):
+        with pytest.raises(DataError, match=f"actor rank 3: prompt 7, sample 2: .*{pattern}"):
+            check([valid, bad], scores)
 
 
 def _topk(change: Callable[[TeacherTopK], None]) -> Callable[[TeacherScores], TeacherScores]:
@@ -282,53 +282,53 @@ def _topk(change: Callable[[TeacherTopK], None]) -> Callable[[TeacherScores], Te
     return changed
 
 
-def _cut(field: str) -> Callable[[TeacherScores], TeacherScores]:
+def _first_row(field: str) -> Callable[[TeacherScores], TeacherScores]:
     return lambda scores: replace(scores, **{field: getattr(scores, field)[:1]})
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "pattern"),
     [
         (_topk(lambda t: t.topk_logprobs.__setitem__((1, 0), np.nan)), "response position 1 .*NaN"),
         (_topk(lambda t: t.topk_ids.__setitem__((1, 0), N_VOCAB)), r"response position 1 .*outside \[0, 10000\)"),
-        (_topk(lambda t: t.topk_ids.__setitem__((1, 0), t.topk_ids[1, 1])), "response position 1 .*twice"),
-        (_topk(lambda t: t.topk_logprobs.__setitem__(1, -0.1)), "response position 1 .*more than 1"),
+        (_topk(lambda t: t.topk_ids.__setitem__((1, 0), t.topk_ids[1, 1])), "response position 1 .*repeated"),
+        (_topk(lambda t: t.topk_logprobs.__setitem__(1, -0.1)), "response position 1 .*mass"),
         (lambda s: replace(s, topk=replace(s.topk, topk_ids=s.topk.topk_ids[:1])), "expected"),
-        (lambda s: replace(s, topk=None), "no topk table"),
-        (_cut("sampled_logprobs"), r"sampled is float32 \[1\], expected float32 \[2\]"),
-        (_cut("logits"), r"logits is float16 \[1, 10000\], expected float32 or float16 \[2, 10000\]"),
-        (_cut("hidden"), r"hidden is float32 \[1, 5\], expected float32 \[2, 5\]"),
+        (lambda s: replace(s, topk=None), "topk table"),
+        (_first_row("sampled_logprobs"), r"sampled is float32 \[1\], expected float32 \[2\]"),
+        (_first_row("logits"), r"logits is float16 \[1, 10000\], expected float32 or float16 \[2, 10000\]"),
+        (_first_row("hidden"), r"hidden is float32 \[1, 5\], expected float32 \[2, 5\]"),
     ],
 )
 def test_bad_scores_are_refused_by_rank_and_sample(
-    change: Callable[[TeacherScores], TeacherScores], words: str
+    change: Callable[[TeacherScores], TeacherScores], pattern: str
 ) -> None:
-    """If it fails, the student learns from NaN, from no distribution, or from another sequence's rows."""
-    good, bad = make_rollout(1, 2, 2, sample=1), make_rollout(3, 2, 2, sample=2)
-    with pytest.raises(TeacherError, match=f"actor rank 3: prompt 3, sample 2: .*{words}"):
-        check([good, bad], [make_scores(good), change(make_scores(bad))])
+    """Fails if NaN, an invalid distribution or another sequence's rows are accepted."""
+    valid, bad = make_rollout(1, 2, 2, sample=1), make_rollout(3, 2, 2, sample=2)
+    with pytest.raises(TeacherError, match=f"actor rank 3: prompt 3, sample 2: .*{pattern}"):
+        check([valid, bad], [make_scores(valid), change(make_scores(bad))])
 
 
 def test_scores_of_another_number_of_sequences_are_refused() -> None:
-    """If it fails, the last sequences of a share are silently paired with none."""
+    """Fails if sequences without scores are silently dropped."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 2, 2)]
-    with pytest.raises(GkdError, match="actor rank 3: 1 sequences are scored, expected the 2 rollouts"):
+    with pytest.raises(GkdError, match="actor rank 3: 1 scores for 2 rollouts"):
         check(rollouts, [make_scores(rollouts[0])])
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 30])
-def test_each_tokens_numbers_find_their_sequence(max_tokens: int, packed: bool) -> None:
-    """If it fails, token_losses/ shows one sequence's numbers at another's tokens."""
+def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -> None:
+    """Fails if token_losses/ contains the loss terms of another sequence."""
     rollouts = [make_rollout(i, n_prompt=2 + i, n_response=3 + i % 2, sample=5 - i) for i in range(5)]
     scores = [make_scores(r) for r in rollouts]
     batches = make_micro_batches(rollouts, scores, micro_batch_size=2, max_tokens=max_tokens, packed=packed)
-    # A number that says which token it is about.
+    # Values that identify the token.
     tables = [torch.stack([targets_of(b).sampled_ids.float(), targets_of(b).on_policy.float()], dim=1) for b in batches]
     records = token_records(batches, tables, ("token", "on_policy"), rollouts[1:])
     assert {r.sample_index for r in records} == {r.sample_index for r in rollouts[1:]}
     for record in records:
         assert record.values["token"] == record.response_ids and set(record.values["on_policy"]) == {1.0}
         assert record.prompt_id == 5 - record.sample_index
-    with pytest.raises(DataError, match="numbers of 2 tokens"):
+    with pytest.raises(DataError, match="2 tokens"):
         token_records(batches, [torch.zeros(2, 2)], ("token", "on_policy"), rollouts)

@@ -1,4 +1,4 @@
-"""Prompt files: what is read, what is refused, and with which words."""
+"""Prompt files: loading, truncation, chat templates, and errors that name key and line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gkd.errors import ConfigError, ModelError
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """One token a character; real, small."""
+    """Return a small real tokenizer with one token per character."""
     vocab = {c: i for i, c in enumerate("abcdefghij <>")}
     inner = Tokenizer(models.WordLevel(vocab | {"?": 13}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -39,7 +39,7 @@ def load(
 
 
 def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, the format of a file changes what is trained on."""
+    """Fails if the file format changes the prompts."""
     rows = [{"prompt": "abc", "answer": "x"}, {"prompt": "de"}]
     table = pa.Table.from_pylist([{"prompt": "abc", "answer": "x"}, {"prompt": "de", "answer": None}])
     pq.write_table(table, tmp_path / "p.parquet")
@@ -53,53 +53,48 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path: Path, tokenizer: Any)
     ("truncation", "expected", "dropped"),
     [("left", [[1, 2, 3], [4]], 0), ("right", [[0, 1, 2], [4]], 0), ("drop", [[4]], 1)],
 )
-def test_long_prompts_follow_the_stated_policy(
+def test_long_prompts_are_truncated_or_dropped_as_configured(
     tmp_path: Path, tokenizer: Any, truncation: str, expected: list[list[int]], dropped: int
 ) -> None:
-    """If it fails, prompts are cut at the wrong end, or silently left out."""
+    """Fails if prompts are truncated on the wrong side, or dropped without being counted."""
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "abcd"}, {"prompt": "e"}])
-    prompts, left_out = load([file], tokenizer, max_prompt_length=3, truncation=truncation)
+    prompts, n_dropped = load([file], tokenizer, max_prompt_length=3, truncation=truncation)
     assert [p.token_ids.tolist() for p in prompts] == expected
-    assert left_out == dropped
-    assert prompts[-1].prompt_id == 1, "the row number must stay the prompt's identity"
+    assert n_dropped == dropped
+    assert prompts[-1].prompt_id == 1, "prompt_id must be the row number"
 
 
 def test_a_long_prompt_is_an_error_by_default(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, a prompt is shortened without anybody having asked for it."""
+    """Fails if prompts are truncated by default."""
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "abcd"}])
     with pytest.raises(ConfigError) as caught:
         load([file], tokenizer, max_prompt_length=3)
     assert caught.value.key == "data.max_prompt_length"
-    assert "p.jsonl:2 has 4 tokens" in str(caught.value)
+    assert "p.jsonl:2" in str(caught.value) and "4 tokens" in str(caught.value)
 
 
-def test_wrong_files_are_refused_by_name(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, a wrong path or column surfaces as a KeyError of some library."""
+def test_invalid_files_are_refused_with_their_key(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if a wrong path or column raises an unspecific error."""
     empty = jsonl(tmp_path / "empty.jsonl", [])
     text = tmp_path / "p.txt"
     text.write_text("abc")
     broken = tmp_path / "b.parquet"
     broken.write_text("abc")
-    for files, word in (
-        (["absent.jsonl"], "no such file"),
-        ([empty], "no prompt"),
-        ([str(text)], "ending"),
-        ([str(broken)], "not a parquet"),
-    ):
-        with pytest.raises(ConfigError, match=word) as caught:
-            load(files, tokenizer)
+    for file in ("absent.jsonl", empty, str(text), str(broken)):
+        with pytest.raises(ConfigError, match=Path(file).name) as caught:
+            load([file], tokenizer)
         assert caught.value.key == "data.train_files"
-    with pytest.raises(ConfigError, match="columns") as caught:
+    with pytest.raises(ConfigError, match="question") as caught:
         load([jsonl(tmp_path / "k.jsonl", [{"question": "a"}])], tokenizer)
     assert caught.value.key == "data.prompt_key"
     everything_too_long = jsonl(tmp_path / "l.jsonl", [{"prompt": "abcd"}])
-    with pytest.raises(ConfigError, match="1 rows are over"):
+    with pytest.raises(ConfigError, match="1 rows"):
         load([everything_too_long], tokenizer, max_prompt_length=2, truncation="drop")
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": 3}', '{"prompt": ""}', '{"prompt": [{"role": "user"}]}'])
-def test_wrong_rows_are_refused_by_line(tmp_path: Path, tokenizer: Any, line: str) -> None:
-    """If it fails, one damaged row is trained on, skipped silently, or crashes without its line number."""
+def test_invalid_rows_are_refused_with_their_line(tmp_path: Path, tokenizer: Any, line: str) -> None:
+    """Fails if a malformed row is used, skipped silently, or refused without its line number."""
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "ab"}\n' + line + "\n")
     with pytest.raises(ConfigError, match=r"p\.jsonl:2"):
@@ -107,19 +102,22 @@ def test_wrong_rows_are_refused_by_line(tmp_path: Path, tokenizer: Any, line: st
 
 
 def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, a wrongly encoded file is trained on as garbage."""
+    """Fails if a file with a wrong encoding is accepted."""
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
     with pytest.raises(ConfigError, match="UTF-8"):
         load([str(file)], tokenizer)
 
 
-def test_the_chat_template_is_used_when_there_is_one(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, a chat model is trained on prompts it never sees in use, or the policy key does nothing."""
+def test_the_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if a chat model gets prompts without its template, or data.chat_template has no effect."""
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "ab"}])
     messages = jsonl(tmp_path / "m.jsonl", [{"prompt": [{"role": "user", "content": "ab"}]}])
-    with pytest.raises(ConfigError, match="no chat template"):
-        load([file], tokenizer, chat_template="always")
+    for source, setting in ((file, "always"), (messages, "auto"), (messages, "never")):
+        with pytest.raises(ConfigError) as caught:
+            load([source], tokenizer, chat_template=setting)
+        assert (caught.value.key, caught.value.value) == ("data.chat_template", setting)
+        assert "use auto" not in caught.value.fix or setting == "always", "auto cannot help without a template"
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
@@ -128,35 +126,38 @@ def test_the_chat_template_is_used_when_there_is_one(tmp_path: Path, tokenizer: 
         for source in (file, messages):
             assert load([source], tokenizer)[0][0].token_ids.tolist() == templated
         assert load([file], tokenizer, chat_template="never")[0][0].token_ids.tolist() == [0, 1]
+        with pytest.raises(ConfigError) as caught:
+            load([messages], tokenizer, chat_template="never")
+        assert caught.value.key == "data.chat_template" and "auto" in caught.value.fix
     finally:
         tokenizer.chat_template = None
 
 
-def test_end_of_sequence_comes_from_both_places(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, a model with several end tokens (most chat models) never stops, or stops at the wrong one."""
+def test_eos_tokens_come_from_generation_config_and_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if a model with several end-of-sequence tokens (most chat models) does not stop at each of them."""
     assert eos_token_ids(str(tmp_path), tokenizer) == [12]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 12]}')
     assert eos_token_ids(str(tmp_path), tokenizer) == [5, 12]
     (tmp_path / "generation_config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(ModelError, match="not a JSON object"):
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
         eos_token_ids(str(tmp_path), tokenizer)
     (tmp_path / "generation_config.json").write_text("{}")
     no_end = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ModelError, match="end-of-sequence"):
+    with pytest.raises(ModelError, match=tmp_path.name):
         eos_token_ids(str(tmp_path), no_end)
 
 
 def test_a_folder_without_tokenizer_names_the_key(tmp_path: Path) -> None:
-    """If it fails, a wrong model.path is answered with a hub error about a repository name."""
+    """Fails if a wrong model.path raises a hub error."""
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(ConfigError) as caught:
             load_tokenizer(str(path), "model.path")
         assert caught.value.key == "model.path"
 
 
-def test_a_response_is_what_a_rollout_of_it_would_be(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, the student never learns to stop, learns to stop twice, or stops in the middle of a cut response."""
+def test_a_dataset_response_has_the_form_of_a_rollout(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if the end-of-sequence token is missing, doubled, or appended to a truncated response."""
     responses = ["ab", "abc", "abcd", "ab>", "abc>"]
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "text": text} for text in responses])
     prompts, _ = load([file], tokenizer, [5, 12], max_response_length=3, response_key="text")
@@ -164,8 +165,8 @@ def test_a_response_is_what_a_rollout_of_it_would_be(tmp_path: Path, tokenizer: 
     assert {p.response_ids.dtype.name for p in prompts} == {"int32"}
 
 
-def test_a_response_gets_no_special_token_but_its_end(tmp_path: Path) -> None:
-    """If it fails, every dataset response starts with the tokenizer's begin-of-sequence token, in mid-sequence."""
+def test_a_dataset_response_gets_no_special_token_except_eos(tmp_path: Path) -> None:
+    """Fails if a begin-of-sequence token is inserted between prompt and response."""
     inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3, "?": 4}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
@@ -173,16 +174,16 @@ def test_a_response_gets_no_special_token_but_its_end(tmp_path: Path) -> None:
     with_begin = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
     (prompt,) = load([file], with_begin, [1, 3, 9])[0]
     assert prompt.token_ids.tolist() == [2, 0]
-    assert prompt.response_ids.tolist() == [0, 1], "b is one of the ends here"
+    assert prompt.response_ids.tolist() == [0, 1], "b is an end token here"
     (prompt,) = load([file], with_begin, [3, 9])[0]
-    assert prompt.response_ids.tolist() == [0, 1, 3], "the tokenizer's own end goes before others"
+    assert prompt.response_ids.tolist() == [0, 1, 3], "the tokenizer's eos has priority"
     without_end = PreTrainedTokenizerFast(tokenizer_object=inner)
     (prompt,) = load([file], without_end, [9])[0]
     assert prompt.response_ids.tolist() == [0, 1, 9]
 
 
-def test_responses_are_not_looked_at_unless_wanted(tmp_path: Path, tokenizer: Any) -> None:
-    """If it fails, a purely on-policy run is refused for a column that it does not use, or pays for tokenizing it."""
+def test_dataset_responses_are_ignored_unless_requested(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if an on-policy run reads or tokenizes the response column."""
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "response": 3}, {"prompt": "a", "response": "b"}])
     assert [p.response_ids for p in load([file], tokenizer)[0]] == [None, None]
 
@@ -190,8 +191,8 @@ def test_responses_are_not_looked_at_unless_wanted(tmp_path: Path, tokenizer: An
 @pytest.mark.parametrize(
     "rest", ["", ', "response": null', ', "response": ""', ', "response": ["a"]', ', "response": "a>b"']
 )
-def test_a_row_without_usable_response_is_refused_by_line(tmp_path: Path, tokenizer: Any, rest: str) -> None:
-    """If it fails, a row that cannot be learned from is skipped or crashes hours later, in the step that draws it."""
+def test_a_row_without_a_usable_response_is_refused_with_its_line(tmp_path: Path, tokenizer: Any, rest: str) -> None:
+    """Fails if a row without a usable response is accepted or skipped."""
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "ab", "response": "c"}\n{"prompt": "ab"' + rest + "}\n")
     with pytest.raises(ConfigError, match=r"p\.jsonl:2") as caught:
@@ -199,11 +200,11 @@ def test_a_row_without_usable_response_is_refused_by_line(tmp_path: Path, tokeni
     assert caught.value.key == "data.response_key"
 
 
-def test_a_response_that_tokenizes_to_nothing_is_refused(tmp_path: Path) -> None:
-    """If it fails, an empty response goes to the teacher, which refuses it in mid-run."""
+def test_a_response_without_tokens_is_refused(tmp_path: Path) -> None:
+    """Fails if an empty response is sent to the teacher."""
     inner = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     file = jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "response": " "}])
-    with pytest.raises(ConfigError, match=r"p\.jsonl:1 has no tokens") as caught:
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1") as caught:
         load([file], PreTrainedTokenizerFast(tokenizer_object=inner), [1])
     assert caught.value.key == "data.response_key"

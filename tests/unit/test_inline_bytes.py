@@ -1,4 +1,4 @@
-"""Ray's limit between results that it sends to the driver and results that it puts into an object store."""
+"""Ray's size limit below which results are sent inline to the driver instead of an object store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLLOUT = Rollout(0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), ONE, (), "
 
 
 def n_bytes(value: object) -> int:
-    """As Ray counts a result."""
+    """Return the size of a result as Ray computes it."""
     return int(SerializationContext(global_worker).serialize(value).total_bytes)
 
 
@@ -34,12 +34,12 @@ def n_bytes(value: object) -> int:
     ],
 )
 def test_the_smallest_list_of_rollouts_or_scores_is_over_the_limit(bulk: object) -> None:
-    """Fails if Ray would send short chunks to the driver, and from there on to whoever they are for."""
+    """Fails if Ray would send small chunks of rollouts or scores inline through the driver."""
     assert n_bytes([bulk]) >= INLINE_BYTES
 
 
-def test_what_the_driver_reads_of_a_chunk_is_under_the_limit() -> None:
-    """Fails if each fetch of a few bytes takes the way through an object store, over the network where there is one."""
+def test_sizes_and_summaries_are_under_the_limit() -> None:
+    """Fails if sizes or summaries of a chunk go through an object store."""
     sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * CHUNK_SIZE, 0))
     summary = ScoreSummary(1.0, 2, ScoreTimes(0.0, (1.0,) * CHUNK_SIZE))
     assert n_bytes(sizes) < INLINE_BYTES and n_bytes(summary.encode()) < INLINE_BYTES
@@ -47,13 +47,13 @@ def test_what_the_driver_reads_of_a_chunk_is_under_the_limit() -> None:
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_the_limit_is_in_the_workers_environment(on_cpu: bool) -> None:
-    """Fails if the workers are started without the limit; that Ray keeps to it, tests/e2e/test_driver_bytes.py sees."""
+    """Fails if workers start without the limit. tests/e2e/test_driver_bytes.py checks that Ray applies it."""
     assert worker_env(on_cpu)["RAY_max_direct_call_object_size"] == str(INLINE_BYTES)
 
 
 @pytest.mark.parametrize("summary", [ScoreSummary(0.25, 2**40), ScoreSummary(None, 0)])
-def test_a_summary_of_scores_arrives_as_it_was_sent(summary: ScoreSummary) -> None:
-    """Fails if teacher/topk_mass or teacher/score_bytes is not what the endpoint counted, or the times are lost."""
+def test_a_score_summary_is_decoded_exactly(summary: ScoreSummary) -> None:
+    """Fails if mass, bytes or times of the summary change in the encoding."""
     assert ScoreSummary.decode(summary.encode()) == summary and len(summary.encode()) == 16
     times = ScoreTimes(1.7e9 + 2**-10, (1.7e9 + 0.5, 1.7e9 + 0.25))
     timed = ScoreSummary(summary.mass, summary.n_bytes, times)

@@ -157,7 +157,7 @@ def test_logprobs_stay_with_their_tokens() -> None:
     rollouts = [_rollout(i, n) for i, n in enumerate((3, 1, 2))]
     references = [[-r.response_ids.astype(np.float32) - 10 * r.prompt_id for r in rollouts]]
     (scored,) = add_references([[_scores(len(r.response_ids)) for r in rollouts]], references)
-    check_batch(rollouts, scored, where="actor rank 0", n_vocab=9, wanted=("sampled",), with_reference=True)
+    check_batch(rollouts, scored, where="actor rank 0", n_vocab=9, signals=("sampled",), with_reference=True)
     for batch in make_micro_batches(rollouts, scored, micro_batch_size=2, max_tokens=0, packed=True):
         targets = batch.targets
         assert targets is not None and targets.reference_logprobs is not None
@@ -170,7 +170,7 @@ def test_a_reference_that_is_not_of_these_tokens_is_refused() -> None:
     """Fails if NaNs, logprobs of other tokens, or none at all reach the loss."""
     rollout, score = _rollout(4, 3), _scores(3)
     cases = {
-        "no logprobs of the reference": None,
+        "reference logprobs": None,
         "the reference: sampled is float32 \\[2\\]": -np.ones(2, np.float32),
         "the reference: sampled is float64": -np.ones(3),
         "the reference: response position 1 .*NaN": np.array([-1, np.nan, -1], np.float32),
@@ -179,8 +179,8 @@ def test_a_reference_that_is_not_of_these_tokens_is_refused() -> None:
     for text, logprobs in cases.items():
         bad = [replace(score, reference_logprobs=logprobs)]
         with pytest.raises(TeacherError, match=f"actor rank 1: prompt 4, sample 4: .*{text}|{text}"):
-            check_batch([rollout], bad, where="actor rank 1", n_vocab=9, wanted=("sampled",), with_reference=True)
-        check_batch([rollout], bad, where="actor rank 1", n_vocab=9, wanted=("sampled",))
+            check_batch([rollout], bad, where="actor rank 1", n_vocab=9, signals=("sampled",), with_reference=True)
+        check_batch([rollout], bad, where="actor rank 1", n_vocab=9, signals=("sampled",))
     with pytest.raises(DataError, match=r"\[1\].*\[2\]"):
         add_references([[score]], [[np.zeros(3, np.float32)] * 2])
     some = [replace(score, reference_logprobs=-np.ones(3, np.float32)), score]

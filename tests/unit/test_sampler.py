@@ -18,8 +18,8 @@ def ids(sampler: PromptSampler, start: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_has_every_prompt_once_although_batches_straddle(shuffle: bool) -> None:
-    """If it fails, prompts are dropped or repeated within an epoch."""
+def test_every_epoch_has_every_prompt_once_even_if_batches_span_epochs(shuffle: bool) -> None:
+    """Fails if prompts are dropped or repeated within an epoch."""
     sampler = PromptSampler(PROMPTS, shuffle=shuffle, seed=3)
     flat = [i for batch in range(5) for i in ids(sampler, 4 * batch, 4)]
     assert Counter(flat) == {i: 2 for i in range(10)}
@@ -30,22 +30,22 @@ def test_every_epoch_has_every_prompt_once_although_batches_straddle(shuffle: bo
         assert flat[:10] == list(range(10))
 
 
-def test_the_order_follows_from_the_seed_alone() -> None:
-    """If it fails, a resumed run repeats or loses prompts, or the order depends on what was asked before."""
+def test_the_order_depends_only_on_the_seed() -> None:
+    """Fails if a resumed run repeats or loses prompts, or the order depends on earlier calls."""
     whole = ids(PromptSampler(PROMPTS, shuffle=True, seed=5), 0, 47)
-    asked = PromptSampler(PROMPTS, shuffle=True, seed=5)
+    sampler = PromptSampler(PROMPTS, shuffle=True, seed=5)
     for start in (40, 3, 19, 20, 9):
-        assert ids(asked, start, 7) == whole[start : start + 7]
+        assert ids(sampler, start, 7) == whole[start : start + 7]
 
 
 def test_the_seed_decides_the_order() -> None:
-    """If it fails, data.seed does nothing."""
+    """Fails if data.seed has no effect."""
     orders = {str(ids(PromptSampler(PROMPTS, shuffle=True, seed=s), 0, 10)) for s in range(4)}
     assert len(orders) == 4
 
 
 def test_a_batch_may_be_larger_than_the_file() -> None:
-    """If it fails, a small file with a large global_batch_size hangs or comes out short."""
+    """Fails if a batch larger than the file hangs or is incomplete."""
     batch = ids(PromptSampler(PROMPTS, shuffle=True, seed=1), 0, 23)
     assert len(batch) == 23
     assert max(Counter(batch).values()) == 3

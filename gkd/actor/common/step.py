@@ -100,7 +100,7 @@ def check_before(
     """Check a micro-batch before a forward pass in which other ranks participate.
 
     Args:
-        batch: of `bare(micro_batches)`.
+        batch: of `without_targets(micro_batches)`.
         needs_scores: this rank computes the loss. Tables that are built on demand have been checked by
             `gkd.data.batching.check_batch`.
 

@@ -68,7 +68,7 @@ def base_logprobs(
     """
     actor = config.actor
     with same_error(device):
-        check_batch(rollouts, None, where=where, n_vocab=student.n_vocab, wanted=())
+        check_batch(rollouts, None, where=where, n_vocab=student.n_vocab, signals=())
     batches = make_micro_batches(
         [replace(rollout, sample_index=i) for i, rollout in enumerate(rollouts)],
         None,

@@ -20,7 +20,7 @@ from gkd.actor.common.agree import same_error
 from gkd.actor.common.step import BatchSums, check_before, empty_micro_batch, token_counts
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import LossModel, reset, reshard
-from gkd.data.collate import bare
+from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
@@ -49,7 +49,7 @@ def run_batch(
         NumericsError, DataError: see `Student.train_step`. Gradients may be incomplete afterwards.
     """
     with same_error(device, count=len(micro_batches)) as agreement:
-        for batch in bare(micro_batches):
+        for batch in without_targets(micro_batches):
             _check(batch, micro_batches, loss, packing=packing, needs_scores=True)
     totals = torch.zeros(2 + len(loss.report_names), dtype=torch.float64, device=device)
     try:
@@ -91,7 +91,7 @@ def run_logprobs(
         NumericsError, DataError: see `Student.train_step`.
     """
     with same_error(device, count=len(micro_batches)) as agreement:
-        for batch in bare(micro_batches):
+        for batch in without_targets(micro_batches):
             _check(batch, micro_batches, loss, packing=packing, needs_scores=False)
             if batch.n_loss_tokens and int(batch.loss_index.max()) + 1 >= batch.tokens.numel():
                 raise DataError("a loss row is the last position of its micro-batch, so no token follows it")
@@ -116,7 +116,7 @@ def _check(
     packing: bool,
     needs_scores: bool,
 ) -> None:
-    """Raise DataError or NumericsError for a malformed micro-batch; `batch` is one of `bare(micro_batches)`."""
+    """Raise DataError or NumericsError for a malformed micro-batch, one of `without_targets(micro_batches)`."""
     check_before(loss, batch, micro_batches, needs_scores=needs_scores)
     if batch.cu_seqlens is not None and not packing:
         raise DataError("the student was built with actor.packing=false and got a packed micro-batch")

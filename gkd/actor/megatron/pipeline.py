@@ -24,7 +24,7 @@ from torch import Tensor
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.step import BatchSums, check_before, empty_micro_batch, token_counts
 from gkd.actor.megatron.model import StudentModel
-from gkd.data.collate import bare
+from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
@@ -59,7 +59,7 @@ def run_batch(
     # Not converted to a list: `MicroBatches` builds each one on access, so that only some of the teacher's tables exist
     # at a time.
     with same_error(device):
-        for batch in bare(micro_batches):
+        for batch in without_targets(micro_batches):
             check_before(loss, batch, micro_batches, needs_scores=model.layout.is_last_stage)
             shapes.append(batch.tokens.shape)
     outputs = _schedule(
@@ -121,7 +121,7 @@ def _schedule(
     fillers = [empty_micro_batch()] * (n_batches - len(batches))
     # Only the chunk with the LM head reads the teacher's tables.
     holds_head = [model.layout.holds_head(chunk) for chunk in range(len(ddps))]
-    iterators = [chain(batches if holds else bare(batches), fillers) for holds in holds_head]
+    iterators = [chain(batches if holds else without_targets(batches), fillers) for holds in holds_head]
     with torch.set_grad_enabled(not forward_only):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward_step,
