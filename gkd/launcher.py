@@ -42,25 +42,25 @@ from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
 from gkd.weight_sync.coordinator import WeightSync
 
-log = get_logger("wiring")
+log = get_logger("launcher")
 
 ACTOR, ROLLOUT = "actor", "rollout"
 
-# Ray sends the result of a call to whoever made the call, here the driver, if it is smaller than this, and puts it into
-# the object store of the worker's host if not. By default it is 100 kB, which lets many a chunk of rollouts or scores
-# through the driver, twice: it also sends such a thing on as an argument. Any rollout or score is larger than this, and
-# the sizes of a full chunk are smaller.
+# Ray returns results below this size to the caller (the driver), and keeps larger ones in the object store of the
+# worker's host. With Ray's default of 100 kB many chunks of rollouts and scores would travel through the driver, twice,
+# since it also sends them on as arguments. Every rollout or score is larger than this; the sizes of a full chunk are
+# smaller.
 INLINE_BYTES = 256
 
 
 @contextmanager
 def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
-    """Both pools up, models loaded, weight-sync group joined; stopped on exit, an interrupt included.
+    """Start both pools, load the models and join the weight-sync groups; stop everything on exit.
 
     Raises:
-        ClusterError: resources that can't be had, or a rank that failed, or two of them on one real GPU.
-        RankTimeout: not all were up within trainer.init_timeout_s, or a later call was not answered in its time; says
-            who hangs and where, and the run folder has all stacks.
+        ClusterError: resources are not available, a rank failed, or two ranks share a GPU by mistake.
+        RankTimeout: ranks were not ready within trainer.init_timeout_s, or did not complete a later call in time. Names
+            the ranks that hang; the run folder has all stacks.
     """
     t = config.trainer
     cluster = make_cluster(config, on_cpu=plan.device == "cpu")
@@ -70,7 +70,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         try:
             with startup:
                 roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
-            log.info("all ranks are up")
+            log.info("all ranks are ready")
             yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
         except RankTimeout as error:
             if error.diagnosed:
@@ -81,7 +81,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
 
 
 def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool) -> Roles:
-    """Processes into the reserved slots, models into the processes, and all of them into their groups.
+    """Start the processes in the reserved slots, load the models, and connect the roles.
 
     Raises as `started_roles`.
     """
@@ -93,14 +93,14 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
     startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
-    # Each rank says where it sits before it builds anything; the table is made while they build.
+    # Each rank reports its GPU before it builds its model; the GPU map is made meanwhile.
     asked = [
         survey.Asked(actor_slots.spec, config.actor.tp, [w.place.remote(not on_cpu) for w in actor_workers]),
         survey.Asked(rollout_slots.spec, 1, [w.place.remote(not on_cpu) for w in rollout_workers], shares_with(config)),
     ]
-    # Both pools build at the same time; neither needs the other before the weight-sync group.
+    # Both pools build at the same time; they first need each other for the weight-sync groups.
     building = rollout.init_model(plan.device, plan.eos_ids)
-    if config.trainer.colocate:  # an engine takes its share of what is free, then makes room for the actor
+    if config.trainer.colocate:  # an engine takes its share of the free memory, then sleeps to make room for the actor
         gather(building, "init_model", startup.left_s())
         rollout.offload_states()
         building = {}
@@ -128,21 +128,21 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
 
 
 def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
-    """The same error, with who hangs and where; the stacks of those that do not wait for others are logged."""
-    log.error("%s; asking all ranks where they stand", str(error))
+    """Return the error with a hang report, and log the stacks of the ranks that the others wait for."""
+    log.error("%s; collecting the stacks of all ranks", str(error))
     try:
         report = hang_report(run, startup.names, startup.ask(), error.late)
         file = plan.folder.write_stacks(report.stacks)
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
-        log.error("nobody knows where the ranks stand: %s: %s", type(trouble).__name__, str(trouble))
+        log.error("no hang report: %s: %s", type(trouble).__name__, str(trouble))
         return RankTimeout(str(error), error.late, diagnosed=True)
-    log.error("stacks of those that others wait for:\n%s", report.telling)
+    log.error("stacks of the ranks that the others wait for:\n%s", report.telling)
     text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
     return RankTimeout(text, error.late, diagnosed=True)
 
 
 def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
-    """(actor, rollout): one process a GPU, and one an engine."""
+    """Return the specs of (actor, rollout): one process per GPU, and one per engine."""
     t, r = config.trainer, config.rollout
     return (
         PoolSpec(ACTOR, t.nnodes, t.n_gpus_per_node, gpus_per_worker=1, helper_cpus=HELPER_CPUS),
@@ -151,15 +151,15 @@ def pool_specs(config: Config) -> tuple[PoolSpec, PoolSpec]:
 
 
 def pools_in_order(config: Config) -> list[PoolSpec]:
-    """Those that have GPUs of their own, the one that gets the low ids first."""
+    """Return the pools with GPUs of their own; the first one gets the lowest ids."""
     actor, rollout = pool_specs(config)
     if config.trainer.colocate:
-        return [replace(actor, helper_cpus=actor.helper_cpus + 1.0)]  # room for an engine beside each rank
+        return [replace(actor, helper_cpus=actor.helper_cpus + 1.0)]  # each rank shares its slot with an engine
     return sorted((actor, rollout), key=lambda spec: config.cluster.order.index(spec.name))
 
 
 def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:
-    """Ray, with GPUs or slots for all pools. Raises ClusterError: it can't be started or joined."""
+    """Start or join Ray, with GPUs or slots for all pools. Raises ClusterError: it cannot."""
     own = pools_in_order(config)
     return Cluster(
         config.cluster.ray_address,
@@ -171,7 +171,7 @@ def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:
 
 
 def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, Pool]:
-    """Actor and rollout, by name. Raises as `Cluster.make_pools` and `guest_pool`."""
+    """Reserve the pools and return them by name. Raises as `Cluster.make_pools` and `guest_pool`."""
     pools = cluster.make_pools(pools_in_order(config), timeout_s)
     if config.trainer.colocate:
         pools[ROLLOUT] = guest_pool(pools[ACTOR], pool_specs(config)[1], timeout_s)
@@ -179,26 +179,26 @@ def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, 
 
 
 def shares_with(config: Config) -> str:
-    """The pool whose GPUs the engines use; empty: they have their own."""
+    """Return the pool whose GPUs the engines share; empty: they have their own."""
     return ACTOR if config.trainer.colocate else ""
 
 
 def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], timeout_s: float) -> None:
-    """Log the table of ranks and GPUs and keep it in the run folder.
+    """Log the table of ranks and GPUs, and write it to the run folder.
 
     Raises ClusterError, as `survey.check_can_run`; CheckpointError: the run folder cannot be written.
     """
     teacher, found = teacher_rows(config.teacher, plan.device)
     table = survey.survey(plan.device, asked, teacher, timeout_s=timeout_s, found=found, cluster=config.cluster)
     plan.folder.write_places(table.to_json())
-    log.log(logging.WARNING if table.verdicts else logging.INFO, "who sits where:\n%s", place_table(table))
+    log.log(logging.WARNING if table.verdicts else logging.INFO, "GPU placement:\n%s", place_table(table))
     survey.check_can_run(table)
 
 
 def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:
-    """By data-parallel rank, a handle of the teacher's LM head on that group's node; fetched once a node.
+    """Fetch the teacher's LM head once per node; return the handle of each data-parallel group, by rank.
 
-    Nobody else keeps the handles: what they stand for is freed as soon as the actor has it.
+    No other reference to them exists, so each head is freed as soon as the actor has copied it.
     """
     heads: dict[str, Any] = {}
     fetching: dict[str, Any] = {}
@@ -210,8 +210,8 @@ def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: fl
 
 
 def worker_env(on_cpu: bool) -> dict[str, str]:
-    """Environment of the workers: bulk results not to the driver; quiet libraries (the user's own settings win); on
-    CPU, one thread each.
+    """Return the environment of the workers: bulk results stay off the driver, libraries log little (unless the user
+    sets otherwise), and on CPU each has one thread.
     """
     env = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1"}
     env = {key: os.environ.get(key, value) for key, value in env.items()}
@@ -219,15 +219,15 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
     env["RAY_max_direct_call_object_size"] = str(INLINE_BYTES)
     if on_cpu:
         return env | CPU_ENV
-    # So that a number in CUDA_VISIBLE_DEVICES is the card that nvidia-smi, Ray and the teacher call so.
+    # So that ids in CUDA_VISIBLE_DEVICES mean the same GPUs as in nvidia-smi, Ray and the teacher.
     return env | {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
 
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> list[Any]:
-    """One scoring endpoint for each data-parallel group, beside that group's last pipeline stage."""
+    """Start one scoring endpoint per data-parallel group, on the node of its last pipeline stage."""
     each = max(1, (config.teacher.n_server_workers or plan.teacher.n_streams) // actor.dp_size)
-    # A thread scores one chunk of rollouts at a time; one more than fill the window, so that the end of a chunk does
-    # not leave it half empty. A stream's chunks are the samples of one prompt.
+    # A thread scores one chunk at a time. One more thread than fills the window, so that it does not run half empty at
+    # the end of a chunk. A stream's chunks are the samples of one prompt.
     per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
     n_threads = -(-each // per_chunk) + 1
     env = worker_env(plan.device == "cpu")

@@ -24,7 +24,7 @@ WORDS = {
     "anew": r"anew",
     "under way": r"under way",
     "at the most": r"at the most",
-    "is no X": r"(?:is|are|was|were) no (?!longer|more |need|place|way|other|such thing)\w+",
+    "is no X": r"(?<!there )(?:is|are|was|were) no (?!longer|more )\w+",
     "says": r"says|said|is told|are told|is asked|are asked",
     "beside": r"beside",
     "code with a mind": r"wants|knows|bears",

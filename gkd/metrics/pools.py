@@ -1,4 +1,4 @@
-"""What each pool did in a step: the bottleneck, and the sums in tuner.jsonl that the split tuner reads.
+"""Derive from a step the bottleneck pool, and the sums in tuner.jsonl that the split tuner reads.
 
 The stages' times (`time/`) are what the loop waited. That equals the duration of a stage only under
 trainer.scheduler: sync; otherwise rollouts and scoring overlap with training.

@@ -29,12 +29,12 @@ class BatchSource(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether batches need the rollout engines; False for replays."""
+        """True if batches need the rollout engines; False for replays."""
         ...
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the engines keep generating between two calls."""
+        """True if the engines keep generating between two calls."""
         ...
 
     def restore(self, folder: Path, state: TrainerState) -> None:

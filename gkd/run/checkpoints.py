@@ -1,16 +1,14 @@
-"""A run's checkpoints on disk: whole or absent, however the process or the machine ends. Floor 1.
+"""Store a run's checkpoints on disk: complete or absent, however the process or the machine stops.
 
 checkpoints/step_N/{actor/..., in_flight/..., trainer.json, config.yaml, teacher.json, manifest.json}
-            latest            name of the newest committed one
-            .tmp_step_N_*/    being written; each save has a name of its own, see `CheckpointStore.begin`
+            latest            name of the newest committed checkpoint
+            .tmp_step_N_*/    being written; each save has a new name, see `CheckpointStore.begin`
             .trash_step_N/    being deleted
 
-    begin -> others write into .tmp_step_N_*/{actor,in_flight} -> commit: documents, manifest, flush, rename, flush,
-    `latest`
+    begin -> ranks write .tmp_step_N_*/{actor,in_flight} -> commit: documents, manifest, flush, rename, flush, `latest`
 
-Committed is what `latest` reaches: the folder that it names and those of earlier steps. A folder of a later step was
-renamed by a save that was killed before its end, or belongs to a future that was given up when a run went back to an
-earlier checkpoint; nobody uses it, and the next commit removes it.
+A checkpoint is committed if `latest` names its step or a later one. A folder of a later step is left over from a save
+that was killed after the rename, or from steps that a rewind discarded. It is not used; the next commit removes it.
 """
 
 from __future__ import annotations
@@ -37,55 +35,55 @@ _POINTER, _TRASH = "latest", ".trash_"
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What the driver needs to go on; the rest is in the actor's part of the checkpoint."""
+    """State that the driver needs to resume; the rest is in the actor's part of the checkpoint."""
 
     step: int
-    # Of the prompts' order: those that the student answers before it are trained on, in flight, or unfinished.
+    # On-policy prompts before this position of the sampler's order are trained on, in flight, or unfinished.
     sampler_position: int
-    unfinished: tuple[int, ...] = ()  # positions before it that are neither trained on nor in flight: to begin again
+    unfinished: tuple[int, ...] = ()  # positions before it that have to be generated again
 
     def to_bytes(self) -> bytes:
-        """As it is stored in trainer.json."""
+        """Return the content of trainer.json."""
         return (json.dumps(asdict(self)) + "\n").encode()
 
 
 def read_state(folder: Path) -> TrainerState:
-    """The driver's part of a checkpoint. Raises CheckpointError: it is missing, damaged or of another step."""
+    """Return the driver's part of a checkpoint. Raises CheckpointError: it is missing, damaged or of another step."""
     file = folder / STATE
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: {STATE} cannot be read ({error})") from error
     keys = set(TrainerState.__slots__)
-    if not isinstance(content, dict) or {*content, "unfinished"} != keys:  # written before there was any: none
-        raise CheckpointError(f"{folder}: {STATE} has {content!r} where {', '.join(sorted(keys))} were expected")
+    if not isinstance(content, dict) or {*content, "unfinished"} != keys:  # older versions did not write it
+        raise CheckpointError(f"{folder}: {STATE} has {content!r} but {', '.join(sorted(keys))} are expected")
     unfinished = content.get("unfinished", [])
     counts = [content["step"], content["sampler_position"], *(unfinished if type(unfinished) is list else [None])]
     if not all(type(value) is int and value >= 0 for value in counts):
-        raise CheckpointError(f"{folder}: {STATE} has {content!r} where counts were expected")
+        raise CheckpointError(f"{folder}: {STATE} has {content!r} but counts are expected")
     if content["step"] != step_of(folder):
         raise CheckpointError(f"{folder}: {STATE} is of step {content['step']}")
     return TrainerState(content["step"], content["sampler_position"], tuple(unfinished))
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; None: that is no checkpoint's name."""
+    """Return the step in the name of a checkpoint's folder; None: the name is not one of a checkpoint."""
     digits = folder.name.removeprefix("step_")
     is_one = re.fullmatch("[0-9]{8,}", digits) and folder.name == step_folder(int(digits))
     return int(digits) if is_one else None
 
 
 def step_folder(step: int) -> str:
-    """Name of a step's folder."""
+    """Return the name of a step's folder."""
     return f"step_{step:08d}"
 
 
 def verified(folder: Path) -> tuple[TrainerState, Manifest]:
-    """A checkpoint's state, after every byte of it was read and compared.
+    """Read and compare every byte of a checkpoint, and return its state and manifest.
 
     Raises:
-        DamagedCheckpoint: names the file that is not what was saved.
-        CheckpointError: names the file that cannot be read now, or that another version wrote.
+        DamagedCheckpoint: a file differs from what was saved; names it.
+        CheckpointError: a file cannot be read now, or another version wrote it; names it.
     """
     manifest = verify(folder)
     if manifest.step != step_of(folder):
@@ -98,13 +96,13 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._begun: tuple[int, Path] | None = None  # the save under way
+        self._begun: tuple[int, Path] | None = None  # the pending save
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of a save; it becomes a checkpoint by `commit`. Raises CheckpointError.
+        """Create and return an empty folder for a save; `commit` makes it a checkpoint. Raises CheckpointError.
 
-        Its name is new each time: the ranks of a killed run live on for seconds, and what they still write must not
-        come into a save of the next run.
+        Its name is new each time: the ranks of a killed run live on for seconds, and must not write into a save of the
+        next run.
         """
         work = self.root / f"{TMP}{step_folder(step)}_{secrets.token_hex(4)}"
         with naming(work):
@@ -115,45 +113,45 @@ class CheckpointStore:
         return work
 
     def commit(self, step: int, documents: Mapping[str, bytes], written: Mapping[str, FileDigest]) -> Manifest:
-        """Make what was written since `begin` the newest checkpoint; on an error it is removed. Blocks on the disk.
+        """Make the files written since `begin` the newest checkpoint; remove them on an error. Blocks on the disk.
 
         Args:
-            documents: file name -> content, of the driver's files.
-            written: what others wrote and flushed since, relative to the folder.
+            documents: file name -> content of the driver's files.
+            written: file name, relative to the folder -> digest of the files that the ranks wrote and flushed.
 
         Raises:
-            CheckpointError: the disk is full or read-only, or a file is not what the ranks say; or `latest` is at this
-                step or a later one, or no save of this step was begun. Earlier checkpoints are untouched.
+            CheckpointError: the disk is full or read-only; a file differs from its digest; `latest` is at this step or
+                a later one; or no save of this step was begun. Earlier checkpoints are untouched.
         """
         final, newest = self._folder(step), self._pointer()
         if self._begun is None or self._begun[0] != step:
-            raise CheckpointError(f"{final}: no save of step {step} was begun, so none can be committed")
+            raise CheckpointError(f"{final}: cannot be committed: no save of step {step} was begun")
         if newest is not None and newest >= step:
-            problem = f"{self.root / _POINTER} is at step {newest} already"
-            raise CheckpointError(f"{final} cannot be committed: {problem}; is another run writing into the folder?")
+            problem = f"{self.root / _POINTER} is already at step {newest}"
+            raise CheckpointError(f"{final} cannot be committed: {problem}. Does another run use the folder?")
         (_, work), self._begun = self._begun, None
         try:
             with naming(final):
                 manifest = self._finish(work, step, documents, written)
                 reached = self.committed()
                 for folder in self._folders():
-                    if folder not in reached:  # `latest` would reach it from now on, and it is of another history
+                    if folder not in reached:  # it belongs to discarded steps, and `latest` would commit it
                         self._delete(folder)
                 work.rename(final)
                 fsync(self.root)
                 self._point_to(final)
         except CheckpointError:
-            if not work.exists() and self._pointer() != step:  # renamed, and nothing reaches it
+            if not work.exists() and self._pointer() != step:  # renamed, but not committed
                 remove(final)
             self.remove_leftovers()
             raise
         return manifest
 
     def prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete all but the newest `keep_last` and those whose step `keep_every` divides (0: none of them).
+        """Delete all but the newest `keep_last` and those whose step is a multiple of `keep_every` (0: none of them).
 
-        A folder is renamed before its files go, so a kill in between leaves no half of a checkpoint. One that cannot be
-        deleted is logged and tried again at the next save: it costs space, not the run.
+        A folder is renamed before its files are deleted, so a kill leaves no incomplete checkpoint. If a deletion fails
+        it is logged and tried again at the next save: it costs space, not the run.
         """
         for folder in self.committed()[:-keep_last]:
             if not keep_every or (step_of(folder) or 0) % keep_every:
@@ -163,19 +161,21 @@ class CheckpointStore:
                     log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
 
     def newest(self) -> Path | None:
-        """The newest committed checkpoint that is undamaged, each byte read; damaged ones are logged. None: no save.
+        """Return the newest committed checkpoint that is undamaged; log damaged ones. None: there is no checkpoint.
+
+        Reads every byte.
 
         Raises:
-            CheckpointError: there are checkpoints, and all are damaged; names each and what is wrong with it. Or one
-                cannot be read now, or another version wrote it: going on from the one before would give it up.
+            CheckpointError: all checkpoints are damaged (names each with its problem); or one cannot be read now or was
+                written by another version, since resuming from an earlier one would discard it.
         """
         damages = []
         newest, folders, committed = self._pointer(), self._folders(), self.committed()
         if newest is not None and self._folder(newest) not in folders:
             damages.append(f"{self._folder(newest)} is missing ({_POINTER} names it)")
-            log.error("damaged checkpoint: %s; looking for the one before", damages[-1])
+            log.error("damaged checkpoint: %s; trying the one before", damages[-1])
         if newest is None and committed:
-            log.error("%s is lost or garbled; looking for the newest whole checkpoint", self.root / _POINTER)
+            log.error("%s is missing or invalid; using the newest complete checkpoint", self.root / _POINTER)
         if folders and not committed:
             log.warning("%s was never committed (its save was killed) and is not used", folders[0])
         for folder in reversed(committed):
@@ -183,48 +183,44 @@ class CheckpointStore:
                 verified(folder)
             except DamagedCheckpoint as error:
                 damages.append(str(error))
-                log.error("damaged checkpoint: %s; looking for the one before", damages[-1])
+                log.error("damaged checkpoint: %s; trying the one before", damages[-1])
             else:
                 return folder
         if damages:
             raise CheckpointError(
                 f"no checkpoint in {self.root} can be used: {'; '.join(damages)}. Restore one, name another in "
-                "trainer.resume, or delete the folder to begin anew."
+                "trainer.resume, or delete the folder to start from step 0."
             )
         return None
 
-    def go_on_from(self, folder: Path) -> None:
-        """The run goes on from this one of its checkpoints: later ones are not committed any more.
-
-        Raises:
-            CheckpointError: `latest` cannot be written.
-        """
+    def rewind_to(self, folder: Path) -> None:
+        """Make this checkpoint the newest committed one. Raises CheckpointError: `latest` cannot be written."""
         if self._pointer() != step_of(folder):
             with naming(self.root / _POINTER):
                 self._point_to(folder)
 
     def committed(self) -> list[Path]:
-        """The folders that `latest` reaches, oldest first."""
+        """Return the committed checkpoints, oldest first."""
         folders, newest = self._folders(), self._pointer()
         if newest is not None:
             return [folder for folder in folders if (step_of(folder) or 0) <= newest]
-        # A killed first save leaves one folder without a pointer, and never more: so then the pointer was lost, and
-        # each of them was whole when it was renamed.
+        # A killed first save leaves at most one folder without a pointer. With more than one the pointer was lost, and
+        # each folder was complete when it was renamed.
         return folders if (self.root / _POINTER).exists() or len(folders) > 1 else []
 
     def has_any(self) -> bool:
-        """Is there anything of a run to lose, committed or not?"""
+        """Return whether the folder has any checkpoint, committed or not."""
         return bool(self._folders()) or (self.root / _POINTER).exists()
 
     def remove_leftovers(self) -> None:
-        """Delete what killed saves and deletions left behind; no other process may be writing."""
+        """Delete leftovers of killed saves and deletions; no other process may be writing."""
         for path in [*self.root.glob(f"{TMP}*"), *self.root.glob(f"{_TRASH}*")]:
             remove(path)
 
     def _finish(
         self, work: Path, step: int, documents: Mapping[str, bytes], written: Mapping[str, FileDigest]
     ) -> Manifest:
-        """The driver's files, the manifest last; all names flushed."""
+        """Write the driver's files, then the manifest, and flush all names."""
         if not any(name.startswith(f"{ACTOR}/") for name in written):
             raise CheckpointError(f"{work}: the actor wrote nothing")
         files = {**written, **{name: digest_bytes(data) for name, data in documents.items()}}
@@ -241,7 +237,7 @@ class CheckpointStore:
         replace_file(self.root / _POINTER, f"{folder.name}\n".encode())
 
     def _pointer(self) -> int | None:
-        """The step that `latest` names; None: there is no such file, or it is garbled."""
+        """Return the step that `latest` names; None: the file is missing or invalid."""
         file = self.root / _POINTER
         try:
             text = file.read_bytes().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Make what was written survive a kill and a power cut: flush files and folders, replace files whole. Floor 0."""
+"""Write files so that they survive a kill and a power cut: flush files and folders, replace files atomically."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gkd.log import get_logger
 
 log = get_logger("disk")
 
-TMP = ".tmp_"  # what begins so is half-made, and of no use once nobody writes it
+TMP = ".tmp_"  # prefix of incomplete files and folders
 
 
 def fsync(path: Path) -> None:
-    """Flush one file, or the list of names of one folder (which a rename inside it changes). Raises OSError."""
+    """Flush a file, or the entries of a folder (which a rename changes). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,7 +32,7 @@ def fsync_tree(root: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a whole file and flush it; its name lasts once its folder is flushed, too. Raises OSError."""
+    """Write a file and flush it; flush its folder, too, to make the name durable. Raises OSError."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -40,9 +40,9 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write beside `path`, flush and rename: a kill, a power cut or a full disk leaves the old file whole.
+    """Write a temporary file, flush it and rename it to `path`; a kill or a full disk leaves the old file intact.
 
-    Raises OSError; then the half-made `.tmp_` file stays, and the next call writes over it.
+    Raises OSError; the temporary file stays, and the next call overwrites it.
     """
     fresh = path.with_name(f"{TMP}{path.name}")
     write_synced(fresh, data)
@@ -51,7 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents where they are missing, and flush their names. Raises OSError."""
+    """Create a folder and its missing parents, and flush their names. Raises OSError."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -60,7 +60,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path, what: str = "written") -> Iterator[None]:
-    """An OSError inside is a CheckpointError that names the file and why it cannot be `what`."""
+    """Turn an OSError in the block into a CheckpointError that names the file and why it cannot be `what`."""
     try:
         yield
     except OSError as error:
@@ -68,7 +68,7 @@ def naming(path: Path, what: str = "written") -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder that nobody needs; what cannot be deleted is logged and left."""
+    """Delete a file or folder; log and keep it if that fails."""
     try:
         if path.is_dir():
             shutil.rmtree(path)

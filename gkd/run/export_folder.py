@@ -1,8 +1,8 @@
-"""The export's place in a run's folder: a whole one or none under the final name, whatever is killed when. Floor 1.
+"""Replace the export of a run atomically: `export/` is complete or absent, whenever the process is killed.
 
-export/           the newest whole one
-.new_export/      the next one while it is written; `publish` puts it in the place of the one before
-.trash_export/    the one before, while it is deleted
+export/           the newest complete export
+.new_export/      the next one while it is written; `publish` renames it
+.trash_export/    the previous one while it is deleted
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _NAME, _NEW, _OLD = "export", ".new_export", ".trash_export"
 
 
 def new_export(root: Path) -> Path:
-    """Where the next one is written; nothing is there yet."""
+    """Return the folder to write the next export to; it does not exist yet."""
     return root / _NEW
 
 
 def publish(root: Path) -> Path:
-    """Put the whole folder at `new_export` in the place of the export of an earlier end of the run; returns that place.
+    """Replace an earlier export with the complete folder at `new_export`, and return its final path.
 
-    There is no exchange in one operation on every file system. A kill between the two renames leaves the earlier one
-    beside its place, and `tidy` puts it back.
+    Not every file system can exchange two folders in one operation. After a kill between the two renames `tidy`
+    restores the earlier export.
 
     Raises:
-        CheckpointError: it cannot be renamed; the earlier one stays.
+        CheckpointError: it cannot be renamed; the earlier export stays.
     """
     final, old = root / _NAME, root / _OLD
     with naming(final):
@@ -44,7 +44,7 @@ def publish(root: Path) -> Path:
 
 
 def tidy(root: Path) -> None:
-    """Undo an exchange that was killed halfway, and delete what is left of a killed export. Raises OSError."""
+    """Undo a replacement that was killed halfway, and delete leftovers of a killed export. Raises OSError."""
     final, old = root / _NAME, root / _OLD
     if old.exists() and not final.exists():
         old.rename(final)
@@ -54,6 +54,6 @@ def tidy(root: Path) -> None:
 
 
 def delete(root: Path) -> None:
-    """The export, and whatever is left of others; what cannot be deleted is logged and left."""
+    """Delete the export and all leftovers; log and keep what cannot be deleted."""
     for folder in (root / _NAME, root / _OLD, *root.glob(f"{_NEW}*")):
         remove(folder)

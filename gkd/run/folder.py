@@ -1,18 +1,18 @@
-"""A run's folder: what a run writes, and where.
+"""Paths and files of a run folder.
 
 run_dir/config.yaml            resolved settings
-        teacher.json           who scores: name and fingerprint of the teacher's weights
+        teacher.json           name and fingerprint of the teacher's weights
         metrics.jsonl          one line per step
         tuner.jsonl            one line per step: sums that only the split tuner reads
-        gpus.json              which rank sat on which GPU at the last start; see `gkd.cluster.gpu_table`
-        stacks.txt             where every rank stood the last time that some did not answer
+        gpus.json              which rank was on which GPU at the last start; see `gkd.cluster.gpu_table`
+        stacks.txt             stacks of all ranks at the last timeout
         checkpoints/           see `gkd.run.checkpoints`
-        branched_from          the checkpoint of another run that this one began with, if it did
-        going_back             the earlier checkpoint of its own that it was told to go back to, until that is loaded
+        branched_from          checkpoint of another run that this run started from, if any
+        going_back             earlier checkpoint that a rewind was asked for, until it is loaded
         memory/                reports of ranks that ran out of memory; see `gkd.memory.oom`
-        samples/step_N.jsonl   greedy answers to held-out prompts
-        token_losses/step_N.jsonl  the numbers of each token of an evaluation, with eval.keep_token_losses
-        batches/step_N/        what each step was trained on, with trainer.record_batches; see `gkd.pipeline.replay`
+        samples/step_N.jsonl   greedy responses to validation prompts
+        token_losses/step_N.jsonl  with eval.keep_token_losses: loss terms of each token of an evaluation
+        batches/step_N/        with trainer.record_batches: the batch of each step; see `gkd.pipeline.replay`
         export/                the trained student in Hugging Face format; see `gkd.run.export_folder`
 """
 
@@ -47,10 +47,10 @@ _BY_STEP = ("samples", "token_losses", BATCHES)  # folders with files of each ev
 
 
 class RunFolder:
-    """Paths and checkpoints of one run. Made by `gkd.run.open.open_run_folder`, which decides whether it may be used.
+    """Paths and checkpoints of one run; `gkd.run.open.open_run_folder` creates it.
 
     Args:
-        start: the checkpoint that the run goes on from, of this run or of another; None: it begins at step 0.
+        start: the checkpoint to resume from, of this run or another; None: the run starts at step 0.
     """
 
     def __init__(
@@ -66,23 +66,23 @@ class RunFolder:
         self.store = CheckpointStore(root / CHECKPOINTS)
 
     def write_places(self, table: bytes) -> None:
-        """Which rank sits on which GPU, of this start. Raises CheckpointError: it cannot be written."""
+        """Write which rank is on which GPU. Raises CheckpointError: it cannot be written."""
         with naming(self.root / PLACES):
             replace_file(self.root / PLACES, table)
 
     def write_stacks(self, text: str) -> Path:
-        """Where every rank stood when some did not answer; its place. Raises CheckpointError: it cannot be written."""
+        """Write the stacks of all ranks, and return the file. Raises CheckpointError: it cannot be written."""
         file = self.root / STACKS
         with naming(file):
             replace_file(file, text.encode())
         return file
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """One JSON line a greedy answer. Raises CheckpointError: it cannot be written."""
+        """Write one JSON line per greedy response. Raises CheckpointError: it cannot be written."""
         self._write_of_step("samples", step, [asdict(sample) for sample in samples])
 
     def write_token_losses(self, step: int, records: Sequence[TokenRecord]) -> None:
-        """One JSON line a sequence of an evaluation; see `TokenRecord`. Infinities are null, as in the metrics.
+        """Write one JSON line per sequence of an evaluation; see `TokenRecord`. Infinities become null.
 
         Raises CheckpointError: it cannot be written.
         """
@@ -93,7 +93,7 @@ class RunFolder:
         self._write_of_step("token_losses", step, rows)
 
     def forget_after(self, step: int) -> None:
-        """Delete what was kept of later steps: the run went back, and makes those steps anew.
+        """Delete samples, token losses and recorded batches of later steps, which the run makes again.
 
         Raises CheckpointError: one cannot be deleted.
         """
@@ -104,10 +104,10 @@ class RunFolder:
                     shutil.rmtree(file) if file.is_dir() else file.unlink()
 
     def commit_checkpoint(self, state: TrainerState, written: Mapping[str, FileDigest]) -> Manifest:
-        """Make a finished save the newest checkpoint, then delete those that trainer.keep_last and keep_every let go.
+        """Make a finished save the newest checkpoint, then delete those that keep_last and keep_every do not keep.
 
         Args:
-            written: the files of everybody but the driver, relative to the checkpoint's folder.
+            written: the files of the ranks, relative to the checkpoint's folder.
 
         Raises:
             CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
@@ -118,37 +118,37 @@ class RunFolder:
         return manifest
 
     def identity(self) -> dict[str, bytes]:
-        """Whose run it is: file name -> content, of the settings and the teacher."""
+        """Return the documents that identify the run, settings and teacher: file name -> content."""
         return {
             "config.yaml": config_yaml(self.config).encode(),
             "teacher.json": teacher_json(self._teacher).encode(),
         }
 
-    def starts_from_its_own(self) -> bool:
-        """Is what the run goes on from one of its own checkpoints?"""
+    def resumes_own_checkpoint(self) -> bool:
+        """Return whether the run resumes from one of its own checkpoints."""
         return self.start is not None and self.start.parent == self.store.root
 
     def resume(self, load_actor: Callable[[Path], None]) -> TrainerState | None:
-        """Load the checkpoint that the run goes on from; None: it begins at step 0.
+        """Load the checkpoint that the run resumes from; None: it starts at step 0.
 
-        Of the run's own checkpoints later ones are given up as soon as this one is loaded.
+        Later checkpoints of the run are discarded as soon as this one is loaded.
         """
         if self.start is None:
             return None
         state = read_state(self.start)
         load_actor(self.start / ACTOR)
-        if self.starts_from_its_own():
-            self.store.go_on_from(self.start)
+        if self.resumes_own_checkpoint():
+            self.store.rewind_to(self.start)
             with naming(self.root / GOING_BACK, "deleted"):
                 (self.root / GOING_BACK).unlink(missing_ok=True)
-                fsync(self.root)  # or a power cut brings it back, and the run would go back once more
+                fsync(self.root)  # otherwise a power cut can restore it, and the run would rewind again
         return state
 
     def publish_export(self) -> Path:
-        """Put the whole folder at `new_export` in the place of an export of an earlier end of this run; that place.
+        """Replace an earlier export with the complete one at `new_export`; return its folder.
 
         Raises:
-            CheckpointError: it cannot be renamed; the earlier one stays.
+            CheckpointError: it cannot be renamed; the earlier export stays.
         """
         return export_folder.publish(self.root)
 
@@ -160,5 +160,5 @@ class RunFolder:
 
 
 def teacher_json(teacher: Mapping[str, str]) -> str:
-    """What teacher.json says."""
+    """Return the content of teacher.json."""
     return json.dumps(teacher, indent=2) + "\n"

@@ -1,8 +1,8 @@
-"""What a checkpoint consists of: every file's size and digest, written down last and checked before any use. Floor 1.
+"""The manifest of a checkpoint: size and digest of every file, written last and checked before use.
 
 manifest.json: {"format": 1, "step": N, "files": {"actor/x": [bytes, xxh3_128 as hex], ...}, "xxh3_128": of the rest}
 
-A folder whose manifest is whole and agrees with its files is exactly what was saved. Further files do no harm.
+A folder whose manifest is valid and matches its files is exactly what was saved. Additional files are ignored.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Manifest:
 
     @property
     def n_bytes(self) -> int:
-        """Of all files together, without the manifest itself."""
+        """Size of all files together, without the manifest."""
         return sum(digest.n_bytes for digest in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """The manifest as it is stored."""
+        """Return the content of manifest.json."""
         files = {name: [digest.n_bytes, digest.xxh3_128] for name, digest in sorted(self.files.items())}
         content = {"format": _FORMAT, "step": self.step, "files": files}
         return (json.dumps(content | {"xxh3_128": _seal(content)}, indent=1) + "\n").encode()
 
 
 def digest_bytes(data: bytes) -> FileDigest:
-    """Size and digest of what is already in memory."""
+    """Return size and digest of bytes in memory."""
     return FileDigest(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Size and digest of a file, read in bounded chunks. Raises OSError."""
+    """Return size and digest of a file, read in bounded chunks. Raises OSError."""
     hasher, buffer, n_bytes = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES)), 0
     with path.open("rb", buffering=0) as file:
         while n_read := file.readinto(buffer):
@@ -60,11 +60,11 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The list of a checkpoint's files.
+    """Return the manifest of a checkpoint.
 
     Raises:
-        DamagedCheckpoint: there is none, or it is not as it was written.
-        CheckpointError: it cannot be read now, or is of a version of this program that this one does not know.
+        DamagedCheckpoint: it is missing, or differs from what was written.
+        CheckpointError: it cannot be read now, or has a format of another version.
     """
     file = folder / NAME
     try:
@@ -74,11 +74,11 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{folder}: {NAME} cannot be read ({error})") from error
     except ValueError as error:  # JSON's and UTF-8's errors alike
-        raise DamagedCheckpoint(f"{folder}: {NAME} is damaged: it is not JSON ({error})") from error
+        raise DamagedCheckpoint(f"{folder}: {NAME} is damaged: not valid JSON ({error})") from error
     try:
         _check_seal(content)
         if content["format"] != _FORMAT:
-            problem = f"has the format {content['format']!r}, and this version reads {_FORMAT}"
+            problem = f"has format {content['format']!r}, but this version reads {_FORMAT}"
             raise CheckpointError(f"{folder}: {NAME} {problem}; resume with the version that wrote it")
         return _parsed(content)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -86,11 +86,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Are all files there, as long as they should be?
+    """Check that all files exist with the right size.
 
     Raises:
-        DamagedCheckpoint: names the first that is not.
-        CheckpointError: names the first that cannot be looked at now.
+        DamagedCheckpoint: one does not; names the first.
+        CheckpointError: one cannot be read now; names the first.
     """
     for name, wanted in manifest.files.items():
         path = folder / name
@@ -101,16 +101,15 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         except OSError as error:
             raise CheckpointError(f"{folder}: {name} cannot be read ({error})") from error
         if n_bytes != wanted.n_bytes:
-            raise DamagedCheckpoint(f"{folder}: {name} has {n_bytes} bytes where {wanted.n_bytes} were written")
+            raise DamagedCheckpoint(f"{folder}: {name} has {n_bytes} bytes, but {wanted.n_bytes} were written")
 
 
 def verify(folder: Path) -> Manifest:
-    """Read every byte of a checkpoint and compare. Blocks for as long as the disk takes.
+    """Read every byte of a checkpoint and compare it with the manifest; blocks on the disk.
 
     Raises:
-        DamagedCheckpoint: names the first file that is missing, of another size, or with other content.
-        CheckpointError: names the first file that cannot be read now, which says nothing about what it holds; or see
-            `read_manifest`.
+        DamagedCheckpoint: a file is missing, or has another size or content; names the first.
+        CheckpointError: a file cannot be read now, so it may still be intact (names the first); or see `read_manifest`.
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
@@ -120,7 +119,7 @@ def verify(folder: Path) -> Manifest:
             same = digest_file(folder / name) == manifest.files[name]
         except OSError as error:
             return CheckpointError(f"{folder}: {name} cannot be read ({error})")
-        text = f"{folder}: {name} has other content than was written (its digest differs)"
+        text = f"{folder}: {name} differs from what was written (its digest differs)"
         return None if same else DamagedCheckpoint(text)
 
     with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="verify") as threads:
@@ -136,10 +135,10 @@ def _seal(content: Mapping[str, Any]) -> str:
 
 
 def _check_seal(content: Any) -> None:
-    """Takes the seal out of it. The seal of every format is made like this, so one can be told from damage."""
+    """Remove and check the seal. It is the same in every format, so another format is not mistaken for damage."""
     seal = content.pop("xxh3_128")
     if seal != _seal(content):
-        raise ValueError("its own digest differs")
+        raise ValueError("the digest of the manifest differs")
 
 
 def _parsed(content: Any) -> Manifest:
@@ -147,6 +146,6 @@ def _parsed(content: Any) -> Manifest:
     for name, (n_bytes, digest) in content["files"].items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"it lists {name!r}, which is outside of its folder")
+            raise ValueError(f"it lists {name!r}, which is outside the folder")
         files[name] = FileDigest(n_bytes, digest)
     return Manifest(content["step"], files)

@@ -1,4 +1,4 @@
-"""May this run have this folder, and what does it go on from? How another run is kept from overwriting it."""
+"""Open a run folder: check that this run may use it, lock it, and find the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ log = get_logger("run_folder")
 
 
 def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
-    """Take `trainer.run_dir` for this run, and hold it: a new folder, or (unless resume: never) the same run's.
+    """Open and lock `trainer.run_dir`: a new folder, or the folder of the run that is resumed.
 
-    Reads the whole checkpoint that the run goes on from. A refused run changes nothing.
+    Verifies the checkpoint to resume from, every byte of it. A refused run changes nothing.
 
     Args:
-        teacher: name and fingerprint of the model that scores; a resumed run must have the same fingerprint.
+        teacher: name and fingerprint of the teacher; a resumed run must have the same fingerprint.
 
     Raises:
-        ConfigError: it holds another run and trainer.resume is never or a checkpoint of another run, or the teacher or
-            settings that shape the result have changed; trainer.resume is no checkpoint; another process holds it; it
-            is a folder of something else; it cannot be written.
+        ConfigError: the folder holds another run, or files that are not of a run; the teacher or settings that change
+            the result differ; trainer.resume is not a checkpoint; another process holds the folder; or it cannot be
+            written.
         CheckpointError: the checkpoint that trainer.resume names is damaged, or (auto) all of the run's are; or one
             cannot be read now.
     """
@@ -56,7 +56,7 @@ def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
                 start = going_back or store.newest() or _noted(root / ORIGIN, teacher, config)
             store.remove_leftovers()
             export_folder.tidy(root)
-            # Before the config: from that on this is a run, and `auto` must know what it was told to begin with.
+            # Before the config, which makes this a run: a later start with `auto` must find the choice of this one.
             _note_start(root, start, store, config)
             replace_file(root / "teacher.json", teacher_json(teacher).encode())
             replace_file(root / "config.yaml", config_yaml(config).encode())
@@ -81,7 +81,7 @@ def check_run_folder(config: Config) -> Path | None:
     if (root / LOCK).exists():
         with _writing(root):
             _hold(root).close()
-    if not _is_ours(root) and _holds_another_s(root):
+    if not _is_ours(root) and _holds_other_files(root):
         problem = "it is not empty and holds no complete run of gkd."
         raise ConfigError("trainer.run_dir", str(root), problem, "name a new folder.")
     named = named_checkpoint(config)
@@ -92,7 +92,7 @@ def check_run_folder(config: Config) -> Path | None:
             raise ConfigError(
                 "trainer.run_dir",
                 str(root),
-                "it holds a run already.",
+                "the folder already holds a run.",
                 "name another folder, or set trainer.resume=auto to resume that run.",
             )
         check_same_run(root / "config.yaml", config)
@@ -100,45 +100,45 @@ def check_run_folder(config: Config) -> Path | None:
 
 
 def named_checkpoint(config: Config) -> Path | None:
-    """The folder that trainer.resume names; None where it is auto or never.
+    """Return the folder that trainer.resume names; None: it is auto or never.
 
     Raises:
-        ConfigError: there is no such folder, or it is no checkpoint.
+        ConfigError: there is no such folder, or it is not a checkpoint.
     """
     resume = config.trainer.resume
     if resume in ("auto", "never"):
         return None
-    problem = "it is neither auto nor never, and there is no such folder."
+    problem = "there is no such folder, and it is neither auto nor never."
     if os.path.isdir(resume):
         folder = Path(resume).resolve()
         if step_of(folder) is not None and any((folder / file).exists() for file in (MANIFEST, STATE)):
             return folder
-        problem = "that folder is no checkpoint."
+        problem = "not a checkpoint folder."
     raise ConfigError("trainer.resume", resume, problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
 
 
 def _noted(file: Path, teacher: Mapping[str, str], config: Config) -> Path | None:
-    """The checkpoint that an earlier start was told to go on from, and has not come to replace by its own work.
+    """Return the checkpoint that an earlier start was told to resume from; None: there is no such file.
 
-    `branched_from`: the other run's that a branch began with, until it has saved one of its own. `going_back`: the
-    run's own, until it is loaded. None: there is no such file.
+    `branched_from` names another run's checkpoint, until the branch has saved its own. `going_back` names one of the
+    run's own, until it is loaded.
     """
     if not file.exists():
         return None
     with naming(file, "read"):
         text = file.read_text().removesuffix("\n")
-    # Of its own the name alone, so that the run can be moved.
+    # The run's own checkpoint by name alone, so that the folder can be moved.
     folder = file.parent / CHECKPOINTS / text if file.name == GOING_BACK else Path(text)
-    log.info("%s: an earlier start was told to go on from %s, and this one does", file, folder)
+    log.info("%s: resuming from %s, as an earlier start was told to", file, folder)
     _check_checkpoint(folder, teacher, config)
     return folder
 
 
 def _note_start(root: Path, start: Path | None, store: CheckpointStore, config: Config) -> None:
-    """Write down what the run was told to go on from, where `auto` would not find it by itself. Raises OSError."""
+    """Record the checkpoint that the run was told to resume from, for later starts with `auto`. Raises OSError."""
     origin, going_back = root / ORIGIN, root / GOING_BACK
     if config.trainer.resume == "auto":
-        return  # what is noted still holds
+        return  # the record of an earlier start is still valid
     if start is not None and start.parent == store.root:
         replace_file(going_back, f"{start.name}\n".encode())
         return
@@ -150,7 +150,7 @@ def _note_start(root: Path, start: Path | None, store: CheckpointStore, config: 
 
 
 def _check_checkpoint(folder: Path, teacher: Mapping[str, str], config: Config) -> None:
-    """Is this checkpoint whole, and may a run of this config and teacher go on from it?"""
+    """Check that a checkpoint is complete, and that a run with this config and teacher may resume from it."""
     verified(folder)
     check_same_run(folder / "config.yaml", config)
     check_same_teacher(folder / "teacher.json", teacher, config)
@@ -167,28 +167,28 @@ def _writing(root: Path) -> Iterator[None]:
 
 
 def _hold(root: Path) -> TextIO:
-    """Lock the folder for as long as the file stays open; the kernel lets go of it however the process ends."""
+    """Lock the folder while the returned file is open; the kernel unlocks it however the process ends."""
     lock = (root / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
         raise ConfigError(
-            "trainer.run_dir", str(root), "another run is writing into it right now.", "wait for it, or name another."
+            "trainer.run_dir", str(root), "another run is using the folder.", "wait for it, or name another folder."
         ) from error
     except OSError as error:
         lock.close()
         raise ConfigError(
             "trainer.run_dir",
             str(root),
-            f"its file system cannot lock files ({error}), so two runs could write into it at once.",
-            "name a folder of a file system that can, or have this one mounted with locks (flock).",
+            f"its file system cannot lock files ({error}), so two runs could use the folder at once.",
+            "name a folder on a file system with locks, or mount this one with locks (flock).",
         ) from error
     return lock
 
 
-def _holds_another_s(root: Path) -> bool:
-    """Is there anything in it that a start of ours, killed before it had written its config, does not leave?"""
+def _holds_other_files(root: Path) -> bool:
+    """Return whether the folder has files that a start killed before it wrote its config does not leave."""
     ours = {LOCK, ORIGIN, GOING_BACK, "teacher.json"}
     ours |= {f"{TMP}{name}" for name in (*ours, "config.yaml")}
     return root.exists() and any(path.name not in ours for path in root.iterdir())
@@ -200,10 +200,10 @@ def _is_ours(root: Path) -> bool:
 
 def _holds_run(root: Path) -> bool:
     """Return whether a run of gkd has made progress in the folder."""
-    return _is_ours(root) and _has_begun(root)
+    return _is_ours(root) and _has_results(root)
 
 
-def _has_begun(root: Path) -> bool:
+def _has_results(root: Path) -> bool:
     """Is there anything of a run to lose? A config alone is that of a run that never came to its first number."""
     metrics = root / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or CheckpointStore(root / CHECKPOINTS).has_any()

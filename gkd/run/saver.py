@@ -1,12 +1,12 @@
-"""Saves beside the training: the loop waits for a copy of the student in host memory, the files follow.
+"""Save asynchronously: the loop waits for a copy of the student in host memory; the files are written during training.
 
-    save      wait for the save before -> every rank copies its state -> back to training; the rollouts in flight are
-              written by the hosts that have them
-    poll      at each later step: have all ranks written? Then commit
-    finish    the same, waiting: before the next save and before the run ends
+    save      wait for the previous save -> every rank copies its state -> return; the hosts that hold the rollouts in
+              flight write them
+    poll      at each later step: commit if all ranks have finished writing
+    finish    wait until they have, and commit: before the next save and before the run ends
 
-One save at a time, so no more than one copy in host memory. A save that fails stops the run at the next of these calls.
-A save is of no use to anybody before its commit, so whatever ends the run but an interrupt waits for it by `finish`.
+One save at a time, so at most one copy in host memory. A save that fails stops the run at the next of these calls. An
+uncommitted save is not usable, so every end of the run but an interrupt calls `finish`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = get_logger("saver")
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A save under way."""
+    """A pending save."""
 
     state: TrainerState
     began_s: float
@@ -39,7 +39,7 @@ class _Save:
 
 
 class Saver:
-    """Begins, watches and commits the saves of one run.
+    """Start and commit the saves of one run.
 
     Args:
         in_background: False: `save` returns when the checkpoint is committed.
@@ -56,30 +56,29 @@ class Saver:
     ) -> None:
         self._folder, self._actor, self._scoring = folder, actor, scoring
         self._in_background, self._clock = in_background, clock
-        self._under_way: _Save | None = None
+        self._pending: _Save | None = None
         self.committed_step = 0  # of the newest checkpoint; step 0 needs none
 
     def resume(self) -> TrainerState | None:
-        """Load what the run goes on from; None: it begins at step 0. Raises CheckpointError."""
+        """Load the checkpoint to resume from; None: the run starts at step 0. Raises CheckpointError."""
         state = self._folder.resume(self._actor.load)
-        if state is not None and self._folder.starts_from_its_own():  # a branch has nothing of its own yet
+        if state is not None and self._folder.resumes_own_checkpoint():  # a branch has no checkpoint yet
             self.committed_step = state.step
         return state
 
     def save(self, step: int, in_flight: InFlight, *, scored: bool = True) -> dict[str, float]:
-        """Begin to save this step, unless it is saved already or about to be; blocks for the copy, and for an earlier
-        save still under way.
+        """Start to save this step, unless it is saved or being saved; blocks for the copy and for a pending save.
 
         Args:
-            scored: with the teacher's scores of what is in flight, once they are there. False: it is scored again.
+            scored: include the teacher's scores of rollouts in flight. False: a resumed run requests them again.
 
         Returns:
-            The numbers of a save that came to its end in here.
+            Numbers of a save that finished in this call.
 
         Raises:
-            CheckpointError: this save or the one under way failed; what it wrote is removed.
+            CheckpointError: this save or the pending one failed; its files are removed.
         """
-        if step == self.committed_step or (self._under_way and step == self._under_way.state.step):
+        if step == self.committed_step or (self._pending and step == self._pending.state.step):
             return {}
         numbers = self.finish()
         began_s = self._clock()
@@ -89,33 +88,33 @@ class Saver:
             try:
                 recordings = self._record(in_flight, folder / IN_FLIGHT, scored)
             except Exception:
-                self._let_the_ranks_finish(None)
+                self._wait_for_ranks(None)
                 raise
         except Exception:
-            self._give_up()
+            self._discard()
             raise
         state = TrainerState(step, in_flight.position, in_flight.unfinished)
-        self._under_way = _Save(state, began_s, folder / IN_FLIGHT, in_flight.chunks, recordings)
+        self._pending = _Save(state, began_s, folder / IN_FLIGHT, in_flight.chunks, recordings)
         return numbers if self._in_background else numbers | self.finish()
 
     def poll(self) -> dict[str, float]:
-        """Commit the save under way if all ranks have written it; its numbers if so. Raises CheckpointError."""
+        """Commit the pending save if all ranks have written it, and return its numbers. Raises CheckpointError."""
         return self._commit(wait=False)
 
     def finish(self, timeout_s: float | None = None) -> dict[str, float]:
-        """Wait for the save under way, if there is one, and commit it; its numbers.
+        """Wait for the pending save, if any, commit it, and return its numbers.
 
         Args:
-            timeout_s: how long to wait; None: trainer.stage_timeout_s.
+            timeout_s: None: trainer.stage_timeout_s.
 
         Raises:
             CheckpointError: it failed.
-            ClusterError: a rank died, or has not written its files by then.
+            ClusterError: a rank died, or did not finish in time.
         """
         return self._commit(wait=True, timeout_s=timeout_s)
 
     def _commit(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, float]:
-        save = self._under_way
+        save = self._pending
         if save is None:
             return {}
         try:
@@ -124,9 +123,9 @@ class Saver:
                 return {}
             manifest = self._folder.commit_checkpoint(save.state, written)
         except Exception:
-            self._give_up()
+            self._discard()
             raise
-        self._under_way, self.committed_step = None, save.state.step
+        self._pending, self.committed_step = None, save.state.step
         seconds = self._clock() - save.began_s
         log.info("checkpoint of step %d: %d bytes in %.1f s", save.state.step, manifest.n_bytes, seconds)
         return {"perf/checkpoint_write_s": seconds, "perf/checkpoint_bytes": float(manifest.n_bytes)}
@@ -142,7 +141,7 @@ class Saver:
         }
 
     def _written(self, save: _Save, wait: bool, timeout_s: float | None) -> dict[str, FileDigest] | None:
-        """All files of the save, relative to its folder; None: some are still being written."""
+        """Return all files of the save, relative to its folder; None: some are still being written."""
         began_s = self._clock()
 
         def left_s() -> float | None:
@@ -156,13 +155,13 @@ class Saver:
                     return None
                 files |= {f"{IN_FLIGHT}/{name}": digest for name, digest in recorded.items()}
         except Exception:
-            self._let_the_ranks_finish(left_s())
+            self._wait_for_ranks(left_s())
             raise
-        actor = self._actor.save_finished(wait=wait, timeout_s=left_s())  # last: it answers once
+        actor = self._actor.save_finished(wait=wait, timeout_s=left_s())  # last: it can be read only once
         return None if actor is None else files | {f"{ACTOR}/{name}": digest for name, digest in actor.items()}
 
     def _recorded(self, save: _Save, label: str, wait: bool, timeout_s: float | None) -> dict[str, FileDigest] | None:
-        """A teacher that is gone costs no save: what it owes scores of is recorded without, to be scored on resume."""
+        """Record rollouts without scores if the teacher is lost; a resumed run requests the scores."""
         try:
             return self._scoring.record_finished(save.recordings[label], wait=wait, timeout_s=timeout_s)
         except (TeacherError, TeacherUnavailable) as error:
@@ -170,13 +169,13 @@ class Saver:
             save.recordings[label] = self._scoring.record(save.in_flight[label], save.folder, label, scored=False)
             return self._scoring.record_finished(save.recordings[label], wait=wait, timeout_s=timeout_s)
 
-    def _let_the_ranks_finish(self, timeout_s: float | None) -> None:
-        """Before their files are given up: they take no other save while they write one."""
+    def _wait_for_ranks(self, timeout_s: float | None) -> None:
+        """Wait until the ranks have written, before their files are removed: they accept no save while writing."""
         try:
             self._actor.save_finished(wait=True, timeout_s=timeout_s)
         except GkdError as error:
-            log.error("the student's part of a save that failed anyhow failed, too: %s", str(error))
+            log.error("the student's part of the failed save failed, too: %s", str(error))
 
-    def _give_up(self) -> None:
-        self._under_way = None
+    def _discard(self) -> None:
+        self._pending = None
         self._folder.store.remove_leftovers()

@@ -1,8 +1,8 @@
-"""Is a folder the same one for the driver and for processes elsewhere? Files go both ways. Floor 1.
+"""Check that the driver and the ranks on other nodes see the same folder, by files in both directions.
 
     driver: offer -> each rank: answer -> driver: collect, clear
 
-Without it a run whose folder is not shared ends at its first save, after hours, or in shards on the disks of nodes.
+Without this check a run whose folder is not shared would fail at its first save, or scatter its shards over nodes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gkd.errors import ConfigError
 from gkd.run.disk import TMP, remove
 
 _PROBE = f"{TMP}probe"
-_FIX = "name a folder of a file system that all nodes share, at the same path, and that they may write."
+_FIX = "name a folder on a file system that all nodes share at the same path, and can write."
 
 
 def offer(root: Path) -> str:
-    """Leave a file in the folder for the others to find; the word that it is known by. Raises ConfigError."""
+    """Write the driver's probe file and return its random content. Raises ConfigError: it cannot be written."""
     word = secrets.token_hex(8)
     try:
         _probe(root, word).write_text(word)
@@ -28,52 +28,52 @@ def offer(root: Path) -> str:
     return word
 
 
-def answer(root: Path, word: str, who: str, where: str) -> None:
-    """Read the driver's file and leave one beside it.
+def answer(root: Path, word: str, rank: str, where: str) -> None:
+    """Read the driver's probe file and write one for it.
 
     Args:
-        who: of all that answer; part of a file name.
+        rank: name of this rank, part of the file name.
         where: the node, for the error.
 
     Raises:
-        ConfigError: the folder is another one here, or cannot be written.
+        ConfigError: this node sees another folder, or cannot write to it.
     """
     try:
         seen = _probe(root, word).read_text()
     except OSError as error:
-        problem = f"{who} on node {where} does not see what the driver wrote there ({error})."
+        problem = f"{rank} on node {where} does not see the driver's file ({error})."
         raise ConfigError("trainer.run_dir", str(root), problem, _FIX) from error
     if seen != word:
-        problem = f"{who} on node {where} reads something else there than the driver wrote."
+        problem = f"{rank} on node {where} reads other content than the driver wrote."
         raise ConfigError("trainer.run_dir", str(root), problem, _FIX)
     try:
-        _probe(root, word, who).write_text(word)
+        _probe(root, word, rank).write_text(word)
     except OSError as error:
-        problem = f"{who} on node {where} cannot write there ({error})."
+        problem = f"{rank} on node {where} cannot write to it ({error})."
         raise ConfigError("trainer.run_dir", str(root), problem, _FIX) from error
 
 
 def collect(root: Path, word: str, nodes: Mapping[str, str]) -> None:
-    """Does the driver see every answer?
+    """Check that the driver sees the file of every rank.
 
     Args:
-        nodes: node by the name of who answered.
+        nodes: name of the rank -> its node.
 
     Raises:
-        ConfigError: one is missing, so what ranks write there would be missing from checkpoints.
+        ConfigError: one is missing, so the rank's files would be missing from checkpoints.
     """
-    missing = [who for who in nodes if not _probe(root, word, who).exists()]
+    missing = [rank for rank in nodes if not _probe(root, word, rank).exists()]
     if missing:
-        who = missing[0]
-        problem = f"the driver does not see what {who} on node {nodes[who]} wrote there."
+        rank = missing[0]
+        problem = f"the driver does not see the file of {rank} on node {nodes[rank]}."
         raise ConfigError("trainer.run_dir", str(root), problem, _FIX)
 
 
 def clear(root: Path) -> None:
-    """Remove the files of `offer` and `answer`, those of a killed run included; one run at a time holds the folder."""
+    """Remove the probe files, also those of a killed run; only one run at a time holds the folder."""
     for file in root.glob(f"{_PROBE}*"):
         remove(file)
 
 
-def _probe(root: Path, word: str, who: str = "") -> Path:
-    return root / "_".join([_PROBE, word, *who.split()])
+def _probe(root: Path, word: str, rank: str = "") -> Path:
+    return root / "_".join([_PROBE, word, *rank.split()])

@@ -93,7 +93,7 @@ def test_a_kill_at_every_operation_of_a_save(in_memory: Path) -> None:
 
         def work(n: int = n, store: CheckpointStore = store, committed: Path = committed) -> None:
             kill_at(n)
-            store.go_on_from(store.root / "step_00000004")
+            store.rewind_to(store.root / "step_00000004")
             commit(store, 5)
             os.close(os.open(committed, os.O_CREAT | os.O_WRONLY))
             store.prune(keep_last=1, keep_every=0)
@@ -108,7 +108,7 @@ def test_a_kill_at_every_operation_of_a_save(in_memory: Path) -> None:
             break
         assert code == -signal.SIGKILL, (n, code)
         # The next run goes on from what was found, and its save leaves nothing of the killed one.
-        store.go_on_from(store.root / f"step_{found:08d}")
+        store.rewind_to(store.root / f"step_{found:08d}")
         commit(store, 7)
         assert newest_step(store) == 7
         assert not [name for name in names(store) if name.startswith(".")]
@@ -132,7 +132,7 @@ newest, committed = store.newest(), store.committed()
 if newest is not None:
     if int(sys.argv[2]) % 3 == 2 and len(committed) > 1:
         newest = committed[-2]
-    store.go_on_from(newest)
+    store.rewind_to(newest)
 step = step_of(newest) if newest else 0
 print("from", step, flush=True)
 while True:
@@ -268,8 +268,8 @@ def test_a_garbled_pointer_costs_nothing(store: CheckpointStore, said: Callable[
     folder = commit(store, 2)
     (store.root / "latest").write_text(pointer)
     assert store.newest() == folder
-    assert "latest is lost or garbled" in said()
-    store.go_on_from(folder)
+    assert "checkpoints/latest " in said()
+    store.rewind_to(folder)
     assert (store.root / "latest").read_text() == "step_00000002\n"
 
 
@@ -305,7 +305,7 @@ def test_where_all_are_damaged_each_is_named(store: CheckpointStore) -> None:
     cut(store.root / "step_00000001" / "config.yaml")
     with pytest.raises(CheckpointError) as caught:
         store.newest()
-    for part in ("step_00000003 is missing", "step_00000002: actor/common.pt has other", "00001: config.yaml has 4"):
+    for part in ("step_00000003 is missing", "step_00000002: actor/common.pt", "00001: config.yaml has 4"):
         assert part in str(caught.value)
 
 
@@ -313,7 +313,7 @@ def test_a_given_up_future_is_ignored_and_replaced(store: CheckpointStore) -> No
     """Fails if a run that went back mixes the checkpoints of two histories: 3 and 5 would be of the old one."""
     for step in (1, 3, 5):
         commit(store, step)
-    store.go_on_from(store.root / "step_00000001")
+    store.rewind_to(store.root / "step_00000001")
     assert newest_step(store) == 1
     assert names(store)[1:] == ["step_00000001", "step_00000003", "step_00000005"], "lost only to a save"
     commit(store, 4)
@@ -358,15 +358,15 @@ def test_leftovers_go_at_the_next_save(store: CheckpointStore) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"step": 1}', "were expected"),
-        ('{"step": 1, "sampler_position": 6, "unfinished": [], "epoch": 0}', "were expected"),
+        ('{"step": 1}', "expected"),
+        ('{"step": 1, "sampler_position": 6, "unfinished": [], "epoch": 0}', "expected"),
         ('{"step": true, "sampler_position": 6, "unfinished": []}', "counts"),
         ('{"step": 1, "sampler_position": -6, "unfinished": []}', "counts"),
         ('{"step": 1.0, "sampler_position": 6, "unfinished": []}', "counts"),
         ('{"step": 1, "sampler_position": 6, "unfinished": 3}', "counts"),
         ('{"step": 1, "sampler_position": 6, "unfinished": ["3"]}', "counts"),
         ('{"step": 2, "sampler_position": 6, "unfinished": []}', "is of step 2"),
-        ("[]", "were expected"),
+        ("[]", "expected"),
         ("{", "cannot be read"),
     ],
 )
@@ -537,7 +537,7 @@ def test_a_rank_of_a_killed_run_cannot_write_into_the_next_save(store: Checkpoin
 def test_what_was_not_begun_or_is_not_newer_is_not_committed(store: CheckpointStore) -> None:
     """Fails if a second writer, or a step that comes twice, ends in a traceback or makes `latest` go back."""
     commit(store, 3)
-    for step, problem in ((4, "no save of step 4 was begun"), (3, "latest is at step 3"), (2, "latest is at step 3")):
+    for step, problem in ((4, "no save of step 4 was begun"), (3, "latest .* step 3"), (2, "latest .* step 3")):
         actor = written(store.begin(step), step) if step != 4 else {}
         with pytest.raises(CheckpointError, match=problem):
             store.commit(step, {}, actor)
@@ -577,7 +577,7 @@ def test_a_newer_format_is_not_damage(store: CheckpointStore) -> None:
     folder = commit(store, 2)
     newer = {"format": 2, "step": 2, "pieces": ["of another kind"]}
     (folder / "manifest.json").write_text(json.dumps(newer | {"xxh3_128": _seal(newer)}))
-    with pytest.raises(CheckpointError, match="format 2, and this version reads 1") as caught:
+    with pytest.raises(CheckpointError, match="format 2") as caught:
         store.newest()
     assert not isinstance(caught.value, DamagedCheckpoint)
     (folder / "manifest.json").write_text(json.dumps(newer | {"xxh3_128": "0" * 32}))

@@ -101,7 +101,7 @@ def test_a_batch_that_is_damaged_later_is_not_trained_on(tmp_path: Path, recorde
     data[-5] ^= 1
     file.write_bytes(data)
     world = World()
-    with pytest.raises(CheckpointError, match=r"batch_group_0\.npz has other content"):
+    with pytest.raises(CheckpointError, match=r"batch_group_0\.npz"):
         make(tmp_path, world, STEPS, f"trainer.replay={recorded}").fit()
     assert len(world.trained) == 1
 

@@ -81,7 +81,7 @@ def test_the_end_of_the_run_is_free_only_where_it_changes_nothing(tmp_path: Path
 def test_two_live_runs_never_share_a_folder(tmp_path: Path) -> None:
     """If it fails, a second start of the same command mixes its metrics and checkpoints with the first's."""
     first = open_folder(config(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="right now"):
+    with pytest.raises(ConfigError, match="another run"):
         open_folder(config(tmp_path / "run"))
     del first
     open_folder(config(tmp_path / "run"))
@@ -168,7 +168,7 @@ def test_auto_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
         (path / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match=r"step_00000005.*step_00000004.*step_00000002"):
         open_folder(auto)
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="holds a run"):
         open_folder(config(tmp_path / "run"))
 
 
@@ -208,7 +208,7 @@ def test_a_branch_goes_its_own_way(tmp_path: Path) -> None:
     folder = open_folder(config(tmp_path / "branch", *branch))
     folder.metrics_file.write_text("{}\n")
     del folder
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="holds a run"):
         open_folder(config(tmp_path / "branch", *branch))
     auto = config(tmp_path / "branch", "trainer.resume=auto", "actor.optim.lr=0.5")
     folder = open_folder(auto)

@@ -18,21 +18,21 @@ def test_a_folder_that_is_not_shared_is_found_at_the_start(tmp_path: Path) -> No
     there.mkdir()
     word = offer(here)
     answer(here, word, "actor rank 0", "a")
-    with pytest.raises(ConfigError, match="actor rank 1 on node b does not see what the driver wrote"):
+    with pytest.raises(ConfigError, match="actor rank 1 on node b"):
         answer(there, word, "actor rank 1", "b")
     for file in here.iterdir():
         shutil.copy(file, there)  # a copy of the disk, not the disk
     answer(there, word, "actor rank 1", "b")
-    with pytest.raises(ConfigError, match="the driver does not see what actor rank 1 on node b wrote") as caught:
+    with pytest.raises(ConfigError, match="driver .* actor rank 1 on node b") as caught:
         collect(here, word, {"actor rank 0": "a", "actor rank 1": "b"})
     assert caught.value.key == "trainer.run_dir"
     collect(there, word, {"actor rank 0": "a", "actor rank 1": "b"})
     for file in there.iterdir():
         file.write_text("garbled")
-    with pytest.raises(ConfigError, match="reads something else"):
+    with pytest.raises(ConfigError, match="actor rank 1 on node b"):
         answer(there, word, "actor rank 1", "b")
     (here / f".tmp_probe_{word}_actor_rank_2").mkdir()  # nor can a file be written there
-    with pytest.raises(ConfigError, match="actor rank 2 on node c cannot write there"):
+    with pytest.raises(ConfigError, match="actor rank 2 on node c"):
         answer(here, word, "actor rank 2", "c")
     with pytest.raises(ConfigError, match="cannot be written"):
         offer(here / "none")
