@@ -19,7 +19,6 @@ from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.referrers import holders
 from gkd.memory.states import Moves
-from gkd.memory.usage import read_usage
 
 log = get_logger("memory")
 
@@ -106,7 +105,8 @@ class OffloadController:
 
     def allocated_bytes(self) -> int:
         """Return the bytes that this process has allocated on its GPU; on the CPU, the bytes of the states."""
-        return read_usage(self._device).allocated
+        on_cuda = self._device.type == "cuda"
+        return torch.cuda.memory_allocated(self._device) if on_cuda else self._student.states.allocated()
 
     @contextmanager
     def states_on_device(

@@ -27,7 +27,7 @@ from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.log import get_logger
 from gkd.memory.states import PARAMS, Moves
-from gkd.memory.usage import ARENA, log_gpu_memory_usage
+from gkd.memory.usage import log_gpu_memory_usage
 from gkd.run import shared_folder
 
 # Collectives time out this much later than the driver's calls, so that a hang report finds the ranks in them.
@@ -106,7 +106,6 @@ class ActorRank:
         )
         with self._memory.diagnosed("building the student"):
             self._student = self._build_student(total_steps, timeout_s)
-        ARENA.add("actor states", self._student.states.allocated)
         self._frozen = FrozenModels(config, self._student, self._layout, self._device, self._name)
         self._offload = OffloadController(
             self._student,

@@ -32,13 +32,13 @@ class RankMemory:
     ) -> None:
         self._config, self._device, self._folder = config, device, run_dir / "memory"
         self._who, self._phases = who, phases
-        self._timeline = Timeline(device) if config.memory.timeline else None
+        self.timeline = Timeline(device) if config.memory.timeline else None
         self._fragmentation = FragmentationWatch(device, config.memory.fragmentation_warn, log)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """In this phase, for whoever asks, and on the time-line. Raises OutOfMemory."""
-        noted = nullcontext() if self._timeline is None else self._timeline.phase(phase.replace(" ", "_"))
+        noted = nullcontext() if self.timeline is None else self.timeline.phase(phase.replace(" ", "_"))
         with self._phases.during(phase), self.diagnosed(phase), noted:
             yield
 
@@ -58,5 +58,5 @@ class RankMemory:
 
     def take(self) -> dict[str, float]:
         """What the phases took since the last call, see `Timeline.take`, and how the memory is cut."""
-        phases = {} if self._timeline is None else self._timeline.take()
+        phases = {} if self.timeline is None else self.timeline.take()
         return phases | self._fragmentation.take()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gkd.log import get_logger
-from gkd.memory.usage import ARENA, ARENA_LABEL, gib, used_device
+from gkd.memory.usage import gib, used_device
 
 log = get_logger("memory")
 
@@ -66,8 +66,8 @@ class Fragmentation:
 
     def line(self) -> str:
         """For people; GiB."""
-        if self.where == ARENA_LABEL:
-            return f"{self.where}: allocated {gib(self.allocated)} GiB; no caching allocator, so no fragmentation"
+        if not self.reserved:
+            return f"{self.where}: no memory in torch's caching allocator"
         return (
             f"{self.where}: of {gib(self.reserved)} GiB reserved {gib(self.free)} are free, the largest block "
             f"{gib(self.largest_free)} (external ratio {self.external_ratio:.2f}, unused ratio "
@@ -108,8 +108,7 @@ def fragmentation(device: torch.device) -> Fragmentation:
     Without CUDA there is no caching allocator: nothing is free in it.
     """
     if device.type != "cuda":
-        allocated = ARENA.allocated()
-        return Fragmentation(ARENA_LABEL, allocated, 0, allocated, 0, 0, 0, 0)
+        return measure([], device.type)
     index = torch.cuda.current_device() if device.index is None else device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     return measure(segments, f"cuda:{index}")

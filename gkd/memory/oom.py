@@ -148,7 +148,7 @@ def _report(
     parts = [
         f"{who} ran out of memory of {place} ({phase}): {_judgement(request, judged, found)}",
         *_users(str(error)),
-        *_holder_lines(held or [], usage if at.type == "cuda" else None),
+        *_holder_lines(held or [], usage),
         "what to change:",
         *(f"  {line}" for line in advice(Shortage(phase, at.type == "cuda", judged == FRAGMENTATION))),
     ]
@@ -196,11 +196,11 @@ def _users(text: str) -> list[str]:
 
 
 def _holder_lines(held: Sequence[Holder], usage: MemoryUsage | None) -> list[str]:
-    """Who holds it, and of how much on the device nobody is known to."""
+    """Return how much memory the known holders have, of how much in all, and the largest holders."""
     if not held:
         return []
-    seen = sum(holder.n_bytes for holder in held)
-    of_all = "" if usage is None else f", of {_gib(usage.allocated)} in tensors now; the others autograd or C++ holds"
+    seen, allocated = sum(holder.n_bytes for holder in held), None if usage is None else usage.allocated
+    of_all = "" if allocated is None else f", of {_gib(allocated)} in tensors now; the others autograd or C++ holds"
     return [f"{_gib(seen)} are held by Python objects{of_all}:", *(f"  {line}" for line in held_by(held))]
 
 

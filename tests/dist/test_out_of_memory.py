@@ -17,8 +17,9 @@ from gkd.config.load import load_config
 from gkd.errors import OutOfMemory
 from gkd.launcher import worker_env
 from gkd.memory.states import PARAMS, States
-from gkd.memory.usage import ARENA, GIB
+from gkd.memory.timeline import Timeline
 from tests.dist.slots import actor_slots
+from tests.fake_device import FakeDevice
 
 pytestmark = pytest.mark.dist
 
@@ -26,33 +27,31 @@ N_RANKS = 2
 
 
 class Weights:
-    """In the place of a student. The arena counts a GiB for the first rank and two for the second while it exports."""
+    """Takes the place of a student. Its device has 1 GiB on the first rank and 2 on the second during an export."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.kept, self.gib = rank, torch.ones(5 << 20), 0
+        self.rank, self.kept, self.device = rank, torch.ones(5 << 20), FakeDevice()
         self.moving: dict[str, list[torch.Tensor]] = {}  # nothing, until a test wants some
         self.states = States(torch.device("cpu"), lambda: self.moving)
-        ARENA.add("weights", self.on_device)
-
-    def on_device(self) -> int:
-        return self.gib * GIB
 
     def save_hf(self, folder: Path, model: str) -> None:
-        self.gib = 1 + self.rank
+        self.device.gib = 1 + self.rank
 
     def snapshot(self) -> None:
         if self.rank == 0:
             torch.empty(2**50)
 
     def load_checkpoint(self, folder: Path) -> None:
-        self.gib = 0
+        self.device.gib = 0
         if self.rank == 1:
             torch.empty(2**50)
 
 
 class Rank(ActorWorker):
     def _build_student(self, total_steps: int, timeout_s: float) -> Weights:  # type: ignore[override]
-        return Weights(self._rank)
+        student = Weights(self._rank)
+        self._memory.timeline = Timeline(self._device, read=student.device.read, reset=student.device.reset_peak)
+        return student
 
     def make_states(self, *, scarce: bool) -> None:
         """A tensor that moves; `scarce`: there is no memory for it to come back to."""
@@ -83,11 +82,12 @@ def test_the_largest_of_all_ranks_and_who_it_was(actor: ActorPool, tmp_path: Pat
     numbers = actor.memory_numbers()
     assert numbers.pop("memory/export/host_rss_gib") > 0.05
     assert numbers == {
-        "memory/export/arena_gib": 2.0,
-        "memory/export/arena_peak_gib": 2.0,
-        "memory/export/arena_peak_rank": 1.0,
-        "memory/export/arena_peak_gib/rank_0": 1.0,
-        "memory/export/arena_peak_gib/rank_1": 2.0,
+        "memory/export/allocated_gib": 2.0,
+        "memory/export/reserved_gib": 2.0,
+        "memory/export/peak_gib": 2.0,
+        "memory/export/peak_rank": 1.0,
+        "memory/export/peak_gib/rank_0": 1.0,
+        "memory/export/peak_gib/rank_1": 2.0,
     }
     assert actor.memory_numbers() == {}
 

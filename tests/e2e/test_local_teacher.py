@@ -38,7 +38,7 @@ def test_losses_are_those_of_the_server(lab: Lab, base_run: Path) -> None:
     lines, served = (read_metrics(folder / "metrics.jsonl") for folder in (run_dir, base_run))
     names = [{name for line in each for name in line if name.startswith("teacher/")} for each in (lines, served)]
     assert names[0] == names[1] >= {"teacher/topk_mass", "teacher/score_bytes"}
-    assert all(line["memory/teacher_scoring/arena_gib"] == 0 for line in lines if line["step"]), "the student is away"
+    assert all(line["memory/train/before_onload"] == 0 for line in lines if line["step"]), "the student is away"
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> N
     report = json.loads(file.read_text())
     assert report["verdict"] == SHORTAGE and report["request"]["asked"] >= 2**52
     assert any("too_much" in line for line in report["traceback"])
-    assert report["usage"]["where"] == "cpu arena" and report["fragmentation"] is None
+    assert report["usage"]["where"] == "cpu" and report["fragmentation"] is None
     assert kept[0].shape == (1 << 20,)
 
 
