@@ -7,7 +7,7 @@ be smaller.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -17,12 +17,13 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint.rollout import sequences_together
 from gkd.footprint.turns import GENERATE, resting_bytes, turns
-from gkd.footprint.types import WEIGHT_SYNC, RankFootprint
+from gkd.footprint.types import RankFootprint
+from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, ENGINE_TP
+from gkd.memory.remedy import Changes, as_yaml
 
 _GIB = 1 << 30
 _MOST_UTILIZATION = 0.95  # that is recommended
 
-Changes = Mapping[str, float | str]  # value by key
 Refit = Callable[[Config], Sequence[RankFootprint]]  # the footprints of changed settings, as `footprint` gives them
 
 
@@ -149,7 +150,7 @@ def _fixes(part: RankFootprint, place: int, what: str, case: _Case, refit: Refit
     missing, config = _missing(part, case), case.config
     tried = _actor_changes(part, what, case) if part.role == "actor" else _rollout_changes(part, case)
     savings = []
-    for changes in tried:
+    for changes in filter(None, tried):
         changed = deepcopy(config)
         for key, value in changes.items():
             section, _, name = key.partition(".")
@@ -163,68 +164,31 @@ def _fixes(part: RankFootprint, place: int, what: str, case: _Case, refit: Refit
         left = _missing(then, _Case(all_then, case.card_bytes, changed))
         saved = missing[what] - left.get(what, missing[what])
         if saved > 0 and all(left.get(other, 0) <= max(0, lack) for other, lack in missing.items()):
-            text = " with ".join(f"{key} {_as_yaml(value)}" for key, value in changes.items())
+            text = " with ".join(f"{key} {as_yaml(value)}" for key, value in changes.items())
             savings.append((saved, text, left[what] <= 0))
     for saved, text, enough in sorted(savings, reverse=True):
         yield f"{text}: saves {gib(saved)}{', enough' if enough else ''}"
 
 
-def _as_yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _actor_changes(part: RankFootprint, what: str, case: _Case) -> Iterator[Changes]:
     config = case.config
-    actor, n_gpus, derived = config.actor, config.trainer.n_gpus_per_node, derive(config)
-    longest = derived.max_sequence_length
-    if actor.recompute != "full":
-        yield {"actor.recompute": "full"}
-    if actor.max_tokens_per_micro_batch > longest:
-        yield {"actor.max_tokens_per_micro_batch": max(longest, actor.max_tokens_per_micro_batch // 2)}
-    elif actor.micro_batch_size > 1:
-        yield {"actor.micro_batch_size": actor.micro_batch_size // 2}
-    if not actor.fused_lm_head:
-        yield {"actor.fused_lm_head": True}
-    if actor.logits_chunk_mib > 1:
-        yield {"actor.logits_chunk_mib": actor.logits_chunk_mib // 2}
-    if not actor.fsdp_cpu_offload:
-        yield {"actor.fsdp_cpu_offload": True}
-    if derived.is_local_teacher and not config.teacher.fsdp_cpu_offload:
-        yield {"teacher.fsdp_cpu_offload": True}
-    if derived.reference_folder and not config.reference.fsdp_cpu_offload:
-        yield {"reference.fsdp_cpu_offload": True}
-    if not derived.moves_states:
-        yield {"actor.offload_train": True}
+    rows = [row for row in ACTOR_REMEDIES if row.is_tried]
+    yield from (row.next(config) for row in (rows if not config.trainer.colocate else [*rows, ENGINE_TP]))
     lower = math.floor(100 * (1 - resting_bytes(part) / case.card_bytes)) / 100
     if what == GENERATE and 0 < lower < config.rollout.gpu_memory_utilization:
         yield {"rollout.gpu_memory_utilization": lower}
-    if what == WEIGHT_SYNC:
-        yield {"weight_sync.bucket_mib": max(1, config.weight_sync.bucket_mib // 2)}
-    if not actor.sequence_parallel:
-        yield {"actor.sequence_parallel": True}
-    pools: Changes = {"trainer.n_gpus_per_node": 2 * n_gpus}
-    if config.trainer.colocate:
-        pools = {**pools, "rollout.n_gpus_per_node": 2 * n_gpus}
-        yield {"rollout.tp": 2 * config.rollout.tp}
-    yield pools
-    yield {**pools, "actor.tp": 2 * actor.tp}
-    yield {**pools, "actor.pp": 2 * actor.pp}
 
 
 def _rollout_changes(part: RankFootprint, case: _Case) -> Iterator[Changes]:
     card_bytes, config = case.card_bytes, case.config
-    rollout, sync = config.rollout, part.parts["weight_sync"]
-    if config.trainer.device == "cpu":
-        yield {"rollout.cpu_kv_cache_mib": max(1, rollout.cpu_kv_cache_mib // 2)}
-    else:
+    utilization, sync = config.rollout.gpu_memory_utilization, part.parts["weight_sync"]
+    if config.trainer.device != "cpu":
         lack = _missing(part, case)["sequence"]
-        higher = math.ceil(100 * (rollout.gpu_memory_utilization + lack / card_bytes)) / 100
-        if rollout.gpu_memory_utilization < higher <= _MOST_UTILIZATION:
+        higher = math.ceil(100 * (utilization + lack / card_bytes)) / 100
+        if utilization < higher <= _MOST_UTILIZATION:
             yield {"rollout.gpu_memory_utilization": higher}
         lower = math.floor(100 * (1 - sync / card_bytes)) / 100
-        if 0 < lower < rollout.gpu_memory_utilization:
+        if 0 < lower < utilization:
             yield {"rollout.gpu_memory_utilization": lower}
-    yield {"weight_sync.bucket_mib": max(1, config.weight_sync.bucket_mib // 2)}
-    yield {"rollout.max_num_seqs": max(1, rollout.max_num_seqs // 2)}
-    yield {"rollout.tp": 2 * rollout.tp}
-    yield {"rollout.tp": 2 * rollout.tp, "rollout.n_gpus_per_node": 2 * rollout.n_gpus_per_node}
+    on_cpu = config.trainer.device == "cpu"
+    yield from (row.next(config) for row in ENGINE_REMEDIES if row.is_tried and (on_cpu or row.device != "cpu"))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from gkd.log import get_logger
+from gkd.memory.remedies import fragmentation_hint
 from gkd.memory.usage import gib, used_device
 
 log = get_logger("memory")
@@ -126,17 +127,9 @@ def check_fragmentation(
     found = fragmentation(used_device() if device is None else device)
     if found.over(warn):
         (logger or log).warning(
-            "memory is fragmented (memory.fragmentation_warn %g): %s. %s", warn, found.line(), REMEDY
+            "memory is fragmented (memory.fragmentation_warn %g): %s. %s", warn, found.line(), fragmentation_hint()
         )
     return found
-
-
-# `gkd.memory.advice` says the same with the run's own keys, when memory has run out.
-REMEDY = (
-    "If it runs out: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the trainer's environment, let the micro-"
-    "batches be more alike (actor.packing, actor.max_tokens_per_micro_batch) or smaller, or keep the states in host "
-    "memory, layer by layer (actor.fsdp_cpu_offload)."
-)
 
 
 class FragmentationWatch:

@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config.keys import all_keys
-from gkd.config.load import load_config
-from gkd.config.schema import Config
 from gkd.errors import ClusterError, GkdError, OutOfMemory
-from gkd.memory.advice import Shortage, advice, engine_advice
+from gkd.memory.advice import Shortage
 from gkd.memory.fragmentation import Fragmentation
 from gkd.memory.oom import (
     FRAGMENTATION,
@@ -195,95 +192,3 @@ def test_the_error_crosses_processes() -> None:
     copy = pickle.loads(pickle.dumps(OutOfMemory("actor rank 1 ran out of memory")))
     assert type(copy) is OutOfMemory and str(copy) == "actor rank 1 ran out of memory"
     assert isinstance(copy, ClusterError) and isinstance(copy, GkdError)
-
-
-BASE = ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r"]
-
-
-def config(*overrides: str) -> Config:
-    return load_config(None, [*BASE, *overrides])
-
-
-def advised(
-    found: Config, *, phase: str = "training step", on_cuda: bool = True, fragmented: bool = False, conf: str = ""
-) -> str:
-    environ = {"PYTORCH_ALLOC_CONF": conf} if conf else {}
-    return "\n".join(advice(found, Shortage(phase, on_cuda, fragmented), environ))
-
-
-def test_the_advice_names_real_keys_and_their_values() -> None:
-    """Fails if a user is sent to a key that is not there, or is shown another value than the run had."""
-    for overrides in ([], ["actor.strategy=fsdp2"], ["actor.max_tokens_per_micro_batch=9999", "trainer.colocate=true"]):
-        run = config(*overrides)
-        for phase in ("training step", "evaluation", "sending weights", "export", "teacher scoring"):
-            for on_cuda in (True, False):
-                lines = advised(run, phase=phase, on_cuda=on_cuda).splitlines()
-                assert lines
-                for line in lines:
-                    key, _, value = line.partition(":")[0].partition(",")[0].partition("=")
-                    assert key in all_keys(), line
-                    found: object = run
-                    for part in key.split("."):
-                        found = getattr(found, part)
-                    assert str(found) == value, line
-
-
-def test_the_advice_fits_the_run() -> None:
-    """Fails if a user is told to do what the run does already, what cannot help, or not told what would."""
-    small = ["actor.micro_batch_size=1", "actor.recompute=full", "actor.logits_chunk_mib=32"]
-    assert "actor.micro_batch_size=8: lower it" in advised(config())
-    assert "micro_batch_size" not in advised(config("actor.max_tokens_per_micro_batch=4096"))
-    assert "to 2048 at the least" in advised(config("actor.max_tokens_per_micro_batch=4096"))
-    assert "max_tokens" not in advised(config("actor.max_tokens_per_micro_batch=2048"))
-    assert not any(word in advised(config(*small)) for word in ("micro_batch", "recompute", "logits_chunk"))
-    assert "actor.fused_lm_head=False" in advised(config("actor.fused_lm_head=false"))
-    assert "recompute" not in advised(config(), phase="evaluation")
-    sharded = ["actor.strategy=fsdp2"]
-    assert "actor.fsdp_cpu_offload=False: set it to true" in advised(config(*sharded))
-    assert "fsdp_cpu_offload" not in advised(config(*sharded, "actor.fsdp_cpu_offload=true"))
-    assert "fsdp_cpu_offload" not in advised(config()) and "actor.tp=1" in advised(config())
-    assert "fsdp_cpu_offload" not in advised(config(*sharded), on_cuda=False)
-    assert "gpu_memory_utilization" not in advised(config("trainer.colocate=true")), "the engine sleeps meanwhile"
-    assert "weight_sync.bucket_mib=256" in advised(config(), phase="sending weights")
-    assert "data.max_response_length" not in advised(config(), phase="sending weights")
-    assert "expandable_segments" not in advised(config())
-    assert advised(config(), fragmented=True).startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
-    assert "expandable" not in advised(config(), fragmented=True, conf="expandable_segments:True")
-
-
-def test_the_advice_for_an_engine() -> None:
-    """Fails if an engine's shortage is answered with keys that it does not have, or that do not help there."""
-
-    def told(phase: str, *overrides: str, on_cuda: bool = True) -> str:
-        return "\n".join(engine_advice(config(*overrides), Shortage(phase, on_cuda, False)))
-
-    for phase in ("building the engine", "generating", "receiving weights", "offloading states", "reloading states"):
-        for on_cuda in (True, False):
-            for line in told(phase, on_cuda=on_cuda).splitlines():
-                assert line.partition("=")[0] in all_keys(), line
-        assert ("bucket_mib" in told(phase)) == (phase == "receiving weights")
-        assert ("gpu_memory_utilization=0.85" in told(phase)) == (phase != "offloading states")
-    assert "the actor on the same GPUs" in told("reloading states", "trainer.colocate=true")
-    assert "the actor" not in told("reloading states")
-    assert "cpu_kv_cache_mib" in told("generating", on_cuda=False)
-
-
-@pytest.mark.parametrize(
-    ("phase", "key", "others"),
-    [
-        ("teacher scoring", "teacher.fsdp_cpu_offload", ["teacher.backend=local", "teacher.path=t"]),
-        ("reference logprobs", "reference.fsdp_cpu_offload", ["distill.reference_kl_weight=0.1"]),
-    ],
-)
-def test_the_advice_for_a_model_beside_the_student(phase: str, key: str, others: list[str]) -> None:
-    """Fails if whoever's pass ran out is told what the run does already, or only of the student's own keys."""
-    stays = advised(config(*others, f"{key}=false"), phase=phase)
-    assert f"{key}=False: set it to true" in stays and "actor.micro_batch_size=8: lower it" in stays
-    assert "offload_train" not in stays, "the states move already"
-    assert not any(word in stays for word in ("recompute", "logits_chunk_mib"))
-    hosted = advised(config(*others, "actor.max_tokens_per_micro_batch=4096"), phase=phase)
-    assert key not in hosted and "actor.max_tokens_per_micro_batch=4096: lower it" in hosted
-    assert "actor.offload_train=False: set it to true" in hosted
-    for away in (["actor.offload_train=true"], ["actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true"]):
-        assert "offload_train" not in advised(config(*others, *away), phase=phase)
-    assert "offload" not in advised(config(*others), phase=phase, on_cuda=False)

@@ -1,0 +1,286 @@
+"""The table of what to change when memory is short: keys, their next values, and the phases in which they help.
+
+- `gkd.memory.advice` prints the rows for the phase that ran out of memory.
+- `gkd.footprint.limits` tries the rows, and prints those that save memory with the number of bytes.
+- docs/memory.md has the table for users; a test compares the two.
+
+Rows are in the order of the advice: large effect for little cost first. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gkd.config.derived import derive
+from gkd.config.schema import Config
+from gkd.memory.remedy import Changes, Remedy, always, halve, more_gpus, set_to, split_further
+
+STEP, EVALUATION = "training step", "evaluation"
+TEACHER, REFERENCE = "teacher scoring", "reference logprobs"
+SENDING, RECEIVING, OFFLOADING = "sending weights", "receiving weights", "offloading states"
+_LOSS = (STEP, EVALUATION)
+_FORWARD = (*_LOSS, TEACHER, REFERENCE)
+
+# Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+_MIN_CHUNK_MIB = 32  # smaller products of the LM head are slow, and save little
+
+
+def _token_budget(config: Config) -> Changes:
+    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
+    return {"actor.max_tokens_per_micro_batch": max(longest, budget // 2)} if budget > longest else {}
+
+
+def _first_token_budget(config: Config) -> Changes:
+    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
+    return {} if budget else {"actor.max_tokens_per_micro_batch": config.actor.micro_batch_size * longest}
+
+
+def _less_utilization(config: Config) -> Changes:
+    lower = round(config.rollout.gpu_memory_utilization - 0.1, 2)
+    return {"rollout.gpu_memory_utilization": lower} if lower > 0 else {}
+
+
+def _is_fsdp2(config: Config) -> bool:
+    return config.actor.strategy == "fsdp2"
+
+
+def _chunked(config: Config) -> bool:
+    """Return whether logits are computed in chunks: the student's, or the teacher's whole distribution."""
+    return config.actor.fused_lm_head or config.teacher.signal in ("logits", "hidden")
+
+
+FSDP_CPU_OFFLOAD = Remedy(
+    ("actor.fsdp_cpu_offload",),
+    "true, with actor.strategy=fsdp2",
+    "States are in host memory, and a layer is on the GPU while it is computed",
+    set_to("actor.fsdp_cpu_offload", True, _is_fsdp2),
+    device="cuda",
+)
+ENGINE_TP = Remedy(
+    ("rollout.tp",),
+    "twice as many",
+    "Each engine is split over more GPUs",
+    lambda config: {"rollout.tp": 2 * config.rollout.tp},
+    device="cuda",
+)
+
+ACTOR_REMEDIES = (
+    Remedy(
+        ("actor.max_tokens_per_micro_batch",),
+        "half, at least the longest sequence",
+        "Fewer tokens are computed at a time",
+        _token_budget,
+        _FORWARD,
+    ),
+    Remedy(
+        ("actor.micro_batch_size",),
+        "half, without a token budget",
+        "Fewer tokens are computed at a time",
+        halve("actor.micro_batch_size", 1, lambda config: not config.actor.max_tokens_per_micro_batch),
+        _FORWARD,
+    ),
+    Remedy(
+        ("actor.fused_lm_head",),
+        "true",
+        "The logits never exist as a whole",
+        set_to("actor.fused_lm_head", True, always),
+        _LOSS,
+    ),
+    Remedy(
+        ("actor.logits_chunk_mib",),
+        f"half, at least {_MIN_CHUNK_MIB}",
+        "Fewer logits exist at a time",
+        halve("actor.logits_chunk_mib", _MIN_CHUNK_MIB, _chunked),
+        _LOSS,
+    ),
+    Remedy(
+        ("actor.recompute",),
+        "full",
+        "Activations are computed again in the backward pass",
+        set_to("actor.recompute", "full", always),
+        (STEP,),
+    ),
+    Remedy(
+        ("actor.sequence_parallel",),
+        "true, with actor.tp above 1",
+        "Ranks of a tensor-parallel group share the activations between their matrices",
+        set_to("actor.sequence_parallel", True, lambda config: config.actor.tp > 1),
+        _LOSS,
+    ),
+    Remedy(
+        ("data.max_response_length",),
+        "half",
+        "Sequences are shorter",
+        halve("data.max_response_length", 1),
+        _LOSS,
+        is_tried=False,
+    ),
+    Remedy(
+        ("weight_sync.bucket_mib",),
+        "half",
+        "Weights are sent in smaller pieces",
+        halve("weight_sync.bucket_mib", 1),
+        (SENDING,),
+    ),
+    FSDP_CPU_OFFLOAD,
+    Remedy(
+        ("actor.lora.rank",),
+        "16, with actor.strategy=fsdp2",
+        "Adapters are trained in place of all weights",
+        lambda config: {"actor.lora.rank": 16} if _is_fsdp2(config) and not config.actor.lora.rank else {},
+        device="cuda",
+        is_tried=False,
+    ),
+    Remedy(
+        ("teacher.fsdp_cpu_offload",),
+        "true, with a local teacher",
+        "The teacher's shards are in host memory",
+        set_to("teacher.fsdp_cpu_offload", True, lambda config: derive(config).is_local_teacher),
+        device="cuda",
+    ),
+    Remedy(
+        ("reference.fsdp_cpu_offload",),
+        "true, with a reference",
+        "The reference's shards are in host memory",
+        set_to("reference.fsdp_cpu_offload", True, lambda config: bool(derive(config).reference_folder)),
+        device="cuda",
+    ),
+    Remedy(
+        ("actor.offload_train",),
+        "true",
+        "The student's states are in host memory while other models use the GPU",
+        set_to(
+            "actor.offload_train",
+            True,
+            lambda config: not derive(config).moves_states and not config.actor.fsdp_cpu_offload,
+        ),
+        (TEACHER, REFERENCE, SENDING),
+        device="cuda",
+    ),
+    Remedy(
+        ("actor.tp", "trainer.n_gpus_per_node"),
+        "twice as many, with actor.strategy=megatron",
+        "Each layer is split over more GPUs",
+        split_further("actor.tp"),
+        device="cuda",
+    ),
+    Remedy(
+        ("actor.pp", "trainer.n_gpus_per_node"),
+        "twice as many, with actor.strategy=megatron",
+        "Each GPU has fewer layers",
+        split_further("actor.pp"),
+        device="cuda",
+    ),
+    Remedy(
+        ("trainer.n_gpus_per_node",),
+        "twice as many",
+        "Each rank has a smaller share of the optimizer states; with fsdp2 of all states",
+        more_gpus,
+        device="cuda",
+    ),
+    Remedy(
+        ("trainer.n_gpus_per_node",),
+        "half",
+        "Fewer ranks share the memory of this host",
+        halve("trainer.n_gpus_per_node", 1),
+        device="cpu",
+        is_tried=False,
+    ),
+)
+
+ENGINE_REMEDIES = (
+    Remedy(
+        ("rollout.cpu_kv_cache_mib",),
+        "half",
+        "The KV cache of each engine is smaller",
+        halve("rollout.cpu_kv_cache_mib", 1),
+        device="cpu",
+    ),
+    Remedy(
+        ("rollout.n_gpus_per_node",),
+        "half",
+        "Fewer engines share the memory of this host",
+        halve("rollout.n_gpus_per_node", 1),
+        device="cpu",
+        is_tried=False,
+    ),
+    Remedy(
+        ("weight_sync.bucket_mib",),
+        "half",
+        "Weights are received in smaller pieces",
+        halve("weight_sync.bucket_mib", 1),
+        (RECEIVING,),
+    ),
+    Remedy(
+        ("rollout.gpu_memory_utilization",),
+        "0.1 less",
+        "The KV cache is smaller, and more of the GPU is left for weight sync and colocated ranks",
+        _less_utilization,
+        not_in=(OFFLOADING,),
+        device="cuda",
+        is_tried=False,
+    ),
+    Remedy(
+        ("rollout.max_num_seqs",),
+        "half",
+        "Fewer sequences are generated at a time",
+        halve("rollout.max_num_seqs", 1),
+        not_in=(OFFLOADING,),
+        device="cuda",
+    ),
+    ENGINE_TP,
+    Remedy(
+        ("rollout.tp", "rollout.n_gpus_per_node"),
+        "twice as many",
+        "Each engine is split over more GPUs, and there are as many engines as before",
+        lambda config: {
+            "rollout.tp": 2 * config.rollout.tp,
+            "rollout.n_gpus_per_node": 2 * config.rollout.n_gpus_per_node,
+        },
+        device="cuda",
+    ),
+)
+
+FRAGMENTATION_REMEDIES = (
+    Remedy(
+        ("actor.max_tokens_per_micro_batch",),
+        "as many tokens as now",
+        "Micro-batches have more similar sizes",
+        _first_token_budget,
+        _FORWARD,
+        is_tried=False,
+    ),
+    Remedy(
+        ("actor.packing",),
+        "true",
+        "Micro-batches have more similar sizes",
+        set_to("actor.packing", True, always),
+        _FORWARD,
+        is_tried=False,
+    ),
+    FSDP_CPU_OFFLOAD,
+)
+
+
+def fragmentation_hint() -> str:
+    """Return what to do against fragmentation, in a sentence for a warning."""
+    keys = ", ".join(key for row in FRAGMENTATION_REMEDIES for key in row.keys)
+    return (
+        f"If memory runs out: set {ALLOCATOR_VARIABLES[1]}={EXPANDABLE} in the trainer's environment, lower the tokens "
+        f"of a micro-batch, or change {keys}."
+    )
+
+
+def table() -> Iterator[str]:
+    """Yield the rows of the table in docs/memory.md, in Markdown."""
+    yield "| keys | next value | helps in | effect |"
+    yield "|---|---|---|---|"
+    for row in dict.fromkeys((*ACTOR_REMEDIES, *ENGINE_REMEDIES, *FRAGMENTATION_REMEDIES)):
+        keys = ", ".join(f"`{key}`" for key in row.keys)
+        on_device = {"": "", "cuda": " (GPU)", "cpu": " (CPU)"}[row.device]
+        against = "fragmentation: " if row in FRAGMENTATION_REMEDIES and row is not FSDP_CPU_OFFLOAD else ""
+        phases = ", ".join(row.phases) or "all phases"
+        phases += f" except {', '.join(row.not_in)}" if row.not_in else ""
+        yield f"| {keys} | {row.step} | {against}{phases}{on_device} | {row.effect} |"

@@ -1,0 +1,162 @@
+"""What to change when memory is short: the table of remedies, and the rows that the reports and the docs print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gkd.config.check import check_config
+from gkd.config.keys import all_keys
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.memory import remedies
+from gkd.memory.advice import Shortage, advice, engine_advice
+from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, FRAGMENTATION_REMEDIES
+from gkd.memory.remedy import as_yaml, value_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
+BASE = ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r"]
+LOCAL = ["teacher.backend=local", "teacher.path=t"]
+REFERENCE = ["distill.reference_kl_weight=0.1"]
+
+
+def config(*overrides: str) -> Config:
+    return load_config(None, [*BASE, *overrides])
+
+
+def advised(
+    found: Config, *, phase: str = "training step", on_cuda: bool = True, fragmented: bool = False, conf: str = ""
+) -> str:
+    environ = {"PYTORCH_ALLOC_CONF": conf} if conf else {}
+    return "\n".join(advice(found, Shortage(phase, on_cuda, fragmented), environ))
+
+
+def check_line(line: str, run: Config) -> None:
+    """Check that the line begins with keys of the settings and their present values, and that next values follow."""
+    now, _, rest = line.partition(": try ")
+    pairs = [pair.split("=") for pair in now.split(", ")]
+    assert all(str(value_of(run, key)) == value for key, value in pairs), line
+    assert len(rest.partition(". ")[0].split(", ")) == len(pairs), line
+
+
+def test_docs_have_the_table() -> None:
+    """Fails if docs/memory.md lists other remedies than the reports print."""
+    assert "\n".join(remedies.table()) in DOCS.read_text()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["actor.strategy=fsdp2"],
+        ["actor.max_tokens_per_micro_batch=9999", "trainer.colocate=true"],
+        ["actor.fused_lm_head=false", "actor.packing=false", *LOCAL, "teacher.fsdp_cpu_offload=false"],
+        ["trainer.n_gpus_per_node=2", "actor.tp=2", *REFERENCE, "reference.fsdp_cpu_offload=false"],
+    ],
+)
+def test_every_row_changes_the_keys_that_it_names_and_nothing_else(overrides: list[str]) -> None:
+    """Fails if a row names a key that does not exist or keeps its value, or its next value is refused."""
+    run, applied = config(*overrides), 0
+    for row in (*ACTOR_REMEDIES, *ENGINE_REMEDIES, *FRAGMENTATION_REMEDIES):
+        assert set(row.keys) <= set(all_keys())
+        changes = row.next(run)
+        if not changes:
+            continue
+        applied += 1
+        assert set(row.keys) <= set(changes) and set(changes) <= set(all_keys())
+        assert all(value_of(run, key) != value for key, value in changes.items()), row
+        if "n_gpus_per_node" not in str(row.keys) and "tp" not in str(row.keys):  # those depend on the model and pools
+            check_config(config(*overrides, *(f"{key}={as_yaml(value)}" for key, value in changes.items())))
+    assert applied > 10
+
+
+def test_the_advice_has_keys_with_their_values_and_next_values() -> None:
+    """Fails if a user is shown another value than the run has, or no next value."""
+    for overrides in ([], ["actor.strategy=fsdp2"], ["actor.max_tokens_per_micro_batch=9999", "trainer.colocate=true"]):
+        run = config(*overrides)
+        for phase in ("training step", "evaluation", "sending weights", "export", "teacher scoring"):
+            for on_cuda in (True, False):
+                lines = advised(run, phase=phase, on_cuda=on_cuda).splitlines()
+                assert lines
+                for line in lines:
+                    check_line(line, run)
+
+
+def test_the_advice_fits_the_run() -> None:
+    """Fails if the advice is what the run does already or what cannot help, or the helpful row is missing."""
+    small = ["actor.micro_batch_size=1", "actor.recompute=full", "actor.logits_chunk_mib=32"]
+    assert "actor.micro_batch_size=8: try 4." in advised(config())
+    assert "micro_batch_size" not in advised(config("actor.max_tokens_per_micro_batch=4096"))
+    assert "micro_batch=4096: try 2048." in advised(config("actor.max_tokens_per_micro_batch=4096"))
+    assert "micro_batch=3000: try 2048." in advised(config("actor.max_tokens_per_micro_batch=3000")), "a sequence"
+    assert "max_tokens" not in advised(config("actor.max_tokens_per_micro_batch=2048"))
+    assert not any(word in advised(config(*small)) for word in ("micro_batch", "recompute", "logits_chunk"))
+    assert "actor.fused_lm_head=False: try true." in advised(config("actor.fused_lm_head=false"))
+    assert "logits_chunk" not in advised(config("actor.fused_lm_head=false"))
+    assert "recompute" not in advised(config(), phase="evaluation")
+    sharded = ["actor.strategy=fsdp2"]
+    assert "actor.fsdp_cpu_offload=False: try true." in advised(config(*sharded))
+    assert "fsdp_cpu_offload" not in advised(config(*sharded, "actor.fsdp_cpu_offload=true"))
+    assert "fsdp_cpu_offload" not in advised(config()) and "actor.tp=1, trainer.n_gpus_per_node=1: " in advised(
+        config()
+    )
+    assert "fsdp_cpu_offload" not in advised(config(*sharded), on_cuda=False)
+    assert "gpu_memory_utilization" not in advised(config("trainer.colocate=true")), "the engine sleeps meanwhile"
+    assert "weight_sync.bucket_mib=256: try 128." in advised(config(), phase="sending weights")
+    assert "data.max_response_length" not in advised(config(), phase="sending weights")
+    assert "sequence_parallel" not in advised(config())
+    assert "actor.sequence_parallel=False: try true." in advised(config("trainer.n_gpus_per_node=2", "actor.tp=2"))
+
+
+def test_the_advice_against_fragmentation() -> None:
+    """Fails if a fragmented rank is not told of the allocator first, or one that is not fragmented is."""
+    assert "expandable_segments" not in advised(config()) and "actor.max_tokens" not in advised(config())
+    fragmented = advised(config("actor.strategy=fsdp2"), fragmented=True)
+    assert fragmented.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert "actor.max_tokens_per_micro_batch=0: try 16384." in fragmented, "8 sequences of 2048 tokens"
+    assert fragmented.count("actor.fsdp_cpu_offload") == 1
+    assert "actor.packing=False: try true." in advised(config("actor.packing=false"), fragmented=True)
+    assert "expandable" not in advised(config(), fragmented=True, conf="expandable_segments:True")
+    for key in ("expandable_segments:True", "actor.packing", "actor.max_tokens_per_micro_batch"):
+        assert key in remedies.fragmentation_hint()
+
+
+def test_the_advice_for_an_engine() -> None:
+    """Fails if an engine's advice has keys that it does not use, or that do not help in the phase."""
+
+    def told(phase: str, *overrides: str, on_cuda: bool = True) -> str:
+        return "\n".join(engine_advice(config(*overrides), Shortage(phase, on_cuda, False)))
+
+    for phase in ("building the engine", "generating", "receiving weights", "offloading states", "reloading states"):
+        for on_cuda in (True, False):
+            lines = told(phase, on_cuda=on_cuda).splitlines()
+            assert lines
+            for line in lines:
+                check_line(line, config())
+        assert ("bucket_mib" in told(phase)) == (phase == "receiving weights")
+        assert ("gpu_memory_utilization=0.85: try 0.75." in told(phase)) == (phase != "offloading states")
+        assert ("max_num_seqs" in told(phase)) == (phase != "offloading states")
+    assert "cpu_kv_cache_mib" in told("generating", on_cuda=False)
+    assert "cpu_kv_cache_mib" not in told("generating")
+
+
+@pytest.mark.parametrize(
+    ("phase", "key", "others"),
+    [
+        ("teacher scoring", "teacher.fsdp_cpu_offload", LOCAL),
+        ("reference logprobs", "reference.fsdp_cpu_offload", REFERENCE),
+    ],
+)
+def test_the_advice_for_a_frozen_model(phase: str, key: str, others: list[str]) -> None:
+    """Fails if the advice for a frozen model's pass is what the run does already, or has the student's keys alone."""
+    stays = advised(config(*others, f"{key}=false"), phase=phase)
+    assert f"{key}=False: try true." in stays and "actor.micro_batch_size=8: try 4." in stays
+    assert "offload_train" not in stays, "the states move already"
+    assert not any(word in stays for word in ("recompute", "logits_chunk_mib"))
+    hosted = advised(config(*others, "actor.max_tokens_per_micro_batch=4096"), phase=phase)
+    assert key not in hosted and "actor.max_tokens_per_micro_batch=4096: try " in hosted
+    assert "actor.offload_train=False: try true." in hosted
+    for away in (["actor.offload_train=true"], ["actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true"]):
+        assert "offload_train" not in advised(config(*others, *away), phase=phase)
+    assert "offload" not in advised(config(*others), phase=phase, on_cuda=False)
