@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gkd.actor.common.shard_writer import write
-from gkd.actor.fsdp import host_run
+from gkd.actor.fsdp import host_block
 from tests.dist.frozen_cases import PLAIN, build, sequences
 from tests.dist.helpers import free_port
 from tests.dist.megatron_reference import make_hf_folder
@@ -54,7 +54,7 @@ def test_weights_stay_where_the_setting_says(
     """Fails if a refresh or a load leaves weights on the GPU, or in memory that copies wait for; if a call keeps
     memory; or if pinned memory is more than the shards."""
     folder = make_hf_folder(tmp_path / "model", kind)
-    before, runs = pinned_by_torch(), len(host_run._PINNED)
+    before, runs = pinned_by_torch(), len(host_block._PINNED)
     model = build(folder, device=CUDA, dtype=torch.bfloat16, float32_weights=float32_weights, cpu_offload=cpu_offload)
 
     def at_home() -> bool:
@@ -81,8 +81,8 @@ def test_weights_stay_where_the_setting_says(
     for a, b in zip(first, again, strict=True):  # the same weights as before
         np.testing.assert_allclose(a[0], b[0], atol=0.1)
     assert model.score([], PLAIN) == []  # a rank without a share
-    assert len(host_run._PINNED) - runs == int(cpu_offload)
+    assert len(host_block._PINNED) - runs == int(cpu_offload)
     if cpu_offload:
         sizes = [shard.nbytes for shard in shards_of(model)]
-        assert sum(sizes) <= host_run._PINNED[-1].nbytes <= sum(sizes) + 64 * len(sizes)
+        assert sum(sizes) <= host_block._PINNED[-1].nbytes <= sum(sizes) + 64 * len(sizes)
         assert pinned_by_torch() - before < max(sizes), "torch has pinned shards once more, each on its own"

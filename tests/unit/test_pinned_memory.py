@@ -10,7 +10,7 @@ import torch
 
 from gkd.actor.common.host_copies import HostCopies
 from gkd.actor.common.shards import Piece
-from gkd.actor.fsdp import host_run
+from gkd.actor.fsdp import host_block
 from gkd.errors import OutOfMemory
 from gkd.memory.advice import Shortage
 from gkd.memory.host_buffer import HostBuffer, host_slabs
@@ -56,9 +56,9 @@ def test_a_run_of_shards_that_cannot_be_pinned_is_the_host_s(monkeypatch: pytest
     def refuse(address: int, n_bytes: int) -> None:
         raise RuntimeError("Registering memory failed with cudaError: 2. It's possible that this is asynchronous")
 
-    monkeypatch.setattr(host_run, "pin_memory", refuse)
+    monkeypatch.setattr(host_block, "pin_memory", refuse)
     with pytest.raises(MemoryError, match="Unable to allocate 512 bytes of pinned host memory") as raised:
-        host_run._pin(torch.empty(512, dtype=torch.uint8))
+        host_block._pin(torch.empty(512, dtype=torch.uint8))
     assert is_out_of_memory(raised.value) and parse(str(raised.value)).asked == 512
 
 
