@@ -1,1 +1,1 @@
-"""Every setting of a run, its limits, and the checks of settings against each other. No torch."""
+"""Declare, load and check the settings of a run, without torch."""

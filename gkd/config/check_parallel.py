@@ -1,4 +1,4 @@
-"""Which models can be cut into which parts: by the Megatron actor's ranks, and by an engine's. Pure."""
+"""Check that a model can be split over the ranks of the Megatron actor, and over those of an engine."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class SplitModel(Protocol):
 
 
 def check_expert_ranks(ep: int, ranks_of_stage: int) -> None:
-    """Raises ConfigError naming actor.ep: it does not divide the ranks of a pipeline stage."""
+    """Raise ConfigError if actor.ep does not divide the ranks of a pipeline stage."""
     if ranks_of_stage % ep:
         raise ConfigError(
             "actor.ep",
             ep,
-            f"does not divide the {ranks_of_stage} ranks of a pipeline stage, over which experts are spread.",
+            f"does not divide the {ranks_of_stage} ranks of a pipeline stage, which share the experts.",
             f"Choose a divisor of {ranks_of_stage}, or change the number of GPUs of the actor pool.",
         )
 
 
 def check_actor_split(model: SplitModel, *, tp: int, pp: int, vpp: int, ep: int, sequence_parallel: bool) -> None:
-    """Raises ConfigError naming the key of a size that cannot cut the model."""
+    """Raise ConfigError naming the parallel size that does not divide the model."""
     _check_experts(model, tp, ep, sequence_parallel)
     for what, count in (
         ("attention heads", model.n_heads),
@@ -72,7 +72,7 @@ def check_actor_split(model: SplitModel, *, tp: int, pp: int, vpp: int, ep: int,
 def _check_experts(model: SplitModel, tp: int, ep: int, sequence_parallel: bool) -> None:
     if not model.n_experts:
         if ep > 1:
-            raise ConfigError("actor.ep", ep, f"the model ({model.model_type}) has no experts to spread.", "Use 1.")
+            raise ConfigError("actor.ep", ep, f"the model ({model.model_type}) has no experts.", "Use 1.")
         return
     if model.n_experts % ep:
         raise ConfigError(
@@ -93,16 +93,18 @@ def _check_experts(model: SplitModel, tp: int, ep: int, sequence_parallel: bool)
 def check_engine_split(
     tp: int, heads: Sequence[int], kv_heads: Sequence[int], columns: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises ConfigError where a rollout engine cannot cut the student over `tp` ranks; what is unknown is empty.
+    """Raise ConfigError if `tp` ranks of an engine cannot split the student. Unknown counts are empty.
 
     Args:
-        columns: of MLPs, by their kind.
+        columns: columns of the MLPs, by kind.
     """
     for what, counts in {"attention heads": heads, **columns}.items():
         for count in counts:
             if count % tp:
-                raise ConfigError("rollout.tp", tp, f"it does not divide the student's {count} {what}.", "lower it.")
+                raise ConfigError(
+                    "rollout.tp", tp, f"does not divide the student's {count} {what}.", f"use a divisor of {count}."
+                )
     for count in kv_heads:
         if count % tp and tp % count:
-            problem = f"it neither divides the student's {count} key/value heads nor is a multiple of them."
+            problem = f"is neither a divisor nor a multiple of the student's {count} key/value heads."
             raise ConfigError("rollout.tp", tp, problem, "lower it.")

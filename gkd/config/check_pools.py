@@ -1,4 +1,4 @@
-"""Do the sizes agree: pools, layouts, nodes, batches, waits? Pure."""
+"""Check sizes against each other: pools, parallel layout, nodes, batches, timeouts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from gkd.errors import ConfigError
 
 
 def check_strategy(config: Config, derived: Derived) -> None:
-    """Does the student's backend have what is asked of it?"""
+    """Check that the student's backend supports the settings."""
     a = config.actor
     if a.strategy == "fsdp2":
         split = {"actor.tp": a.tp, "actor.pp": a.pp, "actor.vpp": a.vpp, "actor.ep": a.ep}
         for key, size in split.items():
             if size != 1:
-                problem = "actor.strategy is fsdp2, where every rank is data parallel."
+                problem = "actor.strategy=fsdp2 is data parallel only."
                 raise ConfigError(key, size, problem, "use 1, or actor.strategy=megatron.")
         if a.recompute == "selective":
-            problem = "actor.strategy is fsdp2, whose attention kernels recompute their scores in any case."
+            problem = "the attention kernels of actor.strategy=fsdp2 always recompute their scores."
             raise ConfigError("actor.recompute", a.recompute, problem, "use full, or none.")
         if a.sequence_parallel:
-            problem = "actor.strategy is fsdp2, which has no tensor-parallel regions."
+            problem = "actor.strategy=fsdp2 has no tensor-parallel regions."
             raise ConfigError("actor.sequence_parallel", True, problem, "use false, or actor.strategy=megatron.")
         return
     for key, value, is_set in (
@@ -28,10 +28,11 @@ def check_strategy(config: Config, derived: Derived) -> None:
         ("actor.lora.rank", a.lora.rank, a.lora.rank > 0),
     ):
         if is_set:
-            raise ConfigError(key, value, "actor.strategy is megatron.", "switch it off, or use actor.strategy=fsdp2.")
+            raise ConfigError(key, value, "needs actor.strategy=fsdp2.", "turn it off, or use actor.strategy=fsdp2.")
 
 
 def check_pools(config: Config, derived: Derived) -> None:
+    """Check that the parallel layout divides the pools."""
     t, a, r = config.trainer, config.actor, config.rollout
     world = derived.world_size
     if world % (a.tp * a.pp):
@@ -44,7 +45,7 @@ def check_pools(config: Config, derived: Derived) -> None:
         )
     if a.vpp > 1 and a.pp == 1:
         raise ConfigError(
-            "actor.vpp", a.vpp, "there is no pipeline to interleave with actor.pp 1.", "use 1, or actor.pp > 1."
+            "actor.vpp", a.vpp, "with actor.pp 1 there is no pipeline to interleave.", "use 1, or actor.pp > 1."
         )
     if a.sequence_parallel and a.tp == 1:
         raise ConfigError(
@@ -70,30 +71,28 @@ def check_pools(config: Config, derived: Derived) -> None:
 
 
 def check_cluster(config: Config, derived: Derived) -> None:
-    """Can there be such nodes and GPUs at all?"""
+    """Check nodes, GPUs and the order of the pools."""
     t, r, c = config.trainer, config.rollout, config.cluster
     _check_sharing(config, derived)
     if sorted(c.order) != ["actor", "rollout"]:
         raise ConfigError(
-            "cluster.order", c.order, "it has to name each pool once.", "use [actor, rollout] or [rollout, actor]."
+            "cluster.order", c.order, "must name each pool once.", "use [actor, rollout] or [rollout, actor]."
         )
     if "://" in c.ray_address:
-        problem = "that is an address of Ray Client's, and the trainer has to be on a node of the cluster."
+        problem = "Ray Client is not supported: the trainer must run on a node of the cluster."
         raise ConfigError(
             "cluster.ray_address", c.ray_address, problem, "give the HOST:PORT that ray start --head prints."
         )
     if not c.ray_address:
         for key, nnodes in (("trainer.nnodes", t.nnodes), ("rollout.nnodes", r.nnodes)):
             if nnodes > 1:
-                problem = "a pool's nodes are different ones, and without cluster.ray_address there is only this one."
+                problem = "without cluster.ray_address there is only this node."
                 raise ConfigError(key, nnodes, problem, "use 1, or name a Ray cluster in cluster.ray_address.")
     if not c.gpus:
         return
     if min(c.gpus) < 0 or len(set(c.gpus)) < len(c.gpus):
-        raise ConfigError(
-            "cluster.gpus", c.gpus, "a GPU has a number of 0 or more, and is named once.", "write e.g. [0, 1, 2, 3]."
-        )
-    # On several nodes a node may hold one pool only.
+        raise ConfigError("cluster.gpus", c.gpus, "must be distinct numbers >= 0.", "write e.g. [0, 1, 2, 3].")
+    # With several nodes, a node may hold only one of the pools.
     both, most = t.n_gpus_per_node + r.n_gpus_per_node, max(t.n_gpus_per_node, r.n_gpus_per_node)
     n_wanted = most if c.ray_address or t.colocate else both
     if len(c.gpus) < n_wanted:
@@ -102,12 +101,12 @@ def check_cluster(config: Config, derived: Derived) -> None:
             c.gpus,
             f"with trainer.n_gpus_per_node {t.n_gpus_per_node} and rollout.n_gpus_per_node {r.n_gpus_per_node} a node "
             f"needs {n_wanted}.",
-            "name more, or lower the pools.",
+            "name more GPUs, or use smaller pools.",
         )
 
 
 def _check_sharing(config: Config, derived: Derived) -> None:
-    """Raises ConfigError: what shares GPUs has to have the same ones, and to take turns on them."""
+    """Check that pools which share GPUs have equal sizes and never work at the same time."""
     t, r = config.trainer, config.rollout
     if not t.colocate:
         return
@@ -120,29 +119,28 @@ def _check_sharing(config: Config, derived: Derived) -> None:
                 f"use {other}, or trainer.colocate=false.",
             )
     if t.scheduler != "sync":
-        problem = "trainer.colocate lets actor and engines take turns, and this scheduler has both work at once."
+        problem = "with trainer.colocate actor and engines alternate, and this scheduler overlaps them."
         raise ConfigError("trainer.scheduler", t.scheduler, problem, "use sync, or trainer.colocate=false.")
     if derived.is_local_teacher and not config.teacher.fsdp_cpu_offload:
-        problem = "with trainer.colocate the engines need the GPUs to themselves, and the teacher's shards would stay."
+        problem = "with trainer.colocate the engines need the whole GPUs, and the teacher's shards would stay there."
         raise ConfigError("teacher.fsdp_cpu_offload", False, problem, "use true, or trainer.colocate=false.")
     if derived.reference_folder and not config.reference.fsdp_cpu_offload:
-        problem = (
-            "with trainer.colocate the engines need the GPUs to themselves, and the reference's shards would stay."
-        )
+        problem = "with trainer.colocate the engines need the whole GPUs, and the reference's shards would stay there."
         raise ConfigError("reference.fsdp_cpu_offload", False, problem, "use true, or trainer.colocate=false.")
     if config.weight_sync.transport == "nccl":
-        problem = "with trainer.colocate two members of its groups are on one GPU, which NCCL does not do."
+        problem = "with trainer.colocate two ranks of a group are on one GPU, which NCCL does not support."
         raise ConfigError("weight_sync.transport", "nccl", problem, "use auto or gloo, or trainer.colocate=false.")
 
 
 def check_sizes(config: Config, derived: Derived) -> None:
+    """Check batch sizes, the learning rate schedule and timeouts."""
     t = config.trainer
     dp = derived.dp_size
     if t.global_batch_size < dp:
         raise ConfigError(
             "trainer.global_batch_size",
             t.global_batch_size,
-            f"the actor pool has {dp} data-parallel groups and each needs a prompt.",
+            f"each of the actor's {dp} data-parallel groups needs a prompt.",
             f"use at least {dp}, or a larger actor.tp / actor.pp.",
         )
     _check_schedule(config)
@@ -160,27 +158,27 @@ def check_sizes(config: Config, derived: Derived) -> None:
         raise ConfigError(
             "trainer.stage_timeout_s",
             t.stage_timeout_s,
-            f"a lost teacher is waited for teacher.outage_budget_s + teacher.request_timeout_s = {patience:g} s, and "
-            "the stage would be given up before that, without a checkpoint.",
+            f"a teacher outage may last teacher.outage_budget_s + teacher.request_timeout_s = {patience:g} s, and the "
+            "stage would time out first, without a checkpoint.",
             f"use more than {patience:g}.",
         )
     if config.weight_sync.transport == "nccl" and t.device == "cpu":
         raise ConfigError(
-            "weight_sync.transport", "nccl", "trainer.device is cpu and NCCL needs GPUs.", "use auto or gloo."
+            "weight_sync.transport", "nccl", "NCCL needs GPUs, and trainer.device is cpu.", "use auto or gloo."
         )
 
 
 def _check_schedule(config: Config) -> None:
-    """Does the learning rate have steps to decay in? `OptimSpec` asks again, of the number that the data gives."""
+    """Check the decay steps against total_steps; `OptimSpec` checks them against the number of steps of the data."""
     o, total_steps = config.actor.optim, config.trainer.total_steps
     if o.schedule != "wsd":
         return
     if not o.decay_steps:
-        raise ConfigError("actor.optim.decay_steps", 0, "schedule wsd needs steps to decay in.", "use at least 1.")
+        raise ConfigError("actor.optim.decay_steps", 0, "the schedule wsd needs decay steps.", "use at least 1.")
     if 0 < total_steps < o.warmup_steps + o.decay_steps:
         raise ConfigError(
             "actor.optim.decay_steps",
             o.decay_steps,
-            f"with actor.optim.warmup_steps {o.warmup_steps} these are more than trainer.total_steps {total_steps}.",
-            "shorten one of them.",
+            f"with actor.optim.warmup_steps {o.warmup_steps} they exceed trainer.total_steps {total_steps}.",
+            "reduce one of them.",
         )

@@ -1,15 +1,15 @@
-"""Which loss a run trains on: names, weights and parameters. No torch here, so a config can be checked without it.
+"""Describe the loss of a run: names, weights and parameters of its terms. Does not import torch.
 
     loss of a token = sum over terms of  weight * term(token),   each term on the tokens it is defined for
 
 Three kinds of terms:
 
     divergences       compare two distributions; on every response token
-    policy gradient   use the sampled token alone; on tokens that the student wrote
+    policy gradient   use the sampled token alone; on tokens that the student generated
     sft               cross-entropy; on tokens of the dataset's responses
 
-Beside them there may be a reference: reference_weight * KL(student || reference), a policy-gradient term (k3) with
-another model's logprob in the place of the teacher's.
+In addition there may be a reference: reference_weight * KL(student || reference), a policy-gradient term (k3) with
+the reference's logprob instead of the teacher's.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gkd.config.schema_teacher import DIVERGENCE_NAMES, LOSS_NAMES, POLICY_GRADI
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
-REFERENCE_KL = "reference_kl"  # the term beside the losses, in reports
-_PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # who uses them
+REFERENCE_KL = "reference_kl"  # name of the reference term in reports
+_PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # and the losses that use it
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """One loss of a mixture. Raises ConfigError if a value is out of range."""
+    """One term of the loss. Raises ConfigError if a value is out of range."""
 
     name: str = "forward_kl"
     weight: float = 1.0
@@ -44,28 +44,28 @@ class LossTerm:
                 "distill.losses",
                 self.weight,
                 f"the weight of {self.name} must be a positive number.",
-                "remove the term, or weigh it.",
+                "remove the term, or give it a positive weight.",
             )
         if not 0 < self.beta < 1:
-            fix = "use a number between the two, or forward_kl for the limit at 0, reverse_kl for the one at 1."
-            raise ConfigError("distill.beta", self.beta, "it is not inside (0, 1), where the jsd is not zero.", fix)
+            fix = "use a number between them, or the limits themselves: forward_kl for 0, reverse_kl for 1."
+            raise ConfigError("distill.beta", self.beta, "must be inside (0, 1); the jsd is zero at both ends.", fix)
         if not 0 <= self.alpha < 1:
-            raise ConfigError("distill.alpha", self.alpha, "it is not in [0, 1).", "use e.g. 0.1; 0 is the plain KL.")
+            raise ConfigError("distill.alpha", self.alpha, "must be in [0, 1).", "use e.g. 0.1; 0 is the plain KL.")
 
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """The part of the settings that the student's loss needs. Checked when it is made.
+    """Settings of the student's loss. Checked when created.
 
     Args:
         terms: at least one, each name once.
-        tail: what stands for the tokens outside the teacher's top-k; no meaning where all tokens are there.
+        tail: handling of the probability mass outside the teacher's top-k; unused with full distributions.
         temperature: divides the student's logits; the teacher scored at the same one.
         importance_clip: largest importance weight of the policy-gradient terms; 0 = no limit.
-        reference_weight: of the KL to a reference; 0 = there is none.
+        reference_weight: weight of the KL to the reference; 0 = no reference.
 
     Raises:
-        ConfigError: names the key of `distill` or `teacher` that is wrong.
+        ConfigError: naming the invalid key of `distill` or `teacher`.
     """
 
     terms: tuple[LossTerm, ...] = (LossTerm(),)
@@ -77,7 +77,7 @@ class LossSpec:
     def __post_init__(self) -> None:
         names = [term.name for term in self.terms]
         if not names or len(set(names)) != len(names):
-            problem = "it names no loss." if not names else "it names a loss twice."
+            problem = "names a loss twice." if names else "names no loss."
             raise ConfigError("distill.losses", names, problem, "name each loss once.")
         if self.tail not in get_args(Tail):
             raise ConfigError(
@@ -89,9 +89,9 @@ class LossSpec:
             )
         if not (self.importance_clip == 0 or 1 <= self.importance_clip < math.inf):
             fix = "use e.g. 2.0, or 0 for no limit."
-            raise ConfigError("distill.importance_clip", self.importance_clip, "it is neither 0 nor at least 1.", fix)
+            raise ConfigError("distill.importance_clip", self.importance_clip, "must be 0 or at least 1.", fix)
         if not (math.isfinite(self.reference_weight) and self.reference_weight >= 0):
-            problem, fix = "it must be a number of 0 or more.", "use e.g. 0.1, or 0 for no reference."
+            problem, fix = "must be a number >= 0.", "use e.g. 0.1, or 0 for no reference."
             raise ConfigError("distill.reference_kl_weight", self.reference_weight, problem, fix)
 
     @property
@@ -100,7 +100,7 @@ class LossSpec:
 
     @property
     def uses_samples(self) -> bool:
-        """Is a term of it estimated from the tokens that the student wrote?"""
+        """Return whether a term is estimated from the tokens that the student generated."""
         return self.has_reference or bool(self.policy_gradients)
 
     @property
@@ -117,7 +117,7 @@ class LossSpec:
 
 
 def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
-    """`distill.losses`, or the one loss `distill.loss` where that list is empty. Raises ConfigError."""
+    """Return the terms of `distill.losses`, or `distill.loss` if that list is empty. Raises ConfigError."""
     terms = [_term(i, entry, distill) for i, entry in enumerate(distill.losses)]
     if not terms:
         terms = [LossTerm(distill.loss, beta=distill.beta, alpha=distill.alpha)]
@@ -138,15 +138,15 @@ def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
     except ConfigError as error:
         name = {"distill.loss": "name", "distill.losses": "weight"}.get(error.key, error.key.rpartition(".")[2])
         if name in _PARAMETERS and getattr(entry, name) is None:
-            raise  # the one that all terms share is wrong
+            raise  # the value comes from distill.beta or distill.alpha
         raise ConfigError(f"{where}.{name}", error.value, error.problem, error.fix) from error
 
 
 def teacher_signals(spec: LossSpec, signal: Signal) -> tuple[Signal, ...]:
-    """What has to be asked of the teacher for each sequence.
+    """Return the signals to request from the teacher for each sequence.
 
-    A top-k table may lack the sampled token, so a mixture of both kinds of terms asks for both, at twice the teacher's
-    work; logits and hidden states hold everything.
+    The top-k may lack the sampled token, so a mixture of divergences and policy gradients requests both signals, which
+    doubles the teacher's work. Logits and hidden states contain both.
     """
     if signal == "topk" and spec.policy_gradients:
         return ("topk", "sampled") if spec.divergences else ("sampled",)

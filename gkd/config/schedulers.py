@@ -1,10 +1,10 @@
-"""`trainer.scheduler`: how far the rollouts may run ahead of the training, and which of them a step takes.
+"""Define the values of `trainer.scheduler`: how far rollouts run ahead of training, and what a step trains on.
 
-sync            a batch is answered by the newest weights, then trained on
-one_step_off    the next batch is answered while this one is trained on
-two_step_off    the next two: while one is trained on, one is scored and one answered
-stream          no batches in the engines: prompts go in one by one, new weights arrive in the middle of a response,
-                and a step takes what is finished
+sync            generate a batch with the newest weights, then train on it
+one_step_off    generate the next batch while training on this one
+two_step_off    prefetch two batches: while one is trained on, one is scored and one is generated
+stream          no batches in the engines: prompts enter one by one, weights are updated in the middle of responses,
+                and a step trains on prompts that are finished
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gkd.config.schema import TrainerConfig
 
-# Batches begun before their turn. Each is answered by one version of the weights, so this is its staleness, too.
+# Prefetched batches. Each is generated with one version of the weights, so this is also its staleness.
 AHEAD = {"sync": 0, "one_step_off": 1, "two_step_off": 2}
 STREAM = "stream"
 
 
 def staleness_bound(trainer: TrainerConfig) -> int:
-    """No sequence is trained on whose oldest part was written more than this many steps before."""
+    """Return the most steps between the oldest weights that generated a sequence and the step that trains on it."""
     return AHEAD.get(trainer.scheduler, trainer.max_staleness)
