@@ -1,6 +1,6 @@
-"""`python -m gkd.main_gkd --config X.yaml [key=value ...]`: check everything, start the pools, run the loop.
+"""Command line `python -m gkd.main_gkd --config X.yaml [key=value ...]`: check the run, start the pools, train.
 
-The only place where the roles are wired together; the loop itself is `gkd.trainer`.
+`gkd.launcher` starts and connects the processes, `gkd.trainer` is the loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = get_logger("main")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the config, a model or a prompt file is wrong, 1 the run failed, 130 interrupted."""
+    """Return the exit code: 0 done, 1 the run failed, 2 invalid config, model or prompt file, 130 interrupted."""
     args = _parse(argv)
     signal.signal(signal.SIGTERM, _as_interrupt)
     signal.signal(signal.SIGINT, _as_interrupt)  # also where a shell started it in the background with SIGINT ignored
@@ -38,18 +38,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
-        print("interrupted; everything that was started is stopped", file=sys.stderr)
+        print("interrupted; all started processes are stopped", file=sys.stderr)
         return 130
     return 0
 
 
 def run(config: Config) -> None:
-    """Preflight, pools, loop, shutdown. Blocks until training ends."""
+    """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
     from gkd.preflight.run import preflight
 
     plan = preflight(config)
     log.info(
-        "teacher %s (%s), %d shared token ids; %d training prompts, %d held out; device %s; run folder %s",
+        "teacher %s (%s), %d shared token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
         plan.teacher.model_name,
         plan.teacher.engine,
         plan.n_vocab,
@@ -58,7 +58,7 @@ def run(config: Config) -> None:
         plan.device,
         plan.folder.root,
     )
-    # Heavy imports only after the cheap checks have passed.
+    # Heavy imports after the cheap checks.
     from gkd.launcher import started_roles
     from gkd.trainer import Trainer
 
@@ -69,7 +69,7 @@ def run(config: Config) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gkd.main_gkd",
-        description="On-policy distillation: train a student on its own answers, scored by a teacher server.",
+        description="On-policy distillation: train a student on its own responses, scored by a teacher.",
         epilog=_keys_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,7 +79,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _keys_help() -> str:
-    lines = ["keys (default) and what they do:"]
+    lines = ["keys with type and default:"]
     for each in all_keys().values():
         lines.append(f"  {each.name}: {each.type} = {each.default!r}")
         text = f"{each.key.help} ({limits})" if (limits := each.key.all_limits()) else each.key.help

@@ -1,4 +1,4 @@
-"""Before anything starts: can this run be trained on the batches that trainer.replay names? Floor 1."""
+"""Check, before the start, that this run can train on the recorded batches of trainer.replay."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from gkd.run.folder import BATCHES
 from gkd.run.manifest import check_sizes, read_manifest
 from gkd.run.resume_compat import check_same_teacher
 
-# What the recorded scores are; which of them there are is compared by what the loss needs.
+# Settings of the recorded scores that must be equal. Which signals are needed depends on the loss.
 _SAME = ("temperature", "topk", "mass")
 
 
 def check_replay(config: Config, total_steps: int, teacher: Mapping[str, str]) -> None:
-    """Has the folder that trainer.replay names whole batches up to the last step, scored as this run would have it?
+    """Check that trainer.replay has complete batches up to the last step, scored as this run would score them.
 
-    The first ones may be missing: a run that goes on from a checkpoint needs those after it.
+    The first ones may be missing: a run that resumes from a checkpoint needs the later ones only.
 
     Args:
-        teacher: name and fingerprint of the one that would score.
+        teacher: name and fingerprint of this run's teacher.
 
     Raises:
-        ConfigError: names what is missing or different.
+        ConfigError: a batch is missing, or was made with other settings.
         CheckpointError: a batch is damaged.
     """
     named = config.trainer.replay
     if not named:
         return
-    folder, fix = Path(named), "name the batches folder of a run that had trainer.record_batches: true."
+    folder, fix = Path(named), "name the batches folder of a run with trainer.record_batches=true."
     if folder.resolve() == (Path(config.trainer.run_dir) / BATCHES).resolve():
-        raise ConfigError("trainer.replay", named, "this run's own batches are written there.", fix)
+        raise ConfigError("trainer.replay", named, "this run writes its own batches there.", fix)
     if not folder.is_dir():
-        raise ConfigError("trainer.replay", named, "there is no such folder.", fix)
+        raise ConfigError("trainer.replay", named, "no such folder.", fix)
     steps = range(1, total_steps + 1)
     there = [step for step in steps if (folder / step_folder(step)).is_dir()]
     missing = [step for step in range(there[0] if there else 1, total_steps + 1) if step not in set(there)]
     if missing:
-        problem = f"it has no batch of {len(missing)} of the {total_steps} steps, the first is step {missing[0]}."
+        problem = f"batches of {len(missing)} of the {total_steps} steps are missing, the first is step {missing[0]}."
         raise ConfigError("trainer.replay", named, problem, f"lower trainer.total_steps, or {fix}")
     for step in there:
         check_sizes(folder / step_folder(step), read_manifest(folder / step_folder(step)))
     for name in ("config.yaml", "teacher.json"):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: {name} is missing, so nobody knows how its batches were made")
+            raise CheckpointError(f"{folder}: {name} is missing, so it is unknown how its batches were made")
     check_same_teacher(folder / "teacher.json", teacher, config)
     _check_scores(load_config(folder / "config.yaml"), config)
 
 
 def _check_scores(recorded: Config, now: Config) -> None:
-    """Would this run ask the teacher for what was recorded, and shape its batches alike?"""
+    """Raise ConfigError if this run needs other scores than the recorded ones, or batches of another shape."""
     pairs = {f"teacher.{key}": (getattr(recorded.teacher, key), getattr(now.teacher, key)) for key in _SAME}
     pairs["rollout.n"] = recorded.rollout.n, now.rollout.n
     pairs["trainer.global_batch_size"] = recorded.trainer.global_batch_size, now.trainer.global_batch_size
     for key, (before, value) in pairs.items():
         if before != value:
-            raise ConfigError(key, value, f"the batches to be replayed have {before!r}.", "take their value.")
+            raise ConfigError(key, value, f"the recorded batches have {before!r}.", "use the same value.")
     _check_head(recorded, now)
     missing = set(derive(now).signals) - set(derive(recorded).signals)
     if missing:
@@ -68,12 +68,12 @@ def _check_scores(recorded: Config, now: Config) -> None:
             "trainer.replay",
             now.trainer.replay,
             f"the loss needs the teacher's {', '.join(sorted(missing))}, which was not recorded.",
-            "choose a loss and a teacher.signal that need what the recorded run's needed.",
+            "choose a loss and a teacher.signal that need the recorded signals only.",
         )
 
 
 def _check_head(recorded: Config, now: Config) -> None:
-    """Are recorded hidden states those of the LM head that this run multiplies them with? A head is in no batch."""
+    """Raise ConfigError if recorded hidden states need an LM head that is gone: batches do not contain it."""
     if "hidden" not in derive(now).signals:
         return
     for config, whose in ((recorded, "the recorded run's"), (now, "this run's")):
@@ -81,7 +81,7 @@ def _check_head(recorded: Config, now: Config) -> None:
             raise ConfigError(
                 "trainer.replay",
                 now.trainer.replay,
-                f"{whose} teacher.update_interval is {interval}: recorded hidden states belong to the LM head that the "
-                "teacher had at their step, and a batch does not hold it.",
+                f"{whose} teacher.update_interval is {interval}: hidden states need the LM head of their step, and "
+                "batches do not contain it.",
                 "record with teacher.signal topk or logits, or with teacher.update_interval 0.",
             )

@@ -1,4 +1,4 @@
-"""What can be known before the start of the teacher and of what is asked of it: who answers, does it fit, how much."""
+"""Check the teacher before the start: reachable, same token ids, long enough context, and the memory of its scores."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEACHER_HELLO_S = 10.0
 # Limit for a TCP connection. A host that drops packets does not reply at all.
 CONNECT_S = 2.0
 
-# Scores that take more host memory than this are warned of.
+# A warning is logged if scores take more host memory than this.
 LARGE_SCORES_GIB = 4.0
 
 
@@ -55,13 +55,13 @@ def check_reachable(teacher: TeacherConfig, timeout_s: float = CONNECT_S) -> Non
         ) from error
 
 
-def ask_teacher(config: Config) -> TeacherInfo:
-    """Who answers at the teacher's address.
+def request_info(config: Config) -> TeacherInfo:
+    """Request the description of the teacher from its server.
 
     Raises:
-        TeacherUnavailable: nobody does.
-        TeacherError: it answered something else than who it is.
-        ConfigError: it has no such teacher, or teacher.keys cannot be used.
+        TeacherUnavailable: no reply.
+        TeacherError: the reply is not a description.
+        ConfigError: the server has no such teacher, or teacher.keys cannot be used.
     """
     teacher = ZmqTeacher(
         config.teacher.server_ip,
@@ -92,8 +92,11 @@ def ask_teacher(config: Config) -> TeacherInfo:
 
 
 def _check_head(teacher: ZmqTeacher) -> None:
-    """Ask for the hidden states of one token: a teacher whose logits are more than those times a matrix (a bias, a soft
-    cap) refuses."""
+    """Request the hidden states of one token.
+
+    Raises:
+        ConfigError: the teacher refuses, because its logits are not hidden states times a matrix (bias, soft cap).
+    """
     token, nothing = np.zeros(1, np.int32), np.zeros(1, np.float32)
     try:
         teacher.submit_hidden(Rollout(0, 0, token, token, nothing, (), "length", on_policy=False)).result()
@@ -104,34 +107,36 @@ def _check_head(teacher: ZmqTeacher) -> None:
 
 
 def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:
-    """Do the two speak the same token ids, and is the teacher big enough? Returns the ids they share.
+    """Check that teacher and student use the same token ids, and that the teacher supports the sequence length.
 
-    `vocab_size` may differ (models pad their embedding differently around one tokenizer); the map
-    token -> id may not, or every score would be about other words.
+    `vocab_size` may differ, because models pad the embedding of one tokenizer differently. The map token -> id must not
+    differ: scores would be those of other tokens.
+
+    Returns:
+        The number of shared token ids.
     """
     if not teacher.tokenizer_fingerprint:
         raise ConfigError(
             "teacher.server_port",
             config.teacher.server_port,
-            f"the teacher's folder {teacher.model_path} holds no tokenizer, so nobody can tell whether its token ids "
-            "mean what the student's mean.",
-            "put the teacher's tokenizer files there and start the server again.",
+            f"the teacher's folder {teacher.model_path} has no tokenizer to compare with the student's.",
+            "put the teacher's tokenizer files there and restart the server.",
         )
     own = tokenizer_fingerprint(tokenizer.get_vocab())
     if teacher.tokenizer_fingerprint != own:
         raise ConfigError(
             "model.path",
             config.model.path,
-            f"its tokenizer maps tokens to other ids than that of the teacher {teacher.model_path} "
+            f"its tokenizer maps tokens to other ids than the tokenizer of the teacher {teacher.model_path} "
             f"({own[:12]} against {teacher.tokenizer_fingerprint[:12]}).",
-            "use a student and a teacher of one model family.",
+            "use a student and a teacher of the same model family.",
         )
     if student_vocab > teacher.vocab_size:
         raise ConfigError(
             "model.path",
             config.model.path,
-            f"the student can sample {student_vocab} token ids and the teacher knows only {teacher.vocab_size}.",
-            "cut the student's padded embedding rows, or use a teacher with at least as many.",
+            f"the student has {student_vocab} token ids and the teacher only {teacher.vocab_size}.",
+            "remove the student's padding rows, or use a teacher with at least as many ids.",
         )
     n_vocab = student_vocab
     derived = derive(config)
@@ -155,9 +160,9 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
 
 
 def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:
-    """Most that the teacher's scores of the batches under way, or of an evaluation, can take on the hosts, GiB.
+    """Return the peak host memory of the teacher's scores in GiB, for the batches in flight or an evaluation.
 
-    They are held once in the object store and once by each tensor-parallel rank that trains on them (ids in 64 bits).
+    The object store holds them once, and each tensor-parallel rank that trains on them once more (ids in 64 bits).
     """
     bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
     logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
@@ -168,18 +173,22 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
     batch = config.trainer.global_batch_size * config.rollout.n
-    # What is answered ahead waits in the object store.
+    # Prefetched batches wait in the object store.
     bytes_per_position = max(batch * ((1 + staleness_bound(config.trainer)) * held + used), evaluated * (held + used))
     return bytes_per_position * config.data.max_response_length / 2**30
 
 
-def warn_of_the_losses(config: Config, gib: float) -> None:
-    """What is allowed, and may surprise."""
+def warn_about_losses(config: Config, gib: float) -> None:
+    """Log warnings about valid settings that may be unintended.
+
+    Args:
+        gib: result of `scores_gib`.
+    """
     if gib > LARGE_SCORES_GIB:
         log.warning(
-            "teacher.signal %s: the scores of the batches under way, or of an evaluation, may take %.1f GiB of host "
-            "memory, all data-parallel groups together, and while they are written to disk as much again; smaller: "
-            "hidden instead of logits, topk instead of hidden, a smaller teacher.topk or eval.max_prompts",
+            "teacher.signal=%s: scores may take %.1f GiB of host memory over all data-parallel groups, and twice that "
+            "while they are written to disk. Smaller: hidden instead of logits, topk instead of hidden, a smaller "
+            "teacher.topk or eval.max_prompts",
             config.teacher.signal,
             gib,
         )
@@ -187,7 +196,7 @@ def warn_of_the_losses(config: Config, gib: float) -> None:
     if spec.uses_samples and config.rollout.top_p < 1.0:
         names = [term.name for term in spec.policy_gradients]
         log.warning(
-            "rollout.top_p %g: the tokens outside are never sampled, so %s learns nothing about them",
+            "rollout.top_p=%g: tokens outside are never sampled, so %s cannot learn from them",
             config.rollout.top_p,
             ", ".join([*names, "the reference's KL"] if spec.has_reference else names),
         )
@@ -197,7 +206,7 @@ def warn_of_the_losses(config: Config, gib: float) -> None:
         unused = "dataset"
     if unused:
         log.warning(
-            "distill.on_policy_share %g: no loss learns from the %s's responses, and they count in the mean",
+            "distill.on_policy_share=%g: no loss learns from %s responses, but their tokens count in the mean",
             share,
             unused,
         )

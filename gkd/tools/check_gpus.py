@@ -63,7 +63,8 @@ def check(config: Config) -> GpuMap:
     """
     check_config(config)
     # Here and not above: a wrong setting should not wait for torch.
-    from gkd.preflight.run import check_ray_installed, resolve_device
+    from gkd.preflight.device import resolve_device
+    from gkd.preflight.run import check_ray_installed
 
     check_ray_installed()
     from gkd.gpu_map import collect as survey

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from gkd.config.load import load_config
 from gkd.errors import ConfigError
-from gkd.preflight.teacher import ask_teacher
+from gkd.preflight.teacher import request_info
 from teacher_server.cli.serve import status_command
 from teacher_server.main import main
 from tests.service.commands import address, n_scored, run, sent_requests
@@ -248,7 +248,7 @@ def test_the_trainer_reports_a_wrong_teacher_name(server: ServerProcess) -> None
     """Fails if a misspelled teacher.name is reported as a refused request, without the key."""
     config = load_config(None, [f"teacher.server_port={server.port}", "teacher.name=unknown"])
     with pytest.raises(ConfigError, match="bad_request") as caught:
-        ask_teacher(config)
+        request_info(config)
     assert caught.value.key == "teacher.name"
 
 
@@ -261,7 +261,7 @@ def test_a_teacher_without_a_plain_lm_head_is_refused_before_the_start(tmp_path:
     save_file(weights, file, {"format": "pt"})
     with ServerProcess(model, tmp_path) as server:
         base = [f"teacher.server_port={server.port}"]
-        assert ask_teacher(load_config(None, base)).vocab_size > 0
+        assert request_info(load_config(None, base)).vocab_size > 0
         with pytest.raises(ConfigError, match="LM head") as caught:
-            ask_teacher(load_config(None, [*base, "teacher.signal=hidden"]))
+            request_info(load_config(None, [*base, "teacher.signal=hidden"]))
     assert caught.value.key == "teacher.signal"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError, ModelError
-from gkd.preflight.run import check_student
+from gkd.preflight.student import check_student
 from tests.dist.megatron_reference import make_hf_folder
 
 

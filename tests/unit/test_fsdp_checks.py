@@ -29,7 +29,7 @@ from gkd.config.schema import ActorConfig, Config, DataConfig, LoraConfig, Model
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import check_headers, open_tensors, weights_digest
 from gkd.preflight.fsdp_student import check_fsdp_student, distinct_sizes
-from gkd.preflight.run import check_student
+from gkd.preflight.student import check_student
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
 

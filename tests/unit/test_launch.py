@@ -14,7 +14,7 @@ import pytest
 
 from gkd.config.load import load_config
 from gkd.errors import CheckpointError, ConfigError
-from gkd.preflight.run import resolve_device
+from gkd.preflight.device import resolve_device
 from gkd.quickstart.summary import as_table, summarise, write_summary
 
 ROOT = Path(__file__).resolve().parents[2]

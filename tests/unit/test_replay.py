@@ -63,7 +63,7 @@ def test_batches_of_steps_that_are_made_again_are_not_mixed_with_the_old(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("folder", "problem"), [("gone", "no such folder"), ("empty", "no batch of 3 of the 3"), ("own", "own batches")]
+    ("folder", "problem"), [("gone", "no such folder"), ("empty", "3 of the 3"), ("own", "own batches")]
 )
 def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, problem: str) -> None:
     """Fails if a wrong folder shows in the middle of the run, or a run overwrites what it replays."""
@@ -77,8 +77,8 @@ def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, proble
 @pytest.mark.parametrize(
     ("harm", "problem"),
     [
-        ("step_00000002", "no batch of 1 of the 3 steps, the first is step 2"),
-        ("step_00000003", "no batch of 1 of the 3 steps, the first is step 3"),
+        ("step_00000002", "1 of the 3.* step 2"),
+        ("step_00000003", "1 of the 3.* step 3"),
         ("step_00000002/batch_group_0.npz", "batch_group_0.npz is missing"),
         ("step_00000002/manifest.json", "manifest.json is missing"),
         ("config.yaml", "config.yaml is missing"),

@@ -1,0 +1,75 @@
+"""Resolve trainer.device, and check that this machine has the GPUs of the config."""
+
+from __future__ import annotations
+
+import os
+
+from gkd.cluster.gpu_table import visible_ids
+from gkd.config.derived import derive
+from gkd.config.schema import Config
+from gkd.errors import ConfigError
+
+
+def resolve_device(config: Config) -> str:
+    """Return "cpu" or "cuda" for trainer.device. Raises ConfigError if this machine lacks the device or GPUs."""
+    import torch
+
+    wanted, n_gpus = config.trainer.device, torch.cuda.device_count()
+    if config.cluster.ray_address:
+        if wanted == "auto":
+            raise ConfigError(
+                "trainer.device",
+                "auto",
+                "the GPUs of cluster.ray_address are unknown here.",
+                "use cuda or cpu.",
+            )
+        return wanted
+    device = wanted if wanted != "auto" else "cuda" if n_gpus else "cpu"
+    if device == "cpu" and n_gpus:
+        raise ConfigError(
+            "trainer.device",
+            "cpu",
+            "this environment has the CUDA builds of torch and vLLM, and they see GPUs.",
+            "use cuda, or make another environment: GKD_VENV=.venv-cpu bash launch/setup.sh --extra cpu.",
+        )
+    n_wanted = derive(config).n_gpus
+    if device == "cuda" and not n_gpus:
+        raise ConfigError(
+            "trainer.device",
+            wanted,
+            "torch sees no GPU here.",
+            "use cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that this environment has a CUDA build of torch.",
+        )
+    if device == "cuda" and n_gpus < n_wanted:
+        raise ConfigError(
+            "rollout.n_gpus_per_node",
+            config.rollout.n_gpus_per_node,
+            f"with trainer.n_gpus_per_node {config.trainer.n_gpus_per_node} the pools need {n_wanted} GPUs, and torch "
+            f"sees {n_gpus} here.",
+            "use smaller pools, or a larger cluster in cluster.ray_address.",
+        )
+    if device == "cpu" and config.weight_sync.transport == "nccl":
+        raise ConfigError("weight_sync.transport", "nccl", "there is no GPU here.", "use auto or gloo.")
+    _check_gpus_are_here(config.cluster.gpus, n_gpus if device == "cuda" else None)
+    return device
+
+
+def _check_gpus_are_here(gpus: list[int], n_gpus: int | None) -> None:
+    """Raise ConfigError if cluster.gpus names a GPU that is not on this machine or not in CUDA_VISIBLE_DEVICES.
+
+    Args:
+        n_gpus: GPUs that torch sees; None: logical GPUs, so any number is valid.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    have = visible_ids(visible) if visible is not None else None
+    if have is None and n_gpus is not None:
+        have = tuple(map(str, range(n_gpus)))
+    missing = [gpu for gpu in gpus if have is not None and str(gpu) not in have]
+    if missing:
+        what = "this machine has" if visible is None else f"CUDA_VISIBLE_DEVICES={visible} shows"
+        raise ConfigError(
+            "cluster.gpus",
+            gpus,
+            f"{what} no {', '.join(map(str, missing))}.",
+            "name existing GPUs" + (", or unset CUDA_VISIBLE_DEVICES." if visible is not None else "."),
+        )

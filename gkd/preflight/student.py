@@ -1,0 +1,83 @@
+"""Check the student's folder before any process starts: config.json, headers of the weight files, tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.config.check_parallel import check_engine_split
+from gkd.config.derived import derive
+from gkd.config.schema import Config
+from gkd.errors import ConfigError, ModelError
+from gkd.hf.megatron_support import check_megatron_support
+from gkd.hf.model_dims import ModelDims, read_dims
+from gkd.hf.model_folder import read_config_json
+
+
+def check_student(config: Config) -> int:
+    """Check that the student's folder is whole, and that the configured ranks can split it. Reads headers only.
+
+    Returns:
+        The number of rows of its embedding.
+
+    Raises:
+        ConfigError: naming model.path, or the key of a size that cannot split the model.
+        ModelError: a sequence may be longer than the model's sliding window.
+    """
+    path, longest = config.model.path, derive(config).max_sequence_length
+    if not Path(path).is_dir():
+        raise ConfigError("model.path", path, "no such folder.", "give a local folder in Hugging Face format.")
+    try:
+        if config.actor.strategy == "fsdp2":
+            from gkd.preflight.fsdp_student import check_fsdp_student  # imports transformers
+
+            vocab_size, max_positions = check_fsdp_student(config)
+        else:
+            dims = _check_megatron_folder(path)
+            vocab_size, max_positions = dims.vocab_size, dims.max_positions
+    except ModelError as error:
+        raise ConfigError("model.path", path, f"{error}", "name a complete model folder of that kind.") from error
+    if config.actor.strategy == "megatron":
+        _check_megatron_split(config, dims, longest)
+    if longest > max_positions:
+        raise ConfigError(
+            "data.max_response_length",
+            config.data.max_response_length,
+            f"with data.max_prompt_length {config.data.max_prompt_length} a sequence may have {longest} tokens; the "
+            f"student supports {max_positions} (max_position_embeddings).",
+            "lower one of the two.",
+        )
+    return vocab_size
+
+
+def _check_megatron_folder(path: str) -> ModelDims:
+    """Compare config.json with the headers of the weight files. Raises ModelError, ConfigError."""
+    config_json = read_config_json(path, "model.path")
+    check_megatron_support(config_json, path)
+    dims = read_dims(config_json)
+    from gkd.actor.megatron.hf_load import check_weight_files  # imports torch
+
+    check_weight_files(Path(path), dims)
+    return dims
+
+
+def _check_megatron_split(config: Config, dims: ModelDims, longest: int) -> None:
+    """Raise ConfigError naming the key of a size that cannot split the model, or ModelError for a sliding window."""
+    actor, world_size = config.actor, derive(config).world_size
+    layout = ParallelLayout(tp=actor.tp, pp=actor.pp, world_size=world_size, rank=0, vpp=actor.vpp, ep=actor.ep)
+    layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
+    dims.check_sequence_length(longest)
+    check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
+
+
+def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> None:
+    """Raise ConfigError if a token of the tokenizer has no row in the embedding."""
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= vocab_size:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"its tokenizer has token ids up to {highest}, and its embedding only {vocab_size} rows.",
+            "resize the model's embedding, or use the tokenizer it was made with.",
+        )
