@@ -21,17 +21,29 @@ def value_errors(config: Config) -> list[ConfigError]:
     return list(_errors(config))
 
 
+def check_value(name: str, value: object) -> None:
+    """Raise ConfigError if a value of one key is outside its declared limits."""
+    if error := _value_error(name, value):
+        raise error
+
+
+def _value_error(name: str, value: object) -> ConfigError | None:
+    key = all_keys()[name].key
+    if key.required and not value:
+        return ConfigError(name, value, "is empty.", key.required)
+    if key.is_valid(value):
+        return None
+    if key.choices:
+        return ConfigError(name, value, "is not one of the choices.", f"use one of: {key.allowed()}.")
+    allowed = key.allowed()
+    fix = f"use a number from {allowed}." if " to " in allowed else f"use a number {allowed}."
+    return ConfigError(name, value, "is out of range.", fix)
+
+
 def _errors(config: Config) -> Iterator[ConfigError]:
-    for name, declared in all_keys().items():
-        key, value = declared.key, value_of(config, name)
-        if key.required and not value:
-            yield ConfigError(name, value, "is empty.", key.required)
-        elif not key.is_valid(value):
-            allowed = key.allowed()
-            if key.choices:
-                yield ConfigError(name, value, "is not one of the choices.", f"use one of: {allowed}.")
-            else:
-                yield ConfigError(name, value, "is out of range.", f"use a number in the range: {allowed}.")
+    for name in all_keys():
+        if error := _value_error(name, value_of(config, name)):
+            yield error
     if len(config.teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
         yield ConfigError("teacher.name", config.teacher.name, "is too long.", fix)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gkd.config.check import check_config
-from gkd.config.derived import Derived
+from gkd.config.derived import Derived, derive
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
@@ -114,7 +114,7 @@ def preflight(config: Config) -> Plan:
 
 def find_teacher(config: Config, device: str) -> TeacherInfo:
     """Return the description of the teacher. Raises as `request_info`, or as `local_teacher`."""
-    if config.teacher.backend == "zmq":
+    if not derive(config).is_local_teacher:
         return request_info(config)
     from gkd.preflight.frozen import local_teacher  # imports torch and transformers
 

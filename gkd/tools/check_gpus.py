@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gkd.cluster.gpu_table import Finding, GpuMap, survey_of
 from gkd.config.check import check_config
-from gkd.config.load import load_config
+from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, ConfigError, GkdError
 
@@ -153,7 +153,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     which.add_argument("--running", metavar="RUN_DIR", help="the run folder of a job that runs")
     parser.add_argument("--json", action="store_true", help="one JSON object, as gpus.json of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_overrides(parser, argv)
     if args.running and args.overrides:
         parser.error("--running takes the run's own settings, no key=value")
     return args

@@ -14,7 +14,7 @@ from typing import Any
 from gkd.cluster.gpus import card_bytes
 from gkd.config.check import check_config
 from gkd.config.derived import derive
-from gkd.config.load import load_config
+from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, teacher_footprint
@@ -97,7 +97,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--teacher", type=Path, metavar="PATH", help="model folder of the teacher, one card a worker")
     parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")
-    return parser.parse_intermixed_args(argv)
+    return parse_overrides(parser, argv)
 
 
 if __name__ == "__main__":

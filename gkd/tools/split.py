@@ -17,7 +17,7 @@ from typing import Any
 
 from gkd.cluster.gpus import card_bytes
 from gkd.config.check import check_config
-from gkd.config.load import load_config
+from gkd.config.load import load_config, parse_overrides
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
@@ -274,7 +274,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", metavar="FILE", help="write a PNG, too")
     parser.add_argument("--json", action="store_true", help="one JSON object with every simulated split")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of --calibrate: differ from the file")
-    args = parser.parse_intermixed_args(argv)
+    args = parse_overrides(parser, argv)
     least = 2 if args.teacher_elsewhere else 3
     if args.gpus < least:
         pools = "actor and rollout" if args.teacher_elsewhere else "actor, rollout and teacher"
