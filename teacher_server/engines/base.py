@@ -1,6 +1,6 @@
-"""What a worker needs of an engine: the final hidden states of a batch, and what can be read off them.
+"""Interface between a worker and its engine: score a batch, and stream matrices that are too large for one message.
 
-The worker owns sockets, batching and retries; an engine owns a model and knows nothing of them.
+The worker owns sockets, batching and retries; an engine owns only a model.
 Letters: P prompt tokens, R response tokens, K top-k entries, V rows of the LM head, H hidden size, C columns.
 """
 
@@ -20,13 +20,13 @@ ENGINE_PID = "TEACHER_ENGINE_PID"  # environment variable: the process whose chi
 
 @dataclass(frozen=True, slots=True)
 class ScoreParams:
-    """What a batch has in common; see `teacher_server.wire.protocol.ScoreRequest` for the fields."""
+    """Parameters common to a batch. `teacher_server.wire.protocol.ScoreRequest` describes the fields."""
 
     signal: Signal
     k: int = 0
     mass: float = 0.0
     temperature: float = 1.0
-    n_vocab: int = 0  # cut logits to the ids below this before normalising; 0 = all of them
+    n_vocab: int = 0  # keep the logits of ids below this before normalization; 0 = all of them
     wire: Wire = "fp32"  # dtype of the rows of a stream
 
 
@@ -41,57 +41,57 @@ class TokenSequence:
 
 
 class RowStream(Protocol):
-    """A matrix that is made piece by piece, while the client takes it. Holds [R, H] hidden states at most."""
+    """A matrix that is computed in chunks of rows while the client reads it. Holds at most [R, H] hidden states."""
 
     n_rows: int
     n_cols: int
-    dtype: RowDtype  # what the wire asks for: with fp16 two bytes a number, else as the engine computed
+    dtype: RowDtype  # as requested by the wire: with fp16 two bytes a number, else the engine's precision
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """[stop - start, C], contiguous, of `payload.WIRE_DTYPES[dtype]`. Called in ascending order, each row once.
+        """Return [stop - start, C], contiguous, of `payload.WIRE_DTYPES[dtype]`. Call in ascending order, rows once.
 
         Raises:
-            ArithmeticError: a NaN or an infinity.
+            ArithmeticError: on a NaN or an infinity.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what it holds; may be called twice."""
+        """Release the memory. Can be called twice."""
         ...
 
 
-# Of `topk`: TopKScores. Of `sampled`: [R] float32. Of `logits` and `hidden`: a RowStream.
+# topk: TopKScores; sampled: [R] float32; logits and hidden: a RowStream.
 Scores = TopKScores | np.ndarray | RowStream
 
 
 class Engine(Protocol):
-    """A loaded model. One thread calls it."""
+    """A loaded model. Call it from one thread."""
 
     name: str  # "hf", "vllm", "trivial"
     device: str
-    dtype: str  # of the weights, as torch says it without "torch."
+    dtype: str  # of the weights, torch's name without "torch."
     vocab_size: int  # rows of the LM head
     hidden_size: int
     max_tokens: int  # longest P + R
-    has_plain_head: bool  # logits = hidden @ head.T: without a bias, scale or cap. If not, no `hidden` and no LM head
+    has_plain_head: bool  # logits = hidden @ head.T, without bias, scale or cap; required for `hidden` and `lm_head`
 
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
-        """Score a batch, in order; blocks for a forward pass.
+        """Return the scores of a batch, in order. Blocks for a forward pass.
 
         Row j is the distribution that predicts response token j (the logits at position P - 1 + j).
 
         Raises:
-            ArithmeticError: the model put out a NaN or an infinity.
+            ArithmeticError: if the model's output contains a NaN or an infinity.
         """
         ...
 
     def lm_head(self, wire: Wire) -> RowStream:
-        """[V, H] matrix that makes logits of hidden states; only if `has_plain_head`."""
+        """Return the [V, H] matrix that maps hidden states to logits. Requires `has_plain_head`."""
         ...
 
 
 def stream_rows(stream: RowStream, step: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(start, stop, rows) pieces of at most `step` rows; closes the stream at the end."""
+    """Yield (start, stop, rows) with at most `step` rows each, and close the stream at the end."""
     try:
         for start in range(0, stream.n_rows, step):
             stop = min(start + step, stream.n_rows)
@@ -101,7 +101,7 @@ def stream_rows(stream: RowStream, step: int) -> Iterator[tuple[int, int, np.nda
 
 
 class Limits(Protocol):
-    """What `request_problem` has to know of a model; see `Engine`."""
+    """Limits of a model that `request_problem` checks; see `Engine`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -112,11 +112,11 @@ class Limits(Protocol):
 
 
 def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams) -> str | None:
-    """Why this engine cannot answer this request, or None; checked before the batch is built."""
+    """Return why this engine cannot process a request, or None. Call it before building the batch."""
     if len(sequence.token_ids) > engine.max_tokens:
         return f"{len(sequence.token_ids)} tokens are more than this model's {engine.max_tokens}"
     if int(sequence.token_ids.max()) >= engine.vocab_size:
-        return f"token id {int(sequence.token_ids.max())} is past this model's vocabulary of {engine.vocab_size}"
+        return f"token id {int(sequence.token_ids.max())} is not below this model's vocab_size {engine.vocab_size}"
     if params.n_vocab > engine.vocab_size:
         return f"n_vocab = {params.n_vocab} is more than this model's vocabulary of {engine.vocab_size}"
     if params.k > (params.n_vocab or engine.vocab_size):
@@ -124,7 +124,7 @@ def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams
     if params.signal == "sampled" and int(sequence.token_ids[sequence.prompt_length :].max()) >= (
         params.n_vocab or engine.vocab_size
     ):
-        return f"a response token is past n_vocab = {params.n_vocab}, so its logprob is not defined"
+        return f"a response token is not below n_vocab = {params.n_vocab}, so its logprob is undefined"
     if params.signal == "hidden" and not engine.has_plain_head:
-        return "this model's LM head is more than a matrix, so its hidden states do not give its logits; ask for topk"
+        return "signal hidden is not supported: the LM head of this model is more than a matrix. Fix: use topk"
     return None

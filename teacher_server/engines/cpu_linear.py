@@ -1,8 +1,8 @@
-"""float32 matrix products of a model on a CPU by oneDNN, which torch uses for bfloat16 only.
+"""Compute the float32 linear layers of a model on a CPU by oneDNN, which torch uses for bfloat16 only.
 
-For float32 torch takes MKL. On AMD processors with AVX-512, MKL leaves half of them idle: 1.9 ms for
-a row of the LM head (V = 152k, H = 512) against 0.95. torch has no switch for it; the operator is
-the one that its compiler puts in place of a linear layer.
+For float32 torch uses MKL, which is half as fast on AMD processors with AVX-512: 1.9 ms for a row of the
+LM head (V = 152k, H = 512) against 0.95 ms. torch has no switch for it, so this module calls the operator
+that torch's compiler substitutes for a linear layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def use_onednn(model: torch.nn.Module) -> int:
-    """Replace the product in every plain float32 linear layer; returns how many. None where torch lacks oneDNN."""
+    """Replace the forward of every plain float32 linear layer, and return their number; 0 if torch lacks oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return 0
     layers = [

@@ -1,7 +1,7 @@
-"""The transformers engine: any causal LM folder, on CPU or one GPU.
+"""Transformers engine for any causal LM folder, on CPU or one GPU.
 
-The backbone runs on the whole right-padded batch; the LM head only on the response positions, in
-row chunks (`signals`).
+The backbone runs on the whole right-padded batch. The LM head runs only on the response positions, in
+chunks of rows (`signals`).
 
 Letters: B sequences, S padded length, H hidden size, C rows of a chunk, V vocabulary.
 """
@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HfEngine:
-    """See `Engine`. Raises ServerError if the folder does not load or its head cannot be run alone.
+    """Transformers implementation of `Engine`. Raises ServerError if the model cannot be loaded or served.
 
     Args:
         path: model folder.
@@ -39,10 +39,10 @@ class HfEngine:
 
     def __init__(self, path: str, *, dtype: str, device: str, max_tokens: int) -> None:
         try:
-            # sdpa: attention in memory linear in S; transformers refuses models that do not have it.
+            # sdpa: the memory of attention is linear in S; transformers refuses models without it.
             model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=_DTYPES[dtype], attn_implementation="sdpa")
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            raise ServerError(f"model folder {path}: transformers cannot load it: {error}") from error
+            raise ServerError(f"model folder {path}: transformers cannot load the model: {error}") from error
         self._device = torch.device(device)
         if self._device.type == "cpu":
             use_onednn(model)
@@ -57,7 +57,7 @@ class HfEngine:
         self._check_head_alone(path)
 
     def _check_head_alone(self, path: str) -> None:
-        """Some models scale or cap their logits after the head; skipping that would be silently wrong."""
+        """Check that the LM head alone gives the model's logits. Some models scale or cap them afterwards."""
         probe = torch.arange(1, min(9, self.vocab_size), device=self._device)[None]  # [1, 8]
         with torch.inference_mode():
             whole = self._model(input_ids=probe, use_cache=False).logits[0].float()
@@ -65,7 +65,7 @@ class HfEngine:
         if not torch.allclose(whole, alone, rtol=1e-3, atol=1e-3):
             kind = type(self._model).__name__
             raise ServerError(
-                f"model folder {path}: {kind} changes its logits after the LM head; engine hf cannot serve it. "
+                f"model folder {path}: {kind} modifies its logits after the LM head, which engine hf does not support. "
                 "Fix: use --engine vllm."
             )
 
@@ -80,7 +80,7 @@ class HfEngine:
         return score_hidden(hidden, targets, self._head, params, self.vocab_size)
 
     def _response_rows(self, batch: Sequence[TokenSequence]) -> torch.Tensor:
-        """[N, H] hidden states that predict the response tokens, sequence after sequence."""
+        """Return [N, H] hidden states that predict the response tokens, sequence after sequence."""
         longest = max(len(sequence.token_ids) for sequence in batch)
         tokens = np.zeros((len(batch), longest), np.int64)  # [B, S]
         rows: list[np.ndarray] = []
@@ -89,7 +89,7 @@ class HfEngine:
             # The logits at position t predict token t + 1.
             first = i * longest + sequence.prompt_length - 1
             rows.append(np.arange(first, first + sequence.n_response))
-        # No attention mask: the model is causal and the padding on the right, so no real token sees it.
+        # No attention mask: the model is causal and the padding is on the right, so it affects no real token.
         hidden = self._hidden(torch.from_numpy(tokens).to(self._device))
         return hidden.flatten(0, 1)[torch.from_numpy(np.concatenate(rows)).to(self._device)]
 

@@ -1,4 +1,4 @@
-"""Engine names -> engines. The one place that knows all of them; imports only the library of the one asked for."""
+"""Load an engine by its name. Imports only the library of the selected engine."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ ENGINES = ("hf", "vllm", "trivial")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """One worker's engine."""
+    """Settings of one worker's engine."""
 
     model: str  # folder
     max_tokens: int  # longest P + R
     engine: str = "auto"  # or one of ENGINES
-    device: str = "auto"  # auto | cpu | cuda | cuda:N (hf only: vllm takes the first GPUs that are visible)
+    device: str = "auto"  # auto | cpu | cuda | cuda:N (hf only: vllm uses the first visible GPUs)
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: float32 on a CPU, bfloat16 on a GPU
     tensor_parallel_size: int = 1  # vllm only
     threads: int = 1  # of each worker process, on a CPU
     max_batch_tokens: int = 8192  # vllm: tokens of one forward pass
-    gpu_memory_utilization: float = 0.85  # vllm: part of each GPU for weights and KV cache
-    cpu_kv_cache_mib: int = 0  # vllm: of each worker; 0: enough
+    gpu_memory_utilization: float = 0.85  # vllm: fraction of each GPU for weights and KV cache
+    cpu_kv_cache_mib: int = 0  # vllm: per worker; 0: computed from max_tokens and max_batch_tokens
 
 
 def default_engine(device: str) -> str:
-    """The engine of `--engine auto`.
+    """Return the engine of `--engine auto`.
 
-    On a CPU "hf": vllm scores 5 to 20% more tokens a second there (docs/results/engines_cpu.json), but takes some
-    seconds more to start, and has kernels for certain head sizes only. On a GPU "vllm", which was not measured: it
-    alone splits a model over GPUs.
+    On a CPU "hf": vllm scores 5 to 20% more tokens per second (docs/results/engines_cpu.json), but starts some
+    seconds later, and supports certain head sizes only. On a GPU "vllm", because only vllm splits a model over
+    GPUs; the speed was not measured.
     """
     return "hf" if device == "cpu" else "vllm"
 
 
 def load_engine(settings: EngineSettings) -> Engine:
-    """Load the model; seconds to minutes.
+    """Load the model, which takes seconds to minutes.
 
     Raises:
-        ServerError: no such engine, device or package, or the model does not load.
+        ServerError: if the engine, device or package does not exist, or the model cannot be loaded.
     """
     if settings.engine == "trivial":
         from teacher_server.engines.trivial import TrivialEngine
@@ -77,7 +77,7 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
         )
     if device not in ("cpu", "cuda", "cuda:0"):
         raise ServerError(
-            f"--device {device} with --engine vllm: vllm takes the first GPUs that it sees. "
+            f"--device {device} with --engine vllm: vllm uses the first visible GPUs. "
             "Fix: use --device cuda and set CUDA_VISIBLE_DEVICES."
         )
     import torch
@@ -99,7 +99,7 @@ def _load_vllm(settings: EngineSettings, device: str, dtype: str) -> Engine:
 
 
 def resolve_device(device: str) -> str:
-    """auto | cpu | cuda | cuda:N -> cpu | cuda:N. Raises ServerError if torch does not see it."""
+    """Resolve auto | cpu | cuda | cuda:N to cpu | cuda:N. Raises ServerError if torch has no such device."""
     import torch
 
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -111,12 +111,12 @@ def resolve_device(device: str) -> str:
     if kind != "cuda" or not (index or "0").isdecimal():
         raise ServerError(f"--device {device}: no such device. Fix: use auto, cpu, cuda or cuda:N.")
     if int(index or 0) >= n_gpus:
-        raise ServerError(f"--device {device}: torch sees {n_gpus} CUDA devices. Fix: use --device cpu or auto.")
+        raise ServerError(f"--device {device}: torch has {n_gpus} CUDA devices. Fix: use --device cpu or auto.")
     return f"cuda:{int(index or 0)}"
 
 
 def _vocab_size(path: str) -> int:
-    """From the folder's config.json, so that the trivial engine needs no weights."""
+    """Read vocab_size from config.json, because the trivial engine has no weights."""
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_bytes())
@@ -124,5 +124,5 @@ def _vocab_size(path: str) -> int:
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ValueError(f"vocab_size = {vocab_size!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ServerError(f"model folder {path}: config.json gives no vocab_size ({error}).") from error
+        raise ServerError(f"model folder {path}: config.json has no valid vocab_size ({error}).") from error
     return vocab_size

@@ -1,9 +1,8 @@
-"""Final hidden states -> what a request asked for, without ever holding the [N, V] logits.
+"""Compute the requested signal from final hidden states, without storing the [N, V] logits.
 
-Both model engines end here. They hand over the hidden states of the rows that are wanted and a
-function that applies the LM head to a few of them; the head runs in row chunks of `CHUNK_BYTES`,
-and what is not needed any more is overwritten. So scoring 4096 tokens at V = 152k on a CPU holds
-32 MiB of logits, and not 2.5 GB twice.
+Both model engines call this module with the hidden states of the response rows and a function that applies
+the LM head to some of them. The head runs in chunks of rows of `CHUNK_BYTES`, and buffers are reused in place.
+Scoring 4096 tokens at V = 152k on a CPU therefore needs 32 MiB for logits instead of twice 2.5 GB.
 
 Letters: N rows of a batch, C rows of a chunk, H hidden size, V vocabulary, K top-k entries.
 """
@@ -20,8 +19,8 @@ from teacher_server.engines.streams import LogitsStream, MatrixStream
 from teacher_server.engines.topk import topk
 from teacher_server.wire.payload import NO_ID, TopKScores
 
-# Bytes of float32 logits. At V = 152k, 55 rows are enough for a CPU, and larger blocks of memory come fresh from
-# the kernel each time; a GPU reads the whole LM head for each chunk, which takes as long as 200 rows of arithmetic.
+# Bytes of float32 logits. At V = 152k, 55 rows suffice on a CPU, and larger blocks are mapped by the kernel again for
+# every chunk. A GPU reads the whole LM head for each chunk, which takes as long as the arithmetic of 200 rows.
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 
 LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # [C, H] -> [C, V], which the caller may overwrite
@@ -35,14 +34,14 @@ def score_hidden(
     params: ScoreParams,
     vocab_size: int,
 ) -> list[Scores]:
-    """What `Engine.score` returns, of the final hidden states of a batch.
+    """Return the result of `Engine.score` from the final hidden states of a batch.
 
     Args:
         hidden: [N, H], the rows of all sequences one after the other, in the engine's dtype.
-        targets: for each sequence its response tokens, [R] int32; the R of all add up to N.
+        targets: the response tokens of each sequence, [R] int32; N is the sum of all R.
 
     Raises:
-        ArithmeticError: a NaN or an infinity; all chunks have run by then, so tensor-parallel ranks stay in step.
+        ArithmeticError: on a NaN or an infinity, after all chunks, so that tensor-parallel ranks run the same calls.
     """
     lengths = [len(target) for target in targets]
     if sum(lengths) != len(hidden):
@@ -53,7 +52,7 @@ def score_hidden(
     if params.signal == "sampled":
         flat = sampled_rows(hidden, np.concatenate(targets), logits_of, params, vocab_size)
         return [*np.split(flat, np.cumsum(lengths)[:-1])]
-    # Rows of its own for each stream: a view would keep those of the whole batch alive.
+    # Copy the rows of each stream: a view would keep the rows of the whole batch in memory.
     parts = [part.clone() if len(lengths) > 1 else part for part in hidden.split(lengths)]
     if params.signal == "hidden":
         return [MatrixStream(part, params.wire) for part in parts]
@@ -61,11 +60,11 @@ def score_hidden(
 
 
 def topk_rows(hidden: torch.Tensor, logits_of: LogitsOf, params: ScoreParams, vocab_size: int) -> TopKScores:
-    """Top-k of all N rows in one TopKScores.
+    """Compute the top-k of all N rows as one TopKScores.
 
     With l the logits below n_vocab, m their maximum and T the temperature, e = exp((l - m) / T), the logprob of an
-    entry is (l - m) / T - log(sum e) and the tail is the sum of e over all others divided by sum e. Adding up what
-    is left, instead of 1 - mass, keeps a tail of 1e-12 exact.
+    entry is (l - m) / T - log(sum e), and the tail is the sum of e over all other ids divided by sum e. Summing the
+    rest, instead of computing 1 - mass, keeps a tail of 1e-12 exact.
     """
     n_rows, k, device = len(hidden), params.k, hidden.device
     ids = torch.empty(n_rows, k, dtype=torch.int32, device=device)
@@ -80,13 +79,13 @@ def topk_rows(hidden: torch.Tensor, logits_of: LogitsOf, params: ScoreParams, vo
         kept = scaled.exp()
         total = rest + kept.sum(-1)
         ids[chunk] = columns.int()
-        # Rounding may leave a certain token at +1e-7.
+        # Rounding may give +1e-7 for a token with probability 1.
         logprobs[chunk] = scaled.sub_(total.log()[:, None]).clamp_(max=0.0)
         if counts is not None:
             reached = (kept.double().cumsum(-1) / total[:, None] < params.mass).sum(-1)  # entries before the target
             count = (reached + 1).clamp_(max=k)
             kept[torch.arange(k, device=device) < count[:, None]] = 0.0
-            rest = rest + kept.sum(-1)  # what the target left out is tail as well
+            rest = rest + kept.sum(-1)  # entries that the mass target leaves out belong to the tail
             counts[chunk] = count.int()
         tail[chunk] = rest / total
     scores = TopKScores(
@@ -102,12 +101,12 @@ def topk_rows(hidden: torch.Tensor, logits_of: LogitsOf, params: ScoreParams, vo
 def sampled_rows(
     hidden: torch.Tensor, targets: np.ndarray, logits_of: LogitsOf, params: ScoreParams, vocab_size: int
 ) -> np.ndarray:
-    """[N] float32 logprobs of the given tokens, `targets` [N] int32."""
-    wanted = torch.from_numpy(targets.astype(np.int64)).to(hidden.device)[:, None]  # [N, 1]
+    """Return [N] float32 logprobs of the given tokens, `targets` [N] int32."""
+    columns = torch.from_numpy(targets.astype(np.int64)).to(hidden.device)[:, None]  # [N, 1]
     logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):
         top = logits.amax(-1, keepdim=True)
-        own = (logits.gather(1, wanted[chunk]) - top).div_(params.temperature)[:, 0]  # [C]
+        own = (logits.gather(1, columns[chunk]) - top).div_(params.temperature)[:, 0]  # [C]
         total = _exp_in_place(logits, top, params.temperature).sum(-1)
         logprobs[chunk] = (own - total.log()).clamp_(max=0.0)
     result = logprobs.cpu().numpy()
@@ -118,7 +117,7 @@ def sampled_rows(
 def _chunks(
     hidden: torch.Tensor, logits_of: LogitsOf, vocab_size: int, n_vocab: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, their logits below n_vocab in float32, to be overwritten)."""
+    """Yield (rows, their float32 logits below n_vocab). The caller may overwrite the logits."""
     step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocab_size))
     for start in range(0, len(hidden), step):
         chunk = slice(start, start + step)
@@ -126,7 +125,7 @@ def _chunks(
 
 
 def _exp_in_place(logits: torch.Tensor, top: torch.Tensor, temperature: float) -> torch.Tensor:
-    """exp((logits - top) / temperature) in the memory of `logits`."""
+    """Compute exp((logits - top) / temperature) in place of `logits`."""
     logits.sub_(top)
     if temperature != 1.0:
         logits.div_(temperature)
@@ -135,7 +134,7 @@ def _exp_in_place(logits: torch.Tensor, top: torch.Tensor, temperature: float) -
 
 def _check_finite(*arrays: np.ndarray) -> None:
     if not all(np.isfinite(array).all() for array in arrays):
-        raise ArithmeticError("the model put out a NaN or an infinite logit")
+        raise ArithmeticError("the model's logits contain a NaN or an infinity")
 
 
 def _split_topk(flat: TopKScores, lengths: Sequence[int]) -> Iterator[TopKScores]:

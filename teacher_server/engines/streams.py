@@ -1,4 +1,4 @@
-"""Matrices that are too large to hold: made, or converted to what travels, a few rows at a time.
+"""Row streams of the engines: compute or convert a large matrix a few rows at a time.
 
 Letters: R rows, C columns, H hidden size, V vocabulary.
 """
@@ -21,19 +21,19 @@ _ROW_DTYPES: dict[torch.dtype, RowDtype] = {
 
 
 def row_dtype(dtype: torch.dtype, wire: Wire) -> RowDtype:
-    """How numbers of `dtype` travel: those of two bytes as they are, float32 as float16 on a compact wire."""
+    """Return the dtype on the wire: two-byte dtypes unchanged, float32 as float16 if the wire is compact."""
     return "float16" if wire == "fp16" and dtype == torch.float32 else _ROW_DTYPES[dtype]
 
 
 def to_numpy(rows: torch.Tensor) -> np.ndarray:
-    """[R, C], contiguous, of `payload.WIRE_DTYPES`; bfloat16 as the uint16 of its bits."""
+    """Return [R, C], contiguous, of a dtype of `payload.WIRE_DTYPES`; bfloat16 as uint16 of the same bits."""
     if rows.dtype == torch.bfloat16:
         rows = rows.contiguous().view(torch.uint16)
     return rows.contiguous().cpu().numpy()
 
 
 class MatrixStream:
-    """A `RowStream` of a matrix that is there: hidden states, or the LM head.
+    """A `RowStream` of a matrix in memory: hidden states, or the LM head.
 
     Args:
         matrix: [R, C] in the engine's dtype; kept until `close`.
@@ -46,16 +46,16 @@ class MatrixStream:
 
     @torch.inference_mode()
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """See `RowStream.rows`. Raises ArithmeticError also for a float32 number past float16."""
+        """See `RowStream.rows`. Also raises ArithmeticError for a float32 number above the float16 range."""
         if self._matrix is None:
-            raise RuntimeError("rows of a stream that was closed")
+            raise RuntimeError("rows() of a closed stream")
         piece = self._matrix[start:stop]
         largest = float(piece.abs().amax())
         if not np.isfinite(largest):
             raise ArithmeticError("a NaN or an infinity in the hidden states or the LM head")
         if self.dtype == "float16" and piece.dtype == torch.float32:
             if largest > _MAX_FP16:
-                raise ArithmeticError(f"{largest:g} is past float16's {_MAX_FP16:g}. Fix: ask for wire fp32.")
+                raise ArithmeticError(f"{largest:g} is above float16's maximum {_MAX_FP16:g}. Fix: use wire fp32.")
             piece = piece.half()
         return to_numpy(piece)
 
@@ -65,14 +65,14 @@ class MatrixStream:
 
 
 class LogitsStream:
-    """A `RowStream` of logits / temperature, each row shifted so that its largest is 0.
+    """A `RowStream` of logits / temperature, each row shifted so that its maximum is 0.
 
-    The LM head runs when rows are asked for, on exactly those; a CPU wants some 50 at a time.
+    The LM head runs on the requested rows at each call; a CPU is efficient from about 50 rows on.
 
     Args:
         hidden: [R, H], kept until `close`.
         logits_of: `signals.LogitsOf`.
-        n_vocab: columns that are kept.
+        n_vocab: number of columns that are kept.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class LogitsStream:
     def rows(self, start: int, stop: int) -> np.ndarray:
         """See `RowStream.rows`."""
         if self._hidden is None:
-            raise RuntimeError("rows of a stream that was closed")
+            raise RuntimeError("rows() of a closed stream")
         logits = self._logits_of(self._hidden[start:stop])[:, : self.n_cols].float()
         logits.sub_(logits.amax(-1, keepdim=True))
         if self._temperature != 1.0:
             logits.div_(self._temperature)
-        # An infinity at the top makes NaNs of its row, so the smallest number shows every fault.
+        # A row with maximum +inf becomes NaN, so the minimum detects every fault.
         if not np.isfinite(float(logits.amin())):
-            raise ArithmeticError("the model put out a NaN or an infinite logit")
+            raise ArithmeticError("the model's logits contain a NaN or an infinity")
         if self.dtype == "float16":
             logits = logits.clamp_(min=-_MAX_FP16).half()
         return to_numpy(logits)

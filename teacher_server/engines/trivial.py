@@ -1,7 +1,7 @@
-"""No model: for load and chaos tests only. Scores that are a function of the tokens, at the speed of numpy.
+"""Engine without a model, for load and chaos tests only: scores are a function of the tokens, computed by numpy.
 
-A test recomputes what it should have got, so a reply about other tokens, a row too many or a
-swapped frame shows. Each row depends on every token before it, through a running sum of hashes.
+A test recomputes the expected scores, so it detects a reply for other tokens, an additional row or swapped
+frames. Each row depends on every token before it, through a running sum of hashes.
 
 Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, C columns.
 """
@@ -17,31 +17,31 @@ from teacher_server.wire.payload import NO_ID, TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 
 HIDDEN_SIZE = 8
-_RATIO = 0.75  # probability of an entry by that of the one before it
+_RATIO = 0.75  # ratio of the probabilities of two consecutive entries
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_PLACES = np.arange(1 << 20, dtype=np.uint64) * _MIX  # of the longest sequence
+_POSITION_HASHES = np.arange(1 << 20, dtype=np.uint64) * _MIX  # for the longest sequence
 
 
 def _row_hashes(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
-    """[R] uint64; row j depends on tokens 0 .. P - 1 + j and on their order."""
-    mixed = (token_ids.astype(np.uint64) + _PLACES[: len(token_ids)]) * _MIX
+    """Return [R] uint64. Row j depends on tokens 0 .. P - 1 + j and on their order."""
+    mixed = (token_ids.astype(np.uint64) + _POSITION_HASHES[: len(token_ids)]) * _MIX
     mixed ^= mixed >> np.uint64(29)
     mixed *= _MIX
-    running = np.cumsum(mixed, dtype=np.uint64)[prompt_length - 1 : -1]  # wraps around
+    running = np.cumsum(mixed, dtype=np.uint64)[prompt_length - 1 : -1]  # modulo 2^64
     return running ^ (running >> np.uint64(32))
 
 
 def _tail(hashes: np.ndarray) -> np.ndarray:
-    """[R] float32 in [1/16, 1/2): the mass that the top-k leaves."""
+    """Return [R] float32 in [1/16, 1/2): the probability outside of the top-k."""
     return (0.0625 + (hashes & np.uint64(0xFFFF)).astype(np.float32) * (0.4375 / 65536)).astype(np.float32)
 
 
 def trivial_topk(token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: int, mass: float = 0.0) -> TopKScores:
-    """No model: what `TrivialEngine` answers, for load and chaos tests.
+    """Return the top-k scores of `TrivialEngine`. No model: for load and chaos tests.
 
     Args:
         token_ids: [P + R] int32.
-        k: entries, at most `vocab_size`; their ids follow one another, modulo `vocab_size`.
+        k: number of entries, at most `vocab_size`; their ids are consecutive, modulo `vocab_size`.
         mass: as in ScoreRequest.
     """
     hashes = _row_hashes(token_ids, prompt_length)
@@ -50,7 +50,7 @@ def trivial_topk(token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: 
     ids -= np.where(ids >= vocab_size, np.int32(vocab_size), np.int32(0))
     tail = _tail(hashes)
     falling = np.arange(k) * np.log(_RATIO)
-    shares = (falling - np.log(np.exp(falling).sum())).astype(np.float32)  # [K], logs that add up to 1
+    shares = (falling - np.log(np.exp(falling).sum())).astype(np.float32)  # [K], logs of numbers with sum 1
     logprobs = np.log1p(-tail)[:, None] + shares
     if mass == 0:
         return TopKScores(ids, logprobs, tail)
@@ -63,32 +63,32 @@ def trivial_topk(token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: 
 
 
 def trivial_sampled(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
-    """No model: [R] float32 in (-8, 0], for load and chaos tests."""
+    """Return [R] float32 in (-8, 0]. No model: for load and chaos tests."""
     hashes = _row_hashes(token_ids, prompt_length)
     own = token_ids[prompt_length:].astype(np.uint64) * _MIX
     return ((hashes ^ own) >> np.uint64(40)).astype(np.float32) * np.float32(-8 / (1 << 24))
 
 
 def trivial_logits(token_ids: np.ndarray, prompt_length: int, n_vocab: int) -> np.ndarray:
-    """No model: [R, n_vocab] float32 of whole numbers in [-255, 0], for load and chaos tests."""
+    """Return [R, n_vocab] float32 integers in [-255, 0]. No model: for load and chaos tests."""
     base = (_row_hashes(token_ids, prompt_length) >> np.uint64(16)) % np.uint64(n_vocab)
     columns = np.arange(n_vocab, dtype=np.int64)
     return -(((columns - base[:, None].astype(np.int64)) % n_vocab) % 256).astype(np.float32)
 
 
 def trivial_hidden(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
-    """No model: [R, HIDDEN_SIZE] float32 of whole numbers in [0, 255], for load and chaos tests."""
+    """Return [R, HIDDEN_SIZE] float32 integers in [0, 255]. No model: for load and chaos tests."""
     hashes = _row_hashes(token_ids, prompt_length)
     return np.ascontiguousarray(hashes).view(np.uint8).reshape(-1, HIDDEN_SIZE).astype(np.float32)
 
 
 def trivial_head(vocab_size: int) -> np.ndarray:
-    """No model: [V, HIDDEN_SIZE] float32 of whole numbers in [0, 255], for load and chaos tests."""
+    """Return [V, HIDDEN_SIZE] float32 integers in [0, 255]. No model: for load and chaos tests."""
     return (np.arange(vocab_size * HIDDEN_SIZE) % 256).astype(np.float32).reshape(vocab_size, HIDDEN_SIZE)
 
 
 class _ArrayStream:
-    """A `RowStream` of rows that a function makes; whole numbers up to 255, so float16 loses nothing."""
+    """A `RowStream` of rows that a function computes. They are integers up to 255, so float16 is exact."""
 
     def __init__(self, make: Callable[[int, int], np.ndarray], n_rows: int, n_cols: int, wire: Wire) -> None:
         self.n_rows, self.n_cols = n_rows, n_cols
@@ -99,14 +99,14 @@ class _ArrayStream:
         return np.ascontiguousarray(self._make(start, stop), dtype=np.dtype(self.dtype))
 
     def close(self) -> None:
-        """Holds nothing but its function."""
+        """Do nothing: the stream holds no memory."""
 
 
 class TrivialEngine:
-    """No model: for load and chaos tests only. See `Engine`; the temperature changes nothing.
+    """`Engine` without a model, for load and chaos tests only. The temperature has no effect.
 
     Args:
-        vocab_size: what it says that its vocabulary is.
+        vocab_size: vocabulary that it announces.
         max_tokens: longest P + R that it accepts.
     """
 

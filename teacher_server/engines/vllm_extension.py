@@ -1,12 +1,12 @@
-"""The part of the vLLM engine that runs where the model is: keep hidden states, and read the signals off them.
+"""Part of the vLLM engine that runs in vLLM's workers: keep hidden states, and compute the signals from them.
 
-vLLM mixes `TeacherExtension` into each of its workers (`worker_extension_cls`), under any executor
-and tensor-parallel size; `VllmEngine` calls it through `LLM.collective_rpc`. vLLM's own prompt
-logprobs make the logits of whole prompts; here the forward pass makes one row a sequence, which it
-insists on sampling from, and `signals` makes those of the response, chunk by chunk.
+vLLM mixes `TeacherExtension` into each of its workers (`worker_extension_cls`), with any executor and
+tensor-parallel size, and `VllmEngine` calls it through `LLM.collective_rpc`. vLLM's own prompt logprobs
+would compute the logits of whole prompts. Here the forward pass computes one row of logits per sequence,
+because vLLM always samples a token, and `signals` computes the rows of the response in chunks.
 
-Every rank keeps the same hidden states and calls the LM head in step with the others, because it
-gathers its parts over the ranks. Rank 0 answers and the others return None.
+Every rank keeps the same hidden states and calls the LM head the same number of times, because the LM head
+is a collective over the ranks. Rank 0 returns the result, the others return None.
 
 Letters: N rows of a batch, R response tokens, H hidden size, V vocabulary.
 """
@@ -29,11 +29,11 @@ from teacher_server.engines.streams import MatrixStream
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Wire
 
-PLACE = "teacher_place"  # key of SamplingParams.extra_args: a `Place` as a list
+ROW_RANGE = "teacher_row_range"  # key of SamplingParams.extra_args: a `RowRange` as a list
 
 
-class Place(NamedTuple):
-    """Hidden states at `position` .. `position + n_rows` of a request go to `row` and on of the batch's buffer."""
+class RowRange(NamedTuple):
+    """Copy the hidden states at `position` .. `position + n_rows` of a request to `row` .. of the batch's buffer."""
 
     row: int
     position: int
@@ -47,8 +47,8 @@ class ModelFacts(NamedTuple):
     has_plain_head: bool
 
 
-class StreamFacts(NamedTuple):
-    """A `RowStream` that stayed with the workers."""
+class StreamHandle(NamedTuple):
+    """A `RowStream` in the workers."""
 
     stream_id: int
     n_rows: int
@@ -57,18 +57,18 @@ class StreamFacts(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An ArithmeticError as a value: vLLM turns what its workers raise into a RuntimeError."""
+    """An ArithmeticError as a value, because vLLM converts exceptions of its workers to RuntimeError."""
 
     text: str
 
 
 def is_child_of_engine() -> bool:
-    """False for the engine's process itself, where vLLM's only worker lives without tensor parallelism."""
+    """Return whether this is a child process. Without tensor parallelism vLLM's worker runs in the engine's process."""
     return os.environ.get(ENGINE_PID) == str(os.getppid())
 
 
 def die_with_engine() -> None:
-    """Have the kernel kill this process with the engine's: vLLM watches its parent only once it has loaded."""
+    """Let the kernel kill this process when the engine's ends: vLLM monitors its parent only after loading."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(1, signal.SIGKILL, 0, 0, 0) != 0:  # 1 is PR_SET_PDEATHSIG
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -79,7 +79,7 @@ if is_child_of_engine():  # vLLM imports this file before it loads the model
 
 
 class TeacherExtension:
-    """Mixed into vLLM's worker class: `model_runner`, `device`, `rank` and `execute_model` are the worker's."""
+    """Mixin of vLLM's worker class, which provides `model_runner`, `device`, `rank` and `execute_model`."""
 
     model_runner: Any
     device: torch.device
@@ -88,12 +88,12 @@ class TeacherExtension:
 
     @torch.inference_mode()
     def teacher_start(self) -> ModelFacts:
-        """Hook into the forward pass, and find the LM head."""
+        """Hook into the forward pass, and locate the LM head."""
         if is_child_of_engine():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its workers
         self._teacher_streams: dict[int, RowStream] = {}
         self._teacher_last_stream = 0
-        self._teacher_places: dict[str, Place] = {}
+        self._teacher_row_ranges: dict[str, RowRange] = {}
         execute_model = self.execute_model
 
         def execute_and_keep(scheduler_output: Any) -> Any:
@@ -110,26 +110,26 @@ class TeacherExtension:
         return ModelFacts(logits.shape[1], hidden_size, str(config.dtype).removeprefix("torch."), plain)
 
     def teacher_begin(self, n_rows: int) -> None:
-        """Make room for the hidden states of a batch."""
+        """Allocate the hidden states of a batch."""
         config = self.model_runner.model_config
-        self._teacher_places.clear()
+        self._teacher_row_ranges.clear()
         self._teacher_hidden = torch.empty(n_rows, config.get_hidden_size(), dtype=config.dtype, device=self.device)
         self._teacher_kept = np.zeros(n_rows, bool)
 
     @torch.inference_mode()
     def _teacher_keep(self, scheduler_output: Any) -> None:
-        """Copy what the forward pass put out for response rows; a long sequence comes in several passes."""
+        """Copy the hidden states of response rows. A long sequence is split over several forward passes."""
         state = self.model_runner.execute_model_state
         if state is None:  # nothing was scheduled
             return
         for request in scheduler_output.scheduled_new_reqs:
-            self._teacher_places[request.req_id] = Place(*request.sampling_params.extra_args[PLACE])
+            self._teacher_row_ranges[request.req_id] = RowRange(*request.sampling_params.extra_args[ROW_RANGE])
         for span in _spans(self.model_runner):
-            place = self._teacher_places[span.request_id]
-            start = max(span.position, place.position)
-            stop = min(span.position + span.n_rows, place.position + place.n_rows)
+            kept = self._teacher_row_ranges[span.request_id]
+            start = max(span.position, kept.position)
+            stop = min(span.position + span.n_rows, kept.position + kept.n_rows)
             if start < stop:
-                to = place.row + start - place.position
+                to = kept.row + start - kept.position
                 source = span.row + start - span.position
                 n_rows = stop - start
                 self._teacher_hidden[to : to + n_rows] = state.hidden_states[source : source + n_rows]
@@ -138,29 +138,29 @@ class TeacherExtension:
     def _teacher_logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.model_runner.get_model().compute_logits(hidden)
         if logits is None:
-            raise RuntimeError("this platform's LM head gives its logits to one rank only")
+            raise RuntimeError("the LM head of this platform returns its logits on one rank only")
         return logits
 
     def teacher_score(
         self, targets: Sequence[np.ndarray], params: ScoreParams
-    ) -> list[TopKScores | np.ndarray | StreamFacts] | Failure | None:
-        """`signals.score_hidden` of the batch; its streams stay here until `teacher_close`."""
+    ) -> list[TopKScores | np.ndarray | StreamHandle] | Failure | None:
+        """Run `signals.score_hidden` on the batch. Its streams stay here until `teacher_close`."""
         if not self._teacher_kept.all():
-            raise RuntimeError(f"vLLM left out {int((~self._teacher_kept).sum())} rows of the batch")
+            raise RuntimeError(f"vLLM did not compute {int((~self._teacher_kept).sum())} rows of the batch")
         hidden, self._teacher_hidden = self._teacher_hidden, torch.empty(0)
         try:
             scores = score_hidden(hidden, targets, self._teacher_logits_of, params, self._teacher_vocab_size)
         except ArithmeticError as error:
             return Failure(str(error))
-        answer: list[TopKScores | np.ndarray | StreamFacts] = []
+        results: list[TopKScores | np.ndarray | StreamHandle] = []
         for scored in scores:
             if isinstance(scored, TopKScores | np.ndarray):
-                answer.append(scored)
+                results.append(scored)
             else:
                 self._teacher_last_stream += 1
                 self._teacher_streams[self._teacher_last_stream] = scored
-                answer.append(StreamFacts(self._teacher_last_stream, scored.n_rows, scored.n_cols, scored.dtype))
-        return answer if self.rank == 0 else None
+                results.append(StreamHandle(self._teacher_last_stream, scored.n_rows, scored.n_cols, scored.dtype))
+        return results if self.rank == 0 else None
 
     def teacher_rows(self, stream_id: int, start: int, stop: int) -> np.ndarray | Failure | None:
         try:
@@ -173,7 +173,7 @@ class TeacherExtension:
         self._teacher_streams.pop(stream_id).close()
 
     def teacher_head_rows(self, start: int, stop: int, wire: Wire) -> np.ndarray | Failure | None:
-        """Those of rows [start, stop) of the whole LM head that this rank holds; in order of rank they make all."""
+        """Return the part of rows [start, stop) of the LM head in this rank's shard; shards are in order of ranks."""
         shard = self._teacher_head.shard_indices
         first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
         matrix = self._teacher_head.weight[min(max(start, first), end) - first : min(max(stop, first), end) - first]
@@ -186,7 +186,7 @@ class TeacherExtension:
 
 
 class _Span(NamedTuple):
-    """Rows of one forward pass that belong to one request."""
+    """Rows of one request in a forward pass."""
 
     request_id: str
     row: int
@@ -195,7 +195,7 @@ class _Span(NamedTuple):
 
 
 def _spans(runner: Any) -> Iterator[_Span]:
-    """How the forward pass that has just run was laid out."""
+    """Yield the spans of the last forward pass."""
     rows = runner.query_start_loc.np
     for i, request_id in enumerate(runner.input_batch.req_ids):
         yield _Span(
@@ -204,7 +204,7 @@ def _spans(runner: Any) -> Iterator[_Span]:
 
 
 def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, bool]:
-    """(logits of `probe`, the layer that made them, whether its weight alone does), [4, H] -> [4, V]."""
+    """Return (logits of `probe`, LM head layer, whether logits = hidden @ weight.T), [4, H] -> [4, V]."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     hooks = [
         module.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
@@ -226,5 +226,5 @@ def _probe_head(model: Any, probe: torch.Tensor) -> tuple[torch.Tensor, Any, boo
         return logits, head, False  # quantized
     first, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
     own, whole = torch.nn.functional.linear(probe, weight[: end - first]).float(), logits[:, first:end].float()
-    # Kernels round bfloat16 differently; a factor that the model applies by itself is more than that.
+    # Kernels round bfloat16 differently, by less than a factor that the model applies to its logits.
     return logits, head, bool((own - whole).abs().amax() <= 0.02 * whole.abs().amax())

@@ -1,1 +1,1 @@
-"""Messages between client, broker and workers: headers, payloads, keys, sockets. The trainer imports this."""
+"""Messages between clients, broker and workers: headers, payloads, keys, sockets. The trainer imports this."""

@@ -1,13 +1,13 @@
-"""What the raw frames of a message hold, and the checks of it: token ids, score planes, rows of a matrix.
+"""Pack, check and unpack the raw frames of a message: token ids, score planes, rows of a matrix.
 
-An array travels as flat little-endian planes, each cut into frames of at most 4 MiB:
+An array is sent as flat little-endian planes, each split into frames of at most 4 MiB:
 
     topk     logprobs [E], ids [E], tail [R]; with a mass target also counts [R], and E = sum of counts, else R * K
     sampled  logprobs [R]
     rows     [rows, columns], one frame
 
 In fp16 mode an entry is 5 bytes: a float16 logprob (KL error 8e-5 on average) and an id as a uint16
-and a uint8 plane; `tail` and `counts` add at most 4 bytes a position. fp32 mode loses nothing.
+and a uint8 plane; `tail` and `counts` add at most 4 bytes a position. fp32 mode is lossless.
 
 Letters: P prompt tokens, R response tokens, K top-k entries, E entries of a reply, C columns.
 """
@@ -34,13 +34,13 @@ from teacher_server.wire.protocol import (
     checksum,
 )
 
-NO_ID = -1  # fills the entries of a row that a mass target left out; their logprob is -inf
+NO_ID = -1  # id of the entries that a mass target leaves out of a row; their logprob is -inf
 _MIN_FP16 = -65504.0
-# numpy has no bfloat16: its bits travel as uint16.
+# numpy has no bfloat16, so its bits are sent as uint16.
 WIRE_DTYPES: dict[RowDtype, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
-# float16 -> float32 by its 65536 values: about three times as fast as numpy's cast.
+# float16 -> float32 by a table of all 65536 values: about three times as fast as numpy's cast.
 _HALF = np.arange(1 << 16, dtype=np.uint16).view("<f2").astype(np.float32)
-# An exponent of only ones is an infinity or a NaN: (integer dtype, exponent bits).
+# If all exponent bits are 1, the number is an infinity or a NaN: (integer dtype, exponent bits).
 _EXPONENT = {"<f2": ("<u2", 0x7C00), "<u2": ("<u2", 0x7F80), "<f4": ("<u4", 0x7F800000)}
 
 
@@ -53,7 +53,7 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TopKScores:
-    """The K most probable ids of each position; `counts` only with a mass target."""
+    """The K most probable ids of each position. `counts` is None without a mass target."""
 
     ids: np.ndarray  # [R, K] int32, NO_ID past a row's count
     logprobs: np.ndarray  # [R, K] float32, nats, descending, normalised before the cut to K; -inf past the count
@@ -65,16 +65,16 @@ class TopKScores:
 
 
 def check_tokens(token_ids: np.ndarray) -> np.ndarray:
-    """[P + R] contiguous little-endian int32. Raises ProtocolError on ids outside [0, 2^24)."""
+    """Return [P + R] contiguous little-endian int32. Raises ProtocolError on ids outside [0, 2^24)."""
     if token_ids.ndim != 1 or not 2 <= token_ids.size <= MAX_TOKENS:
         raise ProtocolError(f"token ids of shape {token_ids.shape}, expected one row of 2 to {MAX_TOKENS}")
     if token_ids.min() < 0 or token_ids.max() > MAX_ID:
-        raise ProtocolError(f"token ids {token_ids.min()} to {token_ids.max()} leave [0, {MAX_ID}]")
+        raise ProtocolError(f"token ids {token_ids.min()} to {token_ids.max()} are not within [0, {MAX_ID}]")
     return np.ascontiguousarray(token_ids, dtype="<i4")
 
 
 def unpack_tokens(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray:
-    """[P + R] int32, a read-only view of the frame. Raises ProtocolError if it is not what the header says."""
+    """Return [P + R] int32, a read-only view of the frame. Raises ProtocolError if it does not match the header."""
     if len(frames) != 1 or memoryview(frames[0]).nbytes != 4 * request.total_length:
         raise ProtocolError(f"expected one frame of {request.total_length} token ids")
     if checksum(frames[0]) != request.checksum:
@@ -86,7 +86,7 @@ def unpack_tokens(request: ScoreRequest, frames: Sequence[Buffer]) -> np.ndarray
 
 
 def score_planes(reply: ScoreReply) -> list[Plane]:
-    """What the frames of `reply` hold, in order."""
+    """Return the planes in the frames of `reply`, in order."""
     if reply.signal == "sampled":
         return [Plane("logprobs", "<f4", reply.n_rows, is_float=True)]
     small = reply.wire == "fp16"
@@ -95,7 +95,7 @@ def score_planes(reply: ScoreReply) -> list[Plane]:
         planes += [Plane("low", "<u2", reply.n_entries), Plane("high", "u1", reply.n_entries)]
     else:
         planes += [Plane("ids", "<i4", reply.n_entries)]
-    # Beside the counts there is room for two bytes: 4 bytes a position in all.
+    # With counts (2 bytes) the tail is float16, so that both use 4 bytes a position.
     planes += [Plane("tail", "<f2" if small and reply.adaptive else "<f4", reply.n_rows, is_float=True)]
     if reply.adaptive:
         planes += [Plane("counts", "<u2", reply.n_rows)]  # less one, so that 65536 fits
@@ -103,12 +103,12 @@ def score_planes(reply: ScoreReply) -> list[Plane]:
 
 
 def rows_planes(reply: RowsReply) -> list[Plane]:
-    """One plane of rows x columns."""
+    """Return one plane of rows x columns."""
     return [Plane("rows", WIRE_DTYPES[reply.dtype], (reply.stop - reply.start) * reply.n_cols, is_float=True)]
 
 
 def rows_per_message(n_cols: int, dtype: RowDtype) -> int:
-    """Rows of a matrix that fit one frame. Raises ProtocolError if not even one does."""
+    """Return how many rows of a matrix fit into one frame. Raises ProtocolError if one row does not fit."""
     n_rows = MAX_FRAME_BYTES // (n_cols * np.dtype(WIRE_DTYPES[dtype]).itemsize)
     if n_rows == 0:
         raise ProtocolError(f"a row of {n_cols} {dtype} numbers does not fit a frame of {MAX_FRAME_BYTES} bytes")
@@ -116,7 +116,7 @@ def rows_per_message(n_cols: int, dtype: RowDtype) -> int:
 
 
 def _frame_plan(planes: Sequence[Plane]) -> Iterator[tuple[Plane, int, int]]:
-    """(plane, first item, end item) of each frame, in order; the same on both sides."""
+    """Yield (plane, first item, end item) of each frame, in order; the same on both sides."""
     for plane in planes:
         step = MAX_FRAME_BYTES // np.dtype(plane.dtype).itemsize
         for start in range(0, plane.n_items, step):
@@ -124,7 +124,7 @@ def _frame_plan(planes: Sequence[Plane]) -> Iterator[tuple[Plane, int, int]]:
 
 
 def cut_planes(planes: Sequence[Plane], arrays: Mapping[str, np.ndarray]) -> list[memoryview]:
-    """Arrays -> frames, converted to the planes' dtypes. The caller has checked that the values fit."""
+    """Convert arrays to the dtypes of their planes, and split them into frames. Values must fit the dtypes."""
     return [
         as_frame(np.ascontiguousarray(arrays[plane.name].reshape(-1)[start:stop], dtype=plane.dtype))
         for plane, start, stop in _frame_plan(planes)
@@ -132,14 +132,18 @@ def cut_planes(planes: Sequence[Plane], arrays: Mapping[str, np.ndarray]) -> lis
 
 
 def check_frames(planes: Sequence[Plane], frames: Sequence[Buffer], checksums: Sequence[int]) -> None:
-    """Sizes, checksums, and no NaN or infinity. Raises ProtocolError; allocates almost nothing."""
+    """Check sizes and checksums, and that all floats are finite. Allocates almost no memory.
+
+    Raises:
+        ProtocolError: if a check fails.
+    """
     plan = list(_frame_plan(planes))
     if not len(frames) == len(checksums) == len(plan):
         raise ProtocolError(f"{len(frames)} frames, {len(checksums)} checksums, expected {len(plan)}")
     for (plane, start, stop), frame, expected in zip(plan, frames, checksums, strict=True):
         n_bytes = (stop - start) * np.dtype(plane.dtype).itemsize
         if memoryview(frame).nbytes != n_bytes:
-            raise ProtocolError(f"the frame of {plane.name} {start}:{stop} has not its {n_bytes} bytes")
+            raise ProtocolError(f"the frame of {plane.name} {start}:{stop} does not have {n_bytes} bytes")
         if checksum(frame) != expected:
             raise ProtocolError(f"checksum of the frame of {plane.name} {start}:{stop} does not match")
         if plane.is_float:
@@ -149,15 +153,18 @@ def check_frames(planes: Sequence[Plane], frames: Sequence[Buffer], checksums: S
 
 
 def check_reply(reply: ScoreReply | RowsReply, frames: Sequence[Buffer]) -> None:
-    """`check_frames` for either kind of reply."""
+    """Run `check_frames` on either kind of reply."""
     planes = score_planes(reply) if isinstance(reply, ScoreReply) else rows_planes(reply)
     check_frames(planes, frames, reply.checksums)
 
 
 def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> None:
-    """Of frames that `check_frames` passed: no probability above 1, no id past `n_vocab`. Raises ProtocolError.
+    """Check that no probability exceeds 1 and every id is below `n_vocab`. Call `check_frames` first.
 
-    A float's sign and size are those of its bits read as a signed integer, which is ten times as fast to compare.
+    Floats are compared as signed integers of the same bits, which have the same order here: ten times as fast.
+
+    Raises:
+        ProtocolError: if a check fails.
     """
     arrays = join_planes(score_planes(reply), frames)
     as_int = {name: a.view(f"<i{a.itemsize}") for name, a in arrays.items() if name in ("logprobs", "tail")}
@@ -167,7 +174,7 @@ def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> N
         return
     one = 0x3C00 if arrays["tail"].itemsize == 2 else 0x3F800000
     if as_int["tail"].min() < 0 or as_int["tail"].max() > one:
-        raise ProtocolError("a tail is not within 0 and 1")
+        raise ProtocolError("a tail is not within [0, 1]")
     last = n_vocab - 1
     if reply.wire == "fp32":
         outside = arrays["ids"].min() < 0 or arrays["ids"].max() > last
@@ -177,7 +184,7 @@ def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> N
             highest == last >> 16 and arrays["low"][arrays["high"] == highest].max() > last & 0xFFFF
         )
     if outside:
-        raise ProtocolError(f"an id is past the vocabulary of {n_vocab}")
+        raise ProtocolError(f"an id is not below n_vocab = {n_vocab}")
     if reply.adaptive:
         counts = arrays["counts"]
         if counts.max() >= reply.k or int(counts.sum(dtype=np.int64)) + reply.n_rows != reply.n_entries:
@@ -185,7 +192,7 @@ def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> N
 
 
 def join_planes(planes: Sequence[Plane], frames: Sequence[Buffer]) -> dict[str, np.ndarray]:
-    """Frames that `check_frames` passed -> flat arrays; read-only views where a plane is one frame."""
+    """Join frames into flat arrays; read-only views where a plane is one frame. Call `check_frames` first."""
     parts: dict[str, list[np.ndarray]] = {plane.name: [] for plane in planes}
     for (plane, _, _), frame in zip(_frame_plan(planes), frames, strict=True):
         parts[plane.name].append(np.frombuffer(frame, plane.dtype))
@@ -196,12 +203,12 @@ def join_planes(planes: Sequence[Plane], frames: Sequence[Buffer]) -> dict[str, 
 
 
 def pack_topk(scores: TopKScores, reply: ScoreReply) -> list[memoryview]:
-    """Frames of a top-k reply. Raises ProtocolError on bad shapes, ids or counts."""
+    """Return the frames of a top-k reply. Raises ProtocolError on bad shapes, ids or counts."""
     ids, logprobs, tail, counts = scores.ids, scores.logprobs, scores.tail, scores.counts
     if ids.shape != (reply.n_rows, reply.k) or logprobs.shape != ids.shape or tail.shape != (reply.n_rows,):
         raise ProtocolError(f"ids {ids.shape}, logprobs {logprobs.shape}, tail {tail.shape} are not one [R, K]")
     if (counts is not None) != reply.adaptive:
-        raise ProtocolError("counts come with a mass target and only then")
+        raise ProtocolError("counts must be given with a mass target, and only then")
     arrays: dict[str, np.ndarray] = {"tail": tail}
     if counts is not None:
         if counts.shape != tail.shape or counts.min() < 1 or counts.max() > reply.k:
@@ -210,11 +217,11 @@ def pack_topk(scores: TopKScores, reply: ScoreReply) -> list[memoryview]:
         ids, logprobs = ids[kept], logprobs[kept]
         arrays["counts"] = counts - 1
     if ids.size != reply.n_entries:
-        raise ProtocolError(f"{ids.size} entries, the header says {reply.n_entries}")
+        raise ProtocolError(f"{ids.size} entries, but {reply.n_entries} in the header")
     if ids.min() < 0 or ids.max() > MAX_ID:
-        raise ProtocolError(f"top-k ids {ids.min()} to {ids.max()} leave [0, {MAX_ID}]")
+        raise ProtocolError(f"top-k ids {ids.min()} to {ids.max()} are not within [0, {MAX_ID}]")
     if reply.wire == "fp16":
-        # Below float16's range exp() is zero anyway; without the clip the cast would give -inf.
+        # exp() is 0 below float16's range in any case; without the clip the cast would give -inf.
         arrays |= {"logprobs": np.maximum(logprobs, _MIN_FP16), "low": ids & 0xFFFF, "high": ids >> 16}
     else:
         arrays |= {"logprobs": logprobs, "ids": ids}
@@ -222,7 +229,7 @@ def pack_topk(scores: TopKScores, reply: ScoreReply) -> list[memoryview]:
 
 
 def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKScores:
-    """Raises ProtocolError on any damage, before anything large is allocated."""
+    """Unpack a top-k reply. Raises ProtocolError on any damage, before allocating large arrays."""
     planes = score_planes(reply)
     check_frames(planes, frames, reply.checksums)
     arrays = join_planes(planes, frames)
@@ -234,14 +241,14 @@ def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKScores:
         logprobs = arrays["logprobs"].astype(np.float32)
         ids = arrays["ids"].astype(np.int32)
         if ids.min() < 0 or ids.max() > MAX_ID:
-            raise ProtocolError(f"top-k ids {ids.min()} to {ids.max()} leave [0, {MAX_ID}]")
+            raise ProtocolError(f"top-k ids {ids.min()} to {ids.max()} are not within [0, {MAX_ID}]")
     tail = arrays["tail"].astype(np.float32)
     shape = (reply.n_rows, reply.k)
     if not reply.adaptive:
         return TopKScores(ids.reshape(shape), logprobs.reshape(shape), tail)
     counts = arrays["counts"].astype(np.int32) + 1
     if counts.max() > reply.k or int(counts.sum()) != reply.n_entries:
-        raise ProtocolError(f"counts up to {counts.max()}, in all {counts.sum()} and not {reply.n_entries}")
+        raise ProtocolError(f"counts up to {counts.max()} with sum {counts.sum()}, expected {reply.n_entries}")
     kept = np.arange(reply.k) < counts[:, None]
     all_ids, all_logprobs = np.full(shape, NO_ID, np.int32), np.full(shape, -np.inf, np.float32)
     all_ids[kept], all_logprobs[kept] = ids, logprobs
@@ -249,26 +256,26 @@ def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKScores:
 
 
 def pack_sampled(logprobs: np.ndarray, reply: ScoreReply) -> list[memoryview]:
-    """[R] float32 logprobs -> frames; float32 in either mode. Raises ProtocolError on a bad shape."""
+    """Pack [R] float32 logprobs into frames; float32 in both modes. Raises ProtocolError on a bad shape."""
     if logprobs.shape != (reply.n_rows,):
         raise ProtocolError(f"logprobs {logprobs.shape} are not [{reply.n_rows}]")
     return cut_planes(score_planes(reply), {"logprobs": logprobs})
 
 
 def unpack_sampled(reply: ScoreReply, frames: Sequence[Buffer]) -> np.ndarray:
-    """[R] float32, own memory. Raises ProtocolError on any damage."""
+    """Return [R] float32, a copy. Raises ProtocolError on any damage."""
     planes = score_planes(reply)
     check_frames(planes, frames, reply.checksums)
     return join_planes(planes, frames)["logprobs"].astype(np.float32)
 
 
 def pack_rows(rows: np.ndarray) -> list[memoryview]:
-    """[rows, C] of a `WIRE_DTYPES` dtype -> the one frame of a RowsReply, not copied if contiguous."""
+    """Return the one frame of a RowsReply from [rows, C] of a `WIRE_DTYPES` dtype; no copy if contiguous."""
     return [as_frame(np.ascontiguousarray(rows))]
 
 
 def unpack_rows(reply: RowsReply, frames: Sequence[Buffer]) -> np.ndarray:
-    """[rows, C] float32 (a read-only view if it came as float32). Raises ProtocolError on any damage."""
+    """Return [rows, C] float32 (a read-only view if sent as float32). Raises ProtocolError on any damage."""
     planes = rows_planes(reply)
     check_frames(planes, frames, reply.checksums)
     rows = join_planes(planes, frames)["rows"].reshape(reply.stop - reply.start, reply.n_cols)

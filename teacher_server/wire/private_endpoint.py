@@ -1,7 +1,7 @@
-"""Where the workers of this server find it: a socket in a folder that only this user's processes can open.
+"""Create the socket of the local workers, in a folder that only processes of this user can open.
 
-Whoever opens it is a worker, so the folder has mode 0700. A killed server cannot remove its own, so
-each start removes those of dead ones.
+Every process that connects to it is accepted as a worker, so the folder has mode 0700. A killed server
+cannot remove its folder, so each start removes the folders of dead servers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ _MAX_UNIX_PATH = 107  # sockaddr_un.sun_path
 
 
 def private_endpoint(stack: contextlib.ExitStack) -> str:
-    """A ZMQ endpoint in a new folder, which `stack` removes.
+    """Return a ZMQ endpoint in a new folder. `stack` removes the folder.
 
     Raises:
-        ServerError: the temporary folder cannot be written, or its path is too long for a socket.
+        ServerError: if the temporary folder cannot be written, or its path is too long for a socket.
     """
     try:
         base = Path(tempfile.gettempdir())
-        _remove_left_over(base)
+        _remove_leftovers(base)
         folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}.", dir=base)  # mode 0700
     except OSError as error:
-        raise ServerError(f"no folder for temporary files: {error}. Fix: set TMPDIR to one you can write.") from error
+        raise ServerError(
+            f"cannot create a temporary folder: {error}. Fix: set TMPDIR to a folder you can write."
+        ) from error
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     path = os.path.join(folder, _SOCKET)
     if len(os.fsencode(path)) > _MAX_UNIX_PATH:
@@ -42,16 +44,16 @@ def private_endpoint(stack: contextlib.ExitStack) -> str:
     return f"ipc://{path}"
 
 
-def _remove_left_over(base: Path) -> None:
+def _remove_leftovers(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition(".")[0]
         try:
             mine = folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
-        except OSError:  # it has just gone
+        except OSError:  # removed in the meantime
             continue
-        # A pid alone tells nothing of another container with the same temporary folder.
-        if mine and pid.isdecimal() and not _runs(int(pid)) and not _is_heard(folder / _SOCKET):
-            log.info("removing %s of a server that died", folder)
+        # A pid may belong to another container with the same temporary folder, so the socket is checked too.
+        if mine and pid.isdecimal() and not _runs(int(pid)) and not _accepts_connections(folder / _SOCKET):
+            log.info("removing %s of a dead server", folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -60,19 +62,19 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # it runs as another user
         return True
     return True
 
 
-def _is_heard(path: Path) -> bool:
-    """Whether somebody listens at this socket."""
+def _accepts_connections(path: Path) -> bool:
+    """Return whether a process listens on this socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(0.2)
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # a full backlog or the like: leave it alone
+        except OSError:  # for example a full backlog: assume that a process listens
             return True
     return True

@@ -1,24 +1,24 @@
-"""Protocol v1 between a client (the trainer) and the teacher server: every header, and their codec.
+"""Protocol v1 between a client (the trainer) and the teacher server: all headers and their codec.
 
 A message is a list of byte frames. The first is the header, `b"GKT" + version, xxh3-64 of the body,
-msgpack body`; the others are raw little-endian arrays of at most 4 MiB each (`teacher_server.wire.payload`
-says what is in them), which need no copy to send or to forward. The header carries a checksum of
-every frame, so a damaged message is an error and never other numbers.
+msgpack body`. The others are raw little-endian arrays of at most 4 MiB each, described in
+`teacher_server.wire.payload`, which are sent and forwarded without a copy. The header contains a checksum
+of every frame, so a damaged message is an error and never gives wrong numbers.
 
     client -> server                         server -> client
     ScoreRequest  [header, token ids]        ScoreReply  [header, planes...]     topk, sampled: one message
                                              RowsReply   [header, rows] ...      logits, hidden: a stream,
     HeadRequest   [header]                                                       and the LM head
-    Received      [header]                   (lets the stream go on)
+    Received      [header]                   (continues the stream)
     Cancel        [header]
     InfoRequest   [header]                   InfoReply   [header]
     StatusRequest [header]                   StatusReply [header, msgpack]
     DrainRequest  [header]                   DrainReply  [header]
     Ping          [header]                   Pong        [header]
-                                             ErrorReply  [header]                to any of them
+                                             ErrorReply  [header]                to any request
 
-Both sides run the same checks (`Codec.encode` decodes what it wrote), and every way to fail is a
-`ProtocolError`. Floor 0: no zmq, no torch.
+Both sides run the same checks (`Codec.encode` decodes its own output), and every failure is a
+`ProtocolError`. This module imports neither zmq nor torch.
 
 Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, H hidden size.
 """
@@ -37,21 +37,21 @@ import xxhash
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20  # frames of 1-4 MiB travel about three times as fast as one of 32 MiB
 MAX_HEADER_BYTES = 64 << 10
-MAX_TOKENS = MAX_FRAME_BYTES // 4  # so that the int32 token ids of a sequence fit one frame
+MAX_TOKENS = MAX_FRAME_BYTES // 4  # the int32 token ids of a sequence must fit into one frame
 MAX_ID = (1 << 24) - 1  # the low uint16 and high uint8 planes of fp16 mode hold 24 bits
 MAX_K = 1 << 16
 MAX_ENTRIES = 1 << 25  # R * K of one reply: 160 MiB in fp16 mode, 256 MiB in fp32 mode
 MAX_FRAMES = 256  # of one message
 ID_BYTES = 16  # of request ids and token digests
-NO_REQUEST = bytes(ID_BYTES)  # request_id of an error that answers an unreadable request
-STREAM_WINDOW = 8  # messages of a stream on their way, not yet `Received`; 32 MiB
+NO_REQUEST = bytes(ID_BYTES)  # request_id of an error about an unreadable request
+STREAM_WINDOW = 8  # messages of a stream that may be sent before they are confirmed by `Received`; 32 MiB
 
 _MAGIC = b"GKT"
 _PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
 _BODY_AT = len(_PREFIX) + 8
 
 Signal = Literal["topk", "sampled", "logits", "hidden"]
-Wire = Literal["fp16", "fp32"]  # compact (2 bytes a number), or as exact as the engine computed it
+Wire = Literal["fp16", "fp32"]  # compact (2 bytes a number), or with the engine's precision
 RowDtype = Literal["float16", "bfloat16", "float32"]
 ErrorCode = Literal["busy", "draining", "deadline", "damaged", "bad_request", "worker_lost", "engine"]
 Buffer = bytes | memoryview
@@ -65,46 +65,46 @@ Checksums = Annotated[list[Checksum], msgspec.Meta(max_length=MAX_FRAMES)]  # on
 
 
 class ProtocolError(Exception):
-    """A message that is not valid protocol v1: damaged, of another version, or out of range."""
+    """A message is not valid protocol v1: damaged, of another version, or out of range."""
 
 
 def check_seconds(**values: float) -> None:
-    """Raises ValueError, which the codec turns into ProtocolError, unless all are finite and >= 0."""
-    # A NaN passes msgspec's `ge`/`le`, because it compares false with everything.
+    """Raise ValueError, which the codec converts to ProtocolError, unless all values are finite and >= 0."""
+    # A NaN passes msgspec's `ge`/`le`, because every comparison with it is false.
     for name, value in values.items():
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} = {value} is not a finite number >= 0")
 
 
 class Header(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base of every header; a subclass's `tag` says which message it is."""
+    """Base class of the headers. The `tag` of a subclass is its message type."""
 
 
 # Client -> server
 
 
 class ScoreRequest(Header, tag="score", kw_only=True):
-    """Score the response of one sequence; its only frame holds the P + R token ids, int32.
+    """Score the response of one sequence. The only frame holds the P + R token ids, int32.
 
-    signal: what is wanted of each of the R positions that predict a response token
-        topk     the K most probable ids, their logprobs and the mass of all others; with `mass` > 0 only as many
-                 of the K as it takes to reach that mass
-        sampled  the logprob of the response token itself
-        logits   all V logits / temperature, each row shifted so that its largest is 0
-        hidden   the H final hidden states, from which `HeadRequest`'s matrix makes the logits
+    signal: values returned for each of the R positions that predict a response token
+        topk     the K most probable ids, their logprobs, and the total probability of all other ids; with
+                 `mass` > 0 only the entries needed to reach that mass, at most K
+        sampled  the logprob of the response token
+        logits   all V logits / temperature, each row shifted so that its maximum is 0
+        hidden   the H final hidden states; multiply by the matrix of `HeadRequest` for the logits
     """
 
-    request_id: Id  # random, the client's; a resend carries the same one
+    request_id: Id  # random, chosen by the client; a resend has the same id
     signal: Signal
-    teacher: Name = ""  # which of the server's teachers; may be empty if there is one
-    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # of topk
-    mass: float = 0.0  # of topk: 0 = all K of them
-    temperature: float = 1.0  # logits are divided by it before they are normalised
-    n_vocab: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # keep ids < n_vocab, then normalise; 0 = all
+    teacher: Name = ""  # name of a teacher of the server; may be empty if there is only one
+    k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # for topk
+    mass: float = 0.0  # for topk; 0 = always K entries
+    temperature: float = 1.0  # logits are divided by it before normalization
+    n_vocab: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID + 1)] = 0  # keep ids < n_vocab, then normalize; 0 = all
     prompt_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # P
     total_length: Annotated[int, msgspec.Meta(ge=2, le=MAX_TOKENS)]  # P + R
     wire: Wire
-    deadline_s: float  # after this long on the server nobody waits for the answer any more
+    deadline_s: float  # the server drops the request after this time
     checksum: Checksum  # of the token frame
 
     def __post_init__(self) -> None:
@@ -114,9 +114,9 @@ class ScoreRequest(Header, tag="score", kw_only=True):
         if self.prompt_length >= self.total_length:
             raise ValueError(f"no response: prompt_length {self.prompt_length} >= total_length {self.total_length}")
         if (self.k > 0) != (self.signal == "topk"):
-            raise ValueError(f"k = {self.k} with signal {self.signal}: topk wants one >= 1, the others 0")
+            raise ValueError(f"k = {self.k} with signal {self.signal}: must be >= 1 for topk, 0 for others")
         if self.mass > 1 or (self.mass > 0 and self.signal != "topk"):
-            raise ValueError(f"mass = {self.mass} with signal {self.signal}: topk may have one up to 1, the others 0")
+            raise ValueError(f"mass = {self.mass} with signal {self.signal}: must be in [0, 1] for topk, 0 for others")
         if 0 < self.n_vocab < self.k:
             raise ValueError(f"k = {self.k} is more than n_vocab = {self.n_vocab}")
         if self.n_response * self.k > MAX_ENTRIES:
@@ -128,7 +128,7 @@ class ScoreRequest(Header, tag="score", kw_only=True):
 
 
 class HeadRequest(Header, tag="head_request", kw_only=True):
-    """Send the LM head, [V, H], as a stream: with the `hidden` signal it is the exact distribution."""
+    """Request the LM head, [V, H], as a stream. With the `hidden` signal it gives the exact distribution."""
 
     request_id: Id
     teacher: Name = ""
@@ -148,54 +148,54 @@ class Received(Header, tag="received"):
 
 
 class Cancel(Header, tag="cancel"):
-    """Nobody waits for this request any more. Not answered."""
+    """Drop a request. There is no reply."""
 
     request_id: Id
 
 
 class InfoRequest(Header, tag="info_request"):
-    """Which model answers here, and with what limits?"""
+    """Request the description of a teacher: model and limits."""
 
     request_id: Id
     teacher: Name = ""
 
 
 class StatusRequest(Header, tag="status_request"):
-    """Who works here, on which GPUs, and how busy is everyone?"""
+    """Request the status: workers, GPUs, queues and times."""
 
     request_id: Id
 
 
 class DrainRequest(Header, tag="drain_request"):
-    """Finish what you have and leave: one worker by its name, or the whole server (empty)."""
+    """Drain one worker by its name, or the whole server (empty name): finish admitted requests, then exit."""
 
     request_id: Id
     worker: Name = ""
 
 
 class Ping(Header, tag="ping"):
-    """Are you alive, and still the same server process?"""
+    """Heartbeat request. The reply identifies the server process."""
 
 
 # Server -> client
 
 
 class ScoreReply(Header, tag="scores", kw_only=True):
-    """A whole answer to `topk` or `sampled`; `payload.score_planes` says what the frames hold."""
+    """Complete reply for `topk` or `sampled`. `payload.score_planes` describes the frames."""
 
     request_id: Id
-    token_digest: Id  # xxh3-128 of the token ids, computed by the worker from what it scored
+    token_digest: Id  # xxh3-128 of the token ids that the worker has scored
     model_fingerprint: Name
     worker: Name
     signal: Literal["topk", "sampled"]
     n_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]  # R; row j predicts response token j
     k: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0
     n_entries: Annotated[int, msgspec.Meta(ge=0, le=MAX_ENTRIES)] = 0  # R * K, or fewer with a mass target
-    adaptive: bool = False  # rows have counts of their own
+    adaptive: bool = False  # each row has its own count of entries
     wire: Wire
     checksums: Checksums
     queue_s: float  # from arrival at the broker to the start of the forward pass
-    compute_s: float  # of the whole batch this sequence was scored in
+    compute_s: float  # of the whole batch that contained this sequence
 
     def __post_init__(self) -> None:
         check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
@@ -207,13 +207,13 @@ class ScoreReply(Header, tag="scores", kw_only=True):
 
 
 class RowsReply(Header, tag="rows"):
-    """Rows [start, stop) of a matrix, in one frame; the message with stop == n_rows is the last."""
+    """Rows [start, stop) of a matrix, in one frame. The message with stop == n_rows is the last."""
 
     request_id: Id
     token_digest: Id  # as in ScoreReply; zeros for the LM head
     model_fingerprint: Name
     worker: Name
-    stream_id: Id  # another one after a retry, whose first message starts at row 0 again
+    stream_id: Id  # new after a retry, which starts at row 0 again
     signal: Literal["logits", "hidden", "head"]
     index: Count  # of this message in its stream
     start: Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
@@ -232,7 +232,7 @@ class RowsReply(Header, tag="rows"):
 
 
 class ErrorReply(Header, tag="error"):
-    """No answer. After busy, draining, deadline and damaged ask again; the others are final."""
+    """The request failed. Send it again after busy, draining, deadline and damaged; other codes are final."""
 
     request_id: Id
     code: ErrorCode
@@ -244,7 +244,7 @@ class ErrorReply(Header, tag="error"):
 
 
 class InfoReply(Header, tag="info"):
-    """What is being served. `tokenizer_fingerprint` is empty if the model folder holds no tokenizer."""
+    """Description of a teacher. `tokenizer_fingerprint` is empty if the model folder has no tokenizer."""
 
     request_id: Id
     protocol_version: Count
@@ -257,28 +257,28 @@ class InfoReply(Header, tag="info"):
     hidden_size: Count
     max_tokens: Count  # longest P + R
     n_workers: Count
-    n_streams: Count  # sequences that its workers want in flight, all together
+    n_streams: Count  # sequences in flight that keep all its workers busy
     engine: Name
     device: Name
     dtype: Name
 
 
 class StatusReply(Header, tag="status"):
-    """Its frame is a `status.ServerStatus`."""
+    """The frame is a `status.ServerStatus`."""
 
     request_id: Id
     checksums: Checksums
 
 
 class DrainReply(Header, tag="drain"):
-    """No new work is taken; `n_left` requests are still being finished."""
+    """New requests are refused; `n_left` admitted requests are unfinished."""
 
     request_id: Id
     n_left: Count
 
 
 class Pong(Header, tag="pong"):
-    """Alive. A new `epoch` means a restarted server, which has forgotten every earlier request."""
+    """Heartbeat reply. A new `epoch` means a restarted server, which has lost every earlier request."""
 
     epoch: Id
     n_workers: Count
@@ -293,19 +293,19 @@ ClientMessage = (
 ServerMessage = ScoreReply | RowsReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
 M = TypeVar("M")
 
-# Everything msgspec may raise on hostile bytes; it lets a bare UnicodeDecodeError through on bad UTF-8.
+# Exceptions that msgspec may raise on hostile bytes; bad UTF-8 raises a plain UnicodeDecodeError.
 REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError, RecursionError)
 
 
 class Codec(Generic[M]):
-    """Header <-> bytes for one closed set of messages; decodes nothing outside the set."""
+    """Encode and decode headers of one closed set of messages."""
 
     def __init__(self, messages: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, header: M) -> bytes:
-        """Header frame. Raises ProtocolError for values the other side would refuse."""
+        """Return the header frame. Raises ProtocolError for values that the other side would refuse."""
         try:
             body = self._encoder.encode(header)
         except (TypeError, ValueError, OverflowError) as error:
@@ -315,14 +315,16 @@ class Codec(Generic[M]):
         return frame
 
     def decode(self, frame: Buffer) -> M:
-        """Header. Raises ProtocolError on damage, another version, unknown fields, bad ranges."""
+        """Return the header. Raises ProtocolError on damage, another version, unknown fields, or bad ranges."""
         frame = memoryview(frame)
         if not _BODY_AT < frame.nbytes <= MAX_HEADER_BYTES:
             raise ProtocolError(f"header of {frame.nbytes} bytes, expected {_BODY_AT + 1} to {MAX_HEADER_BYTES}")
         if frame[:3] != _MAGIC:
-            raise ProtocolError("not a teacher protocol message (bad magic): is another service on this port?")
+            raise ProtocolError("not a teacher protocol message (bad magic). Is another service on this port?")
         if frame[3] != PROTOCOL_VERSION:
-            raise ProtocolError(f"the peer speaks protocol {frame[3]}, this side {PROTOCOL_VERSION}: upgrade one")
+            raise ProtocolError(
+                f"protocol version {frame[3]} of the peer, this side has {PROTOCOL_VERSION}: upgrade one"
+            )
         body = frame[_BODY_AT:]
         if checksum(body) != int.from_bytes(frame[4:_BODY_AT], "little"):
             raise ProtocolError("header checksum does not match")
@@ -337,24 +339,24 @@ replies: Codec[ServerMessage] = Codec(ServerMessage)
 
 
 def as_frame(array: np.ndarray) -> memoryview:
-    """The bytes of a C-contiguous array, not copied."""
+    """Return the bytes of a C-contiguous array without a copy."""
     return array.data.cast("B")
 
 
 def checksum(data: Buffer) -> int:
-    """xxh3-64 of one contiguous frame; finds damage, not malice."""
+    """Return xxh3-64 of one contiguous frame. It detects damage, not malicious changes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def token_digest(token_ids: Buffer | np.ndarray) -> bytes:
-    """xxh3-128 of the int32 token ids (or of their frame), 16 bytes: proves which sequence a reply is about."""
+    """Return xxh3-128 (16 bytes) of the int32 token ids or of their frame. It ties a reply to its sequence."""
     if isinstance(token_ids, np.ndarray):
         token_ids = as_frame(np.ascontiguousarray(token_ids, dtype="<i4"))
     return xxhash.xxh3_128_digest(token_ids)
 
 
 def tokenizer_fingerprint(vocab: Mapping[str, int]) -> str:
-    """sha256 over the sorted (id, token) pairs, hex: equal exactly if the two vocabularies are."""
+    """Return sha256 (hex) over the sorted (id, token) pairs, which identifies a vocabulary."""
     digest = hashlib.sha256()
     for token_id, token in sorted((token_id, token) for token, token_id in vocab.items()):
         raw = token.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""What a server tells about itself: the frame of a `StatusReply`, and the rows of the status table."""
+"""Status of a server: the frame of a `StatusReply`, and the source of the status table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from teacher_server.wire.protocol import REFUSALS, Buffer, ProtocolError, Status
 
 
 class Gpu(msgspec.Struct, forbid_unknown_fields=True):
-    """One device of a worker; `uuid` and `name` are empty where no driver says them."""
+    """One device of a worker. `uuid` and `name` are empty if the driver does not report them."""
 
     id: str  # as in CUDA_VISIBLE_DEVICES
     uuid: str = ""
@@ -31,11 +31,11 @@ class WorkerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens_in_flight: int
     n_done: int
     n_tokens: int  # scored since it joined
-    tokens_per_s: float  # over the last ten seconds or so
-    queue_s: float  # mean of the last hundred answers or so
+    tokens_per_s: float  # over about the last ten seconds
+    queue_s: float  # mean over about the last hundred requests
     compute_s: float
-    last_heard_s: float  # ago
-    cuda_visible_devices: str | None = None  # None = unset, or a server that does not tell
+    last_heard_s: float  # time since the last heartbeat
+    cuda_visible_devices: str | None = None  # None = unset, or not reported
 
 
 class TeacherStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -49,7 +49,7 @@ class TeacherStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What `python -m teacher_server status` shows. Counters run from the server's start."""
+    """Content of `python -m teacher_server status`. Counters start with the server."""
 
     epoch: str
     uptime_s: float
@@ -58,9 +58,9 @@ class ServerStatus(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     queued_bytes: int
     n_answered: int
     n_errors: dict[str, int]  # by ErrorCode
-    n_retried: int  # requests given to another worker
+    n_retried: int  # requests assigned again
     n_lost_workers: int
-    excluded: dict[str, str]  # workers that sent bad data, and what it was
+    excluded: dict[str, str]  # name -> reason, of workers that sent bad data
     teachers: list[TeacherStatus]
     workers: list[WorkerStatus]
 
@@ -69,13 +69,13 @@ _decoder = msgspec.msgpack.Decoder(ServerStatus)
 
 
 def encode_status(request_id: bytes, status: ServerStatus) -> list[bytes]:
-    """[header, frame] of a StatusReply."""
+    """Return [header, frame] of a StatusReply."""
     frame = msgspec.msgpack.encode(status)
     return [replies.encode(StatusReply(request_id=request_id, checksums=[checksum(frame)])), frame]
 
 
 def decode_status(reply: StatusReply, frames: list[Buffer]) -> ServerStatus:
-    """Raises ProtocolError if the frame is damaged or not a ServerStatus."""
+    """Decode the status. Raises ProtocolError if the frame is damaged or not a ServerStatus."""
     if [checksum(frame) for frame in frames] != reply.checksums or len(frames) != 1:
         raise ProtocolError("the status frame is missing or damaged")
     try:

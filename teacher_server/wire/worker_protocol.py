@@ -1,14 +1,14 @@
-"""Messages between the broker and its workers: who is there, what to do, what is done.
+"""Messages between the broker and its workers: registration, assignments and results.
 
     worker -> broker   [WorkerHello]                                     at start and as heartbeat
     broker -> worker   [Assignment, client's request header, token frame]
     worker -> broker   [Part, reply header, rows]...                     of a stream
     worker -> broker   [Done, reply header for the client, reply frames...]
-    broker -> worker   [Received | Cancel | Dismiss]
+    broker -> worker   [JobReceived | JobCancel | Dismiss]
 
-The broker checks a reply (`payload.check_reply`) and forwards its frames untouched. The heartbeat
-*is* the registration: a broker that lost track of a worker learns it again with the next one, and
-there is no state to get out of step.
+The broker checks a reply (`payload.check_reply`) and forwards its frames unchanged. The heartbeat *is*
+the registration: a broker that has dropped a worker registers it again with the next heartbeat, so the
+two cannot disagree.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import msgspec
 from teacher_server.wire.protocol import Codec, Count, Header, Id, Name, Text, check_seconds
 from teacher_server.wire.status import Gpu
 
-LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # of the workers a server starts itself
+LOCAL_WORKER_NAME = re.compile(r"w\d+\.\d+")  # reserved for the workers that a server starts
 
 
 class WorkerHello(Header, tag="hello"):
-    """I am `name`, I hold this model, and may be given `credit_tokens` of unfinished work."""
+    """Registration and heartbeat of worker `name`. It accepts up to `credit_tokens` of unfinished requests."""
 
     name: Name
     teacher: Name
@@ -43,26 +43,26 @@ class WorkerHello(Header, tag="hello"):
     dtype: Name
     gpus: Annotated[list[Gpu], msgspec.Meta(max_length=64)]
     credit_tokens: Count
-    n_streams: Count  # sequences it wants in flight
-    nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # tells two processes of one pid apart
+    n_streams: Count  # sequences in flight that keep it busy
+    nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
     cuda_visible_devices: Text | None = None  # of its process; None = unset
-    leaving: bool = False  # give me no more; dismiss me when I have nothing left
+    leaving: bool = False  # assign no more requests, and dismiss the worker when it has finished
 
 
 class Assignment(Header, tag="job"):
-    """Work. `waited_s` so far in the broker; useless after another `remaining_s`."""
+    """A request for this worker."""
 
-    job_id: Id  # the broker's; two clients may choose the same request id
-    stream_id: Id  # of this attempt: what comes of an earlier one is old news and no fault
-    waited_s: float
-    remaining_s: float
+    job_id: Id  # set by the broker, because two clients may choose the same request id
+    stream_id: Id  # of this attempt; rows of an earlier attempt are dropped without excluding the worker
+    waited_s: float  # time in the queue so far
+    remaining_s: float  # time until the deadline
 
     def __post_init__(self) -> None:
         check_seconds(waited_s=self.waited_s, remaining_s=self.remaining_s)
 
 
 class JobReceived(Header, tag="job_received"):
-    """The client has `n_messages` of the stream `stream_id`."""
+    """The client has received `n_messages` of the stream `stream_id`."""
 
     job_id: Id
     stream_id: Id
@@ -70,25 +70,25 @@ class JobReceived(Header, tag="job_received"):
 
 
 class JobCancel(Header, tag="job_cancel"):
-    """Nobody waits for this job any more; it is not answered."""
+    """Drop this job. There is no reply."""
 
     job_id: Id
 
 
 class Dismiss(Header, tag="dismiss"):
-    """End yourself. `why` is empty after a drain; otherwise you are not wanted here."""
+    """The worker must exit. `why` is empty after a drain, else the reason of the refusal or exclusion."""
 
     why: Text = ""
 
 
 class Part(Header, tag="part"):
-    """The rest of the message is for the client who asked, and more will come."""
+    """The rest of the message is for the client; more messages follow."""
 
     job_id: Id
 
 
 class Done(Header, tag="done"):
-    """The rest of the message is for the client who asked, and the job is finished."""
+    """The rest of the message is for the client; the job is finished."""
 
     job_id: Id
 

@@ -1,1 +1,1 @@
-"""A worker process: batches requests, runs the engine, sends replies."""
+"""Worker process: batch requests, run the engine, send replies."""

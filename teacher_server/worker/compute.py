@@ -1,6 +1,6 @@
-"""The compute loop of a worker: waiting requests -> token-budget batches -> engine -> replies and streams.
+"""Compute loop of a worker: waiting requests -> token-budget batches -> engine -> replies and streams.
 
-It keeps no state that a client depends on, so killing it at any moment loses nothing but time.
+It keeps no state that a client depends on, so a worker can be killed at any time without losing requests.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from teacher_server.wire.protocol import (
     token_digest,
 )
 from teacher_server.wire.worker_protocol import Assignment, JobCancel, JobReceived
-from teacher_server.worker.link import Arrival, End, NewConnection, Work, WorkerLink
+from teacher_server.worker.link import End, Event, NewConnection, Work, WorkerLink
 from teacher_server.worker.open_stream import OpenStream, open_stream
 from teacher_server.worker.token_budget import WorkItem, take_batch
 
 log = logging.getLogger(__name__)
 
-CREDIT_BATCHES = 2  # one being computed, one waiting here, so that the engine never waits for the broker
-# Out of memory, or a sequence that the model chokes on: alone, each fails or passes by itself.
+CREDIT_BATCHES = 2  # one batch is computed, one waits here, so the engine never waits for the broker
+# Out of memory, or a sequence that the model cannot process. Sequences of a failed batch are repeated one by one.
 _ENGINE_ERRORS = (ArithmeticError, RuntimeError, ValueError, IndexError, MemoryError)
-_MAX_BREAKDOWNS = 3  # RuntimeErrors in a row: the device is gone, and another process may get it back
-_MAX_NANS = 10  # in a row; a sequence may be at fault, but hardly ten of them
-_LOOK_S = 1.0  # how late a stream that nobody takes is let go
+_MAX_RUNTIME_ERRORS = 3  # consecutive: the device has failed, and a new process may recover it
+_MAX_NANS = 10  # consecutive: one sequence may cause a NaN, but hardly ten
+_POLL_S = 1.0  # largest delay until a stream without receipts is closed
 
 
 class Worker:
-    """The link is its only way in and out."""
+    """Compute the requests that arrive on `link`, and reply on `link`."""
 
     def __init__(
         self, engine: Engine, link: WorkerLink, model_fingerprint: str, worker_name: str, max_batch_tokens: int
@@ -54,44 +54,44 @@ class Worker:
         self._max_batch_tokens = max_batch_tokens
         self._waiting: list[WorkItem] = []
         self._streams: dict[bytes, OpenStream] = {}  # by job_id
-        self._n_breakdowns = self._n_nans = 0
+        self._n_runtime_errors = self._n_nans = 0
 
     def run(self) -> str:
-        """Serve until the link ends; returns why it did, empty after a drain."""
+        """Serve until the link ends. Returns the reason, empty after a drain."""
         while True:
             busy = bool(self._waiting) or any(stream.may_send for stream in self._streams.values())
             while not busy or not self._link.inbox.empty():
                 try:
-                    arrival = self._link.inbox.get(timeout=_LOOK_S if self._streams else None)
+                    event = self._link.inbox.get(timeout=_POLL_S if self._streams else None)
                 except queue.Empty:
                     break
-                if isinstance(arrival, End):
-                    return arrival.why
-                self._take(arrival)
+                if isinstance(event, End):
+                    return event.reason
+                self._on_event(event)
                 busy = True
             now_s = time.monotonic()
             for job_id in [job_id for job_id, stream in self._streams.items() if stream.deadline_s < now_s]:
-                log.warning("nobody takes the rows of job %s any more", job_id.hex())
+                log.warning("closed the stream of job %s: no receipt before its deadline", job_id.hex())
                 self._close(job_id)
             for stream in [stream for stream in self._streams.values() if stream.may_send]:
                 self._send_rows(stream)
             if self._waiting:
                 self._score(take_batch(self._waiting, self._max_batch_tokens))
 
-    # Arrivals
+    # Events of the link
 
-    def _take(self, arrival: Arrival) -> None:
-        if isinstance(arrival, Work):
-            self._accept(arrival.job, arrival.frames)
-        elif isinstance(arrival, JobReceived):
-            stream = self._streams.get(arrival.job_id)
-            if stream is not None and stream.stream_id == arrival.stream_id:
-                stream.received = max(stream.received, arrival.n_messages)
-                stream.deadline_s = time.monotonic() + stream.patience_s
-        elif isinstance(arrival, JobCancel):
-            self._waiting = [item for item in self._waiting if item.job_id != arrival.job_id]
-            self._close(arrival.job_id)
-        elif isinstance(arrival, NewConnection):
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Work):
+            self._accept(event.job, event.frames)
+        elif isinstance(event, JobReceived):
+            stream = self._streams.get(event.job_id)
+            if stream is not None and stream.stream_id == event.stream_id:
+                stream.received = max(stream.received, event.n_messages)
+                stream.deadline_s = time.monotonic() + stream.timeout_s
+        elif isinstance(event, JobCancel):
+            self._waiting = [item for item in self._waiting if item.job_id != event.job_id]
+            self._close(event.job_id)
+        elif isinstance(event, NewConnection):
             self._waiting.clear()
             for job_id in list(self._streams):
                 self._close(job_id)
@@ -109,7 +109,7 @@ class Worker:
                 return
             tokens = unpack_tokens(request, [frame.buffer for frame in frames[1:]])
         except ProtocolError as error:
-            # The broker has read this header, so without a request id there is nobody to tell.
+            # The broker has checked this header, so without a request id no client can get the error.
             log.error("refused job %s: %s", job.job_id.hex(), error)
             if request_id:
                 self._refuse(job.job_id, request_id, "damaged", str(error))
@@ -139,20 +139,20 @@ class Worker:
         except _ENGINE_ERRORS as error:
             if len(batch) == 1:
                 log.exception("engine failed on a sequence")
-                self._failed(batch[0].job_id, batch[0].request.request_id, error)
+                self._on_engine_error(batch[0].job_id, batch[0].request.request_id, error)
                 return
-            log.warning("engine failed on a batch of %d (%s); each goes alone now", len(batch), error)
+            log.warning("engine failed on a batch of %d (%s); repeating its sequences one by one", len(batch), error)
             scores = None
         if scores is None:
             for item in batch:
                 self._score([item])
             return
-        self._n_breakdowns = self._n_nans = 0
+        self._n_runtime_errors = self._n_nans = 0
         compute_s = time.monotonic() - start_s
         for item, scored in zip(batch, scores, strict=True):
-            self._answer(item, scored, item.waited_s + start_s - item.received_s, compute_s)
+            self._reply(item, scored, item.waited_s + start_s - item.received_s, compute_s)
 
-    def _answer(self, item: WorkItem, scored: Scores, queue_s: float, compute_s: float) -> None:
+    def _reply(self, item: WorkItem, scored: Scores, queue_s: float, compute_s: float) -> None:
         request = item.request
         if isinstance(scored, TopKScores | np.ndarray):
             counts = scored.counts if isinstance(scored, TopKScores) else None
@@ -173,15 +173,15 @@ class Worker:
             )
             frames = pack_topk(scored, header) if isinstance(scored, TopKScores) else pack_sampled(scored, header)
             header.checksums = [checksum(frame) for frame in frames]
-            self._link.answer(item.job_id, [replies.encode(header), *frames])
+            self._link.send_reply(item.job_id, [replies.encode(header), *frames])
             return
         self._open(item.job, request.request_id, item.digest, scored, request.signal, queue_s, compute_s)
 
     # Streams
 
     def _open_head(self, job: Assignment, request: HeadRequest) -> None:
-        problem = None if self._engine.has_plain_head else "its LM head is more than a matrix, so `hidden` is no use"
-        if problem is not None:
+        if not self._engine.has_plain_head:
+            problem = "signal hidden is not supported: the LM head of this model is more than a matrix"
             self._refuse(job.job_id, request.request_id, "bad_request", problem)
             return
         with self._link.computing():
@@ -198,7 +198,7 @@ class Worker:
         queue_s: float,
         compute_s: float,
     ) -> None:
-        self._close(job.job_id)  # of an attempt that it had lost without knowing
+        self._close(job.job_id)  # of an earlier attempt, if the broker has assigned the job again
         try:
             self._streams[job.job_id] = open_stream(
                 job.job_id,
@@ -207,7 +207,7 @@ class Worker:
                 rows,
                 signal,
                 stream_id=job.stream_id,
-                patience_s=job.remaining_s,
+                timeout_s=job.remaining_s,
                 model_fingerprint=self._model_fingerprint,
                 worker=self._name,
                 queue_s=queue_s,
@@ -224,10 +224,10 @@ class Worker:
         except _ENGINE_ERRORS as error:
             log.exception("engine failed in a stream")
             self._close(stream.job_id)
-            self._failed(stream.job_id, stream.head.request_id, error)
+            self._on_engine_error(stream.job_id, stream.header.request_id, error)
             return
         for frames, last in messages:
-            self._link.answer(stream.job_id, frames, final=last)
+            self._link.send_reply(stream.job_id, frames, final=last)
         if stream.finished:
             self._close(stream.job_id)
 
@@ -237,15 +237,15 @@ class Worker:
             with self._link.computing():
                 stream.rows.close()
 
-    # Refusals
+    # Errors
 
-    def _failed(self, job_id: bytes, request_id: bytes, error: BaseException) -> None:
+    def _on_engine_error(self, job_id: bytes, request_id: bytes, error: BaseException) -> None:
         self._refuse(job_id, request_id, "engine", f"{type(error).__name__}: {error}")
-        self._n_breakdowns = self._n_breakdowns + 1 if isinstance(error, RuntimeError) else 0
+        self._n_runtime_errors = self._n_runtime_errors + 1 if isinstance(error, RuntimeError) else 0
         self._n_nans = self._n_nans + 1 if isinstance(error, ArithmeticError) else 0
-        if self._n_breakdowns >= _MAX_BREAKDOWNS or self._n_nans >= _MAX_NANS:
-            raise RuntimeError(f"the engine fails again and again: {error}") from error
+        if self._n_runtime_errors >= _MAX_RUNTIME_ERRORS or self._n_nans >= _MAX_NANS:
+            raise RuntimeError(f"the engine fails repeatedly: {error}") from error
 
     def _refuse(self, job_id: bytes, request_id: bytes, code: ErrorCode, text: str) -> None:
         error: list[Buffer] = [replies.encode(ErrorReply(request_id=request_id, code=code, text=text[:1000]))]
-        self._link.answer(job_id, error)
+        self._link.send_reply(job_id, error)

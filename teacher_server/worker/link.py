@@ -1,11 +1,11 @@
-"""A worker's line to the broker: a thread that owns the DEALER, so that heartbeats go on during a forward pass.
+"""Connection of a worker to the broker, in its own thread, so that heartbeats continue during a forward pass.
 
     broker <--DEALER--> link thread --inbox (queue)--> compute thread
                                     <--outbox (inproc)--
 
-A connection is an identity: when one breaks, nobody knows what was on its way, so the worker starts
-anew under another identity, and the broker gives its old work out again. Without that a lost
-assignment or a lost reply would wait for its deadline.
+Every connection uses a new identity. When a connection breaks, the messages in flight are unknown, so the
+worker drops its requests and the broker assigns them again. Otherwise a lost assignment or a lost reply
+would wait for its deadline.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from teacher_server.wire.worker_protocol import (
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
-_TICK_S = 0.05  # how late a hello, a wish to leave or a hung batch may be noticed
+_TICK_S = 0.05  # largest delay of a hello, of leaving, and until a hung batch is detected
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 1000
-_PATIENCE = 3  # broken handshakes in a row before the log says what may be wrong
+_LOG_AFTER = 3  # consecutive failed handshakes before the log names possible causes
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -52,36 +52,34 @@ class Work(NamedTuple):
 
 
 class NewConnection(NamedTuple):
-    """What was assigned before is with others now."""
+    """The connection was replaced. The broker has reassigned all earlier jobs."""
 
 
 class End(NamedTuple):
-    """The line has ended, and with it the worker's purpose. `why` is empty after a drain."""
+    """The link has ended, and the worker exits. `reason` is empty after a drain."""
 
-    why: str
+    reason: str
 
 
-Arrival = Work | JobReceived | JobCancel | NewConnection | End
+Event = Work | JobReceived | JobCancel | NewConnection | End
 
 
 class WorkerLink:
-    """Connects and says hello at once, and goes on trying while the broker is away.
-
-    `inbox` yields what the compute thread has to know.
+    """Connect, send hellos, and reconnect while the broker is away. `inbox` holds events for the compute thread.
 
     Args:
-        compute_timeout_s: a batch that takes longer hangs; the process ends itself, and who watches it starts another.
+        compute_timeout_s: a batch that takes longer is hung; the process exits, and its supervisor restarts it.
     """
 
     def __init__(
         self, endpoint: str, hello: WorkerHello, *, keys: PeerKeys | None = None, compute_timeout_s: float = 600.0
     ) -> None:
-        self.inbox: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._endpoint, self._hello, self._keys = endpoint, hello, keys
         self._compute_timeout_s = compute_timeout_s
         self._busy_since_s: float | None = None
         self._leaving = self._connected = self._closing = False
-        self._n_broken = 0  # handshakes in a row that did not succeed
+        self._n_failed = 0  # consecutive failed handshakes
         self._next_hello_s = 0.0
         hello.nonce = os.urandom(8)
         self._context = zmq.Context()
@@ -96,19 +94,19 @@ class WorkerLink:
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self._thread.start()
 
-    # The compute thread's side
+    # Called by the compute thread
 
-    def answer(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
-        """Send a reply [header, frames...] to whoever asked; only the compute thread calls it.
+    def send_reply(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+        """Send a reply [header, frames...] for the client of a job. Only the compute thread may call it.
 
-        The buffers are not copied: do not write to them afterwards.
+        The buffers are not copied: do not modify them afterwards.
         """
         message = Done(job_id=job_id) if final else Part(job_id=job_id)
         self._outbox_in.send_multipart([from_worker.encode(message), *frames], copy=False)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Watch over what happens inside: see `compute_timeout_s`."""
+        """Apply `compute_timeout_s` to the block."""
         self._busy_since_s = time.monotonic()
         try:
             yield
@@ -116,17 +114,17 @@ class WorkerLink:
             self._busy_since_s = None
 
     def leave(self) -> None:
-        """Ask for no more work and be dismissed when none is left; may be called from a signal handler."""
+        """Request no more jobs, and end after the assigned ones. Can be called from a signal handler."""
         self._leaving = True
 
     def close(self) -> None:
-        """Release the sockets, letting what was answered leave for a moment; bounded."""
+        """Send the last replies within bounded time, and close the sockets."""
         self._closing = True
         self._thread.join(timeout=5.0)
         self._outbox_in.close(linger=0)
         self._context.destroy(linger=0)
 
-    # The link thread's side
+    # Called by the link thread
 
     def _connect(self) -> None:
         self._dealer = self._context.socket(zmq.DEALER)
@@ -134,7 +132,7 @@ class WorkerLink:
         self._dealer.setsockopt(zmq.IDENTITY, b"w" + os.urandom(ID_BYTES - 1))
         self._dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        # The credit bounds what is under way; a mark in messages could only lose some of it.
+        # The credit bounds what is in flight; a limit on messages could only drop some of them.
         self._dealer.setsockopt(zmq.SNDHWM, 0)
         self._dealer.setsockopt(zmq.RCVHWM, 0)
         if self._keys is not None:
@@ -144,12 +142,12 @@ class WorkerLink:
         self._next_hello_s = 0.0
 
     def _run(self) -> None:
-        end = End("its link stopped by a bug, see the log")
+        end = End("its link failed, see the log")
         try:
             end = self._serve()
             self._dealer.close(linger=1000)
         except Exception:
-            log.exception("link stopped by a bug")
+            log.exception("the link failed")
         finally:
             self.inbox.put(end)
 
@@ -158,8 +156,8 @@ class WorkerLink:
             self._check_computing()
             now_s = time.monotonic()
             if self._closing or (self._leaving and not self._connected):
-                return End("")  # what it held is with others
-            # Not while nobody listens: a night of hellos would all arrive in the morning.
+                return End("")  # without a connection the broker reassigns its jobs
+            # Only while connected: hellos queued during an outage would all be sent afterwards.
             if self._connected and (now_s >= self._next_hello_s or self._leaving != self._hello.leaving):
                 self._hello.leaving = self._leaving
                 self._dealer.send(from_worker.encode(self._hello))
@@ -198,19 +196,19 @@ class WorkerLink:
             return End(f"the broker at {self._endpoint} does not allow this worker's key")
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             log.info("connected to %s", self._endpoint)
-            self._connected, self._n_broken, self._next_hello_s = True, 0, 0.0
+            self._connected, self._n_failed, self._next_hello_s = True, 0, 0.0
             return None
         if self._connected:
-            log.warning("lost the connection to %s, trying again", self._endpoint)
-        self._n_broken += not self._connected
-        if self._n_broken == _PATIENCE:
-            hint = "it has another server.key" if self._keys else "it may want --keys, or be another service"
-            log.error("%s hangs up during the handshake, trying on: %s", self._endpoint, hint)
+            log.warning("lost the connection to %s, reconnecting", self._endpoint)
+        self._n_failed += not self._connected
+        if self._n_failed == _LOG_AFTER:
+            hint = "it has another server.key" if self._keys else "it may require --keys, or be another service"
+            log.error("%s closes the connection during the handshake: %s; retrying", self._endpoint, hint)
         self._connected = False
         self._dealer.disable_monitor()
         self._monitor.close(linger=0)
         self._dealer.close(linger=0)
-        time.sleep(min(_RECONNECT_MAX_MS, _RECONNECT_MS << min(self._n_broken, 8)) / 1000)
+        time.sleep(min(_RECONNECT_MAX_MS, _RECONNECT_MS << min(self._n_failed, 8)) / 1000)
         self._connect()
         self.inbox.put(NewConnection())
         return None
@@ -219,4 +217,4 @@ class WorkerLink:
         since_s = self._busy_since_s
         if since_s is not None and time.monotonic() - since_s > self._compute_timeout_s:
             log.critical("a batch has taken more than %g s: ending this worker", self._compute_timeout_s)
-            os._exit(3)  # the compute thread hangs, so nothing gentler would end
+            os._exit(3)  # the compute thread hangs, so a normal exit would wait for it

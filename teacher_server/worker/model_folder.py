@@ -1,6 +1,6 @@
-"""A model folder checked in milliseconds, without torch: is it whole, and which model is it?
+"""Check and fingerprint a model folder in milliseconds, without torch.
 
-A wrong path or a truncated download should stop the server before the first worker starts, and not
+A wrong path or a truncated download then stops the server before the first worker starts, and not
 after minutes of loading.
 """
 
@@ -28,10 +28,13 @@ class ModelFolder:
 
 
 def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolder:
-    """Raises ServerError if the folder is missing, has no readable config or no whole safetensors weights.
+    """Check the config and the weight files of a folder, and compute its fingerprint.
 
     Args:
         needs_weights: False for the trivial engine, which reads config.json only.
+
+    Raises:
+        ServerError: if the folder is missing, its config unreadable, or a safetensors file missing or truncated.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -42,7 +45,7 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
     text_config = config.get("text_config", config)
     max_tokens = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
     if not isinstance(max_tokens, int) or max_tokens < 2:
-        raise ServerError(f"model folder {path}: config.json has no max_position_embeddings, so it is no causal LM.")
+        raise ServerError(f"model folder {path}: config.json has no max_position_embeddings: not a causal LM.")
     weights = _weight_files(folder) if needs_weights else []
     for file in weights:
         _check_safetensors(file)
@@ -51,7 +54,7 @@ def inspect_model_folder(path: str, *, needs_weights: bool = True) -> ModelFolde
 
 
 def read_tokenizer_fingerprint(folder: ModelFolder) -> str:
-    """Of the folder's tokenizer; empty if it holds none. Raises ServerError if it does not load."""
+    """Return the fingerprint of the folder's tokenizer, empty if there is none. Raises ServerError on failure."""
     if not any((Path(folder.path) / file).is_file() for file in _TOKENIZER_FILES):
         return ""
     from transformers import AutoTokenizer
@@ -59,7 +62,7 @@ def read_tokenizer_fingerprint(folder: ModelFolder) -> str:
     try:
         return tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder.path).get_vocab())
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ServerError(f"model folder {folder.path}: its tokenizer does not load: {error}") from error
+        raise ServerError(f"model folder {folder.path}: cannot load the tokenizer: {error}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -90,39 +93,39 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_safetensors(file: Path) -> None:
-    """8 bytes header length, JSON header, data: the largest data offset must be the file's end."""
+    """Check that the file ends at its largest data offset (format: 8 bytes header length, JSON header, data)."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
             header = _read_header(stream, size)
             end = stream.tell() + max(stop for _, stop in _tensors(header))
         if end != size:
-            raise ValueError(f"{size} bytes, its header says {end}")
+            raise ValueError(f"{size} bytes, but {end} according to its header")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         fix = "Fix: copy or download it again."
         raise ServerError(f"model folder {file.parent}: {file.name} is damaged ({error}). {fix}") from error
 
 
 def _read_header(stream: BinaryIO, size: int) -> dict[str, Any]:
-    """Leaves the stream at the first byte of data."""
+    """Read the JSON header, and leave the stream at the first byte of data."""
     n_header = int.from_bytes(stream.read(8), "little")
     if not 2 <= n_header <= size - 8:
-        raise ValueError("its header is cut off")
+        raise ValueError("the header is truncated")
     header: dict[str, Any] = json.loads(stream.read(n_header))
     return header
 
 
 def _tensors(header: dict[str, Any]) -> list[tuple[int, int]]:
-    """(first byte, end byte) of each tensor, from the first byte of data, in the order of their names."""
+    """Return (first byte, end byte) of each tensor, relative to the first byte of data, sorted by name."""
     entries = sorted((name, entry) for name, entry in header.items() if name != "__metadata__")
     return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for _, entry in entries]
 
 
 def _fingerprint(folder: Path, weights: list[Path]) -> str:
-    """sha256 of config.json and, of each weight file, name, header, and some bytes of every tensor.
+    """Hash (sha256) config.json and, for each weight file, its name, its header, and a sample of every tensor.
 
-    Not of all bytes: hashing 60 GB takes longer than loading them. Of every tensor, because a merged
-    adapter or a frozen part leaves whole tensors as they were.
+    Hashing all bytes of 60 GB takes longer than loading them. Every tensor is sampled, because a merged
+    adapter leaves many tensors unchanged.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weights:
@@ -132,6 +135,6 @@ def _fingerprint(folder: Path, weights: list[Path]) -> str:
             data_at = stream.tell()
             digest.update(f"{file.name}:{size}:{json.dumps(header, sort_keys=True)}".encode())
             for first, stop in _tensors(header):
-                stream.seek(data_at + max(first, (first + stop - _SAMPLE_BYTES) // 2))  # its middle
+                stream.seek(data_at + max(first, (first + stop - _SAMPLE_BYTES) // 2))  # middle of the tensor
                 digest.update(stream.read(min(_SAMPLE_BYTES, stop - first)))
     return digest.hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What a process of the server asks of the operating system: signals heard at once, death with its parent."""
+"""Process control of a worker: handle signals at once, and exit with the parent process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from teacher_server.errors import ServerError
 
 
 class SignalWatch:
-    """Calls `heard(n)` at the n-th of these signals, from a thread of its own.
+    """Call `on_signal(n)` at the n-th of these signals, from a separate thread.
 
     Python runs a handler between two bytecodes of the main thread, which may be in a forward pass for
-    minutes. The wakeup descriptor is written by the C handler instead, so the thread hears of it at
-    once. Make it in the main thread, one in a process.
+    minutes. The C handler writes the wakeup descriptor at once, so a thread that reads it reacts at once.
+    Create it in the main thread, once per process.
     """
 
-    def __init__(self, numbers: Sequence[signal.Signals], heard: Callable[[int], None]) -> None:
-        self._numbers, self._heard = numbers, heard
+    def __init__(self, numbers: Sequence[signal.Signals], on_signal: Callable[[int], None]) -> None:
+        self._numbers, self._on_signal = numbers, on_signal
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -35,7 +35,7 @@ class SignalWatch:
             for byte in self._reader.recv(16):
                 if byte in self._numbers:
                     count += 1
-                    self._heard(count)
+                    self._on_signal(count)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -43,5 +43,5 @@ def die_with_parent(parent_pid: int) -> None:
     pr_set_pdeathsig = 1
     if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
         raise ServerError(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent_pid:  # it died before the call
-        raise ServerError(f"the server (pid {parent_pid}) is gone")
+    if os.getppid() != parent_pid:  # the parent died before the call
+        raise ServerError(f"the server (pid {parent_pid}) has exited")

@@ -1,4 +1,4 @@
-"""Which waiting requests make the next forward pass: the oldest, and those that fit beside it."""
+"""Select the requests of the next forward pass: the oldest, and others that fit the token budget with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WorkItem:
     sequence: TokenSequence
     digest: bytes  # of its tokens
     received_s: float
-    waited_s: float  # in the broker, before it came here
+    waited_s: float  # in the broker, before this worker received it
     deadline_s: float
 
     @property
@@ -29,17 +29,17 @@ class WorkItem:
     @property
     def params(self) -> ScoreParams:
         r = self.request
-        # Only rows of a stream depend on the wire before they are packed; scores of both kinds go together.
+        # Only streams depend on the wire format before packing; scores of both formats share a batch.
         wire = r.wire if r.signal in ("logits", "hidden") else "fp32"
         return ScoreParams(r.signal, k=r.k, mass=r.mass, temperature=r.temperature, n_vocab=r.n_vocab, wire=wire)
 
 
 def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]:
-    """Remove and return the next batch; `waiting` is in order of arrival and not empty.
+    """Remove and return the next batch. `waiting` is in order of arrival and not empty.
 
-    The oldest item is always in it, so none starves; then those of the same parameters, nearest in
-    length first, while sequences x longest (what padding really costs) stays within
-    `max_batch_tokens`. A sequence longer than the budget goes alone.
+    The batch contains the oldest item, so no request starves. Items with the same parameters are added,
+    nearest in length first, while sequences x longest length (the padded tokens) is at most
+    `max_batch_tokens`. A sequence longer than the budget is a batch by itself.
     """
     oldest = waiting[0]
     length, params = oldest.request.total_length, oldest.params

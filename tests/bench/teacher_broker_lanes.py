@@ -132,5 +132,5 @@ def serve_worker(pipe: Connection, endpoint: str) -> None:
         request = requests.decode(arrival.frames[0].buffer)
         answer = answers[index_of[token_digest(arrival.frames[1].buffer)]]
         answer.head.request_id = request.request_id  # type: ignore[union-attr]
-        link.answer(arrival.job.job_id, [replies.encode(answer.head), *answer.frames])
-    raise RuntimeError(f"the broker sent the worker away: {arrival.why}")
+        link.send_reply(arrival.job.job_id, [replies.encode(answer.head), *answer.frames])
+    raise RuntimeError(f"the broker dismissed the worker: {arrival.reason}")

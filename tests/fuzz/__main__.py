@@ -1,8 +1,8 @@
 """Fuzz the decoder of protocol v1 for minutes: `python -m tests.fuzz --mutations 10000000 --guided 5000000`.
 
-Random mutations run in one process a core; the coverage-guided part wants `pip install atheris`.
-Prints a table and, with --json FILE, writes it. Leaves with 1 at the first bug, whose message is
-written to fuzz-crash.bin.
+Random mutations run in one process per core; the coverage-guided part requires `pip install atheris`.
+Prints a table and, with --json FILE, writes it. Exits with 1 at the first bug, and writes its message
+to fuzz-crash.bin.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _MAX_GROWTH_MIB = 32
 
 
 def rss_mib() -> float:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     return int(re.findall(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
 def run_mutations(n: int, seed: int) -> dict[str, Any]:
-    """`n` random mutations; how many still were valid, and what memory did."""
+    """Check `n` random mutations, and return the number of valid ones and the growth of memory."""
     messages, rng = corpus(), random.Random(seed)
     n_valid, start_s = 0, time.monotonic()
     warm = 0.0
     for i in range(n):
         message = mutate(rng.choice(messages), messages, rng)
         try:
-            n_valid += check(message, honest_checksums=bool(i % 4))
+            n_valid += check(message, correct_checksums=bool(i % 4))
         except BaseException:
             Path("fuzz-crash.bin").write_bytes(join(message))
             raise
@@ -55,7 +55,7 @@ def _worker(n: int, seed: int, results: Any) -> None:
 
 
 def mutations(n: int, n_processes: int) -> dict[str, Any]:
-    """`run_mutations` over several processes. Raises RuntimeError if one found a bug."""
+    """Run `run_mutations` in several processes. Raises RuntimeError if one finds a bug."""
     results: Any = multiprocessing.Queue()
     processes = [
         multiprocessing.Process(target=_worker, args=(n // n_processes, seed, results)) for seed in range(n_processes)
@@ -65,7 +65,9 @@ def mutations(n: int, n_processes: int) -> dict[str, Any]:
     for process in processes:
         process.join()
         if process.exitcode != 0:
-            raise RuntimeError(f"a mutated message was neither refused nor valid (exit code {process.exitcode})")
+            raise RuntimeError(
+                f"a mutated message was neither refused nor decoded as valid (exit code {process.exitcode})"
+            )
     parts = [results.get(timeout=10) for _ in processes]
     return {
         "n": sum(part["n"] for part in parts),
@@ -77,7 +79,7 @@ def mutations(n: int, n_processes: int) -> dict[str, Any]:
 
 
 def guided(n: int) -> dict[str, Any]:
-    """`n` coverage-guided runs in a process of their own (libFuzzer ends it by itself)."""
+    """Run `n` coverage-guided inputs in a separate process, because libFuzzer ends its process."""
     with tempfile.TemporaryDirectory() as folder:
         for i, message in enumerate(corpus()):
             (Path(folder) / str(i)).write_bytes(join(message))

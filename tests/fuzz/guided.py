@@ -1,4 +1,4 @@
-"""The coverage-guided fuzzer's process: `python -m tests.fuzz.guided CORPUS_FOLDER [libFuzzer options]`."""
+"""Process of the coverage-guided fuzzer: `python -m tests.fuzz.guided CORPUS_FOLDER [libFuzzer options]`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _CORPUS = corpus()
 
 
 def one_input(data: bytes) -> None:
-    """The last byte says whether the checksums of the frames are made right."""
-    check(split(data), honest_checksums=not data or bool(data[-1] & 3))
+    """Check one input. Its last byte selects whether the checksums of the frames are corrected."""
+    check(split(data), correct_checksums=not data or bool(data[-1] & 3))
 
 
 def mutator(data: bytes, max_size: int, seed: int) -> bytes:
-    """libFuzzer's own mutations know bytes; ours know frames and msgpack's numbers. Half of each."""
+    """Apply libFuzzer's byte mutations or `mutate`, which changes frames and msgpack numbers, half of the time each."""
     message = split(data)
     if seed % 2 or not message:
         return atheris.Mutate(data, max_size)

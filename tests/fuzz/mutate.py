@@ -1,4 +1,4 @@
-"""Random damage to valid messages: bits, bytes, lengths, frames, numbers inside the header."""
+"""Damage valid messages at random: bits, bytes, lengths, frames, numbers inside the header."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 from tests.fuzz.targets import Message
 
-# Integers, floats and lengths at the borders, as msgpack writes them.
+# Boundary values of integers, floats and lengths, encoded by msgpack.
 _BORDERS = """
     00 7f ff e0 cc80 ccff cd0100 cdffff ce00010000 ceffffffff cf0000000100000000 cfffffffffffffffff d080
     d38000000000000000 cb7ff8000000000000 cb7ff0000000000000 cbfff0000000000000 cb8000000000000000 ca7fc00000
@@ -16,7 +16,7 @@ _NUMBERS = [bytes.fromhex(text) for text in _BORDERS.split()]
 
 
 def mutate(message: Message, others: list[Message], rng: random.Random) -> Message:
-    """A damaged copy, one to four changes deep."""
+    """Return a copy with one to four random changes."""
     message = list(message)
     for _ in range(rng.randrange(1, 5)):
         part = rng.randrange(len(message)) if message else 0

@@ -1,8 +1,8 @@
-"""What a fuzzer throws bytes at, and the one rule: a ProtocolError, or a valid message.
+"""Decode fuzzed messages: each one must give a ProtocolError or a valid message.
 
-A message here is one byte string, `n frames | (length, bytes)...`, so that a coverage-guided fuzzer
-can grow it. Seals and checksums are made right after a mutation (unless it asks for them to stay
-wrong), or no mutation would ever get past the first comparison.
+A message is one byte string, `(length, bytes)...`, so that a coverage-guided fuzzer can extend it. Header and
+frame checksums are corrected after a mutation (unless disabled); otherwise every mutation would fail at the
+first comparison.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Message = list[bytes]
 
 
 def corpus() -> list[Message]:
-    """A valid message of every kind, headers without their seal."""
+    """Return a valid message of every kind; headers without magic, version and checksum."""
     tokens = make_tokens(12)
     some_id = bytes(range(16))
     messages: list[tuple[Any, list[Any]]] = [
@@ -98,9 +98,9 @@ def corpus() -> list[Message]:
         rows = np.ones((3, 4), numpy_dtype)
         reply = _rows_reply(some_id, rows, dtype)
         messages.append((reply, [as_frame(rows)]))
-    made = [[msgspec.msgpack.encode(header), *(bytes(frame) for frame in frames)] for header, frames in messages]
+    encoded = [[msgspec.msgpack.encode(header), *(bytes(frame) for frame in frames)] for header, frames in messages]
     header, frame = encode_status(some_id, _status())
-    return [*made, [header[protocol._BODY_AT :], frame]]
+    return [*encoded, [header[protocol._BODY_AT :], frame]]
 
 
 def _rows_reply(some_id: bytes, rows: np.ndarray, dtype: Any) -> RowsReply:
@@ -169,12 +169,12 @@ def _status() -> ServerStatus:
 
 
 def join(message: Message) -> bytes:
-    """One byte string of a message; `split` undoes it."""
+    """Join a message into one byte string. `split` is the inverse."""
     return b"".join(struct.pack("<H", len(part) & 0xFFFF) + part for part in message)
 
 
 def split(data: bytes) -> Message:
-    """Any byte string is a message."""
+    """Split a byte string into a message. Every byte string is valid input."""
     message, at = [], 0
     while at + 2 <= len(data) and len(message) < 8:
         (length,) = struct.unpack_from("<H", data, at)
@@ -183,17 +183,17 @@ def split(data: bytes) -> Message:
     return message
 
 
-def check(message: Message, *, honest_checksums: bool = True) -> bool:
-    """Decode a message every way it could be taken. True if one of them found it valid.
+def check(message: Message, *, correct_checksums: bool = True) -> bool:
+    """Decode a message with every codec. Returns whether one of them found it valid.
 
     Raises:
-        AssertionError or anything but ProtocolError: a bug in the decoder.
+        AssertionError or another exception except ProtocolError: on a bug of the decoder.
     """
     if not message:
         return False
     for codec in _CODECS:
         with contextlib.suppress(ProtocolError):
-            codec.decode(message[0])  # as it is: the seal, the magic and the version are damaged as well
+            codec.decode(message[0])  # unmodified: magic, version and checksum may be damaged
     body, frames = message[0], message[1:]
     sealed = protocol._PREFIX + checksum(body).to_bytes(8, "little") + body
     valid = False
@@ -202,20 +202,20 @@ def check(message: Message, *, honest_checksums: bool = True) -> bool:
             header: Any = codec.decode(sealed)
         except ProtocolError:
             continue
-        assert codec.decode(codec.encode(header)) == header, "not the same after a second trip"
-        if honest_checksums and hasattr(header, "checksums"):
+        assert codec.decode(codec.encode(header)) == header, "decoding the encoded header gave another header"
+        if correct_checksums and hasattr(header, "checksums"):
             header.checksums = [checksum(frame) for frame in frames]
-        if honest_checksums and isinstance(header, ScoreRequest) and frames:
+        if correct_checksums and isinstance(header, ScoreRequest) and frames:
             header.checksum = checksum(frames[0])
         try:
-            _take(header, frames)
+            _decode_frames(header, frames)
         except ProtocolError:
             continue
         valid = True
     return valid
 
 
-def _take(header: Any, frames: Message) -> None:
+def _decode_frames(header: Any, frames: Message) -> None:
     if isinstance(header, ScoreRequest):
         tokens = unpack_tokens(header, frames)
         assert tokens.shape == (header.total_length,) and tokens.min() >= 0

@@ -1,14 +1,14 @@
-"""Everything goes wrong while clients ask and check every answer: `python -m tests.service.chaos --faults 400`.
+"""Inject faults while clients check every reply: `python -m tests.service.chaos --faults 400`.
 
-Three clients (one through a bad network) keep their windows full, a fourth takes logits in streams of
-several messages and hidden states; a server with two workers of its
-own and two remote ones (one through a bad network) answers with the trivial engine, whose scores can
-be recomputed. Meanwhile processes are killed, stopped and restarted, the network holds and cuts,
-strangers send garbage, and a faulty worker joins again and again with wrong answers.
+Three clients (one through a bad network) keep their windows full, and a fourth one reads streams of logits
+and hidden states. A server with two local and two remote workers (one through a bad network) runs the
+trivial engine, whose scores can be recomputed. Meanwhile processes are killed, stopped and restarted, the
+network holds data or resets connections, garbage is sent to the ports, and a faulty worker joins repeatedly
+and sends wrong replies.
 
-Counted: lost (a request that was never answered, or failed), wrong (other scores than those of its
-tokens), doubled (a future done twice). Recovery is the time from a fault to the first answer to a
-request that was made after it.
+Counters: lost (a request that never completed, or failed), wrong (scores that differ from the recomputed
+ones), doubled (a future completed twice). The recovery time of a fault ends with the first completed
+request that was submitted after it.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from tests.service.faulty_worker import KINDS
 from tests.service.harness import connect, random_rollouts, save_model, server_command, wait_until
 from tests.service.proxy import Proxy
 
-_VOCAB, _K, _WINDOW = 120_000, 8, 16  # 8 rows of float32 logits a message, so a stream has several
+_VOCAB, _K, _WINDOW = 120_000, 8, 16  # 8 rows of float32 logits per message, so a stream has several messages
 _WORKER_TIMEOUT_S = 1.0  # of the server under test; the default is 3
 _START_S = 30.0
 
 
-class Asker(threading.Thread):
-    """One client that keeps its window full until `stop` and checks every answer."""
+class CheckingClient(threading.Thread):
+    """A client that keeps its window full until `finish`, and checks every reply."""
 
     def __init__(self, port: int, wire: str, seed: int) -> None:
         super().__init__(daemon=True)
         self.teacher: ZmqTeacher = connect(port, k=_K, wire=wire, n_in_flight=_WINDOW, request_timeout_s=5.0)
-        self.times: list[tuple[float, float]] = []  # (asked, answered)
-        self.n_asked = self.n_wrong = self.n_doubled = 0
+        self.times: list[tuple[float, float]] = []  # (submitted, completed)
+        self.n_submitted = self.n_wrong = self.n_doubled = 0
         self.failures: list[str] = []
         self._wire, self._rollouts = wire, random_rollouts(500, _VOCAB, seed=seed)
         self._free = threading.Semaphore(_WINDOW)
@@ -65,27 +65,27 @@ class Asker(threading.Thread):
         while not self._stopping.is_set():
             if not self._free.acquire(timeout=0.1):
                 continue
-            rollout, asked_s = self._rollouts[self.n_asked % len(self._rollouts)], time.monotonic()
-            self.n_asked += 1
+            rollout, submitted_s = self._rollouts[self.n_submitted % len(self._rollouts)], time.monotonic()
+            self.n_submitted += 1
             future = self.teacher.submit(rollout)
             once: list[bool] = []
-            future.add_done_callback(lambda f, r=rollout, s=asked_s, o=once: self._done(f, r, s, o))
+            future.add_done_callback(lambda f, r=rollout, s=submitted_s, o=once: self._done(f, r, s, o))
             open_requests = [f for f in open_requests if not f.done()] + [future]
         for future in open_requests:
             future.exception(timeout=60)
 
-    def _done(self, future: Future[TeacherTopK], rollout: Rollout, asked_s: float, once: list[bool]) -> None:
+    def _done(self, future: Future[TeacherTopK], rollout: Rollout, submitted_s: float, once: list[bool]) -> None:
         self.n_doubled += bool(once)
         once.append(True)
         error = future.exception()
         if error is None:
-            self.n_wrong += not self._right(rollout, future.result())
-            self.times.append((asked_s, time.monotonic()))
+            self.n_wrong += not self._is_right(rollout, future.result())
+            self.times.append((submitted_s, time.monotonic()))
         else:
             self.failures.append(str(error))
         self._free.release()
 
-    def _right(self, rollout: Rollout, got: TeacherTopK) -> bool:
+    def _is_right(self, rollout: Rollout, got: TeacherTopK) -> bool:
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
         expected = trivial_topk(tokens, len(rollout.prompt_ids), _K, _VOCAB)
         logprobs = expected.logprobs
@@ -98,59 +98,59 @@ class Asker(threading.Thread):
         )
 
     def finish(self) -> None:
-        """Ask no more, and wait for what is still open."""
+        """Submit no more requests, and wait for the pending ones."""
         self._stopping.set()
         self.join(timeout=90)
         self.teacher.close()
 
 
-class StreamAsker(Asker):
-    """Asks for streams through the bad network, one at a time: logits piece by piece, then hidden states."""
+class CheckingStreamClient(CheckingClient):
+    """Request streams through the bad network, one at a time: logits in pieces, then hidden states."""
 
     def run(self) -> None:
         while not self._stopping.is_set():
-            rollout, asked_s = self._rollouts[self.n_asked % len(self._rollouts)], time.monotonic()
-            self.n_asked += 1
+            rollout, submitted_s = self._rollouts[self.n_submitted % len(self._rollouts)], time.monotonic()
+            self.n_submitted += 1
             try:
-                right = self._logits_right(rollout) if self.n_asked % 2 else self._hidden_right(rollout)
+                right = self._logits_is_right(rollout) if self.n_submitted % 2 else self._hidden_is_right(rollout)
             except TeacherError as error:
                 self.failures.append(str(error))
                 continue
             self.n_wrong += not right
-            self.times.append((asked_s, time.monotonic()))
+            self.times.append((submitted_s, time.monotonic()))
 
-    def _logits_right(self, rollout: Rollout) -> bool:
+    def _logits_is_right(self, rollout: Rollout) -> bool:
         tokens, n_prompt = np.concatenate([rollout.prompt_ids, rollout.response_ids]), len(rollout.prompt_ids)
         end = 0
         for start, rows in self.teacher.logits(rollout):
             until = start + len(rows)
             expected = trivial_logits(tokens[: n_prompt + until], n_prompt + start, _VOCAB)
-            # The engine shifts nothing: its largest logit is 0 already.
+            # No shift to apply: the largest logit of the engine is 0.
             if start != end or not np.array_equal(rows, expected):
                 return False
             end = until
         return end == len(rollout.response_ids)
 
-    def _hidden_right(self, rollout: Rollout) -> bool:
+    def _hidden_is_right(self, rollout: Rollout) -> bool:
         tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
         hidden = self.teacher.submit_hidden(rollout).result(timeout=60)
         return bool(np.array_equal(hidden, trivial_hidden(tokens, len(rollout.prompt_ids))))
 
 
-class Town:
-    """The processes under attack, and the attacks; every method named `do_...` is one fault."""
+class Deployment:
+    """The processes under test and the faults: every method named `do_...` injects one fault."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self._folder, self._rng = folder, rng
-        self.wronged: set[str] = set()
+        self.wrongly_excluded: set[str] = set()
         self._model = save_model(folder / "model", _VOCAB)
         self._log = (folder / "server.log").open("wb")
         self._ready_file = folder / "ready.json"
         self._server = self._start_server(0, 0)
         ready = json.loads(self._ready_file.read_text())
         self.port, self._worker_port = ready["port"], ready["worker_port"]
-        self.client_net, self._worker_net = Proxy(self.port), Proxy(self._worker_port)
-        self._remotes = [self._start_remote(self._worker_port), self._start_remote(self._worker_net.port)]
+        self.client_network, self._worker_network = Proxy(self.port), Proxy(self._worker_port)
+        self._remotes = [self._start_remote(self._worker_port), self._start_remote(self._worker_network.port)]
         self._faulty = subprocess.Popen(
             [sys.executable, "-m", "tests.service.faulty_worker", "--broker", f"127.0.0.1:{self._worker_port}"]
             + ["--model", str(self._model)],
@@ -166,7 +166,7 @@ class Town:
         options = ("--engine", "trivial", "--port", str(port), "--worker-port", str(worker_port), "--n-workers", "2")
         options += ("--worker-timeout-s", str(_WORKER_TIMEOUT_S), "--ready-file", str(self._ready_file))
         process = subprocess.Popen(server_command(self._model, *options), stdout=subprocess.DEVNULL, stderr=self._log)
-        wait_until(lambda: self._ready_file.exists() or process.poll() is not None, _START_S, "the server's start")
+        wait_until(lambda: self._ready_file.exists() or process.poll() is not None, _START_S, "start of the server")
         assert process.poll() is None, (self._folder / "server.log").read_text()[-2000:]
         return process
 
@@ -195,18 +195,20 @@ class Town:
         index = self._rng.randrange(2)
         self._remotes[index].kill()
         self._remotes[index].wait()
-        self._remotes[index] = self._start_remote((self._worker_port, self._worker_net.port)[index])
+        self._remotes[index] = self._start_remote((self._worker_port, self._worker_network.port)[index])
 
     def do_stop_worker(self) -> None:
         self._pause(self._own_pid(), self._rng.uniform(0.3, 1.6))
 
-    def note_excluded(self) -> None:
-        """Honest workers that the server excluded; it forgets them when it is killed."""
+    def record_excluded(self) -> None:
+        """Record the correct workers that the server has excluded, before it is killed and loses the list."""
         with AdminLink(f"tcp://127.0.0.1:{self.port}", None, timeout_s=10.0) as link:
-            self.wronged |= {f"{k}: {v}" for k, v in link.status().excluded.items() if not k.startswith("faulty")}
+            self.wrongly_excluded |= {
+                f"{k}: {v}" for k, v in link.status().excluded.items() if not k.startswith("faulty")
+            }
 
     def do_kill_server(self) -> None:
-        self.note_excluded()
+        self.record_excluded()
         self._server.kill()
         self._server.wait()
         self._server = self._start_server(self.port, self._worker_port)
@@ -215,23 +217,23 @@ class Town:
         self._pause(self._server.pid, self._rng.uniform(0.2, 0.8))
 
     def do_hold_client_network(self) -> None:
-        self.client_net.hold()
+        self.client_network.hold()
         time.sleep(self._rng.uniform(0.2, 1.0))
-        self.client_net.release()
+        self.client_network.release()
 
     def do_cut_client_network(self) -> None:
-        self.client_net.cut()
+        self.client_network.cut()
 
     def do_hold_worker_network(self) -> None:
-        self._worker_net.hold()
+        self._worker_network.hold()
         time.sleep(self._rng.uniform(0.3, 1.5))
-        self._worker_net.release()
+        self._worker_network.release()
 
     def do_cut_worker_network(self) -> None:
-        self._worker_net.cut()
+        self._worker_network.cut()
 
-    def do_stranger(self) -> None:
-        """Garbage, or a frame over the limit, at either port."""
+    def do_garbage(self) -> None:
+        """Send garbage, or a frame above the limit, to one of the ports."""
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 200)
             socket.connect(f"tcp://127.0.0.1:{self._rng.choice((self.port, self._worker_port))}")
@@ -246,79 +248,87 @@ class Town:
         self._faulty.stdin.flush()
         assert self._faulty.stdout.readline().strip() == f"did {kind}"
 
-    def forget_faulty(self) -> None:
-        """Wait until the faulty worker of the last call is gone."""
+    def wait_for_faulty_exit(self) -> None:
+        """Wait until the faulty worker of the last call has exited."""
         assert self._faulty.stdout is not None and self._faulty.stdout.readline().strip() == "gone"
 
     def close(self) -> None:
         for process in (self._faulty, *self._remotes, self._server):
             process.kill()
             process.wait(timeout=10)
-        self.client_net.close()
-        self._worker_net.close()
+        self.client_network.close()
+        self._worker_network.close()
         self._log.close()
 
 
-PLAIN = [name.removeprefix("do_") for name in vars(Town) if name.startswith("do_") and name != "do_faulty_worker"]
+PLAIN = [name.removeprefix("do_") for name in vars(Deployment) if name.startswith("do_") and name != "do_faulty_worker"]
 
 
 def run_chaos(n_faults: int, n_requests: int, seed: int, folder: Path, *, say: Any = None) -> dict[str, Any]:
-    """At least `n_faults` faults over at least `n_requests` requests, each kind in turn; the counts and times."""
+    """Inject at least `n_faults` faults, each kind in turn, during at least `n_requests` requests.
+
+    Returns:
+        Counters and times.
+    """
     rng = random.Random(seed)
-    town = Town(folder, rng)
-    askers: list[Asker] = []
+    deployment = Deployment(folder, rng)
+    clients: list[CheckingClient] = []
     faults: Counter[str] = Counter()
     at: list[float] = []
     started_s = time.monotonic()
     try:
-        askers = [Asker(town.port, "fp16", 0), Asker(town.port, "fp32", 1), Asker(town.client_net.port, "fp16", 2)]
-        askers += [StreamAsker(town.client_net.port, "fp32", 3)]
-        for asker in askers:
-            asker.start()
-        while sum(faults.values()) < n_faults or sum(asker.n_asked for asker in askers) < n_requests:
+        clients = [
+            CheckingClient(deployment.port, "fp16", 0),
+            CheckingClient(deployment.port, "fp32", 1),
+            CheckingClient(deployment.client_network.port, "fp16", 2),
+        ]
+        clients += [CheckingStreamClient(deployment.client_network.port, "fp32", 3)]
+        for client in clients:
+            client.start()
+        while sum(faults.values()) < n_faults or sum(client.n_submitted for client in clients) < n_requests:
             time.sleep(rng.uniform(0.05, 0.25))
             turn = sum(faults.values())
             kind = (*PLAIN, *KINDS)[turn % (len(PLAIN) + len(KINDS))]
             at.append(time.monotonic())
             if kind in KINDS:
-                town.do_faulty_worker(kind)
-                at[-1] = time.monotonic()  # the fault itself, after its worker has joined
-                town.forget_faulty()
+                deployment.do_faulty_worker(kind)
+                at[-1] = time.monotonic()  # time of the fault, after its worker has joined
+                deployment.wait_for_faulty_exit()
             else:
-                getattr(town, f"do_{kind}")()
+                getattr(deployment, f"do_{kind}")()
             faults[kind] += 1
             if say is not None and turn % 20 == 19:
-                n_answered = sum(len(asker.times) for asker in askers)
-                say(f"{time.monotonic() - started_s:.0f} s: {turn + 1} faults, {n_answered} answers")
-        town.note_excluded()
+                n_completed = sum(len(client.times) for client in clients)
+                say(f"{time.monotonic() - started_s:.0f} s: {turn + 1} faults, {n_completed} requests completed")
+        deployment.record_excluded()
     finally:
-        for asker in askers:
-            asker.finish()
-        town.close()
-    result = summarise(askers, faults, at, time.monotonic() - started_s)
-    return result | {"honest workers excluded": sorted(town.wronged)}
+        for client in clients:
+            client.finish()
+        deployment.close()
+    result = summarize(clients, faults, at, time.monotonic() - started_s)
+    return result | {"honest workers excluded": sorted(deployment.wrongly_excluded)}
 
 
-def summarise(askers: list[Asker], faults: Counter[str], at: list[float], seconds: float) -> dict[str, Any]:
-    """Counts and times of a run."""
-    times = sorted(time_pair for asker in askers for time_pair in asker.times)
-    asked = [pair[0] for pair in times]
-    # For each fault: the first answer to something asked after it.
+def summarize(clients: list[CheckingClient], faults: Counter[str], at: list[float], seconds: float) -> dict[str, Any]:
+    """Return the counters and times of a run."""
+    times = sorted(time_pair for client in clients for time_pair in client.times)
+    submitted = [pair[0] for pair in times]
+    # For each fault: the first completion of a request submitted after it.
     soonest_after = list(np.minimum.accumulate([pair[1] for pair in reversed(times)]))[::-1]
-    recoveries = [soonest_after[i] - s for s in at if (i := bisect.bisect(asked, s)) < len(asked)]
-    latencies = np.array([answered - asked_s for asked_s, answered in times])
-    n_asked = sum(asker.n_asked for asker in askers)
+    recoveries = [soonest_after[i] - s for s in at if (i := bisect.bisect(submitted, s)) < len(submitted)]
+    latencies = np.array([completed_s - submitted_s for submitted_s, completed_s in times])
+    n_submitted = sum(client.n_submitted for client in clients)
     return {
         "faults": dict(faults),
         "n_faults": sum(faults.values()),
-        "n_requests": n_asked,
-        "of which streams": sum(asker.n_asked for asker in askers if isinstance(asker, StreamAsker)),
-        "lost": n_asked - len(times),
-        "wrong": sum(asker.n_wrong for asker in askers),
-        "doubled": sum(asker.n_doubled for asker in askers),
-        "failures": [failure for asker in askers for failure in asker.failures][:3],
-        "resent": sum(asker.teacher.stats.n_resent for asker in askers),
-        "unwanted replies dropped": sum(asker.teacher.stats.n_unwanted for asker in askers),
+        "n_requests": n_submitted,
+        "of which streams": sum(client.n_submitted for client in clients if isinstance(client, CheckingStreamClient)),
+        "lost": n_submitted - len(times),
+        "wrong": sum(client.n_wrong for client in clients),
+        "doubled": sum(client.n_doubled for client in clients),
+        "failures": [failure for client in clients for failure in client.failures][:3],
+        "resent": sum(client.teacher.stats.n_resent for client in clients),
+        "unwanted replies dropped": sum(client.teacher.stats.n_unwanted for client in clients),
         "recovery_s max": round(max(recoveries), 3),
         "recovery_s mean": round(float(np.mean(recoveries)), 3),
         "latency_s p50": round(float(np.quantile(latencies, 0.5)), 4),

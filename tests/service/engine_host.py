@@ -1,8 +1,8 @@
-"""What the engine tests share: small models that vLLM's CPU kernels accept, plain references, and a process for vLLM.
+"""Helpers of the engine tests: small models for vLLM's CPU kernels, plain references, and a process for vLLM.
 
-vLLM changes the environment and torch's threads of the process it runs in, and allows one engine a
-process, so it gets a process of its own. Both engines answer the same questions (`ask`), which are
-functions of this file: `ask("name", ...)` runs `name(engine, ...)` where the engine lives.
+vLLM changes the environment and torch's threads of its process, and allows one engine per process, so it
+runs in a separate process. Tests call functions of this file through `ask`: `ask("name", ...)` runs
+`name(engine, ...)` in the process of the engine.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from teacher_server.wire.payload import TopKScores
 
 VOCAB = 4099  # odd, so that tensor parallelism pads it; large enough for a top-8 in two stages
 MAX_TOKENS = 400
-ANSWER_S = 120.0
+TIMEOUT_S = 120.0
 Ask = Callable[..., Any]
 
 
 def save_engine_model(folder: Path, *, kind: str = "Qwen3", **changes: Any) -> Path:
-    """A random model of 2 layers with a head size that vLLM has kernels for; rows are peaked."""
+    """Save a random model of 2 layers with a head size that vLLM supports. Its distributions are peaked."""
     import transformers
 
     torch.manual_seed(0)
@@ -54,20 +54,20 @@ def save_engine_model(folder: Path, *, kind: str = "Qwen3", **changes: Any) -> P
 
 
 def engine_settings(model: Path, engine: str, **changes: Any) -> EngineSettings:
-    # 128 tokens a pass: longer sequences reach vLLM's model in several.
+    # 128 tokens per forward pass, so that vLLM splits longer sequences.
     settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_tokens": MAX_TOKENS, "max_batch_tokens": 128}
     return EngineSettings(model=str(model), engine=engine, **(settings | changes))
 
 
 def mixed_batch() -> list[TokenSequence]:
-    """Lengths from the shortest there can be to the longest, longer than a forward pass of vLLM, and in no order."""
+    """Return sequences from the minimum to the maximum length, some longer than a forward pass of vLLM, unsorted."""
     rng = np.random.default_rng(1)
     sizes = [(5, 30), (1, 1), (150, 249), (1, 399), (20, 3), (399, 1), (64, 64), (3, 1)]
     return [TokenSequence(rng.integers(0, VOCAB - 99, p + r).astype(np.int32), p) for p, r in sizes]
 
 
 def plain_logits(model: Path, batch: Sequence[TokenSequence]) -> list[np.ndarray]:
-    """[R, V] float64 of each sequence: transformers in float32, one sequence at a time, nothing of ours."""
+    """Return [R, V] float64 logits of each sequence: plain transformers in float32, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -83,13 +83,13 @@ def plain_logits(model: Path, batch: Sequence[TokenSequence]) -> list[np.ndarray
 
 
 def plain_logprobs(logits: np.ndarray, params: ScoreParams) -> np.ndarray:
-    """[R, n_vocab] float64"""
+    """Return [R, n_vocab] float64 logprobs."""
     cut = logits[:, : params.n_vocab or logits.shape[1]] / params.temperature
     cut = cut - cut.max(-1, keepdims=True)
     return cut - np.log(np.exp(cut).sum(-1, keepdims=True))
 
 
-# Questions: they run where the engine is
+# Functions for `ask`: they run in the process of the engine
 
 
 def facts(engine: Engine) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def facts(engine: Engine) -> dict[str, Any]:
 def score(
     engine: Engine, batch: list[TokenSequence], params: ScoreParams, step: int = 1000, chunk_bytes: int = 0
 ) -> list[TopKScores | np.ndarray]:
-    """`Engine.score`, its streams read to the end in pieces of `step` rows."""
+    """Run `Engine.score`, and read its streams in chunks of `step` rows."""
     usual = dict(signals.CHUNK_BYTES)
     if chunk_bytes:
         signals.CHUNK_BYTES["cpu"] = chunk_bytes
@@ -119,7 +119,7 @@ def stream_facts(engine: Engine, batch: list[TokenSequence], params: ScoreParams
     streams: Any = engine.score(batch, params)
     for stream in streams:
         stream.close()
-        stream.close()  # twice is allowed
+        stream.close()  # closing twice is allowed
     return [(stream.n_rows, stream.n_cols, stream.dtype) for stream in streams]
 
 
@@ -132,7 +132,7 @@ def problem(engine: Engine, sequence: TokenSequence, params: ScoreParams) -> str
 
 
 def score_poisoned(engine: Any, batch: list[TokenSequence], params: ScoreParams) -> str:
-    """The ArithmeticError of a model whose last norm has a NaN; empty if it gave an answer."""
+    """Return the text of the ArithmeticError of a model with a NaN in its last norm; empty without an error."""
 
     def set_weight(value: float) -> None:
         if engine.name == "hf":
@@ -146,7 +146,7 @@ def score_poisoned(engine: Any, batch: list[TokenSequence], params: ScoreParams)
     except ArithmeticError as error:
         return str(error)
     finally:
-        set_weight(1.0)  # as it is initialised
+        set_weight(1.0)  # its initial value
     return ""
 
 
@@ -158,7 +158,7 @@ def pid(engine: Engine) -> int:
     return os.getpid()
 
 
-# Where the engines are
+# Processes of the engines
 
 _loaded: Engine | ServerError | None = None
 
@@ -167,24 +167,24 @@ def _load(settings: EngineSettings) -> None:
     global _loaded
     try:
         _loaded = load_engine(settings)
-    except ServerError as error:  # raised here, it would reach nobody
+    except ServerError as error:  # an exception of the initializer would not reach the test
         _loaded = error
 
 
-def _answer(question: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(_loaded, ServerError):
         raise _loaded
-    return globals()[question](_loaded, *args, **kwargs)
+    return globals()[function](_loaded, *args, **kwargs)
 
 
 def local(settings: EngineSettings) -> Ask:
-    """An engine in this process."""
+    """Load an engine in this process."""
     engine = load_engine(settings)
-    return lambda question, *args, **kwargs: globals()[question](engine, *args, **kwargs)
+    return lambda function, *args, **kwargs: globals()[function](engine, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def hosted(settings: EngineSettings) -> Iterator[Ask]:
-    """An engine in a process of its own."""
+    """Load an engine in a separate process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _load, (settings,)) as pool:
-        yield lambda question, *args, **kwargs: pool.submit(_answer, question, args, kwargs).result(ANSWER_S)
+        yield lambda function, *args, **kwargs: pool.submit(_call, function, args, kwargs).result(TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""A worker that misbehaves on demand: `python -m tests.service.faulty_worker --broker HOST:PORT --model PATH`.
+"""A worker that injects faults: `python -m tests.service.faulty_worker --broker HOST:PORT --model PATH`.
 
-Reads kinds of faults from stdin, a line each. For each it joins as a new worker, does honest work,
-does the fault once, and is gone (excluded, or by its own leave). Says `did KIND` on stdout then.
+Reads kinds of faults from stdin, one per line. For each it joins as a new worker, sends some valid replies,
+injects the fault once, prints `did KIND` on stdout, and exits (excluded, or by leaving).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from teacher_server.worker.link import WorkerLink
 from teacher_server.worker.model_folder import inspect_model_folder
 from tests.service.messages import make_hello
 
-_HONEST_FIRST = 2  # answers before the fault
+_N_VALID = 2  # valid replies before the fault
 
 Frames = list[Any]
 
@@ -37,7 +37,7 @@ def _edit(frames: Frames, change: Callable[[ScoreReply], None]) -> Frames:
 
 def nan(frames: Frames) -> Frames:
     logprobs = np.frombuffer(frames[1], np.uint8).copy()
-    logprobs[:] = 0xFF  # every float of it a NaN
+    logprobs[:] = 0xFF  # every float becomes a NaN
     frames = [frames[0], logprobs.data, *frames[2:]]
     return _edit(frames, lambda header: header.checksums.__setitem__(0, checksum(frames[1])))
 
@@ -73,45 +73,45 @@ KINDS = (*EDITS, "swapped", "doubled", "oversize", "garbage")
 
 
 class FaultyLink(WorkerLink):
-    """Does `kind` once, in the place of an answer."""
+    """Inject the fault `kind` once, in place of a reply."""
 
     kind = ""
-    n_answers = 0
+    n_replies = 0
     held: tuple[bytes, Frames] | None = None
 
-    def answer(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
+    def send_reply(self, job_id: bytes, frames: Sequence[Any], *, final: bool = True) -> None:
         if not isinstance(replies.decode(frames[0]), ScoreReply):  # rows of a stream, or an error
-            super().answer(job_id, frames, final=final)
+            super().send_reply(job_id, frames, final=final)
             return
-        self.n_answers += 1
-        if self.n_answers <= _HONEST_FIRST or not self.kind:
-            super().answer(job_id, frames, final=final)
+        self.n_replies += 1
+        if self.n_replies <= _N_VALID or not self.kind:
+            super().send_reply(job_id, frames, final=final)
         elif self.kind == "swapped":
             if self.held is None:
                 self.held = (job_id, list(frames))
                 return
             other, other_frames = self.held
-            self._did()
-            super().answer(other, frames)
-            super().answer(job_id, other_frames)
+            self._report()
+            super().send_reply(other, frames)
+            super().send_reply(job_id, other_frames)
         elif self.kind == "doubled":
-            self._did()
-            super().answer(job_id, frames)
-            super().answer(job_id, frames)
+            self._report()
+            super().send_reply(job_id, frames)
+            super().send_reply(job_id, frames)
             self.leave()
         elif self.kind == "oversize":
-            self._did()
-            super().answer(job_id, [*frames[:-1], bytes(MAX_FRAME_BYTES + 1)])  # cuts the connection
+            self._report()
+            super().send_reply(job_id, [*frames[:-1], bytes(MAX_FRAME_BYTES + 1)])  # closes the connection
             self.leave()
         elif self.kind == "garbage":
-            self._did()
+            self._report()
             self._outbox_in.send_multipart([os.urandom(60), os.urandom(5)])
         else:
             edit = EDITS[self.kind]
-            self._did()
-            super().answer(job_id, edit(list(frames)))
+            self._report()
+            super().send_reply(job_id, edit(list(frames)))
 
-    def _did(self) -> None:
+    def _report(self) -> None:
         print(f"did {self.kind}", flush=True)
         self.kind = ""
 

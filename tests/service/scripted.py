@@ -1,4 +1,4 @@
-"""A teacher server that does what a test tells it: a real ROUTER in a thread, with scripted answers."""
+"""A scripted teacher server: a real ROUTER in a thread that sends the replies of a test's script."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.service.harness import connect, random_rollouts, wait_until
 
 N_VOCAB, N_HIDDEN, K = 50, 6, 8
 Message = list[Buffer]
-# (request, its tokens, its number since the server began) -> messages for whoever asked
+# (request, its tokens, its number since the start of the server) -> messages for the client
 Script = Callable[[ScoreRequest, np.ndarray, int], list[Message]]
 
 
@@ -48,8 +48,8 @@ def error(request: ScoreRequest, code: Any, retry_after_s: float = 0.0) -> Messa
     return one(header)[0]
 
 
-def honest(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Message:
-    """A valid answer whose top id at row j is the response token j, so that mixed-up replies show.
+def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Message:
+    """Return a valid reply whose top id at row j is the response token j, so that tests detect swapped replies.
 
     Probabilities are 1/2, 1/4, ...; with a mass target row j lists j % K + 1 of them.
     """
@@ -106,10 +106,10 @@ def info_reply(request: InfoRequest) -> InfoReply:
 
 
 class ScriptedServer:
-    """Answers pings and info requests by itself, and each ScoreRequest with `script`.
+    """Reply to pings and info requests, and to each ScoreRequest with the result of `script`.
 
-    What arrives is kept in `seen`, pings excepted. Everything runs in the server's thread; `do` puts
-    more there.
+    Received messages except pings are stored in `seen`. Everything runs in the server's thread; `do` runs a
+    function there.
     """
 
     def __init__(self, script: Script, keys: ServerKeys | None = None) -> None:
@@ -117,7 +117,7 @@ class ScriptedServer:
         self.seen: list[ClientMessage] = []
         self.identities: set[bytes] = set()
         self.epoch = os.urandom(16)
-        self.answers_pings = True
+        self.replies_to_pings = True
         self._context = zmq.Context()
         self._keys = keys
         self._authenticator = None if keys is None else Authenticator(self._context, keys)
@@ -153,13 +153,13 @@ class ScriptedServer:
         self._context.destroy(linger=0)
 
     def do(self, action: Callable[[], None]) -> None:
-        """Have the server's thread call it, and wait for that."""
+        """Run `action` in the server's thread, and wait for it."""
         done = threading.Event()
         self._actions.put(lambda: (action(), done.set())[0])
         assert done.wait(5)
 
     def reconnect(self, *, epoch: bytes = b"") -> None:
-        """Cut every connection and take new ones at the same port; with another epoch it is a restart."""
+        """Close every connection, and accept new ones on the same port. With a new epoch it is a restart."""
 
         def rebind() -> None:
             self.router.close()
@@ -171,13 +171,13 @@ class ScriptedServer:
     def _try_bind(self) -> bool:
         try:
             self._bind()
-        except zmq.ZMQError:  # the old socket lets go of the port a moment after close
+        except zmq.ZMQError:  # the old socket releases the port asynchronously
             self.router.close()
             return False
         return True
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """What was seen of one kind of message."""
+        """Return the received messages of one type."""
         return [message for message in list(self.seen) if isinstance(message, kind)]
 
     def _serve(self) -> None:
@@ -192,7 +192,7 @@ class ScriptedServer:
 
     def _handle(self, identity: bytes, request: ClientMessage, frames: list[bytes]) -> None:
         if isinstance(request, Ping):
-            if self.answers_pings:
+            if self.replies_to_pings:
                 self.send(identity, one(Pong(epoch=self.epoch, n_workers=1, n_queued=0)))
             return
         self.seen.append(request)
@@ -215,7 +215,7 @@ def client(server: ScriptedServer, **options: Any) -> ZmqTeacher:
 
 
 def run(script: Script, n: int = 12, *, response: tuple[int, int] = (1, 40), **options: Any) -> tuple[list[int], Any]:
-    """Score `n` rollouts; checks that each answer belongs to its sequence. Returns (order of completion, stats)."""
+    """Score `n` rollouts, check that each reply is for its sequence, and return (order of completion, stats)."""
     rollouts = random_rollouts(n, N_VOCAB, response=response)
     with ScriptedServer(script) as server, client(server, **options) as teacher:
         order = []
@@ -225,8 +225,8 @@ def run(script: Script, n: int = 12, *, response: tuple[int, int] = (1, 40), **o
         return order, teacher.stats
 
 
-def answer(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
-    return [honest(request, tokens)]
+def always_valid(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
+    return [valid_reply(request, tokens)]
 
 
 def ignore(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:

@@ -1,4 +1,4 @@
-"""A scripted server that streams rows, message by message, within the window or not."""
+"""A scripted server that streams rows message by message, and can exceed the window."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.service.scripted import N_HIDDEN, N_VOCAB, Message, ScriptedServer
 
 
 def matrix(signal: str, n_rows: int, n_cols: int) -> np.ndarray:
-    """[rows, columns] float32 that names its rows; as logits its largest is 0."""
+    """Return [rows, columns] float32 with distinct rows; for logits the maximum of each row is 0."""
     rows = -(np.arange(n_rows)[:, None] * 64.0 + np.arange(n_cols)).astype(np.float32)
     return rows - rows.max(1, keepdims=True) if signal == "logits" else rows
 
 
 class Stream:
-    """One attempt at a stream; `messages` are made when the window lets them go."""
+    """One attempt at a stream. A message is made when the window allows to send it."""
 
     def __init__(self, request: ScoreRequest | HeadRequest, digest: bytes, n_rows: int, n_cols: int, step: int) -> None:
         signal: Any = request.signal if isinstance(request, ScoreRequest) else "head"
@@ -68,9 +68,10 @@ class Stream:
 
 
 class StreamingServer(ScriptedServer):
-    """Streams rows to whoever asks, `rows_a_message` at a time, as far ahead as the window allows.
+    """Stream rows to clients, `rows_a_message` at a time, as far ahead as the window allows.
 
-    `on_next(stream, index)` may change what goes out as message `index`; by default `[stream.message(index)]`.
+    `on_next(stream, index)` returns the messages sent in place of message `index`, by default
+    `[stream.message(index)]`.
     """
 
     def __init__(self, *, rows_a_message: int = 1) -> None:
@@ -107,7 +108,7 @@ class StreamingServer(ScriptedServer):
         self._by_request[stream.request_id] = stream
 
     def retry(self, identity: bytes, stream: Stream) -> Stream:
-        """Another worker takes over: a new stream of the same request."""
+        """Start a new stream for the same request, as after the loss of a worker."""
         again = copy.copy(stream)
         again.stream_id, again.worker, again.n_sent, again.n_received = os.urandom(16), "w1", 0, 0
         self.begin(again)

@@ -1,4 +1,4 @@
-"""Matrices that come in pieces: each row exactly once, whatever happens to the stream on its way."""
+"""Streams of matrices: the client gets each row exactly once, also after faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rollout(n_rows: int = N_ROWS) -> Rollout:
 
 
 def gather(pieces: Iterator[tuple[int, np.ndarray]], n_rows: int = N_ROWS) -> np.ndarray:
-    """[n_rows, C]; fails unless the pieces are in order, without a gap or a row twice."""
+    """Return [n_rows, C]. Fails unless the pieces are in order, without gaps or repeated rows."""
     rows: list[np.ndarray] = []
     end = 0
     for start, piece in pieces:
@@ -42,8 +42,8 @@ def gather(pieces: Iterator[tuple[int, np.ndarray]], n_rows: int = N_ROWS) -> np
     return np.concatenate(rows)
 
 
-def test_hidden_states_and_the_head_are_put_together() -> None:
-    """Would break if a row were misplaced, or the transfer stopped at the window's end."""
+def test_hidden_states_and_the_head_are_assembled() -> None:
+    """Fails if a row is misplaced, or the transfer stops at the end of the window."""
     with StreamingServer(rows_a_message=3) as server, client(server) as teacher:
         hidden = teacher.submit_hidden(rollout()).result(timeout=5)
         head = teacher.lm_head()
@@ -54,22 +54,22 @@ def test_hidden_states_and_the_head_are_put_together() -> None:
     assert max(stream.most_ahead for stream in server.streams) <= STREAM_WINDOW
 
 
-def test_logits_come_in_order_and_no_faster_than_they_are_taken() -> None:
-    """Would break if a consumer that takes its time filled the trainer's memory with logits."""
+def test_logits_wait_for_the_consumer() -> None:
+    """Fails if logits of a slow consumer fill the trainer's memory, or arrive out of order."""
     with StreamingServer() as server, client(server) as teacher:
         pieces = teacher.logits(rollout())
         first = next(pieces)
         time.sleep(0.5)
-        assert server.streams[0].n_sent == STREAM_WINDOW + 1, "one was taken, eight wait"
+        assert server.streams[0].n_sent == STREAM_WINDOW + 1, "one message is read, eight wait"
         rest = gather(iter([first, *pieces]))
         np.testing.assert_array_equal(rest, matrix("logits", N_ROWS, N_VOCAB))
         acks = [received.n_messages for received in server.of(Received)]
-    assert acks[:N_ROWS] == list(range(1, len(acks) + 1)), "each piece is acknowledged when it is taken"
+    assert acks[:N_ROWS] == list(range(1, len(acks) + 1)), "each piece is acknowledged when it is read"
     assert server.streams[0].most_ahead <= STREAM_WINDOW
 
 
 def test_many_streams_and_scores_share_one_client() -> None:
-    """Would break if streams mixed, or one that waits for its consumer held up the others."""
+    """Fails if streams are mixed up, or one that waits for its consumer blocks the others."""
     with StreamingServer() as server, client(server) as teacher:
         paused = teacher.logits(rollout())
         next(paused)
@@ -82,7 +82,7 @@ def test_many_streams_and_scores_share_one_client() -> None:
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
 @pytest.mark.parametrize("at", [1, 13, N_ROWS - 1])
 def test_another_worker_takes_over_in_the_middle(signal: str, at: int) -> None:
-    """Would break if rows that were here came twice, or the new worker's were put behind the old one's."""
+    """Fails if rows are repeated after a retry, or rows of the two workers are mixed up."""
     taken_over = threading.Event()
     with StreamingServer() as server, client(server) as teacher:
 
@@ -105,8 +105,8 @@ def test_another_worker_takes_over_in_the_middle(signal: str, at: int) -> None:
 
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
 @pytest.mark.parametrize("fault", ["gap", "damaged", "row missing", "another worker", "another shape"])
-def test_a_stream_with_a_fault_begins_anew_under_another_id(signal: str, fault: str) -> None:
-    """Would break if a hole in the matrix were filled with other rows, or the server thought it had sent them."""
+def test_a_stream_with_a_fault_restarts_under_a_new_id(signal: str, fault: str) -> None:
+    """Fails if a gap in the matrix is filled with other rows, or the restart reuses the old request id."""
     faulty = threading.Event()
     with StreamingServer() as server, client(server) as teacher:
 
@@ -137,17 +137,17 @@ def test_a_stream_with_a_fault_begins_anew_under_another_id(signal: str, fault: 
 
 
 def test_a_stream_that_is_always_damaged_is_an_error() -> None:
-    """Would break if a sick link were retried for ever, because every attempt brings some rows."""
+    """Fails if a faulty connection is retried forever, because every attempt transfers some rows."""
     with StreamingServer() as server, client(server) as teacher:
         server.on_next = lambda stream, index: [] if index == 5 else [stream.message(index)]
-        with pytest.raises(TeacherError, match="damaged 6 times"):
+        with pytest.raises(TeacherError, match="damaged.* 6 "):
             teacher.submit_hidden(rollout()).result(timeout=10)
         wait_until(lambda: len(server.of(Cancel)) == 6, 2.0, "the cancellations")
 
 
 @pytest.mark.parametrize("signal", ["hidden", "logits"])
 def test_a_broken_connection_in_the_middle(signal: str) -> None:
-    """Would break if messages lost at the end of a window, where no gap shows, were waited for."""
+    """Fails if the client waits for messages lost at the end of a window, where no gap is visible."""
     cut = threading.Event()
     with StreamingServer() as server, client(server) as teacher:
 
@@ -169,8 +169,8 @@ def test_a_broken_connection_in_the_middle(signal: str) -> None:
         assert len({request.request_id for request in server.of(ScoreRequest)}) == 2
 
 
-def test_a_stream_that_stops_without_a_word_is_asked_for_again() -> None:
-    """Would break if only broken connections were noticed; a resend under the same id would change nothing."""
+def test_a_stream_that_stops_is_requested_again() -> None:
+    """Fails if only broken connections are detected. A resend with the same id would have no effect."""
     with StreamingServer() as server, client(server, request_timeout_s=0.3, outage_budget_s=10.0) as teacher:
         server.on_next = lambda stream, index: (
             [] if index >= 9 and len(server.streams) == 1 else [stream.message(index)]
@@ -179,17 +179,17 @@ def test_a_stream_that_stops_without_a_word_is_asked_for_again() -> None:
         np.testing.assert_array_equal(got, matrix("hidden", N_ROWS, N_HIDDEN))
 
 
-def test_a_stream_that_never_begins_is_asked_for_anew() -> None:
-    """Would break if a lost first window, or a queue longer than request_timeout_s, were the end."""
+def test_a_stream_that_never_begins_is_requested_again() -> None:
+    """Fails if a lost first window, or a queue longer than request_timeout_s, is an error."""
     with StreamingServer() as server, client(server, request_timeout_s=0.1, outage_budget_s=10.0) as teacher:
         server.on_next = lambda stream, index: [] if len(server.streams) == 1 else [stream.message(index)]
         teacher.submit_hidden(rollout()).result(timeout=5)
         ids = [request.request_id for request in server.of(ScoreRequest)]
-        assert ids[0] == ids[1] == ids[2] != ids[3], "the place in the queue is kept at first"
+        assert ids[0] == ids[1] == ids[2] != ids[3], "the first resends must keep the position in the queue"
 
 
-def test_an_expired_stream_goes_on_where_it_was() -> None:
-    """Would break if a consumer slower than the deadline lost its stream, or got rows twice."""
+def test_an_expired_stream_continues_at_its_position() -> None:
+    """Fails if a consumer slower than the deadline loses its stream, or gets repeated rows."""
     with StreamingServer() as server, client(server) as teacher:
         pieces = teacher.logits(rollout())
         first = [next(pieces) for _ in range(4)]
@@ -206,8 +206,8 @@ def test_an_expired_stream_goes_on_where_it_was() -> None:
         assert len(server.streams) == 2
 
 
-def test_a_consumer_that_pauses_is_neither_an_outage_nor_given_up() -> None:
-    """Would break if the trainer's own pause counted as the server's stall, or let the request expire."""
+def test_a_pause_of_the_consumer_is_not_an_outage() -> None:
+    """Fails if a pause of the trainer counts as a stall of the server, or lets the request expire."""
     with StreamingServer() as server, client(server, request_timeout_s=0.3, outage_budget_s=0.6) as teacher:
         pieces = teacher.logits(rollout())
         first = next(pieces)
@@ -217,8 +217,8 @@ def test_a_consumer_that_pauses_is_neither_an_outage_nor_given_up() -> None:
         assert len(server.streams) == 1
 
 
-def test_a_consumer_that_leaves_early_cancels() -> None:
-    """Would break if the teacher went on making logits that nobody takes."""
+def test_closing_a_stream_early_cancels_it() -> None:
+    """Fails if the teacher continues to compute logits of a closed stream."""
     with StreamingServer() as server, client(server) as teacher:
         pieces = teacher.logits(rollout())
         for _ in range(5):
@@ -231,18 +231,18 @@ def test_a_consumer_that_leaves_early_cancels() -> None:
 
 
 def test_a_server_that_ignores_the_window_is_refused() -> None:
-    """Would break if a server's bug could fill the trainer's memory."""
+    """Fails if a server that exceeds the window can fill the trainer's memory."""
     with StreamingServer() as server, client(server) as teacher:
         server.on_next = lambda stream, index: [stream.message(i) for i in range(N_ROWS)] if index == 0 else []
         pieces = teacher.logits(rollout())
         next(pieces)
         time.sleep(0.3)
-        with pytest.raises(TeacherError, match="more than 8 messages"):
+        with pytest.raises(TeacherError, match=f" {STREAM_WINDOW} messages"):
             list(pieces)
 
 
 def test_logits_that_are_not_shifted_are_refused() -> None:
-    """Would break if rows in another convention passed for this one's."""
+    """Fails if logits with a maximum other than 0 are accepted."""
     with StreamingServer() as server, client(server) as teacher:
 
         def on_next(stream: Stream, index: int) -> list[Message]:
@@ -250,24 +250,24 @@ def test_logits_that_are_not_shifted_are_refused() -> None:
             return [stream.message(index)]
 
         server.on_next = on_next
-        with pytest.raises(TeacherError, match="prompt 0, sample 0, from worker 'w0': .*logit"):
+        with pytest.raises(TeacherError, match="prompt 0, sample 0.*'w0'.*logit"):
             gather(teacher.logits(rollout()))
         wait_until(lambda: server.of(Cancel), 2.0, "the cancellation")
 
 
 def test_an_outage_in_the_middle_of_a_stream_reaches_its_consumer() -> None:
-    """Would break if the consumer of a stream waited for ever for a dead server."""
+    """Fails if the consumer of a stream waits forever for a dead server."""
     with StreamingServer() as server, client(server, request_timeout_s=0.3, outage_budget_s=0.6) as teacher:
         server.on_next = lambda stream, index: [stream.message(index)] if index < 2 else []
         pieces = teacher.logits(rollout())
         next(pieces)
         server.on_next = lambda stream, index: []
-        with pytest.raises(TeacherUnavailable, match="1 sequences"):
+        with pytest.raises(TeacherUnavailable, match=" 1 sequences"):
             list(pieces)
 
 
-def test_close_reaches_a_consumer() -> None:
-    """Would break if closing the client left the consumer of a stream waiting."""
+def test_close_ends_the_consumer_of_a_stream() -> None:
+    """Fails if the consumer of a stream waits after the client is closed."""
     with StreamingServer() as server:
         teacher = client(server)
         server.on_next = lambda stream, index: [stream.message(index)] if index < 2 else []
@@ -278,11 +278,11 @@ def test_close_reaches_a_consumer() -> None:
             list(pieces)
 
 
-def test_rows_wider_than_asked_for_are_refused() -> None:
-    """Would break if a worker that ignores the wire mode doubled the traffic unseen."""
+def test_rows_of_another_wire_dtype_are_refused() -> None:
+    """Fails if a worker that ignores the wire mode can double the traffic."""
     with (
         StreamingServer() as server,
         client(server, wire="fp16") as teacher,
-        pytest.raises(TeacherError, match="damaged .*float32 .*fp16"),
+        pytest.raises(TeacherError, match="damaged .*float32"),
     ):
         teacher.submit_hidden(rollout()).result(timeout=5)

@@ -1,4 +1,4 @@
-"""docs/teacher_server.md is true: its client works, its file loads, its tables leave nothing out."""
+"""Check docs/teacher_server.md: its client works, its YAML file loads, its tables are complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.service
 def test_the_client_of_the_page_gets_scores(tmp_path: Path) -> None:
-    """Would break if someone who writes another client from the page alone were told a wrong byte."""
+    """Fails if a client written from the page alone does not work."""
     (code,) = blocks("python")
     with ServerProcess(trivial_model(tmp_path / "m"), tmp_path, options=("--engine", "trivial")) as server:
         code = code.replace("127.0.0.1:15555", f"127.0.0.1:{server.port}")
@@ -37,7 +37,7 @@ def test_the_client_of_the_page_gets_scores(tmp_path: Path) -> None:
 
 
 def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
-    """Would break if the YAML to copy from were refused, or meant something else than the page says."""
+    """Fails if the YAML example is refused, or gives other workers than described."""
     (text,) = blocks("yaml")
     five = FoundGpus(tuple("01234"), "nvidia-smi", {})
     plans = plan_workers(settings_of(*in_file(tmp_path, text)), five)
@@ -49,7 +49,7 @@ def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
 
 
 def test_every_setting_message_and_metric_is_on_the_page() -> None:
-    """Would break if something were added that nobody can find out about."""
+    """Fails if a setting, a message or a metric is not documented."""
     for option in (*SERVER_OPTIONS, *TEACHER_OPTIONS, N_WORKERS):
         assert f"`{option.key if option.setting.in_file_only else option.flag}" in PAGE, option.key
     for message in ClientMessage.__args__:

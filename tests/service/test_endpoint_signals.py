@@ -1,4 +1,4 @@
-"""A scoring endpoint brings every signal of a real teacher as it is: compared with a plain float32 forward."""
+"""Every signal of a real teacher through a scoring endpoint, compared with a plain float32 forward pass."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Signal = Literal["topk", "sampled", "logits", "hidden"]
 def endpoint(
     port: int, *overrides: str, n_vocab: int = CUT, n_in_flight: int = 4
 ) -> Iterator[tuple[ScoringEndpoint, ZmqTeacher]]:
-    """With the client that it makes."""
+    """Open an endpoint and its client."""
     settings = (f"teacher.server_port={port}", "teacher.topk=8", "teacher.wire=fp32", "teacher.request_timeout_s=20")
     temperature = f"teacher.temperature={TEMPERATURE}"
-    asked = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, "", n_in_flight)
-    with asked._client() as client:
-        yield asked, client
+    opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, "", n_in_flight)
+    with opened._client() as client:
+        yield opened, client
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def rollouts() -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def references(tiny_model: Path, rollouts: list[Rollout]) -> list[np.ndarray]:
-    """Of each rollout, [R, CUT] float32 log_softmax of the model's logits / TEMPERATURE; one sequence, no padding."""
+    """Compute [R, CUT] float32 log_softmax(logits / TEMPERATURE) of each rollout: one sequence, no padding."""
     torch.set_num_threads(1)
     network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     rows = []
@@ -68,16 +68,16 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def scored(
-    port: int, rollouts: Sequence[Rollout], wanted: tuple[Signal, ...], *overrides: str
+    port: int, rollouts: Sequence[Rollout], signals: tuple[Signal, ...], *overrides: str
 ) -> tuple[list[TeacherScores], ScoreSummary]:
-    """Scores that pass the actor's check and have `wanted` tables, no others."""
-    with endpoint(port, *overrides) as (asked, _):
-        scores, summary = asked.score(rollouts)
+    """Return scores after the actor's check. They must contain exactly the tables `signals`."""
+    with endpoint(port, *overrides) as (opened, _):
+        scores, summary = opened.score(rollouts)
     assert len(scores) == len(rollouts)
     for rollout, score in zip(rollouts, scores, strict=True):
-        validate_scores(score, rollout, CUT, wanted, f"prompt {rollout.prompt_id}", HIDDEN)
+        validate_scores(score, rollout, CUT, signals, f"prompt {rollout.prompt_id}", HIDDEN)
         tables = {"topk": score.topk, "sampled": score.sampled_logprobs, "logits": score.logits, "hidden": score.hidden}
-        assert {name for name, table in tables.items() if table is not None} == set(wanted)
+        assert {name for name, table in tables.items() if table is not None} == set(signals)
     return scores, ScoreSummary.decode(summary)
 
 
@@ -88,7 +88,7 @@ def check_sampled(scores: Sequence[TeacherScores], rollouts: Sequence[Rollout], 
 
 
 def check_topk(scores: Sequence[TeacherScores], references: list[np.ndarray], mass: float = 0.0) -> list[int]:
-    """Lists whose rows are the reference's top 8, or as many of these as reach `mass`; returns their lengths."""
+    """Check that each row is the reference's top 8, or the part of it that reaches `mass`, and return the lengths."""
     lengths = []
     for score, reference in zip(scores, references, strict=True):
         assert score.topk is not None
@@ -101,38 +101,38 @@ def check_topk(scores: Sequence[TeacherScores], references: list[np.ndarray], ma
             np.testing.assert_allclose(score.topk.tail_mass[row], 1 - np.exp(full[ids]).sum(), atol=1e-4)
             if mass:
                 assert n == 8 or np.exp(largest[:n]).sum() >= mass - 1e-4, "the list is too short for its mass"
-                assert np.exp(largest[: n - 1]).sum() < mass + 1e-4, "the list is longer than its mass wants"
+                assert np.exp(largest[: n - 1]).sum() < mass + 1e-4, "the list is longer than needed for its mass"
             lengths.append(n)
     return lengths
 
 
 @pytest.mark.parametrize(
-    ("loss", "wanted"),
+    ("loss", "signals"),
     [
         ("distill.loss=jsd", ("topk",)),
         ("distill.loss=k3", ("sampled",)),
         ("distill.losses=[{name: forward_kl}, {name: k1}]", ("topk", "sampled")),
     ],
 )
-def test_topk_and_what_the_loss_needs_beside_it(
+def test_topk_and_further_signals_of_the_loss(
     tiny_server: ServerProcess,
     rollouts: list[Rollout],
     references: list[np.ndarray],
     loss: str,
-    wanted: tuple[Signal, ...],
+    signals: tuple[Signal, ...],
 ) -> None:
-    """Would break if a mixture got one table of two, one paid for the other's, or sequences were swapped."""
-    scores, summary = scored(tiny_server.port, rollouts, wanted, loss)
+    """Fails if a mixture gets one table of two, if a table is sent without need, or if sequences are swapped."""
+    scores, summary = scored(tiny_server.port, rollouts, signals, loss)
     n_rows = sum(len(r.response_ids) for r in rollouts)
     n_bytes = 0
-    if "topk" in wanted:
+    if "topk" in signals:
         assert set(check_topk(scores, references)) == {8}
         masses = [np.exp(-np.sort(-reference)[:, :8]).sum() for reference in references]
         assert summary.mass == pytest.approx(sum(masses), abs=1e-3)
         n_bytes += n_rows * (8 * (4 + 4) + 4)
     else:
         assert summary.mass is None
-    if "sampled" in wanted:
+    if "sampled" in signals:
         check_sampled(scores, rollouts, references)
         n_bytes += n_rows * 4
     assert summary.n_bytes == n_bytes
@@ -141,7 +141,7 @@ def test_topk_and_what_the_loss_needs_beside_it(
 def test_topk_with_a_mass_target(
     tiny_server: ServerProcess, rollouts: list[Rollout], references: list[np.ndarray]
 ) -> None:
-    """Would break if teacher.mass were not asked for, or the filling past a row's count were counted as mass."""
+    """Fails if teacher.mass is not sent, or the padding of a row is counted as mass."""
     scores, summary = scored(tiny_server.port, rollouts, ("topk",), "teacher.mass=0.6")
     lengths = check_topk(scores, references, mass=0.6)
     assert 1 <= min(lengths) < max(lengths) <= 8
@@ -158,7 +158,7 @@ def test_logits(
     dtype: type[np.floating],
     atol: float,
 ) -> None:
-    """Would break if pieces of a stream were misplaced, or float16 rows took twice the memory they came with."""
+    """Fails if pieces of a stream are misplaced, or float16 rows are stored as float32."""
     scores, summary = scored(tiny_server.port, rollouts, ("logits",), "teacher.signal=logits", f"teacher.wire={wire}")
     for score, reference in zip(scores, references, strict=True):
         assert score.logits is not None and score.logits.dtype == dtype
@@ -167,14 +167,14 @@ def test_logits(
     assert (summary.mass, summary.n_bytes) == (None, n_rows * CUT * np.dtype(dtype).itemsize)
 
 
-def test_hidden_states_times_the_head_are_the_logits(
+def test_hidden_states_times_the_head_equal_the_logits(
     tiny_server: ServerProcess, rollouts: list[Rollout], references: list[np.ndarray]
 ) -> None:
-    """Would break if states, head, the cut to the common ids or the order of the temperature did not fit together."""
+    """Fails if hidden states, head, the common vocabulary and the temperature do not give the logits."""
     mixture = "distill.losses=[{name: reverse_kl}, {name: k2}]"
-    with endpoint(tiny_server.port, "teacher.signal=hidden", mixture) as (asked, _):
-        head = asked.lm_head()
-        scores, summary = asked.score(rollouts)
+    with endpoint(tiny_server.port, "teacher.signal=hidden", mixture) as (opened, _):
+        head = opened.lm_head()
+        scores, summary = opened.score(rollouts)
     assert head.shape == (CUT, HIDDEN) and head.dtype == np.float32
     for score, rollout, reference in zip(scores, rollouts, references, strict=True):
         validate_scores(score, rollout, CUT, ("hidden",), "x", HIDDEN)
@@ -184,8 +184,8 @@ def test_hidden_states_times_the_head_are_the_logits(
     assert ScoreSummary.decode(summary) == ScoreSummary(None, n_rows * HIDDEN * 4)
 
 
-def test_both_requests_of_every_sequence_are_under_way_at_once_and_within_the_window() -> None:
-    """Would break if the second table of a sequence waited for the first, or a chunk went past the window."""
+def test_both_requests_of_a_sequence_are_in_flight_together_and_within_the_window() -> None:
+    """Fails if the second table of a sequence waits for the first, or a chunk exceeds the window."""
     seen: list[ScoreRequest] = []
 
     def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
@@ -195,16 +195,16 @@ def test_both_requests_of_every_sequence_are_under_way_at_once_and_within_the_wi
     mixture = "distill.losses=[{name: forward_kl}, {name: k1}]"
     with (
         ScriptedServer(script) as server,
-        endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB, n_in_flight=4) as (asked, client),
+        endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB, n_in_flight=4) as (opened, client),
     ):
-        with pytest.raises(TeacherError, match=r"prompt 1, sample 0: .*engine"):
-            asked.score(random_rollouts(5, SCRIPTED_VOCAB))
+        with pytest.raises(TeacherError, match=r"prompt 1, sample 0.*engine"):
+            opened.score(random_rollouts(5, SCRIPTED_VOCAB))
         assert [request.signal for request in seen[:4]] == ["topk", "sampled"] * 2
-        wait_until(lambda: client.stats.n_cancelled == 9, 5.0, "the end of the other nine requests")
+        wait_until(lambda: client.stats.n_cancelled == 9, 5.0, "cancellation of the other nine requests")
 
 
 def test_the_first_error_ends_a_chunk_of_logits() -> None:
-    """Would break if a refused sequence were left out, or the rest of its chunk were still streamed."""
+    """Fails if a refused sequence is skipped, or the rest of its chunk is still streamed."""
 
     def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
         assert isinstance(request, ScoreRequest) and n == 0
@@ -212,14 +212,14 @@ def test_the_first_error_ends_a_chunk_of_logits() -> None:
 
     with (
         ScriptedServer(script) as server,
-        endpoint(server.port, "teacher.signal=logits", n_vocab=SCRIPTED_VOCAB) as (asked, _),
+        endpoint(server.port, "teacher.signal=logits", n_vocab=SCRIPTED_VOCAB) as (opened, _),
     ):
-        with pytest.raises(TeacherError, match="prompt 0, sample 0: .*engine"):
-            asked.score(random_rollouts(3, SCRIPTED_VOCAB))
+        with pytest.raises(TeacherError, match="prompt 0, sample 0.*engine"):
+            opened.score(random_rollouts(3, SCRIPTED_VOCAB))
         assert len(server.of(ScoreRequest)) == 1
 
 
-def test_a_loss_that_does_not_exist_is_refused_when_the_endpoint_is_made() -> None:
-    """Would break if a wrong setting showed only when the first rollouts are there."""
+def test_an_unknown_loss_is_refused_by_the_constructor() -> None:
+    """Fails if a wrong setting is only detected after the first rollouts."""
     with pytest.raises(ConfigError, match="distill.loss"), endpoint(1, "distill.loss=kl"):
         pass

@@ -1,4 +1,4 @@
-"""What every engine owes a worker, asked of both real ones: the numbers of plain transformers, in every signal."""
+"""Contract of the engines, tested on both real ones: every signal equals plain transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.service.engine_host import (
 )
 
 pytestmark = pytest.mark.service
-TOLERANCE = 1e-3  # promised; docs/results/engines_cpu.json has 5e-5
+TOLERANCE = 1e-3  # documented bound; docs/results/engines_cpu.json measures 5e-5
 BATCH = mixed_batch()
 
 
@@ -55,7 +55,7 @@ def ask(request: pytest.FixtureRequest) -> Ask:
 
 
 def check_topk(scores: list[TopKScores], plain: list[np.ndarray], params: ScoreParams) -> float:
-    """Ids distinct and the largest, logprobs and tail right. Returns the largest |difference|."""
+    """Check that ids are distinct, and return the largest |difference| of logprobs and tails to the expected ones."""
     worst = 0.0
     for scored, logits in zip(scores, plain, strict=True):
         expected = plain_logprobs(logits, params)
@@ -66,7 +66,7 @@ def check_topk(scores: list[TopKScores], plain: list[np.ndarray], params: ScoreP
         assert all(len(set(row)) == params.k for row in scored.ids)
         worst = max(
             worst,
-            np.abs(own - largest).max(),  # by value: equal logits may come in either order
+            np.abs(own - largest).max(),  # by value, because the order of equal logits may differ
             np.abs(scored.logprobs - own).max(),
             np.abs(scored.tail - (1 - np.exp(own).sum(-1))).max(),
         )
@@ -82,13 +82,13 @@ def check_topk(scores: list[TopKScores], plain: list[np.ndarray], params: ScoreP
     ],
     ids=["k8", "k1-cold", "k200-hot-cut"],
 )
-def test_topk_is_that_of_plain_transformers(ask: Ask, plain: list[np.ndarray], params: ScoreParams) -> None:
-    """Would break if a row were off by one, padding leaked, the cut came after normalising, or a length mixed up."""
+def test_topk_equals_plain_transformers(ask: Ask, plain: list[np.ndarray], params: ScoreParams) -> None:
+    """Fails if rows are off by one, padding leaks, n_vocab is applied after normalization, or lengths are mixed up."""
     assert check_topk(ask("score", BATCH, params), plain, params) <= TOLERANCE
 
 
-def test_sampled_is_that_of_plain_transformers(ask: Ask, plain: list[np.ndarray]) -> None:
-    """Would break if the logprob were that of the token before or after, or not normalised over n_vocab at T."""
+def test_sampled_equals_plain_transformers(ask: Ask, plain: list[np.ndarray]) -> None:
+    """Fails if the logprob is for the token before or after, or not normalized over n_vocab at temperature T."""
     params = ScoreParams("sampled", temperature=0.8, n_vocab=VOCAB - 99)
     for scored, logits, sequence in zip(ask("score", BATCH, params), plain, BATCH, strict=True):
         own = sequence.token_ids[sequence.prompt_length :, None]
@@ -98,8 +98,8 @@ def test_sampled_is_that_of_plain_transformers(ask: Ask, plain: list[np.ndarray]
 
 
 @pytest.mark.parametrize(("wire", "step"), [("fp32", 1000), ("fp32", 7), ("fp16", 7)])
-def test_logits_are_those_of_plain_transformers(ask: Ask, plain: list[np.ndarray], wire: str, step: int) -> None:
-    """Would break if a piece of a stream lost a row, the shift or the temperature, or a batch mixed up its streams."""
+def test_logits_equal_plain_transformers(ask: Ask, plain: list[np.ndarray], wire: str, step: int) -> None:
+    """Fails if a chunk of a stream lacks a row, the shift or the temperature, or a batch mixes up its streams."""
     params = ScoreParams("logits", temperature=1.5, n_vocab=VOCAB - 99, wire=wire)  # type: ignore[arg-type]
     shapes = [(s.n_response, VOCAB - 99, "float16" if wire == "fp16" else "float32") for s in BATCH]
     assert ask("stream_facts", BATCH, params) == shapes
@@ -113,8 +113,8 @@ def test_logits_are_those_of_plain_transformers(ask: Ask, plain: list[np.ndarray
         assert rows.max(-1).tolist() == [0.0] * len(rows)
 
 
-def test_hidden_states_and_the_head_make_the_logits(ask: Ask, plain: list[np.ndarray]) -> None:
-    """Would break if the matrix were a packed, padded or partial one: the trainer's exact KL would be another."""
+def test_hidden_states_times_the_head_equal_the_logits(ask: Ask, plain: list[np.ndarray]) -> None:
+    """Fails if the matrix is packed, padded or partial, which would change the trainer's exact KL."""
     head = ask("lm_head", "fp32")
     assert head.shape == (VOCAB, ask("facts")["hidden_size"])
     for hidden, logits in zip(ask("score", BATCH, ScoreParams("hidden"), step=11), plain, strict=True):
@@ -122,7 +122,7 @@ def test_hidden_states_and_the_head_make_the_logits(ask: Ask, plain: list[np.nda
 
 
 def test_the_compact_wire_halves_a_float32_engines_rows(ask: Ask) -> None:
-    """Would break if fp16 rows were anything but the rounded fp32 rows."""
+    """Fails if fp16 rows differ from the rounded fp32 rows."""
     exact = ask("score", BATCH[:1], ScoreParams("hidden"))[0]
     small = ask("score", BATCH[:1], ScoreParams("hidden", wire="fp16"))[0]
     assert (exact.dtype, small.dtype) == (np.float32, np.float16)
@@ -130,8 +130,8 @@ def test_the_compact_wire_halves_a_float32_engines_rows(ask: Ask) -> None:
     np.testing.assert_array_equal(ask("lm_head", "fp16"), ask("lm_head", "fp32").astype(np.float16))
 
 
-def test_a_mass_target_takes_the_fewest_entries(ask: Ask, plain: list[np.ndarray]) -> None:
-    """Would break if a row stopped one entry early or late, or forgot to count what it left out as tail."""
+def test_a_mass_target_returns_the_fewest_entries(ask: Ask, plain: list[np.ndarray]) -> None:
+    """Fails if a row ends one entry early or late, or its tail omits the dropped entries."""
     params, whole = ScoreParams("topk", k=20, mass=0.7), ScoreParams("topk", k=20)
     seen = set()
     for cut, full in zip(ask("score", BATCH, params), ask("score", BATCH, whole), strict=True):
@@ -145,22 +145,22 @@ def test_a_mass_target_takes_the_fewest_entries(ask: Ask, plain: list[np.ndarray
             np.testing.assert_allclose(cut.logprobs[j, :count], full.logprobs[j, :count], atol=1e-5)
             assert (cut.ids[j, count:] == NO_ID).all() and (cut.logprobs[j, count:] == -np.inf).all()
             assert abs(cut.tail[j] - (1 - cumulative[j, count - 1])) < 1e-5
-    assert {1, 20} < seen  # rows that need one, rows that do not get there, and rows in between
+    assert {1, 20} < seen  # rows that need one entry, rows that do not reach the target, and rows in between
 
 
-def test_chunks_change_nothing(ask: Ask) -> None:
-    """Would break if a chunk's rows were lost or shifted; one row of logits at a time against many."""
+def test_the_chunk_size_has_no_effect(ask: Ask) -> None:
+    """Fails if rows of a chunk are lost or shifted: compares one row of logits at a time with many."""
     for params in (ScoreParams("topk", k=8), ScoreParams("sampled")):
         one, many = ask("score", BATCH, params, chunk_bytes=1), ask("score", BATCH, params)
         for a, b in zip(one, many, strict=True):
             if isinstance(a, TopKScores):
-                assert (a.ids == b.ids).mean() > 0.99  # but for ties in the last bits
+                assert (a.ids == b.ids).mean() > 0.99  # except ties in the last bits
                 a, b = a.logprobs, b.logprobs
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_what_is_beside_a_sequence_changes_nothing(ask: Ask) -> None:
-    """Would break if padding, a neighbour or the order of a batch reached a sequence's scores."""
+def test_the_rest_of_the_batch_has_no_effect_on_a_sequence(ask: Ask) -> None:
+    """Fails if padding, other sequences or the order of a batch affect a sequence's scores."""
     params = ScoreParams("topk", k=8)
     together = ask("score", BATCH[::-1], params)[::-1]
     for sequence, scored in zip(BATCH[:4], together, strict=False):
@@ -169,33 +169,33 @@ def test_what_is_beside_a_sequence_changes_nothing(ask: Ask) -> None:
 
 
 def test_a_nan_is_an_error_and_not_a_score(ask: Ask) -> None:
-    """Would break if overflowing weights produced an answer, or if one bad batch spoiled the next."""
+    """Fails if a NaN in the weights gives scores, or if a failed batch affects the next one."""
     for params in (ScoreParams("topk", k=8), ScoreParams("sampled"), ScoreParams("logits"), ScoreParams("hidden")):
         assert "NaN" in ask("score_poisoned", BATCH[:2], params), params
     assert np.isfinite(ask("score", BATCH[:2], ScoreParams("sampled"))[0]).all()
 
 
-def test_an_engine_says_what_it_cannot_answer(ask: Ask) -> None:
-    """Would break if a request that the model cannot take reached it, where it fails or reads past a table."""
-    known = ask("facts")
-    assert (known["vocab_size"], known["hidden_size"], known["max_tokens"]) == (VOCAB, 64, MAX_TOKENS)
-    assert (known["dtype"], known["has_plain_head"]) == ("float32", True)
+def test_requests_that_a_model_cannot_process_are_refused(ask: Ask) -> None:
+    """Fails if a request that exceeds the model's limits reaches the model."""
+    facts = ask("facts")
+    assert (facts["vocab_size"], facts["hidden_size"], facts["max_tokens"]) == (VOCAB, 64, MAX_TOKENS)
+    assert (facts["dtype"], facts["has_plain_head"]) == ("float32", True)
     good = BATCH[0]
     assert ask("problem", good, ScoreParams("hidden")) is None
-    past = TokenSequence(np.array([1, VOCAB], np.int32), 1)
-    long = TokenSequence(np.zeros(MAX_TOKENS + 1, np.int32), 1)
-    for sequence, params, text in (
-        (past, ScoreParams("topk", k=1), "past this model's vocabulary"),
-        (long, ScoreParams("topk", k=1), f"more than this model's {MAX_TOKENS}"),
-        (good, ScoreParams("topk", k=1, n_vocab=VOCAB + 1), "n_vocab"),
-        (good, ScoreParams("topk", k=VOCAB + 1), "more than the vocabulary"),
-        (good, ScoreParams("sampled", n_vocab=2), "a response token is past n_vocab"),
+    too_large = TokenSequence(np.array([1, VOCAB], np.int32), 1)
+    too_long = TokenSequence(np.zeros(MAX_TOKENS + 1, np.int32), 1)
+    for sequence, params, token in (
+        (too_large, ScoreParams("topk", k=1), f"token id {VOCAB}"),
+        (too_long, ScoreParams("topk", k=1), f"{MAX_TOKENS + 1} tokens"),
+        (good, ScoreParams("topk", k=1, n_vocab=VOCAB + 1), f"n_vocab = {VOCAB + 1}"),
+        (good, ScoreParams("topk", k=VOCAB + 1), f"k = {VOCAB + 1}"),
+        (good, ScoreParams("sampled", n_vocab=2), "n_vocab = 2"),
     ):
-        assert text in str(ask("problem", sequence, params))
+        assert token in str(ask("problem", sequence, params))
 
 
 def test_the_engines_agree(hf: Ask, vllm: Ask) -> None:
-    """Would break if changing --engine changed what a student learns."""
+    """Fails if the scores depend on --engine."""
     params = ScoreParams("topk", k=8)
     same, total = 0, 0
     for a, b in zip(hf("score", BATCH, params), vllm("score", BATCH, params), strict=True):

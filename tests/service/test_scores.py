@@ -1,4 +1,4 @@
-"""The numbers a real server sends are those of a plain float32 forward of each sequence alone."""
+"""Scores of a real server equal a plain float32 forward pass of each sequence alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.service
 
 
 def reference_logprobs(model: Path, rollout: Rollout, temperature: float, n_vocab: int) -> np.ndarray:
-    """[R, n_vocab] float32: log_softmax of the whole model's logits, one sequence, no padding, no chunks."""
+    """Compute [R, n_vocab] float32 log_softmax of the model's logits: one sequence, no padding, no chunks."""
     torch.set_num_threads(1)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids]).astype(np.int64))
@@ -40,9 +40,9 @@ def max_error(
     *,
     relative: bool = False,
 ) -> float:
-    """Largest difference to the reference, both of the values at the sent ids and of the reference's own top k.
+    """Return the largest difference to the reference at the ids of the reply, and to the reference's own top k.
 
-    In nats, or with `relative` as a part of max(1, |logprob|): float16 has 11 significant bits wherever it is.
+    In nats, or with `relative` as a fraction of max(1, |logprob|), because float16 has 11 significant bits.
     """
     worst = 0.0
     for index, got in scores.items():
@@ -59,7 +59,7 @@ def max_error(
 def test_scores_equal_the_unbatched_forward(
     tiny_server: ServerProcess, tiny_model: Path, wire: str, bound: float
 ) -> None:
-    """Would break if padding, batching, row selection, temperature or the wire changed a number."""
+    """Fails if padding, batching, row selection, temperature or the wire changes a number."""
     rollouts = random_rollouts(24, TINY_VOCAB)
     teacher = connect(tiny_server.port, wire=wire, temperature=0.7, n_vocab=TINY_VOCAB)
     try:
@@ -72,7 +72,7 @@ def test_scores_equal_the_unbatched_forward(
 
 @pytest.mark.parametrize("wire,bound", [("fp32", 1e-4), ("fp16", 1e-3)])
 def test_wide_vocabulary(wide_server: ServerProcess, wide_model: Path, wire: str, bound: float) -> None:
-    """Would break if ids above 255 or 32767 were mangled by the planes, or chunks of rows were misplaced."""
+    """Fails if the planes change ids above 255 or 32767, or chunks of rows are misplaced."""
     rollouts = random_rollouts(4, WIDE_VOCAB, seed=2)
     teacher = connect(wide_server.port, wire=wire, k=64)
     try:
@@ -83,8 +83,8 @@ def test_wide_vocabulary(wide_server: ServerProcess, wide_model: Path, wire: str
     assert max(int(score.topk_ids.max()) for score in scores.values()) > 32767 - 1000
 
 
-def test_vocabulary_cut_normalises_over_what_is_left(tiny_server: ServerProcess, tiny_model: Path) -> None:
-    """Would break if the cut came after the softmax: with k = n_vocab each row must sum to exactly 1."""
+def test_n_vocab_is_applied_before_normalization(tiny_server: ServerProcess, tiny_model: Path) -> None:
+    """Fails if n_vocab is applied after the softmax: with k = n_vocab each row must have the sum 1."""
     rollouts = random_rollouts(5, TINY_VOCAB, seed=3)
     teacher = connect(tiny_server.port, k=250, n_vocab=250)
     try:
@@ -98,7 +98,7 @@ def test_vocabulary_cut_normalises_over_what_is_left(tiny_server: ServerProcess,
 
 
 def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) -> None:
-    """Would break if a trainer could not compare vocabulary, limits and weights before the first batch."""
+    """Fails if the description lacks what a trainer checks before the first batch: vocabulary, limits, weights."""
     teacher = connect(tiny_server.port)
     try:
         info = teacher.info()
@@ -111,34 +111,34 @@ def test_info_describes_the_model(tiny_server: ServerProcess, tiny_model: Path) 
 
 
 @pytest.mark.parametrize(
-    "rollout,settings,words",
+    "rollout,settings,token",
     [
-        (random_rollouts(1, 5000, seed=4, response=(40, 40))[0], {}, "past this model's vocabulary"),
-        (random_rollouts(1, 300, response=(1100, 1100))[0], {}, "more than this model's 1024"),
-        (random_rollouts(1, 300)[0], {"n_vocab": 400}, "n_vocab = 400 is more"),
+        (random_rollouts(1, 5000, seed=4, response=(40, 40))[0], {}, f"vocab_size {TINY_VOCAB}"),
+        (random_rollouts(1, 300, response=(1100, 1100))[0], {}, "1024"),
+        (random_rollouts(1, 300)[0], {"n_vocab": 400}, "n_vocab = 400"),
     ],
 )
-def test_unanswerable_requests_are_refused_by_name(
-    tiny_server: ServerProcess, rollout: Rollout, settings: dict[str, int], words: str
+def test_requests_above_the_models_limits_are_refused(
+    tiny_server: ServerProcess, rollout: Rollout, settings: dict[str, int], token: str
 ) -> None:
-    """Would break if the server clipped or cut silently, or retried for ever what can never work."""
+    """Fails if the server truncates such a request silently, or the client retries it forever."""
     teacher = connect(tiny_server.port, **settings)
     try:
-        with pytest.raises(TeacherError, match=words) as caught:
+        with pytest.raises(TeacherError, match=token) as caught:
             dict(teacher.score([rollout]))
         assert "prompt 0, sample 0" in str(caught.value)
     finally:
         teacher.close()
 
 
-def test_leaving_a_score_early_does_not_mix_into_the_next(tiny_server: ServerProcess, tiny_model: Path) -> None:
-    """Would break if late replies of an abandoned call were taken for those of the next, or of one beside it."""
+def test_closing_a_score_early_does_not_affect_other_calls(tiny_server: ServerProcess, tiny_model: Path) -> None:
+    """Fails if late replies of an abandoned call are used for the next call, or for a concurrent one."""
     teacher = connect(tiny_server.port, n_vocab=TINY_VOCAB)
     try:
         abandoned = teacher.score(random_rollouts(16, TINY_VOCAB, seed=5))
         next(abandoned)
-        beside = random_rollouts(1, TINY_VOCAB, seed=7)
-        assert max_error(tiny_model, beside, dict(teacher.score(beside)), 1.0, TINY_VOCAB) <= 1e-4
+        concurrent = random_rollouts(1, TINY_VOCAB, seed=7)
+        assert max_error(tiny_model, concurrent, dict(teacher.score(concurrent)), 1.0, TINY_VOCAB) <= 1e-4
         abandoned.close()  # type: ignore[attr-defined]
         rollouts = random_rollouts(6, TINY_VOCAB, seed=6)
         scores = dict(teacher.score(rollouts))

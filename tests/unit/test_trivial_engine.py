@@ -1,4 +1,4 @@
-"""The engine without a model: what load and chaos tests rely on when they recompute a reply."""
+"""The engine without a model: properties that load and chaos tests rely on when they recompute a reply."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, 60).astype(np.int32)
 ENGINE = TrivialEngine(vocab_size=VOCAB, max_tokens=100)
 
 
-def test_its_topk_looks_like_a_models() -> None:
-    """Would break if the client's checks refused it: distinct ids in range, falling logprobs, masses that sum to 1."""
+def test_its_topk_is_a_distribution() -> None:
+    """Fails if the client's checks would refuse it: ids distinct, logprobs descending, probabilities with sum 1."""
     for k, n_vocab in ((1, VOCAB), (8, VOCAB), (64, 70), (70, 70)):
         scored = trivial_topk(TOKENS, 20, k, n_vocab)
         assert scored.ids.shape == scored.logprobs.shape == (40, k)
@@ -35,23 +35,23 @@ def test_its_topk_looks_like_a_models() -> None:
 
 
 def test_a_row_depends_on_every_token_before_it_and_on_none_after() -> None:
-    """Would break if a reply about other tokens could pass for the right one."""
+    """Fails if a reply for other tokens can equal the right one."""
     whole = trivial_topk(TOKENS, 20, 8, VOCAB)
-    for place in range(60):
+    for position in range(60):
         changed = TOKENS.copy()
-        changed[place] = (changed[place] + 1) % VOCAB
+        changed[position] = (changed[position] + 1) % VOCAB
         differs = (trivial_topk(changed, 20, 8, VOCAB).tail != whole.tail) | (
             trivial_topk(changed, 20, 8, VOCAB).ids != whole.ids
         ).any(-1)
-        first = max(0, place - 19)  # row j knows tokens 0 .. 19 + j
+        first = max(0, position - 19)  # row j depends on tokens 0 .. 19 + j
         assert differs[first:].all() and not differs[:first].any()
     swapped = TOKENS.copy()
     swapped[[3, 4]] = swapped[[4, 3]]
     assert (trivial_topk(swapped, 20, 8, VOCAB).ids != whole.ids).any()
 
 
-def test_the_engine_gives_what_the_functions_give() -> None:
-    """Would break if a test compared replies with something else than what the server was told to send."""
+def test_the_engine_returns_the_values_of_the_functions() -> None:
+    """Fails if the functions that tests compare with differ from the engine."""
     sequence = TokenSequence(TOKENS, 20)
     scored = ENGINE.score([sequence], ScoreParams("topk", k=8, n_vocab=500))[0]
     np.testing.assert_array_equal(scored.ids, trivial_topk(TOKENS, 20, 8, 500).ids)  # type: ignore[union-attr]
@@ -71,8 +71,8 @@ def test_the_engine_gives_what_the_functions_give() -> None:
     assert trivial_head(VOCAB).shape == (VOCAB, HIDDEN_SIZE)
 
 
-def test_its_mass_target_cuts_rows() -> None:
-    """Would break if adaptive replies had nothing to cut, or a tail that does not count what was cut."""
+def test_its_mass_target_shortens_rows() -> None:
+    """Fails if no row is shortened by a mass target, or the tail omits the dropped entries."""
     scored = ENGINE.score([TokenSequence(TOKENS, 20)], ScoreParams("topk", k=16, mass=0.6))[0]
     assert isinstance(scored, TopKScores) and scored.counts is not None
     counts = scored.counts
@@ -85,6 +85,6 @@ def test_its_mass_target_cuts_rows() -> None:
 
 @pytest.mark.parametrize("n_tokens", [2, 100])
 def test_the_shortest_and_a_long_sequence(n_tokens: int) -> None:
-    """Would break if a sequence of one prompt and one response token had no row."""
+    """Fails if a sequence of one prompt and one response token has no row."""
     tokens = np.arange(n_tokens, dtype=np.int32)
     assert len(trivial_topk(tokens, n_tokens - 1, 4, VOCAB).ids) == 1
