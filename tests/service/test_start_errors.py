@@ -25,9 +25,17 @@ pytestmark = pytest.mark.service
 
 def start_error(model: Path, *options: str) -> str:
     """Start a server that must exit at once, and return its error line."""
-    done = subprocess.run(server_command(model, *options), capture_output=True, text=True, timeout=20, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # a shared one may contain folders of dead servers, which are logged
+        done = subprocess.run(
+            server_command(model, *options),
+            env=os.environ | {"TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
     assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and "loading" not in done.stderr, "a worker was started"
+    assert "Traceback" not in done.stderr and "loading" not in done.stderr, "no worker may start"
     lines = done.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ")
     return lines[0]

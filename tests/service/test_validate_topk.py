@@ -48,7 +48,7 @@ def test_valid_scores_rounded_to_float16_pass(k: int, spread: float, seed: int) 
 
 
 @pytest.mark.parametrize(
-    "ids,logprobs,tail,token",
+    "ids,logprobs,tail,expected",
     [
         ({(1, 0): 10}, {}, None, r"outside \[0, 10\)"),
         ({(1, 0): -1}, {}, None, "outside"),
@@ -66,7 +66,7 @@ def test_valid_scores_rounded_to_float16_pass(k: int, spread: float, seed: int) 
     ],
 )
 def test_bad_values(
-    ids: dict[tuple[int, int], int], logprobs: dict[tuple[int, int], float], tail: float | None, token: str
+    ids: dict[tuple[int, int], int], logprobs: dict[tuple[int, int], float], tail: float | None, expected: str
 ) -> None:
     """Fails if such a row can reach the loss. Each case changes one value of valid scores."""
     scores = good()
@@ -76,12 +76,12 @@ def test_bad_values(
         scores.topk_logprobs[at] = value
     if tail is not None:
         scores.tail_mass[1] = tail
-    with pytest.raises(TeacherError, match=f"prompt 3, sample 1: .* 1 .*{token}"):
+    with pytest.raises(TeacherError, match=f"prompt 3, sample 1: .* 1 .*{expected}"):
         validate_topk(scores, 10, "prompt 3, sample 1")
 
 
 @pytest.mark.parametrize(
-    "counts,ids,logprobs,token",
+    "counts,ids,logprobs,expected",
     [
         ([0, 3], {}, {}, "outside 1 to 3"),
         ([4, 3], {}, {}, "outside 1 to 3"),
@@ -99,7 +99,7 @@ def test_bad_values(
     ],
 )
 def test_bad_counts(
-    counts: list[int], ids: dict[tuple[int, int], int], logprobs: dict[tuple[int, int], float], token: str
+    counts: list[int], ids: dict[tuple[int, int], int], logprobs: dict[tuple[int, int], float], expected: str
 ) -> None:
     """Fails if the padding of a short row can be used as scores, or scores as padding."""
     scores = counted()
@@ -108,7 +108,7 @@ def test_bad_counts(
     for at, value in logprobs.items():
         scores.topk_logprobs[at] = value
     bad = TeacherTopK(scores.topk_ids, scores.topk_logprobs, scores.tail_mass, np.array(counts, np.int32))
-    with pytest.raises(TeacherError, match=f"x: .* 0 .*{token}"):
+    with pytest.raises(TeacherError, match=f"x: .* 0 .*{expected}"):
         validate_topk(bad, 10, "x")
 
 
@@ -170,7 +170,7 @@ def test_bad_logits(dtype: type[np.floating], value: float | str) -> None:
 
 
 @pytest.mark.parametrize(
-    "signal,field,value,token",
+    "signal,field,value,expected",
     [
         ("sampled", "sampled_logprobs", np.nan, "NaN"),
         ("sampled", "sampled_logprobs", -np.inf, "infinite"),
@@ -179,11 +179,11 @@ def test_bad_logits(dtype: type[np.floating], value: float | str) -> None:
         ("hidden", "hidden", -np.inf, "infinite"),
     ],
 )
-def test_bad_rows(signal: str, field: str, value: float, token: str) -> None:
+def test_bad_rows(signal: str, field: str, value: float, expected: str) -> None:
     """Fails if one invalid number of a table can reach the loss."""
     scores = all_tables()
     getattr(scores, field)[1] = value
-    with pytest.raises(TeacherError, match=f"x: .* 1 .*{token}"):
+    with pytest.raises(TeacherError, match=f"x: .* 1 .*{expected}"):
         validate_scores(scores, rollout(), 10, (signal,), "x")  # type: ignore[arg-type]
 
 
