@@ -109,6 +109,7 @@ class Broker:
         self._control_lock = threading.Lock()
         self._queue, known = RequestQueue(epoch[:8], max_queue_bytes), Teachers(teachers or {})
         self._board = StatusBoard(epoch, self._queue, known)
+        metrics = BrokerMetrics() if metrics is None else metrics
         self._outbox = Outbox(self._front, self._board, metrics)
         self._registry = WorkerRegistry(self._queue, known, self._board, self._outbox, metrics)
         self._client_handler = ClientHandler(epoch, self._queue, known, self._board, self._outbox, self._registry)

@@ -24,9 +24,14 @@ _STATES = ("ready", "draining")
 
 
 class BrokerMetrics:
-    """Counters and histograms since the start of the server. Call it from one thread."""
+    """Counters and histograms since the start of the server. Call it from one thread.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Args:
+        registry: source of the metrics page; None: the metrics are not served.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        registry = CollectorRegistry() if registry is None else registry
         by_signal = ("teacher", "signal")
         self._requests = _counter(registry, "requests_answered", "Requests completed with scores.", *by_signal)
         self._tokens = _counter(registry, "tokens_scored", "Tokens of completed requests, with prompts.", *by_signal)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Outbox:
     """Send without blocking. A message that cannot be sent is dropped; a live peer sends its request again."""
 
-    def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics | None) -> None:
+    def __init__(self, front: zmq.Socket[bytes], board: StatusBoard, metrics: BrokerMetrics) -> None:
         self._front, self._board, self._metrics = front, board, metrics
         self._socket_of: dict[bytes, zmq.Socket[bytes]] = {}  # of each worker
 
@@ -42,8 +42,7 @@ class Outbox:
     ) -> None:
         """Reply with an error, and count it."""
         self._board.n_errors[code] += 1
-        if self._metrics is not None:
-            self._metrics.refused(code)
+        self._metrics.refused(code)
         self.reply(client, ErrorReply(request_id=request_id, code=code, text=text[:4096], retry_after_s=retry_after_s))
 
     def refuse_job(self, job: Job, code: ErrorCode, text: str) -> None:

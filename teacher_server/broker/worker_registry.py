@@ -50,7 +50,7 @@ class WorkerRegistry:
         teachers: Teachers,
         board: StatusBoard,
         outbox: Outbox,
-        metrics: BrokerMetrics | None,
+        metrics: BrokerMetrics,
     ) -> None:
         self.events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._queue, self._teachers, self._board = request_queue, teachers, board
@@ -116,19 +116,14 @@ class WorkerRegistry:
         worker = self._queue.workers[identity]
         log.warning("lost worker %s (%s); %d requests requeued", worker.hello.name, reason, len(worker.outstanding))
         self._board.n_lost_workers += 1
-        if self._metrics is not None:
-            self._metrics.lost_worker()
+        self._metrics.lost_worker()
         self._outbox.remove_worker(identity)
         n_retried = self._queue.n_retried
         given_up = self._queue.remove_worker(identity, blame=blame)
-        self._count_retried(self._queue.n_retried - n_retried)
+        self._metrics.retried(self._queue.n_retried - n_retried)
         for job in given_up:
             text = f"{job.attempts} workers were lost during this request, the last one because: {reason}"
             self._outbox.refuse_job(job, "worker_lost", text)
-
-    def _count_retried(self, n: int) -> None:
-        if self._metrics is not None and n:
-            self._metrics.retried(n)
 
     def drain(self, name: str) -> int:
         """Assign no new requests to a worker.
@@ -162,8 +157,7 @@ class WorkerRegistry:
         log.error("excluded worker %s of %s (%s): %s", hello.name, hello.host, hello.device, reason)
         _store(self._banned, _process(hello), reason)
         _store(self._board.excluded, hello.name, reason)
-        if self._metrics is not None:
-            self._metrics.excluded()
+        self._metrics.excluded()
         self._outbox.to_worker(identity, Dismiss(why=reason))
         self.events.put(WorkerEvent("excluded", hello.name, reason))
         self.mark_lost(identity, f"excluded: {reason}")
@@ -198,8 +192,7 @@ class WorkerRegistry:
             self._queue.complete(identity, job.job_id)
             self._queue.record_completed(identity, job, checked.queue_s, checked.compute_s)
             self._board.n_answered += 1
-            if self._metrics is not None:
-                self._metrics.completed(job.teacher, checked.signal, _n_scored(job), checked.queue_s, checked.compute_s)
+            self._metrics.completed(job.teacher, checked.signal, _n_scored(job), checked.queue_s, checked.compute_s)
         self._outbox.to_client(job.client, frames)
 
     def _on_error(self, identity: bytes, job: Job, error: ErrorReply, frames: list[zmq.Frame]) -> None:
@@ -208,13 +201,12 @@ class WorkerRegistry:
             worker.release(job.job_id)
             return
         if error.code == "engine" and self._queue.retry(job, failed_on=worker.hello.name):
-            self._count_retried(1)
+            self._metrics.retried(1)
             log.warning("worker %s failed on a request (%s); another worker retries", worker.hello.name, error.text)
             return
         self._queue.complete(identity, job.job_id)
         self._board.n_errors[error.code] += 1
-        if self._metrics is not None:
-            self._metrics.refused(error.code)
+        self._metrics.refused(error.code)
         self._outbox.to_client(job.client, frames)
 
 

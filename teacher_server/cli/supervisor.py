@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teacher_server.broker.broker import Broker
+from teacher_server.config.schema import TEACHER_OPTIONS
 from teacher_server.errors import ServerError
 from teacher_server.log import LogFormat
 from teacher_server.worker.gpus import WorkerPlan
@@ -42,27 +43,20 @@ class WorkerCommand:
     def argv(self, plan: WorkerPlan, name: str) -> list[str]:
         """Return the command line of one worker."""
         teacher = plan.teacher
-        options = {
-            "broker": self.endpoint,
-            "model": teacher.model,
-            "teacher": teacher.name,
-            "name": name,
-            "engine": teacher.engine,
-            "device": teacher.device,
-            "dtype": teacher.dtype,
-            "tensor-parallel-size": teacher.tensor_parallel_size,
-            "threads": teacher.threads,
-            "max-tokens": teacher.max_tokens,
-            "max-batch-tokens": teacher.max_batch_tokens,
-            "gpu-memory-utilization": teacher.gpu_memory_utilization,
-            "compute-timeout-s": self.compute_timeout_s,
-            "log-format": self.log_format,
-            "parent-pid": os.getpid(),
+        values = {option.flag: getattr(teacher, option.key) for option in TEACHER_OPTIONS if option.key != "gpus"}
+        values |= {
+            "--broker": self.endpoint,
+            "--model": teacher.model,
+            "--teacher": teacher.name,
+            "--name": name,
+            "--compute-timeout-s": self.compute_timeout_s,
+            "--log-format": self.log_format,
+            "--parent-pid": os.getpid(),
         }
         if plan.gpus:
-            options["gpus"] = ",".join(plan.gpus)
-        flags = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-        return [sys.executable, "-m", "teacher_server", "worker", *flags]
+            values["--gpus"] = ",".join(plan.gpus)
+        words = [word for flag, value in values.items() for word in (flag, str(value))]
+        return [sys.executable, "-m", "teacher_server", "worker", *words]
 
 
 @dataclass(slots=True)

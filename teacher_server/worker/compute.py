@@ -201,13 +201,11 @@ class Worker:
         self._close(job.job_id)  # of an earlier attempt, if the broker has assigned the job again
         try:
             self._streams[job.job_id] = open_stream(
-                job.job_id,
+                job,
                 request_id,
                 digest,
                 rows,
                 signal,
-                stream_id=job.stream_id,
-                timeout_s=job.remaining_s,
                 model_fingerprint=self._model_fingerprint,
                 worker=self._name,
                 queue_s=queue_s,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from teacher_server.engines.base import RowStream
 from teacher_server.wire.payload import pack_rows, rows_per_message
-from teacher_server.wire.protocol import STREAM_WINDOW, Buffer, RowsReply, Signal, checksum, replies
+from teacher_server.wire.protocol import STREAM_WINDOW, Buffer, RowsReply, checksum, replies
+from teacher_server.wire.worker_protocol import Assignment
 
 _AT_ONCE = STREAM_WINDOW // 2  # messages per call of the engine, because small matrix products are slow
 
@@ -51,14 +52,12 @@ class OpenStream:
 
 
 def open_stream(
-    job_id: bytes,
+    job: Assignment,
     request_id: bytes,
     digest: bytes,
     rows: RowStream,
-    signal: Signal | str,
+    signal: str,
     *,
-    stream_id: bytes,
-    timeout_s: float,
     model_fingerprint: str,
     worker: str,
     queue_s: float,
@@ -71,7 +70,7 @@ def open_stream(
         token_digest=digest,
         model_fingerprint=model_fingerprint,
         worker=worker,
-        stream_id=stream_id,
+        stream_id=job.stream_id,
         signal=signal,  # type: ignore[arg-type]
         index=0,
         start=0,
@@ -83,4 +82,4 @@ def open_stream(
         queue_s=queue_s,
         compute_s=compute_s,
     )
-    return OpenStream(job_id, stream_id, rows, header, timeout_s, time.monotonic() + timeout_s)
+    return OpenStream(job.job_id, job.stream_id, rows, header, job.remaining_s, time.monotonic() + job.remaining_s)
