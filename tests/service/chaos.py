@@ -232,7 +232,7 @@ class Deployment:
     def do_cut_worker_network(self) -> None:
         self._worker_network.cut()
 
-    def do_garbage(self) -> None:
+    def do_send_garbage(self) -> None:
         """Send garbage, or a frame above the limit, to one of the ports."""
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 200)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
 from teacher_server.broker.broker import Broker
 from teacher_server.broker.worker_registry import WorkerEvent
@@ -98,15 +99,19 @@ def test_a_worker_joins_and_leaves_a_running_server(tmp_path: Path, model: Path,
 
 
 def test_a_second_signal_ends_a_worker_at_once(model: Path, join: Join) -> None:
-    """Fails if only SIGKILL ends a worker whose broker is gone."""
-    worker = join(1, "--name", "unconnected")  # the port is closed: the worker keeps trying
-    assert worker.stderr is not None
-    while "loaded" not in worker.stderr.readline():
-        pass
-    worker.send_signal(signal.SIGINT)
-    assert "signal:" in worker.stderr.readline() and worker.poll() is None
-    worker.send_signal(signal.SIGINT)
-    assert "second signal:" in log_of(worker) and worker.returncode == 1
+    """Fails if only SIGKILL ends a worker whose broker does not dismiss it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        worker = join(silent.bind_to_random_port("tcp://127.0.0.1"), "--name", "waiting")
+        assert worker.stderr is not None
+        missing = {"loaded", "connected"}
+        while missing:
+            line = worker.stderr.readline()
+            assert line, "the worker has exited"
+            missing -= {word for word in missing if word in line}
+        worker.send_signal(signal.SIGINT)
+        assert "signal:" in worker.stderr.readline() and worker.poll() is None
+        worker.send_signal(signal.SIGINT)
+        assert "second signal:" in log_of(worker) and worker.returncode == 1
 
 
 def test_keys_for_clients_and_workers(tmp_path: Path, model: Path, join: Join) -> None:
