@@ -1,6 +1,4 @@
-"""What the driver can know of a local teacher or a reference before any process starts: its code, headers of its files,
-tokenizer.
-"""
+"""Check a local teacher or a reference before any process starts: code, headers of the weight files, tokenizer."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def local_teacher(config: Config, device: str) -> TeacherInfo:
-    """What a server would say of itself, of teacher.path.
+    """Return the description of the model in teacher.path, as a server would.
 
     Raises:
-        ConfigError: naming teacher.path: the folder is broken, without a tokenizer, or not a model that can be scored
-            so; or actor.packing, which this model does not bear.
+        ConfigError: naming teacher.path: the folder is damaged, has no tokenizer, or its model cannot score; or naming
+            actor.packing, which the model does not support.
     """
     path = config.teacher.path
     hf = _checked(config, path, "teacher.path")
@@ -56,26 +54,26 @@ def local_teacher(config: Config, device: str) -> TeacherInfo:
 
 
 def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
-    """Can the model of `reference_folder` say something of the student's tokens?
+    """Check that the model of `Derived.reference_folder` can score the student's tokens.
 
     Args:
-        tokenizer: of the student.
+        tokenizer: the student's tokenizer.
 
     Returns:
-        Its fingerprint, so that a resumed run has no other one.
+        The fingerprint of the weights; a resumed run must have the same.
 
     Raises:
-        ConfigError: naming reference.path or, where that is empty, model.path: the folder is broken, not a model that
-            can be scored so, of another vocabulary, or made for shorter sequences; or actor.packing.
+        ConfigError: naming reference.path or, if that is empty, model.path: the folder is damaged, or its model cannot
+            score, has another vocabulary or a shorter context; or naming actor.packing.
     """
-    folder, path = derive(config).reference_folder, config.reference.path
+    derived, path = derive(config), config.reference.path
+    folder, longest = derived.reference_folder, derived.max_sequence_length
     key = "reference.path" if path else "model.path"
     hf = _checked(config, folder, key)
-    n_rows, longest = len(hf.get_output_embeddings().weight), config.data.max_prompt_length
-    longest += config.data.max_response_length
+    n_rows = len(hf.get_output_embeddings().weight)
     if n_rows < student_vocab:
-        problem = f"the student can sample {student_vocab} token ids and the reference knows only {n_rows}."
-        raise ConfigError(key, folder, problem, "use a reference with at least as many.")
+        problem = f"the student has {student_vocab} token ids and the reference only {n_rows}."
+        raise ConfigError(key, folder, problem, "use a reference with at least as many ids.")
     if path:
         other = load_tokenizer(path, key, trust_remote_code=config.model.trust_remote_code)
         own, its = (tokenizer_fingerprint(each.get_vocab()) for each in (tokenizer, other))
@@ -83,16 +81,16 @@ def check_reference(config: Config, tokenizer: Any, student_vocab: int) -> str:
             problem = f"its tokenizer maps tokens to other ids than the student's ({its[:12]} against {own[:12]})."
             raise ConfigError(key, path, problem, "use a reference of the student's model family.")
     if longest > _max_tokens(hf):
-        problem = f"prompt and response may have {longest} tokens together, and it was made for {_max_tokens(hf)}."
+        problem = f"a sequence may have {longest} tokens, and the reference supports {_max_tokens(hf)}."
         raise ConfigError(key, folder, problem, "lower data.max_response_length, or use another reference.")
     return weights_digest(Path(folder))
 
 
 def _checked(config: Config, path: str, key: str) -> PreTrainedModel:
-    """The model of a folder without weights, whose files have them. Raises ConfigError naming `key`."""
+    """Return the model of a folder on the meta device after checking its weight files. Raises ConfigError for `key`."""
     packing, folder = config.actor.packing, Path(path)
     if not folder.is_dir():
-        raise ConfigError(key, path, "there is no such folder.", "give a local folder in Hugging Face format.")
+        raise ConfigError(key, path, "no such folder.", "give a local folder in Hugging Face format.")
     try:
         trust = config.model.trust_remote_code
         hf = build_on_meta(folder, dtype=torch.float32, packing=packing, trust_remote_code=trust)
@@ -100,7 +98,7 @@ def _checked(config: Config, path: str, key: str) -> PreTrainedModel:
         with head_refusal(key, folder):
             probe_on_meta(hf, n_layers=len(layer_list(hf)), packing=packing, fused=True)
     except ModelError as error:
-        raise ConfigError(key, path, f"{error}", "name a whole model folder.") from error
+        raise ConfigError(key, path, f"{error}", "name a complete model folder.") from error
     return hf
 
 

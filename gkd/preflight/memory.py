@@ -1,4 +1,4 @@
-"""Will it fit? The memory of every rank, worked out before any process starts and held against the real cards."""
+"""Predict the memory of every rank before any process starts, and compare it with the GPUs."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ log = get_logger("preflight")
 
 
 def check_memory(config: Config, device: str, teacher_hidden: int | None) -> None:
-    """Logs the table; on CUDA a shortage is a warning, since the worst case (every sequence as long as it may be) need
-    not come, unless weights, gradients and optimizer state alone do not fit.
+    """Log the predicted memory. On CUDA, warn about a shortage: the worst case (all sequences at full length) is rare.
 
     Args:
-        device: "cpu" | "cuda"; on cpu only the sums are logged.
-        teacher_hidden: hidden size of the teacher, where it sends hidden states.
+        device: "cpu" | "cuda"; on cpu only the totals are logged.
+        teacher_hidden: hidden size of the teacher, if it sends hidden states.
 
     Raises:
-        ConfigError: naming trainer.n_gpus_per_node: the actor's state does not fit on its cards.
+        ConfigError: naming trainer.n_gpus_per_node: weights, gradients and optimizer state alone do not fit.
     """
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
         models = read_models(config)
         refit = partial(models.footprint, teacher_hidden=teacher_hidden)
         found: Sequence[RankFootprint] = refit(config)
-    except ModelError as error:  # fsdp2 takes models that name their sizes otherwise
-        log.warning("nobody can tell how much memory this run will need: %s", error)
+    except ModelError as error:  # fsdp2 supports models with other names for their sizes
+        log.warning("cannot estimate the memory of this run: %s", error)
         return
     if device == "cpu":
-        log.info("memory by rank, beside what imports take: %s", sums_line(found))
+        log.info("estimated memory per rank, without libraries: %s", sums_line(found))
         return
     card_bytes = smallest_card(config.cluster)
     found = on_card(found, card_bytes, config)
-    log.info("memory by rank:\n%s", footprint_table(found, card_bytes))
+    log.info("estimated memory per rank:\n%s", footprint_table(found, card_bytes))
     log.info(kv_line(found, models.student.dims, card_bytes, config))
     if config.trainer.colocate:
         log.info(turns_table(found, card_bytes, config))
     if card_bytes is None:
-        where = f"Ray at {config.cluster.ray_address} has the GPUs" if config.cluster.ray_address else "no driver tells"
-        log.info("nobody knows here how much memory the cards have (%s): compare it yourself", where)
+        where = f"those of {config.cluster.ray_address}" if config.cluster.ray_address else "no driver"
+        log.info("the memory of the GPUs is unknown here (%s), so the estimate is not checked", where)
         return
     _refuse_state(found, card_bytes, config)
     for problem in check(found, card_bytes, config, refit):
@@ -58,10 +57,10 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
 
 
 def smallest_card(cluster: ClusterConfig) -> int | None:
-    """Bytes of the GPU with the least memory among those that the pools may get; None: nobody here knows them.
+    """Return the bytes of the smallest GPU that the pools may get; None if they are unknown.
 
-    A cluster's GPUs are on other machines, which need not have cards like this one's. Those of cluster.gpus are asked
-    of nvidia-smi, whose numbers they are; torch may count in another order.
+    The GPUs of a cluster are on other machines and may differ. cluster.gpus are numbers of nvidia-smi; torch may number
+    GPUs in another order.
     """
     if cluster.ray_address:
         return None
@@ -83,8 +82,8 @@ def _refuse_state(found: Sequence[RankFootprint], card_bytes: int, config: Confi
             raise ConfigError(
                 "trainer.n_gpus_per_node",
                 config.trainer.n_gpus_per_node,
-                f"weights, gradients and optimizer state of actor rank {part.rank} are {gib(part.state_bytes)}, a card "
-                f"has {gib(card_bytes)}.",
-                f"spread them over {spread}, use actor.strategy=fsdp2 with actor.fsdp_cpu_offload=true, or, if only "
-                "some GPUs are that small, name the others in cluster.gpus.",
+                f"weights, gradients and optimizer state of actor rank {part.rank} need {gib(part.state_bytes)}, and a "
+                f"GPU has {gib(card_bytes)}.",
+                f"use {spread}, or actor.strategy=fsdp2 with actor.fsdp_cpu_offload=true. If only some GPUs are small, "
+                "name the others in cluster.gpus.",
             )

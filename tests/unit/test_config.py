@@ -1,4 +1,4 @@
-"""Config: what a YAML and overrides become, and what a wrong one is told."""
+"""Config: loading YAML and overrides, limits, contradictions, documentation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOCAL = ["teacher.backend=local", "teacher.path=t"]
 
 
 def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    """If it fails, a run is not the run its YAML and command line describe."""
+    """Fails if a run ignores a value of its YAML or command line."""
     file = tmp_path / "x.yaml"
     file.write_text("actor: {tp: 2, optim: {lr: 0.5}}\nrollout: {n: 3}\n")
     config = load_config(file, ["rollout.n=4", "actor.optim.betas=[0.8, 0.9]"])
@@ -34,7 +34,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
 
 
 def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
-    """If it fails, the config.yaml beside a checkpoint does not describe that checkpoint's run."""
+    """Fails if the config.yaml of a checkpoint does not describe its run."""
     config = load_config(None, [*MINIMAL, "teacher.topk=7", "data.val_files=[b, c]"])
     save_config(config, tmp_path / "c.yaml")
     assert load_config(tmp_path / "c.yaml") == config
@@ -65,7 +65,7 @@ def test_a_saved_config_loads_as_itself(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_override_names_key_value_and_fix(override: str, key: str, hint: str) -> None:
-    """If it fails, a typo is taken silently or answered with a parser's traceback."""
+    """Fails if a typo is accepted, or ends in an error of the parser."""
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     error = caught.value
@@ -94,8 +94,8 @@ def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n"])
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
-    """If it fails, a damaged YAML surfaces as an internal error somewhere later."""
+def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
+    """Fails if a damaged YAML causes an internal error later."""
     file = tmp_path / "x.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match="--config"):
@@ -214,7 +214,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_contradictions_between_keys_are_found_before_anything_starts(overrides: list[str], key: str) -> None:
-    """If it fails, the contradiction shows as a hang or a crash of some rank, minutes later."""
+    """Fails if a contradiction is found by a rank that hangs or crashes minutes later."""
     with pytest.raises(ConfigError) as caught:
         check_config(load_config(None, [*MINIMAL, *overrides]))
     assert caught.value.key == key
@@ -229,8 +229,8 @@ def test_contradictions_between_keys_are_found_before_anything_starts(overrides:
         ["teacher.mass=0.99", "distill.loss=reverse_kl", "distill.tail=renorm"],
     ],
 )
-def test_signals_that_say_what_the_loss_needs_pass(overrides: list[str]) -> None:
-    """If it fails, a loss cannot be trained on a signal that holds all it looks at."""
+def test_signals_that_contain_what_the_loss_needs_pass(overrides: list[str]) -> None:
+    """Fails if a loss is refused although the signal contains all it needs."""
     check_config(load_config(None, [*MINIMAL, *overrides]))
 
 
@@ -247,12 +247,12 @@ def test_signals_that_say_what_the_loss_needs_pass(overrides: list[str]) -> None
     ],
 )
 def test_local_teachers_that_pass(overrides: list[str]) -> None:
-    """If it fails, a local teacher is refused where it could score."""
+    """Fails if a valid local teacher is refused."""
     check_config(load_config(None, [*MINIMAL, *LOCAL, *overrides]))
 
 
-def test_the_memory_of_a_steps_scores_is_known_beforehand() -> None:
-    """If it fails, the warning before a run whose scores fill the hosts comes never, or for every run."""
+def test_the_memory_of_the_scores_of_a_step() -> None:
+    """Fails if the warning about large scores never appears, or always."""
     sizes = ["trainer.global_batch_size=64", "rollout.n=2", "data.max_response_length=1024", "teacher.topk=50"]
     n_tokens = 64 * 2 * 1024
     # Once in the object store, once where they are trained on.
@@ -274,12 +274,12 @@ def test_the_memory_of_a_steps_scores_is_known_beforehand() -> None:
 
 
 def test_a_minimal_config_passes() -> None:
-    """If it fails, the defaults themselves are refused and the test above proves nothing."""
+    """Fails if the defaults are refused; the tests of contradictions would then prove nothing."""
     check_config(load_config(None, MINIMAL))
 
 
 def test_a_budget_for_the_longest_sequence_passes() -> None:
-    """If it fails, the smallest budget that the error recommends is refused, too."""
+    """Fails if the smallest budget that the error recommends is refused."""
     config = load_config(None, MINIMAL)
     config.actor.max_tokens_per_micro_batch = config.data.max_prompt_length + config.data.max_response_length
     check_config(config)
@@ -297,11 +297,11 @@ def test_a_budget_for_the_longest_sequence_passes() -> None:
     ],
 )
 def test_mixtures_that_can_be_learned_from_pass(overrides: list[str]) -> None:
-    """If it fails, a share of dataset responses is refused although a loss learns from them."""
+    """Fails if a share of dataset responses is refused although a loss learns from them."""
     check_config(load_config(None, [*MINIMAL, *overrides]))
 
 
-def test_every_choice_key_refuses_something_else() -> None:
+def test_every_key_with_choices_refuses_other_values() -> None:
     """Fails if a misspelled choice is accepted."""
     keys = {name: each.key for name, each in all_keys().items() if each.key.choices}
     assert len(keys) > 15
@@ -352,25 +352,25 @@ def test_every_key_is_documented() -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_shipped_configs_load_and_pass_the_checks(file: Path) -> None:
-    """If it fails, an example that users copy is broken."""
+    """Fails if a shipped config is invalid."""
     check_config(load_config(file))
 
 
 def test_the_gsm8k_example_is_the_split_it_says() -> None:
-    """If it fails, the README's 1 actor / 3 rollout example describes another file."""
+    """Fails if the README's example of 1 actor and 3 rollout GPUs does not match its file."""
     config = load_config(ROOT / "configs" / "gsm8k_qwen2.5_1.5b.yaml")
     assert config.trainer.n_gpus_per_node * config.trainer.nnodes == 1
     assert config.rollout.n_gpus_per_node * config.rollout.nnodes == 3
 
 
 def test_config_loads_without_heavy_imports() -> None:
-    """If it fails, --help and every check take seconds because torch, ray or an engine is loaded for them."""
+    """Fails if --help and the checks take seconds because they import torch, ray or an engine."""
     code = "import sys, gkd.config.check; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_defaults_are_not_shared_between_configs() -> None:
-    """If it fails, changing one config's list changes every other config of the process."""
+    """Fails if two configs share a list."""
     one, two = Config(), Config()
     one.data.train_files.append("x")
     assert two.data.train_files == []
