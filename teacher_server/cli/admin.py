@@ -24,7 +24,7 @@ _STATUS_EXAMPLES = """examples:
   python -m teacher_server status --server 10.0.0.5:15555 --keys bundles/trainer --watch
   python -m teacher_server status --json | jq '.workers[].tokens_per_s'
 
-The server prints its own full command line after `ready:`.
+After `ready:` the server prints the `status` command with its address and keys.
 
 exit code: 0 (also if Ctrl-C ends --watch), 2 if the server does not reply (one line on stderr states the reason),
 130 if Ctrl-C ends it without --watch

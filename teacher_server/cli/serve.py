@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -212,7 +214,8 @@ def status_command(address: str, port: int, keys: str | None) -> str:
     With keys it names a client's bundle of the key folder; `NAME` stands for it if no bundle is left there.
     """
     host = "127.0.0.1" if address == "0.0.0.0" else address
-    words = ["python", "-m", "teacher_server", "status", "--server", f"{host}:{port}"]
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    words = [python, "-m", "teacher_server", "status", "--server", f"{host}:{port}"]
     if keys is not None:
         bundles = sorted(file.parent for file in Path(keys).glob("bundles/*/client.key_secret"))
         words += ["--keys", str(bundles[0] if bundles else Path(keys, "bundles", "NAME"))]

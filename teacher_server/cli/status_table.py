@@ -8,7 +8,7 @@ from teacher_server.wire.status import Gpu, ServerStatus
 
 _WORKER_HEADS = (
     *("WORKER", "TEACHER", "STATE", "HOST:PID", "ENGINE", "DEVICE", "DTYPE"),
-    *("IN FLIGHT", "TOKENS/S", "QUEUE", "COMPUTE", "HEARD", "GPUS"),
+    *("IN FLIGHT", "TOKENS/S", "QUEUE", "COMPUTE", "HEARTBEAT", "GPUS"),
 )
 _SHORT = 12  # digits of a fingerprint that are shown; --json has all of them
 
@@ -19,7 +19,7 @@ def status_table(endpoint: str, status: ServerStatus) -> str:
     errors = ", ".join(f"{count} {code}" for code, count in sorted(status.n_errors.items())) or "none"
     lines = [
         f"{endpoint}  {state}  up {_duration(status.uptime_s)}  server process {status.epoch[:8]}",
-        f"answered {status.n_answered:,}   queued {status.n_queued:,} ({status.queued_bytes / 2**20:.1f} MiB)   "
+        f"completed {status.n_answered:,}   queued {status.n_queued:,} ({status.queued_bytes / 2**20:.1f} MiB)   "
         f"retried {status.n_retried:,}   workers lost {status.n_lost_workers}   errors {errors}   "
         f"tokens/s {sum(worker.tokens_per_s for worker in status.workers):,.0f}",
         "",
