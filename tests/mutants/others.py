@@ -71,8 +71,8 @@ _BATCHES = (
     Mutant(
         "widened_table_has_probability_1",
         _TRAINER,
-        "_widened(t.topk_logprobs, width, -np.inf)",
-        "_widened(t.topk_logprobs, width, 0.0)",
+        "_pad_columns(t.topk_logprobs, width, -np.inf)",
+        "_pad_columns(t.topk_logprobs, width, 0.0)",
         ("test_batching.py",),
     ),
     Mutant(
