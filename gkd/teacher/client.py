@@ -33,9 +33,9 @@ from gkd.teacher.requests import (
     T,
     TopKRequest,
 )
-from gkd.teacher.streams import MatrixShape, RowBlocks, WholeMatrix
+from gkd.teacher.streams import RowBlocks, WholeMatrix
 from gkd.types import Rollout, TeacherTopK
-from teacher_server.wire.protocol import ID_BYTES, MAX_ID, Wire, as_frame, token_digest
+from teacher_server.wire.protocol import MAX_ID, Wire
 
 if TYPE_CHECKING:
     from teacher_server.wire.keys import PeerKeys
@@ -171,8 +171,7 @@ class ZmqTeacher:
 
     def submit_sampled(self, rollout: Rollout) -> Future[np.ndarray]:
         """Request the teacher's logprob of each response token, [R] float32, nats. See `submit`."""
-        name, header, tokens = self._settings.for_rollout(rollout, "sampled")
-        return self._send(SampledRequest(name, header, tokens, resend_s=self._settings.resend_s))
+        return self._send(SampledRequest(self._settings.for_rollout(rollout, "sampled")))
 
     def submit_hidden(self, rollout: Rollout) -> Future[np.ndarray]:
         """Request the final hidden states, [R, H] float32. See `submit`.
@@ -180,10 +179,9 @@ class ZmqTeacher:
         Their product with `lm_head` is the logits, not yet truncated to `n_vocab` nor divided by `temperature`.
         """
         hidden_size = (self._info or self.info()).hidden_size
-        name, header, tokens = self._settings.for_rollout(rollout, "hidden")
-        shape = MatrixShape("hidden", header.n_response, hidden_size, token_digest(tokens))
-        acknowledge, resend_s = self._exchange.acknowledge, self._settings.resend_s
-        return self._send(WholeMatrix(name, header, [as_frame(tokens)], shape, acknowledge, resend_s=resend_s))
+        message = self._settings.for_rollout(rollout, "hidden")
+        shape = (message.header.n_response, hidden_size)
+        return self._send(WholeMatrix(message, shape, self._exchange.acknowledge))
 
     def logits(self, rollout: Rollout) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first row, [rows, V] float32) blocks of logits / temperature in order; the maximum of each row is 0.
@@ -192,25 +190,20 @@ class ZmqTeacher:
         closing the iterator cancels it. One thread.
         """
         vocab_size = self._vocab_size()
-        name, header, tokens = self._settings.for_rollout(rollout, "logits")
-        shape = MatrixShape("logits", header.n_response, vocab_size, token_digest(tokens))
-        acknowledge, resend_s = self._exchange.acknowledge, self._settings.resend_s
-        request = RowBlocks(name, header, [as_frame(tokens)], shape, acknowledge, resend_s=resend_s)
+        message = self._settings.for_rollout(rollout, "logits")
+        request = RowBlocks(message, (message.header.n_response, vocab_size), self._exchange.acknowledge)
         self._send(request)
         yield from request.blocks()
 
     def lm_head(self) -> np.ndarray:
         """Return the LM head, [V, H] float32: logits = hidden states @ lm_head.T. Blocks."""
         info = self._info or self.info()
-        name, header = self._settings.for_head()
-        shape = MatrixShape("head", info.vocab_size, info.hidden_size, bytes(ID_BYTES))
-        acknowledge, resend_s = self._exchange.acknowledge, self._settings.resend_s
-        return self._send(WholeMatrix(name, header, [], shape, acknowledge, resend_s=resend_s)).result()
+        shape = (info.vocab_size, info.hidden_size)
+        return self._send(WholeMatrix(self._settings.for_head(), shape, self._exchange.acknowledge)).result()
 
     def _topk_request(self, rollout: Rollout, vocab_size: int, k: int = 0, mass: float = 0.0) -> TopKRequest:
-        settings = self._settings
-        name, header, tokens = settings.for_rollout(rollout, "topk", k=k or settings.k, mass=mass)
-        return TopKRequest(name, header, tokens, resend_s=settings.resend_s, n_vocab=vocab_size)
+        message = self._settings.for_rollout(rollout, "topk", k=k or self._settings.k, mass=mass)
+        return TopKRequest(message, vocab_size)
 
     def _vocab_size(self) -> int:
         """Return the upper bound of token ids; asks the server once if `n_vocab` is 0."""

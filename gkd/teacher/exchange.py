@@ -158,7 +158,7 @@ class Exchange:
             if request.due_s <= now_s:
                 if request.n_sent and request.needs_new_id(now_s):
                     self._renew_id(request)
-                if not self._link.send(request.message):
+                if not self._link.send(request.frames):
                     self._next_due_s = now_s + POLL_S
                     return
                 self.stats.n_sent += request.uses_window

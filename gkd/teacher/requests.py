@@ -43,6 +43,18 @@ _INFO_RESEND_S = 1.0
 T = TypeVar("T")
 Reply = ScoreReply | RowsReply | InfoReply
 Header = ScoreRequest | HeadRequest | InfoRequest
+H = TypeVar("H", bound=Header, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMessage(Generic[H]):
+    """Content of a request."""
+
+    name: str  # identifies the request in errors, e.g. ``prompt 17, sample 2``
+    header: H
+    frames: Sequence[Buffer]
+    digest: bytes  # of the tokens; zeros if there are none
+    resend_s: float  # send again if no reply arrived for this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +70,10 @@ class RequestSettings:
 
     def for_rollout(
         self, rollout: Rollout, signal: Signal, *, k: int = 0, mass: float = 0.0
-    ) -> tuple[str, ScoreRequest, np.ndarray]:
-        """Return the request's name for errors, its header, and its tokens, [P + R] int32.
-
-        Raises TeacherError: tokens or settings exceed the limits of the protocol.
-        """
+    ) -> RequestMessage[ScoreRequest]:
+        """Request a signal of one sequence. Raises TeacherError: a value exceeds the limits of the protocol."""
         name = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
-        with refusals_of(name):
+        with _refusals_of(name):
             tokens = check_tokens(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
             header = ScoreRequest(
                 request_id=os.urandom(ID_BYTES),
@@ -80,16 +89,16 @@ class RequestSettings:
                 deadline_s=self._deadline_s,
                 checksum=checksum(as_frame(tokens)),
             )
-        return name, header, tokens
+        return RequestMessage(name, header, [as_frame(tokens)], token_digest(tokens), self.resend_s)
 
-    def for_head(self) -> tuple[str, HeadRequest]:
-        """Return name and header of a request for the LM head. Raises TeacherError as `for_rollout`."""
+    def for_head(self) -> RequestMessage[HeadRequest]:
+        """Request the LM head. Raises TeacherError as `for_rollout`."""
         name = "the LM head"
-        with refusals_of(name):
+        with _refusals_of(name):
             header = HeadRequest(
                 request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=self._deadline_s
             )
-        return name, header
+        return RequestMessage(name, header, [], bytes(ID_BYTES), self.resend_s)
 
     @property
     def _deadline_s(self) -> float:
@@ -99,12 +108,6 @@ class RequestSettings:
 class PendingRequest(Generic[T]):
     """A request that has no complete reply yet.
 
-    Args:
-        name: identifies it in errors, e.g. ``prompt 17, sample 2``.
-        header: of the message; a stream may change its request id.
-        frames: the message's other frames.
-        resend_s: send again if no reply arrived for this long.
-
     Raises:
         TeacherError: the header exceeds the limits of the protocol.
     """
@@ -112,18 +115,19 @@ class PendingRequest(Generic[T]):
     uses_window = True  # counts toward n_in_flight
     is_stream = False
 
-    def __init__(self, name: str, header: Header, frames: Sequence[Buffer], *, resend_s: float) -> None:
-        self.name, self.header, self.resend_s = name, header, resend_s
+    def __init__(self, message: RequestMessage[Header]) -> None:
+        self.name, self.resend_s = message.name, message.resend_s
         self.future: Future[T] = Future()
-        with refusals_of(name):
-            self.message: list[Buffer] = [requests.encode(header), *frames]
+        self._header, self._digest = message.header, message.digest  # a stream may change its request id
+        with _refusals_of(message.name):
+            self.frames: list[Buffer] = [requests.encode(message.header), *message.frames]
         self.due_s = 0.0  # next time to send it, on the exchange's clock
         self.n_sent = 0
         self.n_damaged = 0
 
     @property
     def request_id(self) -> bytes:
-        return self.header.request_id
+        return self._header.request_id
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> T | None:
         """Check a reply; return the result, or None if more replies must follow.
@@ -145,30 +149,29 @@ class PendingRequest(Generic[T]):
 
     def renew_id(self) -> None:
         """Take a new request id, so that the server handles the request as a new one."""
-        self.header = msgspec.structs.replace(self.header, request_id=os.urandom(ID_BYTES))
-        self.message[0] = requests.encode(self.header)
+        self._header = msgspec.structs.replace(self._header, request_id=os.urandom(ID_BYTES))
+        self.frames[0] = requests.encode(self._header)
 
-
-def check_source(digest: bytes, reply: ScoreReply | RowsReply) -> None:
-    """Raise ProtocolError on a token digest mismatch or a missing worker name."""
-    if reply.token_digest != digest:
-        raise ProtocolError(f"the reply of worker {reply.worker!r} has another token digest")
-    if not reply.worker:
-        raise ProtocolError("the reply has no worker name")
+    def _check_source(self, reply: ScoreReply | RowsReply) -> None:
+        """Raise ProtocolError on a token digest mismatch or a missing worker name."""
+        if reply.token_digest != self._digest:
+            raise ProtocolError(f"the reply of worker {reply.worker!r} has another token digest")
+        if not reply.worker:
+            raise ProtocolError("the reply has no worker name")
 
 
 class _ScoreRequest(PendingRequest[T]):
     """Base of requests whose reply is one message."""
 
-    def __init__(self, name: str, header: ScoreRequest, tokens: np.ndarray, *, resend_s: float) -> None:
-        super().__init__(name, header, [as_frame(tokens)], resend_s=resend_s)
-        self._expected, self._digest = header, token_digest(tokens)
+    def __init__(self, message: RequestMessage[ScoreRequest]) -> None:
+        super().__init__(message)
+        self._sent = message.header
 
     def _check(self, reply: Reply) -> ScoreReply:
-        sent = self._expected
+        sent = self._sent
         if not isinstance(reply, ScoreReply):
             raise ProtocolError(f"received {type(reply).__name__} for a {sent.signal} request")
-        check_source(self._digest, reply)
+        self._check_source(reply)
         received = (reply.signal, reply.n_rows, reply.k, reply.wire, reply.adaptive)
         expected = (sent.signal, sent.n_response, sent.k, sent.wire, sent.mass > 0)
         if received != expected:
@@ -183,8 +186,8 @@ class TopKRequest(_ScoreRequest[TeacherTopK]):
         n_vocab: upper bound (exclusive) of the token ids in the reply.
     """
 
-    def __init__(self, name: str, header: ScoreRequest, tokens: np.ndarray, *, resend_s: float, n_vocab: int) -> None:
-        super().__init__(name, header, tokens, resend_s=resend_s)
+    def __init__(self, message: RequestMessage[ScoreRequest], n_vocab: int) -> None:
+        super().__init__(message)
         self._n_vocab = n_vocab
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherTopK:
@@ -192,14 +195,14 @@ class TopKRequest(_ScoreRequest[TeacherTopK]):
         unpacked = unpack_topk(checked, frames)
         scores = TeacherTopK(unpacked.ids, unpacked.logprobs, unpacked.tail, unpacked.counts)
         where = f"{self.name}, from worker {checked.worker!r}"
-        validate_topk(scores, self._n_vocab, where, n_rows=self._expected.n_response)
+        validate_topk(scores, self._n_vocab, where, n_rows=self._sent.n_response)
         if scores.counts is not None:
             self._check_mass(scores, scores.counts, where)
         return scores
 
     def _check_mass(self, scores: TeacherTopK, counts: np.ndarray, where: str) -> None:
         """Raise TeacherError if a row lists fewer than k entries without reaching the mass target."""
-        sent = self._expected
+        sent = self._sent
         short = (counts < sent.k) & (1 - scores.tail_mass < sent.mass - MASS_SLACK)
         if short.any():
             row = int(short.argmax())
@@ -233,7 +236,7 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
 
     def __init__(self, teacher: str) -> None:
         header = InfoRequest(request_id=os.urandom(ID_BYTES), teacher=teacher)
-        super().__init__("the teacher's description", header, [], resend_s=_INFO_RESEND_S)
+        super().__init__(RequestMessage("the teacher's description", header, [], bytes(ID_BYTES), _INFO_RESEND_S))
         self._teacher = teacher
 
     def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherInfo:
@@ -258,7 +261,7 @@ class DescriptionRequest(PendingRequest[TeacherInfo]):
 
 
 @contextmanager
-def refusals_of(name: str) -> Iterator[None]:
+def _refusals_of(name: str) -> Iterator[None]:
     """Raise errors of the protocol as TeacherError with the request's name."""
     try:
         yield

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from gkd.errors import TeacherError
-from gkd.teacher.requests import PendingRequest, Reply, T, check_source
+from gkd.teacher.requests import PendingRequest, Reply, RequestMessage, T
 from teacher_server.wire.payload import unpack_rows
 from teacher_server.wire.protocol import (
     STREAM_WINDOW,
@@ -31,20 +30,11 @@ from teacher_server.wire.protocol import (
 _MAX_SENT = 3  # sends of a request under one id while no stream has started
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixShape:
-    """Expected properties of a stream."""
-
-    signal: Literal["logits", "hidden", "head"]
-    n_rows: int
-    n_cols: int
-    digest: bytes  # of the scored tokens; zeros for the LM head
-
-
 class _MatrixRequest(PendingRequest[T]):
     """Base of both kinds of streams: checks the order of messages and acknowledges them.
 
     Args:
+        shape: (rows, columns) of the matrix.
         acknowledge: sends a `Received` to the server; called from any thread, with the lock held.
     """
 
@@ -52,16 +42,14 @@ class _MatrixRequest(PendingRequest[T]):
 
     def __init__(
         self,
-        name: str,
-        header: ScoreRequest | HeadRequest,
-        frames: Sequence[Buffer],
-        shape: MatrixShape,
+        message: RequestMessage[ScoreRequest | HeadRequest],
+        shape: tuple[int, int],
         acknowledge: Callable[[Received], None],
-        *,
-        resend_s: float,
     ) -> None:
-        super().__init__(name, header, frames, resend_s=resend_s)
-        self.shape, self._wire, self._acknowledge = shape, header.wire, acknowledge
+        super().__init__(message)
+        header = message.header
+        self._signal = header.signal if isinstance(header, ScoreRequest) else "head"
+        self._shape, self._wire, self._acknowledge = shape, header.wire, acknowledge
         self._lock = threading.Condition()  # shared with the consumer's thread
         self._n_rows_held = 0  # rows [0, n) need not be received again
         self._n_sent_before = 0  # under earlier request ids
@@ -116,10 +104,9 @@ class _MatrixRequest(PendingRequest[T]):
 
     def _check(self, reply: Reply) -> RowsReply:
         if not isinstance(reply, RowsReply):
-            raise ProtocolError(f"received {type(reply).__name__} for a {self.shape.signal} request")
-        check_source(self.shape.digest, reply)
-        received = (reply.signal, reply.n_rows, reply.n_cols)
-        expected = (self.shape.signal, self.shape.n_rows, self.shape.n_cols)
+            raise ProtocolError(f"received {type(reply).__name__} for a {self._signal} request")
+        self._check_source(reply)
+        received, expected = (reply.signal, reply.n_rows, reply.n_cols), (self._signal, *self._shape)
         if received != expected:
             raise ProtocolError(f"(signal, rows, columns) are {received}, expected {expected}")
         if self._wire == "fp16" and reply.dtype == "float32":
@@ -160,7 +147,7 @@ class WholeMatrix(_MatrixRequest[np.ndarray]):
 
     def _put(self, reply: RowsReply, start: int, rows: np.ndarray) -> None:
         if self._rows is None:
-            self._rows = np.empty((self.shape.n_rows, self.shape.n_cols), np.float32)
+            self._rows = np.empty(self._shape, np.float32)
         self._rows[start : start + len(rows)] = rows
         self._ack(reply.stream_id, self._n_messages)
 
@@ -181,15 +168,11 @@ class RowBlocks(_MatrixRequest[bool]):
 
     def __init__(
         self,
-        name: str,
-        header: ScoreRequest | HeadRequest,
-        frames: Sequence[Buffer],
-        shape: MatrixShape,
+        message: RequestMessage[ScoreRequest | HeadRequest],
+        shape: tuple[int, int],
         acknowledge: Callable[[Received], None],
-        *,
-        resend_s: float,
     ) -> None:
-        super().__init__(name, header, frames, shape, acknowledge, resend_s=resend_s)
+        super().__init__(message, shape, acknowledge)
         self._waiting: deque[_Block] = deque()
         self._n_rows_consumed = 0
         self.future.add_done_callback(self._wake_consumer)
@@ -223,7 +206,7 @@ class RowBlocks(_MatrixRequest[bool]):
         return self._n_rows_consumed
 
     def _put(self, reply: RowsReply, start: int, rows: np.ndarray) -> None:
-        if self.shape.signal == "logits" and rows.max(1).any():
+        if self._signal == "logits" and rows.max(1).any():
             raise TeacherError(f"{self.name}, from worker {reply.worker!r}: the largest logit of a row is not 0")
         self._waiting.append(_Block(reply.stream_id, self._n_messages, start, rows))
         self._lock.notify_all()

@@ -1,6 +1,6 @@
-"""A vLLM engine on a CUDA device that gives its memory away. Run by hand where there is one: pytest -m gpu tests/gpu
+"""Sleep mode of a vLLM engine on CUDA. Not run in CI: pytest -m gpu tests/gpu
 
-What this does not prove: several GPUs, and another process that uses the memory meanwhile.
+Does not cover several GPUs, or another process that allocates the released memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _save(folder: Path) -> None:
 
 
 def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
-    """Runs in a process of its own, because an engine is one a process."""
+    """Run in a child process: vLLM allows one engine per process."""
     from safetensors.torch import load_file
 
     from gkd.config.schema import RolloutConfig
@@ -65,14 +65,14 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
     rng = np.random.default_rng(3)
     prompts = [Prompt(i, rng.integers(2, VOCAB, 20 + i).astype(np.int32)) for i in range(4)]
 
-    def answers() -> list[tuple[bytes, bytes]]:
+    def responses() -> list[tuple[bytes, bytes]]:
         rollouts = sorted(engine.generate(prompts, Sampling(1, 0.0, 1.0, 40, seed=0)), key=lambda r: r.sample_index)
         return [(r.response_ids.tobytes(), r.rollout_logprobs.tobytes()) for r in rollouts]
 
-    def look() -> dict[str, int]:
+    def memory() -> dict[str, int]:
         return {**engine.memory_bytes(), "free": torch.cuda.mem_get_info()[0]}
 
-    # Over gloo, because NCCL takes no two members on one GPU.
+    # Over gloo: NCCL does not support two members on one GPU.
     tensors = load_file(student / "model.safetensors")
     specs = [TensorSpec(name, tuple(t.shape), "bfloat16") for name, t in tensors.items()]
     buckets = plan_buckets(specs, 16 << 20)
@@ -92,36 +92,36 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
         engine.receive([buckets], version)
         thread.join()
 
-    answers()  # what the first use compiles and allocates
-    result: dict[str, Any] = {"answers": [answers()], "awake": [look()], "asleep": [], "refused": []}
+    responses()  # warm-up: compilation and allocations of the first use
+    result: dict[str, Any] = {"responses": [responses()], "awake": [memory()], "asleep": [], "refused": []}
     for _ in range(N_CYCLES):
         engine.sleep(1)
         engine.sleep(1)
-        result["asleep"].append(look())
+        result["asleep"].append(memory())
         engine.wake_up()
         engine.wake_up()
-        result["awake"].append(look())
-    result["answers"].append(answers())
+        result["awake"].append(memory())
+    result["responses"].append(responses())
 
     for version in (1, 2):
         engine.sleep(2)
-        result["asleep"].append(look())
+        result["asleep"].append(memory())
         engine.wake_up(["weights"])
-        result["weights back"] = look()
+        result["weights back"] = memory()
         push(version)
         engine.wake_up(["kv_cache"])
-        result["answers"].append(answers())
-        result["awake"].append(look())
+        result["responses"].append(responses())
+        result["awake"].append(memory())
 
     for part in ("kv_cache", "weights"):
         engine.sleep(1, [part])
-        result[f"{part} alone"] = look()
+        result[f"{part} alone"] = memory()
         try:
-            answers()
+            responses()
         except GkdError as error:
             result["refused"].append(str(error))
         engine.wake_up([part])
-        result["answers"].append(answers())
+        result["responses"].append(responses())
     return result
 
 
@@ -133,15 +133,15 @@ def probe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return pool.submit(_probe, student, free_port("127.0.0.1"), request.param).result(timeout=280)
 
 
-def test_it_writes_as_if_it_had_never_slept(probe: dict[str, Any]) -> None:
-    """Fails if weights, buffers or captured graphs do not survive sleep, or a sync does not bring dropped ones back."""
-    assert len(probe["answers"]) == 6
-    assert all(answers == probe["answers"][0] for answers in probe["answers"])
+def test_sleep_does_not_change_the_responses(probe: dict[str, Any]) -> None:
+    """Fails if weights, buffers or captured graphs change in sleep, or a sync does not restore discarded weights."""
+    assert len(probe["responses"]) == 6
+    assert all(responses == probe["responses"][0] for responses in probe["responses"])
     assert len(probe["refused"]) == 2 and all("asleep" in message for message in probe["refused"])
 
 
-def test_the_device_gets_the_memory(probe: dict[str, Any]) -> None:
-    """Fails if the device has less to give than the engine says it gave away, or a cycle leaves something behind."""
+def test_released_memory_is_free_on_the_device(probe: dict[str, Any]) -> None:
+    """Fails if the device gains less free memory than the engine reports as released, or a cycle leaks memory."""
     awake = probe["awake"][0]
     assert awake["weights"] > 100 * MIB and awake["kv_cache"] > 1024 * MIB
     for held in probe["awake"]:
