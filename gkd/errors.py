@@ -87,10 +87,10 @@ class TeacherRefusal(TeacherError):
     """The teacher server refused a request; a resend would be refused, too.
 
     Args:
-        code: of the server's ErrorReply, e.g. ``bad_request``.
+        code: of the server's ErrorReply, e.g. ``bad_request``; empty: unknown.
     """
 
-    def __init__(self, message: str, code: str) -> None:
+    def __init__(self, message: str, code: str = "") -> None:
         self.code = code
         super().__init__(message)
 
