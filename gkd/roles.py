@@ -156,9 +156,23 @@ class ScoringRole(Protocol):
         ...
 
 
+class Pending(Protocol):
+    def wait(self) -> object:
+        """Wait for the calls. Raises the error of a rank that failed."""
+        ...
+
+
 class ActorRole(Protocol):
     def offload_states(self, include: Sequence[str] | None = None) -> object:
         """Offload weights, gradients and optimizer state to host memory. Idempotent."""
+        ...
+
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+        """Reload what `offload_states` moved. Idempotent.
+
+        Args:
+            blocking: wait for all ranks. False: the caller waits with the returned handle.
+        """
         ...
 
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:

@@ -15,7 +15,7 @@ from contextlib import closing
 from gkd.config.schema import Config
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
-from gkd.pipeline.colocation import GpuSharing
+from gkd.pipeline.colocation import make_gpu_sharing
 from gkd.pipeline.evaluate import Evaluator
 from gkd.pipeline.replay import make_recorder
 from gkd.pipeline.source import make_source
@@ -44,7 +44,7 @@ class Trainer:
     ) -> None:
         self.config, self.roles, self.folder, self.total_steps = config, roles, folder, total_steps
         self.step = 0  # optimizer steps made; also the version of the student's weights
-        self.gpus = GpuSharing(roles.actor, roles.rollout, shared=config.trainer.colocate)
+        self.gpus = make_gpu_sharing(config, roles)
         self.source = make_source(config, roles, train_prompts, total_steps)
         self.recorder = make_recorder(config, folder, roles.scoring)
         self.metrics = RunMetrics(config, roles.actor, roles.rollout, folder, total_steps)

@@ -2,8 +2,8 @@
 
     generate -> engines sleep -> train -> weight sync (both models resident) -> offload actor, wake engines
 
-Actor calls reload the states they need and offload them afterwards, so this module only puts the engines to sleep and
-wakes them.
+Actor calls reload the states they need and offload them afterwards, so this module puts the engines to sleep and wakes
+them. Before a training step it also starts the reload early, so that it overlaps with the wait for the teacher.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from gkd.config.derived import derive
+from gkd.config.schema import Config
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.roles import ActorRole, RolloutRole
+from gkd.roles import ActorRole, Pending, Roles, RolloutRole
 
 KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or none because new ones follow
 
@@ -20,8 +22,14 @@ KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or
 class GpuSharing:
     """Context managers for the rollout phase and the training phase; no-ops if the pools have separate GPUs."""
 
-    def __init__(self, actor: ActorRole, rollout: RolloutRole, *, shared: bool) -> None:
-        self._actor, self._rollout, self._shared = actor, rollout, shared
+    def __init__(self, actor: ActorRole, rollout: RolloutRole, *, shared: bool, reload_early: bool = False) -> None:
+        """
+        Args:
+            shared: the pools share their GPUs.
+            reload_early: reload the actor while the teacher scores. Only if no other model needs that memory meanwhile.
+        """
+        self._actor, self._rollout = actor, rollout
+        self._shared, self._reload_early = shared, reload_early
 
     @contextmanager
     def for_rollout(self, m: StepMetrics | None = None, *, needed: bool = True) -> Iterator[None]:
@@ -43,9 +51,24 @@ class GpuSharing:
 
         Args:
             m: as above.
-            new_weights_follow: the block ends with a weight sync, so the engines discard the old weights.
+            new_weights_follow: the block trains and ends with a weight sync, so the engines discard the old weights.
+
+        Raises ClusterError: a rank could not reload its states.
         """
+        reload: Pending | None = None
         if self._shared:
             with m.stage("switch") if m is not None else nullcontext():
                 self._rollout.offload_states(level=DISCARD_WEIGHTS if new_weights_follow else KEEP_WEIGHTS)
+                if new_weights_follow and self._reload_early:
+                    reload = self._actor.reload_states(blocking=False)
         yield
+        if reload is not None:
+            reload.wait()  # long done; a failed train step has raised the same error
+
+
+def make_gpu_sharing(config: Config, roles: Roles) -> GpuSharing:
+    """Return the time-sharing that the settings require."""
+    derived = derive(config)
+    # A local teacher and a reference compute on the actor's GPUs between the rollout and the training step.
+    only_the_student = not derived.is_local_teacher and not derived.loss.has_reference
+    return GpuSharing(roles.actor, roles.rollout, shared=config.trainer.colocate, reload_early=only_the_student)

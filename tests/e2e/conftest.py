@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -76,10 +77,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("lab"))
 
 
-def make_lab(root: Path) -> Lab:
+def make_lab(root: Path, *, student: Mapping[str, int] = MappingProxyType({})) -> Lab:
     made = Lab(root, root / "teacher", root / "student", root / "train.jsonl", root / "heldout.jsonl")
     _save_model(made.teacher, seed=0, layers=2)
-    _save_model(made.student, seed=1, layers=2)
+    _save_model(made.student, **{"seed": 1, "layers": 2, **student})
     rng = np.random.default_rng(0)
     for path, n in ((made.train, N_TRAIN), (made.heldout, N_HELDOUT)):
         rows = ({"prompt": _words(rng), "answer": "w2", "response": _words(rng)} for _ in range(n))
@@ -109,7 +110,7 @@ def _words(rng: np.random.Generator) -> str:
     return " ".join(f"w{i}" for i in rng.integers(2, VOCAB, rng.integers(3, 13)))
 
 
-def _save_model(folder: Path, *, seed: int, layers: int) -> None:
+def _save_model(folder: Path, *, seed: int, layers: int, hidden_size: int = 64, intermediate_size: int = 96) -> None:
     """Random, but peaked enough that the top 64 of 32003 hold a good part of the mass, and never all of it."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -118,8 +119,8 @@ def _save_model(folder: Path, *, seed: int, layers: int) -> None:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from gkd.config.load import load_config
 from gkd.metrics.run_metrics import StepMetrics
-from gkd.pipeline.colocation import GpuSharing
+from gkd.pipeline.colocation import GpuSharing, make_gpu_sharing
+from gkd.roles import Roles
 
 
 class Recorded:
@@ -20,12 +22,50 @@ class Recorded:
     def offload_states(self, include: Sequence[str] | None = None, level: int = 1) -> None:
         self._calls.append(f"offload {self._name} {level}")
 
-    def reload_states(self, include: Sequence[str] | None = None) -> None:
-        self._calls.append(f"reload {self._name}")
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Recorded:
+        self._calls.append(f"reload {self._name}{'' if blocking else ' early'}")
+        return self
+
+    def wait(self) -> None:
+        self._calls.append("wait")
 
 
-def sharing(calls: list[str], *, shared: bool) -> GpuSharing:
-    return GpuSharing(cast(Any, Recorded("actor", calls)), cast(Any, Recorded("engines", calls)), shared=shared)
+def sharing(calls: list[str], *, shared: bool, reload_early: bool = False) -> GpuSharing:
+    actor, engines = cast(Any, Recorded("actor", calls)), cast(Any, Recorded("engines", calls))
+    return GpuSharing(actor, engines, shared=shared, reload_early=reload_early)
+
+
+def test_the_actor_reloads_while_the_teacher_scores() -> None:
+    """Fails if a training step waits for a reload that could have overlapped, or the reload's error is lost."""
+    calls: list[str] = []
+    gpus = sharing(calls, shared=True, reload_early=True)
+    with gpus.for_training(new_weights_follow=True):
+        calls.append("score")
+    assert calls == ["offload engines 2", "reload actor early", "score", "wait"]
+    calls.clear()
+    with gpus.for_training():
+        calls.append("evaluate")  # needs the weights alone
+    assert calls == ["offload engines 1", "evaluate"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "early"),
+    [
+        (["trainer.colocate=true"], True),
+        (["trainer.colocate=true", "distill.reference_kl_weight=0.1"], False),
+        (["trainer.colocate=true", "teacher.backend=local"], False),
+    ],
+)
+def test_nothing_reloads_early_beside_another_model(settings: list[str], early: bool) -> None:
+    """Fails if the student's states are on a GPU on which a local teacher or a reference needs their memory."""
+    calls: list[str] = []
+    role = cast(Any, Recorded("role", calls))
+    gpus = make_gpu_sharing(
+        load_config(None, settings), Roles(actor=role, rollout=role, scoring=role, weight_sync=role)
+    )
+    with gpus.for_training(new_weights_follow=True):
+        pass
+    assert ("reload role early" in calls) == early
 
 
 def test_one_side_offloads_before_the_other_reloads() -> None:

@@ -45,8 +45,12 @@ class SharedGpus(World):
     def offload_states(self, include: Sequence[str] | None = None, level: int | None = None) -> None:
         self.events.append("actor away" if level is None else f"engines away {level}")
 
-    def reload_states(self, include: Sequence[str] | None = None) -> None:
-        self.events.append("engines back")
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> SharedGpus:
+        self.events.append("engines back" if blocking else "actor back")
+        return self
+
+    def wait(self) -> None:
+        """Reloaded already."""
 
 
 def test_a_teacher_on_the_actor_s_gpus_scores_in_the_actor_s_turn(tmp_path: Path) -> None:
