@@ -13,11 +13,23 @@ if [ $# -gt 0 ]; then
     pytest "$@"
     exit
 fi
-"$bin/ruff" check .
-"$bin/ruff" format --check .
-"$bin/mypy"
-# Unit tests are processes of their own and can share the cores; all others start many, and want them to themselves.
+
+checks() {
+    local bad=0
+    "$bin/ruff" check . || bad=1
+    "$bin/ruff" format --check . || bad=1
+    "$bin/mypy" || bad=1
+    return $bad
+}
+# They run while the tests do; their output is kept together.
+report="$(mktemp)"
+trap 'rm -f "$report"' EXIT
+checks >"$report" 2>&1 &
+checks_pid=$!
+
 failed=0
-pytest tests/unit -n auto --maxprocesses 4 --dist loadfile || failed=1
-pytest tests --ignore=tests/unit || failed=1
+workers="$(nproc)"
+pytest -n "$((workers < 4 ? workers : 4))" || failed=1 # tests/conftest.py: which worker does what
+wait "$checks_pid" || failed=1
+cat "$report"
 exit $failed

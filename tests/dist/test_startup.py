@@ -67,7 +67,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTim
     config = load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}", f"actor.tp={N_RANKS}"])
     workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS)
     actor, told = ActorPool(workers, config), []
-    gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 60)  # imports take their time
+    gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 240)  # imports take their time
     startup = Startup(timeout_s=4, tell_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gkd.cluster.startup.log.info", lambda text, *args: told.append(text % args))

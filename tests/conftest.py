@@ -1,0 +1,34 @@
+"""How pytest-xdist distributes the tests of all folders over its workers."""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+SYSTEM = "tests/e2e"
+OWN_ENGINE = ("test_rollout_", "test_stream_engine")  # its files that start one engine and no run
+
+
+class ByFile(LoadScopeScheduling):
+    """Give a worker whole files, and one worker all runs of the whole system.
+
+    The tests of a file share fixtures. The runs share the session's models, teacher server and base run, and each of
+    them starts some ten processes.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        folder, _, name = file.rpartition("/")
+        return folder if folder == SYSTEM and not name.startswith(OWN_ENGINE) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    config.option.loadscopereorder = False  # it puts the files with the fewest tests last, and those are the longest
+    return ByFile(config, log)  # type: ignore[arg-type]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the runs of the whole system first: they are the longest part that one worker has to do alone."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(SYSTEM))
