@@ -1,1 +1,1 @@
-"""The student in training: its Ray surface and pool; `megatron/` is the student itself."""
+"""Train the student on the actor's ranks: Ray workers and their pool, two backends, frozen models."""

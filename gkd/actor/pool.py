@@ -1,4 +1,4 @@
-"""The driver's side of the actor pool: give each data-parallel group its share, call all ranks, agree on the answer."""
+"""Driver side of the actor: call all ranks, each with the sequences of its data-parallel group; combine the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gkd.run import shared_folder
 
 
 class ActorPool:
-    """Implements `gkd.roles.ActorRole` over the pool's Ray actors, which are in rank order."""
+    """Implement `gkd.roles.ActorRole` over the pool's Ray actors, in rank order."""
 
     def __init__(self, workers: Sequence[Any], config: Config) -> None:
         self._workers, self._config = list(workers), config
@@ -36,10 +36,10 @@ class ActorPool:
         self.dp_size = self._layouts[0].dp
 
     def init_model(self, device: str, total_steps: int, timeout_s: float) -> dict[str, Any]:
-        """Start building on all ranks; returns refs by name, to be gathered.
+        """Start `ActorWorker.init_model` on all ranks. Return the handles by rank's name, to be gathered.
 
         Args:
-            timeout_s: until the first rank has to be there.
+            timeout_s: for the rendezvous with rank 0.
         """
         root = {"actor rank 0": self._workers[0].rendezvous.remote()}
         address = gather(root, "actor rendezvous", timeout_s)["actor rank 0"]
@@ -47,20 +47,20 @@ class ActorPool:
         return self._call("init_model", self._config, device, address, total_steps, run_dir)
 
     def init_teacher(self, n_vocab: int, timeout_s: float) -> None:
-        """Builds the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
+        """Build the local teacher on all ranks; blocks. Raises as `LocalTeacher`."""
         gather(self._call("init_teacher", n_vocab), "init_teacher", timeout_s)
 
     def init_reference(self, timeout_s: float) -> None:
-        """Builds the reference on all ranks; blocks. Raises as `FrozenModel`."""
+        """Build the reference on all ranks; blocks. Raises as `FrozenModel`."""
         gather(self._call("init_reference"), "init_reference", timeout_s)
 
     @property
     def workers(self) -> list[Any]:
-        """The pool's Ray actors in rank order."""
+        """Return the pool's Ray actors in rank order."""
         return list(self._workers)
 
     def check_run_dir(self, root: Path, timeout_s: float) -> None:
-        """Do all ranks, which may still be starting, see the folder that the driver sees, and can they write there?
+        """Check that all ranks, which may still be starting, share the run folder and can write to it.
 
         Raises ConfigError.
         """
@@ -75,27 +75,28 @@ class ActorPool:
     def offload_states(
         self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
     ) -> Pending:
-        """Have all ranks move states to host memory; what is asked of them after this is done after it.
+        """Offload states to host memory on all ranks; later calls of the ranks run after it.
 
         Args:
             include: of `gkd.memory.states.KINDS`; None: all.
-            blocking: wait for all ranks. Else the caller does, with the handle, which also brings a rank's error.
-            non_blocking: the ranks themselves return while their copies are under way, see `ActorWorker`.
+            blocking: wait for all ranks. False: the caller waits with the returned handle, which also raises a rank's
+                error.
+            non_blocking: the ranks themselves return while copies are pending, see `ActorWorker.offload_states`.
 
         Raises:
-            ClusterError: a rank failed, died or did not answer in time.
+            ClusterError: a rank failed, died or timed out.
         """
-        return self._moving("offload_states", include, blocking, non_blocking)
+        return self._move("offload_states", include, blocking, non_blocking)
 
     def reload_states(
         self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
     ) -> Pending:
-        """The reverse."""
-        return self._moving("reload_states", include, blocking, non_blocking)
+        """Reload states to the device on all ranks. Arguments and errors as for `offload_states`."""
+        return self._move("reload_states", include, blocking, non_blocking)
 
     def settle_states(self) -> None:
-        """Wait for what a non-blocking move has left under way. Raises ClusterError, as above."""
-        self._gathered("settle_states")
+        """Wait for the last non-blocking move of all ranks. Raises ClusterError as `offload_states`."""
+        self._call_and_wait("settle_states")
 
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
         return self._on_batch("train_step", batch, meta=meta)[0]
@@ -103,34 +104,34 @@ class ActorPool:
     def evaluate(
         self, batch: Sequence[ScoredChunk], *, keep_tokens: int = 0, meta: Mapping[str, Any] | None = None
     ) -> TrainStats:
-        answers = self._on_batch("evaluate", batch, keep_tokens, meta=meta)
-        tokens = [record for answer in answers for record in answer.tokens]  # each data-parallel group has its own
-        return replace(answers[0], tokens=sorted(tokens, key=lambda record: record.sample_index))
+        results = self._on_batch("evaluate", batch, keep_tokens, meta=meta)
+        tokens = [record for result in results for record in result.tokens]  # each data-parallel group has its own
+        return replace(results[0], tokens=sorted(tokens, key=lambda record: record.sample_index))
 
     def save(self, folder: Path) -> None:
-        self._gathered("save", folder.absolute())
+        self._call_and_wait("save", folder.absolute())
 
     def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest] | None:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        answers = gather(self._call("save_finished", wait), "save_finished", limit_s).values()
-        if any(answer is None for answer in answers):
+        results = gather(self._call("save_finished", wait), "save_finished", limit_s).values()
+        if any(digests is None for digests in results):
             return None
-        return {name: digest for answer in answers for name, digest in answer.items()}
+        return {name: digest for digests in results for name, digest in digests.items()}
 
     def load(self, folder: Path) -> None:
-        self._gathered("load", folder.absolute())
+        self._call_and_wait("load", folder.absolute())
 
     def export_hf(self, folder: Path) -> None:
-        self._gathered("export_hf", folder.absolute())
+        self._call_and_wait("export_hf", folder.absolute())
 
     def memory_numbers(self) -> dict[str, float]:
-        taken = gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s)
-        return merge(list(taken.values()), each=self._config.memory.timeline_of_ranks)
+        by_rank = gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s)
+        return merge(list(by_rank.values()), each=self._config.memory.timeline_of_ranks)
 
     def exporters(self) -> list[list[Any]]:
-        """By pipeline stage, the ranks that produce its tensors together; the first sends.
+        """Return, by pipeline stage, the ranks that export its tensors together; the first of them sends.
 
-        Megatron: see `ParallelLayout.exports`. fsdp2: all ranks, each has a part of every tensor.
+        Megatron: see `ParallelLayout.exports`. fsdp2: all ranks, because each has a shard of every tensor.
         """
         if self._config.actor.strategy == "fsdp2":
             return [self._workers]
@@ -141,19 +142,19 @@ class ActorPool:
         return stages
 
     def last_stage_ranks(self) -> list[int]:
-        """The first rank of each data-parallel group's last pipeline stage, by data-parallel rank."""
+        """Return the first rank of each data-parallel group's last pipeline stage, by data-parallel rank."""
         return [layout.rank for layout in self._layouts if layout.is_last_stage and layout.tp_rank == 0]
 
     def last_stage_nodes(self, timeout_s: float) -> list[str]:
-        """Ray's ids of the nodes of `last_stage_ranks`."""
+        """Return the Ray ids of the nodes of `last_stage_ranks`."""
         refs = {f"actor rank {rank}": self._workers[rank].node_id.remote() for rank in self.last_stage_ranks()}
         return list(gather(refs, "node ids", timeout_s).values())
 
     def set_teacher_head(self, heads: Sequence[Any], timeout_s: float) -> None:
-        """Hands the teacher's LM head to the ranks that compute the loss; blocks.
+        """Send the teacher's LM head to the ranks that compute the loss; blocks.
 
         Args:
-            heads: by data-parallel rank, a handle of [V, D] float32 on that group's last stage's host.
+            heads: by data-parallel rank, a handle of [V, D] float32 on the host of that group's last stage.
         """
         refs = {
             f"actor rank {layout.rank}": worker.set_teacher_head.remote(heads[layout.dp_rank])
@@ -162,7 +163,7 @@ class ActorPool:
         }
         gather(refs, "set_teacher_head", timeout_s)
 
-    def _moving(self, method: str, include: Sequence[str] | None, blocking: bool, non_blocking: bool) -> Pending:
+    def _move(self, method: str, include: Sequence[str] | None, blocking: bool, non_blocking: bool) -> Pending:
         pending = Pending(self._call(method, include, non_blocking=non_blocking), method, self._timeout_s)
         if blocking:
             pending.wait()
@@ -171,7 +172,7 @@ class ActorPool:
     def _on_batch(
         self, method: str, batch: Sequence[ScoredChunk], *args: Any, meta: Mapping[str, Any] | None
     ) -> list[TrainStats]:
-        """By rank; all have the same numbers."""
+        """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
         args_of = batch_args(batch, self._layouts, balance=self._config.actor.balance)
         refs = {
             f"actor rank {rank}": getattr(worker, method).remote(*args, *args_of[rank], meta=meta)
@@ -179,7 +180,7 @@ class ActorPool:
         }
         return list(gather(refs, method, self._timeout_s).values())
 
-    def _gathered(self, method: str, *args: Any) -> None:
+    def _call_and_wait(self, method: str, *args: Any) -> None:
         gather(self._call(method, *args), method, self._timeout_s)
 
     def _call(self, method: str, *args: Any, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one rank's memory was in each phase of its work, and an explanation where it did not suffice."""
+"""Measure one rank's memory in each phase of its work, and diagnose out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from gkd.memory.timeline import Timeline
 
 
 class RankMemory:
-    """Looks on while a rank works.
+    """Memory time-line, fragmentation and out-of-memory diagnosis of one rank.
 
     Args:
-        run_dir: the run's folder, where explanations are kept.
-        who: the rank, "actor rank 0".
-        phases: are told each phase, too, for whoever asks what the rank is at.
+        run_dir: the run's folder; diagnoses are written to `memory/` in it.
+        name: the rank's name, "actor rank 0".
+        phases: also receives the name of each phase, for progress reports.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, run_dir: Path, who: str, phases: Phases, log: logging.Logger
+        self, config: Config, device: torch.device, run_dir: Path, name: str, phases: Phases, log: logging.Logger
     ) -> None:
         self._config, self._device, self._folder = config, device, run_dir / "memory"
-        self._who, self._phases = who, phases
+        self._name, self._phases = name, phases
         self.timeline = Timeline(device) if config.memory.timeline else None
         self._fragmentation = FragmentationWatch(device, config.memory.fragmentation_warn, log)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """In this phase, for whoever asks, and on the time-line. Raises OutOfMemory."""
-        noted = nullcontext() if self.timeline is None else self.timeline.phase(phase.replace(" ", "_"))
-        with self._phases.during(phase), self.diagnosed(phase), noted:
+        """Record progress and memory of a phase. Raises OutOfMemory."""
+        recorded = nullcontext() if self.timeline is None else self.timeline.phase(phase.replace(" ", "_"))
+        with self._phases.during(phase), self.diagnosed(phase), recorded:
             yield
 
     def diagnosed(self, phase: str) -> AbstractContextManager[None]:
-        """Memory that runs out here is explained."""
+        """Turn an out-of-memory error of the block into a diagnosis, see `gkd.memory.oom`. Raises OutOfMemory."""
         return diagnosed(
             self._folder,
             device=self._device,
-            who=self._who,
+            who=self._name,
             phase=phase,
             advice=lambda shortage: advice(self._config, shortage, os.environ),
         )
 
     def after_step(self) -> None:
-        """A training step has left its memory as it is now."""
+        """Measure fragmentation; call it at the end of a training step."""
         self._fragmentation.after_step()
 
     def take(self) -> dict[str, float]:
-        """What the phases took since the last call, see `Timeline.take`, and how the memory is cut."""
+        """Return and reset the metrics of the phases since the last call, see `Timeline.take`, and of fragmentation."""
         phases = {} if self.timeline is None else self.timeline.take()
         return phases | self._fragmentation.take()

@@ -76,8 +76,8 @@ class ActorWorker(ActorRank):
         """Compute the loss without a step. Collective. Arguments as for `train_step`.
 
         Args:
-            keep_tokens: return the numbers of each token for the first so many sequences of the batch; the first rank
-                of each data-parallel group's last pipeline stage does.
+            keep_tokens: number of sequences, from the first of the batch, whose token values are returned, by the first
+                rank of each data-parallel group's last pipeline stage.
         """
         phase = "evaluation"
         with self._memory.during(phase):
@@ -138,7 +138,7 @@ class ActorWorker(ActorRank):
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Set the teacher's LM head, [V, D] float32, for the signal `hidden`. On the last pipeline stage only."""
-        with self._phase("taking the teacher's LM head", "teacher_head", [PARAMS], alone=True):
+        with self._phase("setting the teacher's LM head", "teacher_head", [PARAMS], alone=True):
             self._student.set_teacher_head(head)
 
     def save(self, folder: Path) -> None:

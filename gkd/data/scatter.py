@@ -54,7 +54,7 @@ def encode_indices(indices: np.ndarray, n_sequences: int) -> bytes | None:
 
 
 def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int]:
-    """Return the positions that `encode_indices` was given. Raises DataError: the chunk is shorter than a position."""
+    """Return the positions in a chunk of `n_sequences`. Raises DataError: a position is outside of the chunk."""
     if sequence_indices is None:
         return list(range(n_sequences))
     indices: list[int] = np.frombuffer(sequence_indices, _INDEX).tolist()

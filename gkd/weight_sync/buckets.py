@@ -81,6 +81,6 @@ def digest(tensor: torch.Tensor) -> str:
     return hasher.hexdigest()
 
 
-def differing(sent: dict[str, str], held: dict[str, str]) -> list[str]:
+def differing(sent: dict[str, str], received: dict[str, str]) -> list[str]:
     """Return the names whose digests differ or that only one side has, sorted."""
-    return sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
+    return sorted(name for name in sent.keys() | received.keys() if sent.get(name) != received.get(name))

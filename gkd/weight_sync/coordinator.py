@@ -78,8 +78,8 @@ class WeightSync:
 
     def _verify(self, sent: dict[str, str], timeout_s: float) -> int:
         refs = {f"rollout engine {i}": engine.digests.remote() for i, engine in enumerate(self._engines)}
-        for name, held in gather(refs, "weight digests", timeout_s).items():
-            wrong = differing(sent, held)
+        for name, received in gather(refs, "weight digests", timeout_s).items():
+            wrong = differing(sent, received)
             if wrong:
                 raise WeightSyncError(
                     f"{name} does not have the weights that the actor exported: {len(wrong)} of {len(sent)} tensors "

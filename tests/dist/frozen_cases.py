@@ -1,4 +1,4 @@
-"""What runs in the ranks for `test_frozen_model`: the frozen model alone, beside students, and refreshed from them."""
+"""Functions that run in the ranks of `test_frozen_model`: a frozen model alone, with students, and refreshed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.dist.helpers import caught
 from tests.dist.megatron_reference import VOCAB, make_micro_batches
 from tests.dist.student_cases import CPU, build_student, same_weights, share, weights
 
-CUT = VOCAB - 50  # of the vocabulary, for some questions
-# Folder -> whether sequences are packed. Untied, and the last with everything that the others lack.
+CUT = VOCAB - 50  # n_vocab of some tables
+# Folder -> whether sequences are packed. gpt2 has biases, learned positions and no rotary embedding.
 KINDS = {"qwen3": True, "qwen2_tied": False, "gpt2": True}
-ASKED = (
+PARAMS = (
     ScoreParams("topk", k=8),
     ScoreParams("topk", k=20, mass=0.7, temperature=2.0, n_vocab=CUT),
     ScoreParams("sampled", temperature=0.8, n_vocab=CUT),
@@ -28,11 +28,11 @@ ASKED = (
     ScoreParams("hidden"),
 )
 PLAIN = (ScoreParams("sampled"),)
-# (prompt, response) tokens: the shortest there can be, one longer than a micro-batch, and in no order.
+# (prompt, response) tokens: the shortest possible, one longer than a micro-batch, unsorted.
 SIZES = ((5, 12), (1, 1), (20, 30), (1, 50), (9, 3), (40, 1), (3, 1))
 BATCH_TOKENS = 48
 EMA = 0.9
-BESIDE = {1: "fsdp2", 2: "megatron"}  # world size -> the student's backend
+BACKENDS = {1: "fsdp2", 2: "megatron"}  # world size -> the student's backend
 
 
 def sequences() -> list[Rollout]:
@@ -45,15 +45,15 @@ def sequences() -> list[Rollout]:
     return [Rollout(i, 7, ids(p), ids(r), none, (), "stop", on_policy=False) for i, (p, r) in enumerate(SIZES)]
 
 
-def deals(world_size: int) -> dict[str, list[list[int]]]:
-    """Name -> by rank, the places of the sequences it gets."""
-    everything = list(range(len(SIZES)))
+def distributions(world_size: int) -> dict[str, list[list[int]]]:
+    """Return name -> by rank, the indices of its sequences."""
+    indices = list(range(len(SIZES)))
     if world_size == 1:
-        return {"all": [everything], "none": [[]], "one": [[2]]}
+        return {"all": [indices], "none": [[]], "one": [[2]]}
     return {
-        "even": [everything[::2], everything[1::2]],
-        "uneven": [everything[:-1], everything[-1:]],
-        "one rank has all": [[], everything],
+        "even": [indices[::2], indices[1::2]],
+        "uneven": [indices[:-1], indices[-1:]],
+        "one rank has all": [[], indices],
         "none": [[], []],
     }
 
@@ -66,7 +66,7 @@ def build(folder: Path, **changes: Any) -> Any:
 
 
 def frozen_weights(model: Any) -> dict[str, np.ndarray]:
-    """All tensors under their names in the files, float32."""
+    """Return all tensors by their names in the files, float32."""
     from gkd.actor.fsdp.weights import full_tensor
 
     found = {}
@@ -77,13 +77,13 @@ def frozen_weights(model: Any) -> dict[str, np.ndarray]:
 
 
 def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Runs in a rank: everything that the tests look at."""
+    """Runs in a rank: return all results of the tests."""
     out: dict[str, Any] = {"scores": {}}
     batch = sequences()
     for kind, packing in KINDS.items():
         model = build(root / kind, packing=packing)
-        for name, dealt in deals(world_size).items():
-            out["scores"][kind, name] = model.score([batch[i] for i in dealt[rank]], ASKED)
+        for name, by_rank in distributions(world_size).items():
+            out["scores"][kind, name] = model.score([batch[i] for i in by_rank[rank]], PARAMS)
         if kind == "qwen3":
             out["head"] = model.lm_head()
             out["sizes"] = (model.vocab_size, model.hidden_size, model.max_tokens)
@@ -92,7 +92,7 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     out["refreshed"] = _refreshed(root, batch)
     if world_size == 1:
         out |= _once(root, batch)
-    out["beside"] = _beside(BESIDE[world_size], root, rank, world_size, batch)
+    out["with student"] = _with_student(BACKENDS[world_size], root, rank, world_size, batch)
     if world_size == 2:
         from megatron.core import parallel_state
 
@@ -104,71 +104,73 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
 
 def _once(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
-    """What more ranks would not make any harder."""
+    """Return the results for which one rank suffices."""
     out: dict[str, Any] = {"resident": build(root / "qwen3", cpu_offload=False).score(batch, PLAIN)}
     half = build(root / "qwen3", dtype=torch.bfloat16)
     out["bf16"] = [
         half.score(batch, (ScoreParams("sampled"), ScoreParams("hidden"))),
         {p.dtype for p in half.model.parameters()} == {torch.bfloat16},
     ]
-    of_reference = build(root / "qwen3", key="reference.path")
-    out["who"] = [_poisoned(each, batch, PLAIN[0], True) for each in (of_reference, build(root / "qwen3"))]
-    seen: list[int] = []
-    of_reference._n_threads = 2
+    reference = build(root / "qwen3", key="reference.path")
+    out["named"] = [_poisoned(each, batch, PLAIN[0], True) for each in (reference, build(root / "qwen3"))]
+    n_threads: list[int] = []
+    reference._n_threads = 2
 
-    def given() -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for pair in _tensors(root / "qwen3"):
-            seen.append(torch.get_num_threads())
+            n_threads.append(torch.get_num_threads())
             yield pair
 
-    of_reference.refresh(given(), EMA)
-    out["threads"] = [torch.get_num_threads(), set(seen), torch.get_num_threads()]
+    reference.refresh(tensors(), EMA)
+    out["threads"] = [torch.get_num_threads(), set(n_threads), torch.get_num_threads()]
     out["packs"] = caught(lambda: build(root / "gemma2"))
-    slow = {kept: build(root / "qwen3", dtype=torch.bfloat16, float32_weights=kept) for kept in (True, False)}
+    slow = {
+        is_float: build(root / "qwen3", dtype=torch.bfloat16, float32_weights=is_float) for is_float in (True, False)
+    }
     for each in slow.values():
         for _ in range(3):
             each.refresh(_tensors(root / "qwen3_other"), 0.999)
-    out["slow"] = {kept: frozen_weights(each) for kept, each in slow.items()}
+    out["slow"] = {flag: frozen_weights(each) for flag, each in slow.items()}
     return out
 
 
 def _bad_input(model: Any, batch: Sequence[Rollout], rank: int, world_size: int) -> dict[str, Any]:
-    """(error, is the next call right) by what is wrong; where a sequence is, the last rank alone has it."""
+    """Return name -> (error, whether the next call is correct). Only the last rank has the bad sequence."""
     good = model.score(batch, PLAIN)
     last = rank == world_size - 1
 
-    def instead(**changes: Any) -> list[Rollout]:
+    def with_bad(**changes: Any) -> list[Rollout]:
         return [*batch[:-1], replace(batch[-1], **changes)] if last else list(batch)
 
     def ids(*values: int) -> np.ndarray:
         return np.array(values, np.int32)
 
     tries = {
-        "past the vocabulary": (instead(response_ids=ids(VOCAB)), PLAIN),
-        "negative": (instead(prompt_ids=ids(1, -1)), PLAIN),
-        "empty response": (instead(response_ids=ids()), PLAIN),
-        "empty prompt": (instead(prompt_ids=ids()), PLAIN),
-        "too long": (instead(response_ids=np.zeros(64, np.int32)), PLAIN),
+        "past the vocabulary": (with_bad(response_ids=ids(VOCAB)), PLAIN),
+        "negative": (with_bad(prompt_ids=ids(1, -1)), PLAIN),
+        "empty response": (with_bad(response_ids=ids()), PLAIN),
+        "empty prompt": (with_bad(prompt_ids=ids()), PLAIN),
+        "too long": (with_bad(response_ids=np.zeros(64, np.int32)), PLAIN),
         "n_vocab": (batch, (ScoreParams("topk", k=1, n_vocab=VOCAB + 1),)),
         "k": (batch, (ScoreParams("topk", k=VOCAB + 1),)),
-        "cut response": (instead(response_ids=ids(CUT)), (ScoreParams("sampled", n_vocab=CUT),)),
+        "cut response": (with_bad(response_ids=ids(CUT)), (ScoreParams("sampled", n_vocab=CUT),)),
     }
     found: dict[str, Any] = {}
-    for name, (rollouts, asked) in tries.items():
-        error = caught(lambda r=rollouts, a=asked: model.score(r, a))  # type: ignore[misc]
+    for name, (rollouts, params) in tries.items():
+        error = caught(lambda r=rollouts, p=params: model.score(r, p))  # type: ignore[misc]
         found[name] = (error, _same(model.score(batch, PLAIN), good))
-    for asked in ASKED:
-        found[f"NaN {asked.signal}"] = (_poisoned(model, batch, asked, last), _same(model.score(batch, PLAIN), good))
+    for each in PARAMS:
+        found[f"NaN {each.signal}"] = (_poisoned(model, batch, each, last), _same(model.score(batch, PLAIN), good))
     return found
 
 
-def _poisoned(model: Any, batch: Sequence[Rollout], asked: ScoreParams, with_work: bool) -> tuple[str, str]:
-    """The error of a model whose last norm has a NaN; but one rank has nothing to score."""
+def _poisoned(model: Any, batch: Sequence[Rollout], params: ScoreParams, with_work: bool) -> tuple[str, str]:
+    """Return the error of a model whose last norm has a NaN; ranks without `with_work` score no sequence."""
     norm = model.places["model.norm.weight"].tensor.to_local()
     saved = norm.clone()
     norm.fill_(float("nan"))
     try:
-        return caught(lambda: model.score(batch if with_work else [], (asked,)))
+        return caught(lambda: model.score(batch if with_work else [], (params,)))
     finally:
         norm.copy_(saved)
 
@@ -184,16 +186,16 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refreshed(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
-    """A teacher that takes the weights of `qwen3_other`, in several ways."""
+    """Refresh a teacher from `qwen3_other`, in several ways."""
     model, given = build(root / "qwen3"), dict(_tensors(root / "qwen3_other"))
     model.score(batch, PLAIN)
-    homes = [_home(param) for param in model.model.parameters()]
+    addresses = [_address(param) for param in model.model.parameters()]
     for _ in range(2):
         model.refresh(iter(given.items()), EMA)
     out: dict[str, Any] = {"ema": frozen_weights(model)}
     model.refresh(iter(given.items()))
     out |= {"copied": frozen_weights(model), "scores": model.score(batch, PLAIN)}
-    out["stayed"] = homes == [_home(param) for param in model.model.parameters()]
+    out["in place"] = addresses == [_address(param) for param in model.model.parameters()]
     for kind in ("qwen2_tied", "mixtral"):
         other = build(root / kind)
         other.refresh((name, tensor * 2) for name, tensor in _tensors(root / kind))
@@ -210,13 +212,13 @@ def _refreshed(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
     return out
 
 
-def _home(param: torch.Tensor) -> tuple[str, int]:
+def _address(param: torch.Tensor) -> tuple[str, int]:
     local = param.to_local()  # type: ignore[attr-defined]
     return str(local.device), local.data_ptr()
 
 
-def _beside(backend: str, root: Path, rank: int, world_size: int, batch: Sequence[Rollout]) -> dict[str, Any]:
-    """A student that trains while a teacher in the same processes scores: does either notice?"""
+def _with_student(backend: str, root: Path, rank: int, world_size: int, batch: Sequence[Rollout]) -> dict[str, Any]:
+    """Train a student and score with a teacher in the same processes; compare with each alone."""
 
     def steps(student: Any, between: Any) -> list[float]:
         losses = []
@@ -235,6 +237,6 @@ def _beside(backend: str, root: Path, rank: int, world_size: int, batch: Sequenc
     out["scores"] = scores
     teacher.check_plan(student.export_plan())
     teacher.refresh(student.export())
-    held = {name: torch.from_numpy(array) for name, array in frozen_weights(teacher).items()}
-    out["follows"] = same_weights(held, weights(student))
+    refreshed = {name: torch.from_numpy(array) for name, array in frozen_weights(teacher).items()}
+    out["follows"] = same_weights(refreshed, weights(student))
     return out

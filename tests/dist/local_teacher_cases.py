@@ -1,4 +1,4 @@
-"""What runs in the ranks for `test_frozen_model`: the local teacher beside a student in two pipeline stages."""
+"""Functions that run in the ranks of `test_frozen_model`: a local teacher with a student in two pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SETTINGS = {
     "logits": ("teacher.signal=logits", "teacher.temperature=0.7"),
     "hidden": ("teacher.signal=hidden", "teacher.temperature=0.7"),
 }
-# By rank, the sequences it scores of a chunk with all sequences, and of one with the last three.
+# By rank, the sequence_indices of a chunk with all sequences, and of one with the last three.
 INDICES = [([0, 2, 4], []), ([6, 1, 3, 5], [2, 0, 1])]
 
 
 def teach(rank: int, root: Path) -> dict[str, Any]:
-    """Runs in a rank of two."""
+    """Runs in a rank of two: return all results of the tests."""
     from gkd.actor.common.optim_spec import OptimSpec
     from gkd.actor.frozen.teacher import LocalTeacher
     from gkd.actor.megatron.layout import ParallelLayout
@@ -45,7 +45,7 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
 
     def teacher(*overrides: str, folder: str = "qwen3_other") -> LocalTeacher:
         local = ("teacher.backend=local", f"teacher.path={root / folder}", "model.dtype=float32")
-        # The head is for the student's whole vocabulary.
+        # The head covers the student's whole vocabulary.
         n_vocab = VOCAB if "teacher.signal=hidden" in overrides else CUT
         return LocalTeacher(load_config(None, [*local, *overrides]), student, layout, CPU, n_vocab)
 
@@ -57,21 +57,21 @@ def teach(rank: int, root: Path) -> dict[str, Any]:
     before = frozen_weights(follower._model)
     student.step = 1
     follower.after_step()
-    out["not_yet"] = _equal(frozen_weights(follower._model), before)
+    out["kept"] = _equal(frozen_weights(follower._model), before)
     student.step = 2
     follower.after_step()
-    out["taken"] = frozen_weights(follower._model)
-    out["head_taken"] = _head(student)
+    out["copied"] = frozen_weights(follower._model)
+    out["head_copied"] = _head(student)
     average = teacher("teacher.update_interval=2", "teacher.update_ema=0.5", "teacher.signal=hidden")
     student.step = 4
     average.after_step()
     out["average"] = frozen_weights(average._model)
-    out["stranger"] = caught(lambda: teacher("teacher.update_interval=2", folder="olmo2"))
+    out["other architecture"] = caught(lambda: teacher("teacher.update_interval=2", folder="olmo2"))
     return out
 
 
 def _head(student: Any) -> np.ndarray | None:
-    """A copy: torch would hand over a file that ends with the process."""
+    """Return a copy, because torch would share memory of this process."""
     head = student.loss.teacher_head
     return None if head is None else head.numpy().copy()
 

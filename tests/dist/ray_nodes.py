@@ -1,4 +1,4 @@
-"""Several nodes of Ray on one machine: real daemons, each with logical GPUs and an address of its own."""
+"""Several Ray nodes on one machine: real daemons, each with logical GPUs and an address."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class NodeSpec:
     gpus: int
     cpus: int
     address: str = ""  # empty: this machine's
-    visible: str = ""  # the CUDA_VISIBLE_DEVICES that it is started with; empty: none
+    visible: str = ""  # its CUDA_VISIBLE_DEVICES; empty: unset
 
 
 def my_place() -> Place:
-    """For a task. It is here because its process has to import this file, and should have little to import."""
+    """Return node and GPUs of a task. It is in this file because the task's process must import its module."""
     context = ray.get_runtime_context()
     return context.get_node_id(), tuple(sorted(context.get_accelerator_ids()["GPU"]))
 
 
 @contextmanager
 def ray_nodes(specs: Sequence[NodeSpec]) -> Iterator[str]:
-    """The cluster's address; the first node is the head. All are stopped in the end."""
+    """Start the nodes and yield the cluster's address; the first node is the head. Stop all nodes afterwards."""
     nodes = RayNodes()
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Else each node starts a process a CPU as soon as a driver joins, needed or not.
+    # Otherwise each node starts a process for each CPU as soon as a driver joins.
     os.environ.update(RAY_prestart_worker_first_driver="0")
     try:
         for spec in specs:

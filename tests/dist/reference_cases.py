@@ -1,6 +1,4 @@
-"""What runs in the ranks for `test_fsdp_student`: logprobs of a reference, of a student without its adapters, and what
-the term does from step to step.
-"""
+"""Functions that run in the ranks of `test_fsdp_student`: logprobs of a reference and of a student without adapters."""
 
 from __future__ import annotations
 
@@ -32,25 +30,25 @@ SETTINGS = (*SETTINGS, "model.dtype=float32", "data.max_prompt_length=40", "data
 
 
 def rollouts() -> list[Rollout]:
-    """Written by the student, in no order."""
+    """Return on-policy sequences, unsorted."""
     return [
         replace(r, sample_index=9 - i, on_policy=True, rollout_logprobs=np.full(len(r.response_ids), -7, np.float32))
         for i, r in enumerate(sequences())
     ]
 
 
-def mine(rank: int) -> list[int]:
-    """Places of the sequences that a rank has."""
-    everything = list(range(len(sequences())))
-    return everything[:-1] if rank == 0 else everything[-1:]
+def indices_of(rank: int) -> list[int]:
+    """Return the indices of a rank's sequences."""
+    indices = list(range(len(sequences())))
+    return indices[:-1] if rank == 0 else indices[-1:]
 
 
 def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[str, Any]:
-    """Runs in a rank of two."""
+    """Runs in a rank of two: return all results of the tests."""
     from gkd.actor.frozen.reference import base_logprobs, frozen_logprobs, frozen_reference
 
     config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", "trainer.device=cpu"])
-    share = [rollouts()[place] for place in mine(rank)]
+    share = [rollouts()[i] for i in indices_of(rank)]
 
     def frozen(work: list[Rollout]) -> list[np.ndarray]:
         return frozen_logprobs(reference, work, temperature=TEMPERATURE, n_vocab=VOCAB)
@@ -59,9 +57,9 @@ def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[
     spec = LossSpec((LossTerm("k1"),), temperature=TEMPERATURE, reference_weight=1.0)
     out: dict[str, Any] = {"frozen": frozen(share), "no share": len(frozen(share if rank else []))}
     out["curve"] = _curve(build("qwen3", loss=spec, signals=("sampled",)), share, out["frozen"])
-    out["stayed"] = _equal(frozen(share), out["frozen"])  # after the student's steps beside it
+    out["stayed"] = _equal(frozen(share), out["frozen"])  # after steps of a student in the same process
 
-    def bare(student: Any, work: list[Rollout], packing: bool = True) -> list[np.ndarray]:
+    def base(student: Any, work: list[Rollout], packing: bool = True) -> list[np.ndarray]:
         settings = replace(config, actor=replace(config.actor, packing=packing))
         return base_logprobs(student, settings, work, device=CPU, where=f"actor rank {rank}")
 
@@ -69,24 +67,24 @@ def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[
     untouched, student = build("qwen3", **lora), build("qwen3", **lora)
     plain = _steps(untouched, share, out["frozen"], lambda: None)
     looks: list[Any] = []
-    out["same losses"] = plain == _steps(student, share, out["frozen"], lambda: looks.append(bare(student, share)))
-    out["bare"] = looks[-1]
-    out |= _switched(student, share, lambda: bare(student, share))
+    out["same losses"] = plain == _steps(student, share, out["frozen"], lambda: looks.append(base(student, share)))
+    out["base"] = looks[-1]
+    out |= _switched(student, share, lambda: base(student, share))
     batches = make_micro_batches(share, None, micro_batch_size=2, packed=True)
     tables = (
         build("qwen3", loss=spec).compute_logprobs(batches),
         student.compute_logprobs(batches, disable_adapter=True),
     )
     out["from base"] = max(float((a - b).abs().max()) for a, b in zip(*tables, strict=True))
-    out["bad"] = caught(lambda: bare(student, [replace(r, response_ids=r.response_ids[:0]) for r in share[:rank]]))
-    capped = LoraConfig(rank=2, targets=["q_proj"])  # soft-capped logits, so that the LM head is not all there is
+    out["bad"] = caught(lambda: base(student, [replace(r, response_ids=r.response_ids[:0]) for r in share[:rank]]))
+    capped = LoraConfig(rank=2, targets=["q_proj"])  # its logits are soft-capped after the LM head
     gemma2 = build("gemma2", packing=False, fused_lm_head=False, lora=capped, loss=LossSpec(temperature=TEMPERATURE))
-    out["gemma2"] = bare(gemma2, share, packing=False)
+    out["gemma2"] = base(gemma2, share, packing=False)
     return out
 
 
 def _batches(share: list[Rollout], logprobs: list[np.ndarray], seed: int) -> Any:
-    """With a teacher that says anything, and a reference."""
+    """Return micro-batches with random teacher scores and these reference logprobs."""
     rng = np.random.default_rng(seed)
     scores = [
         TeacherScores(sampled_logprobs=-rng.uniform(1, 9, len(r.response_ids)).astype(np.float32), reference_logprobs=p)
@@ -104,7 +102,7 @@ def _steps(student: Any, share: list[Rollout], logprobs: list[np.ndarray], betwe
 
 
 def _curve(student: Any, share: list[Rollout], logprobs: list[np.ndarray]) -> list[float]:
-    """The term before each step; the samples' importance weights are 1 at the first."""
+    """Return the reference term before each step; at the first, all importance weights are 1."""
     numbered = [replace(rollout, rollout_logprobs=p) for rollout, p in zip(share, logprobs, strict=True)]
     batches = [_batches(numbered, logprobs, step) for step in range(N_STEPS)]
     return [student.train_step(batch).extra["loss/reference_kl"] for batch in batches]
@@ -115,20 +113,20 @@ class _Broken:
         raise RuntimeError("enough")
 
 
-def _switched(student: Any, share: list[Rollout], bare: Callable[[], Any]) -> dict[str, Any]:
-    """Are the adapters there again, after a call and after one that failed?"""
+def _switched(student: Any, share: list[Rollout], base: Callable[[], Any]) -> dict[str, Any]:
+    """Check that the adapters are enabled again, after a call and after one that failed."""
     batches = make_micro_batches(share, None, micro_batch_size=2, packed=True)
 
     def whole() -> list[np.ndarray]:
         return [table.numpy() for table in student.compute_logprobs(batches)]
 
-    before, without = whole(), bare()
+    before, without = whole(), base()
     out: dict[str, Any] = {"again": _equal(whole(), before)}
     kernels, student.loss.kernels = student.loss.kernels, _Broken()
     with pytest.raises(RuntimeError, match="enough"):
-        bare()
+        base()
     student.loss.kernels = kernels
-    out["again after an error"] = _equal(whole(), before) and _equal(bare(), without)
+    out["again after an error"] = _equal(whole(), before) and _equal(base(), without)
     out["learned"] = float(np.abs(np.concatenate(before)).sum() - np.abs(np.concatenate(without)).sum())
     return out
 
@@ -138,7 +136,7 @@ def _equal(one: list[np.ndarray], two: list[np.ndarray]) -> bool:
 
 
 def plain_logprobs(folder: Path) -> list[np.ndarray]:
-    """Of all sequences, by plain transformers in float64."""
+    """Return the logprobs of all sequences by plain transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()

@@ -1,4 +1,4 @@
-"""A small Ray of one's own, with slots for an actor pool."""
+"""A local Ray cluster with slots for an actor pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in the ranks for `test_teacher_checkpoint`: a student and the teacher that follows it, saved and loaded."""
+"""Functions that run in the ranks of `test_teacher_checkpoint`: save and load a student and its teacher."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.dist.helpers import caught
 from tests.dist.megatron_reference import BETAS, CLIP, EPS, LR, WEIGHT_DECAY
 from tests.dist.student_cases import CPU
 
-STEP = 3  # of the checkpoint: no multiple of the interval
+STEP = 3  # of the checkpoint; not a multiple of the interval
 EMA = ("teacher.update_interval=2", "teacher.update_ema=0.75", "teacher.signal=hidden")
 COPY = ("teacher.update_interval=2",)
 
 
 class Pair:
-    """A student and its teacher, as a worker has them."""
+    """A student and its teacher, as in a worker."""
 
     def __init__(self, root: Path, rank: int, world_size: int, kind: str, overrides: tuple[str, ...]) -> None:
         from gkd.actor.frozen.teacher import LocalTeacher
@@ -46,12 +46,12 @@ class Pair:
         self.teacher = LocalTeacher(config, self.student, layout, CPU, self.student.n_vocab)
 
     def step(self, number: int) -> None:
-        """As a training step ends; the weights that it would make do not matter here."""
+        """End a training step; its new weights do not matter here."""
         self.student.step = number
         self.teacher.after_step()
 
     def save(self, folder: Path) -> None:
-        """The copy is begun, the teacher goes on, and only then the files are written."""
+        """Start the copy, refresh the teacher, and then write the files."""
         snapshot = self.teacher.add_to(self.student.snapshot())
         self.step(STEP + 1)
         write(folder, self.rank, snapshot)
@@ -71,29 +71,29 @@ class Pair:
 
 
 def save_them(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Writes a checkpoint of each kind; what the teachers were then, and one step later."""
+    """Write a checkpoint of each kind. Return the teachers' weights at the save, and one step later."""
     out: dict[str, Any] = {}
     for name, kind, overrides in (("ema", "qwen3", EMA), ("copy", "qwen3", COPY), ("tied", "qwen2_tied", EMA)):
         pair = Pair(root, rank, world_size, kind, overrides)
         pair.step(2)
         pair.student.step = STEP
-        then = pair.weights()
+        at_save = pair.weights()
         pair.save(root / f"{name}_{world_size}")
-        out[name] = [then, pair.weights()]
+        out[name] = [at_save, pair.weights()]
     alone = Pair(root, rank, world_size, "qwen3", COPY)
     write(root / f"alone_{world_size}", rank, alone.student.snapshot())
     return out
 
 
 def load_them(rank: int, world_size: int, root: Path, saved_by: int) -> dict[str, Any]:
-    """What comes out of the checkpoints that as many ranks wrote; and what is refused."""
+    """Load the checkpoints of `saved_by` ranks. Return the loaded weights, and the errors of wrong checkpoints."""
     out: dict[str, Any] = {}
     for name, kind, overrides in (("ema", "qwen3", EMA), ("copy", "qwen3", COPY), ("tied", "qwen2_tied", EMA)):
         pair = Pair(root, rank, world_size, kind, overrides)
-        homes = [param.to_local().data_ptr() for param in pair.teacher._model.model.parameters()]  # type: ignore[attr-defined]
+        addresses = [param.to_local().data_ptr() for param in pair.teacher._model.model.parameters()]  # type: ignore[attr-defined]
         pair.load(root / f"{name}_{saved_by}")
         loaded = pair.weights()
-        out[f"{name} stayed"] = homes == [p.to_local().data_ptr() for p in pair.teacher._model.model.parameters()]  # type: ignore[attr-defined]
+        out[f"{name} in place"] = addresses == [p.to_local().data_ptr() for p in pair.teacher._model.model.parameters()]  # type: ignore[attr-defined]
         if name == "ema":
             out["head"] = pair.head()
             out["refused"] = [
@@ -107,5 +107,5 @@ def load_them(rank: int, world_size: int, root: Path, saved_by: int) -> dict[str
 
 
 def save_and_load(rank: int, world_size: int, root: Path) -> list[dict[str, Any]]:
-    """Runs in a rank of two: one world for both, because libraries load slowly."""
+    """Runs in a rank of two: one world for both, because imports are slow."""
     return [save_them(rank, world_size, root), load_them(rank, world_size, root, 1)]

@@ -1,4 +1,4 @@
-"""The actor pool's calls that go beside the training, on real Ray actors of the real class, without their models."""
+"""Saves in the background, on real Ray actors of the real class, without models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ N_RANKS = 2
 
 
 class Rank(ActorWorker):
-    """A rank with a snapshot in the place of a student, and a step that hangs."""
+    """A rank with a snapshot instead of a student, and a step that hangs."""
 
     def save(self, folder: Path) -> None:
         piece = Piece("w", "param", 0, 0, torch.full((1000,), float(self._rank)))
@@ -48,8 +48,8 @@ def pool(ranks: list[object], tmp_path: Path) -> ActorPool:
     return ActorPool(ranks, load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}"]))
 
 
-def test_the_ranks_and_the_driver_see_the_same_folder(ranks: list[object], tmp_path: Path) -> None:
-    """Fails if a run whose folder the ranks do not see, or may not write, starts; or its probes stay behind."""
+def test_the_ranks_and_the_driver_share_the_run_folder(ranks: list[object], tmp_path: Path) -> None:
+    """Fails if a run starts although a rank has no access to the run folder, or the probe files are not removed."""
     actor = pool(ranks, tmp_path)
     actor.check_run_dir(tmp_path, 60)
     assert not list(tmp_path.iterdir())
@@ -58,10 +58,10 @@ def test_the_ranks_and_the_driver_see_the_same_folder(ranks: list[object], tmp_p
 
 
 def test_a_save_is_committed_while_a_rank_hangs(ranks: list[object], tmp_path: Path) -> None:
-    """Fails if what is written is lost because a rank hangs in its step, or the run waits for that step to end."""
+    """Fails if a save is lost because a rank hangs in its step, or the driver waits for the end of that step."""
     actor, folder = pool(ranks, tmp_path), tmp_path / "actor"
     folder.mkdir()
-    with pytest.raises(CheckpointError, match="no save was started"):
+    with pytest.raises(CheckpointError, match="no save"):
         actor.save_finished(wait=True, timeout_s=30)
     actor.save(folder)
     hung = [rank.hang.remote(4) for rank in ranks]  # type: ignore[attr-defined]
@@ -71,15 +71,15 @@ def test_a_save_is_committed_while_a_rank_hangs(ranks: list[object], tmp_path: P
     assert written is not None and sorted(written) == sorted(path.name for path in folder.iterdir())
     assert len(written) == N_RANKS
     assert not ray.wait(hung, num_returns=1, timeout=0)[0], "the steps still hang"
-    print(f"answered after {seconds:.3f} s")
+    print(f"returned after {seconds:.3f} s")
 
 
-def test_a_save_that_does_not_end_is_not_waited_for_longer_than_told(ranks: list[object], tmp_path: Path) -> None:
-    """Fails if a disk that hangs keeps a run that has failed from ending. The disk: a pipe that nobody reads."""
+def test_a_save_that_hangs_is_a_timeout(ranks: list[object], tmp_path: Path) -> None:
+    """Fails if a disk that hangs keeps a failed run from ending. The disk is a pipe that is never read."""
     os.mkfifo(tmp_path / "rank_00001.safetensors")
     actor = pool(ranks, tmp_path)
     actor.save(tmp_path)
     began = time.monotonic()
-    with pytest.raises(ClusterError, match="save_finished: no answer within 1 s from: actor rank 1"):
+    with pytest.raises(ClusterError, match=r"save_finished.*actor rank 1"):
         actor.save_finished(wait=True, timeout_s=1.0)
     assert time.monotonic() - began < 5

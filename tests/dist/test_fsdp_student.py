@@ -32,7 +32,7 @@ from tests.dist.megatron_reference import (
     make_micro_batches,
     train_reference,
 )
-from tests.dist.reference_cases import measure_reference, mine, plain_logprobs
+from tests.dist.reference_cases import indices_of, measure_reference, plain_logprobs
 from tests.dist.resume_cases import SAVED_AT
 from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights
 
@@ -548,16 +548,16 @@ def test_logprobs_of_the_reference(ranks: Any, root: Path) -> None:
 
     Cases: uneven shares, packed, padded, soft caps.
     """
-    for kind, ways in (("qwen3", ("frozen", "bare")), ("gemma2", ("gemma2",))):
+    for kind, ways in (("qwen3", ("frozen", "base")), ("gemma2", ("gemma2",))):
         expected = plain_logprobs(root / kind)
         for way in ways:
             for rank, result in enumerate(ranks):
                 found = result["reference"][way]
-                assert [len(row) for row in found] == [len(expected[index]) for index in mine(rank)]
-                for index, row in zip(mine(rank), found, strict=True):
-                    assert abs(row - expected[index]).max() <= 1e-5
-    bare, frozen = (ranks[0]["reference"][way] for way in ("bare", "frozen"))
-    assert max(abs(a - b).max() for a, b in zip(bare, frozen, strict=True)) <= 2e-6
+                assert [len(row) for row in found] == [len(expected[i]) for i in indices_of(rank)]
+                for i, row in zip(indices_of(rank), found, strict=True):
+                    assert abs(row - expected[i]).max() <= 1e-5
+    base, frozen = (ranks[0]["reference"][way] for way in ("base", "frozen"))
+    assert max(abs(a - b).max() for a, b in zip(base, frozen, strict=True)) <= 2e-6
     assert max(result["reference"]["from base"] for result in ranks) <= 1e-6
     assert [result["reference"]["no share"] for result in ranks] == [0, 1]
 

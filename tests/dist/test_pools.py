@@ -1,4 +1,4 @@
-"""Pools on a real Ray of three nodes, simulated on one machine: who gets which node and GPU, and what is said."""
+"""Pools on a real Ray cluster of three nodes on one machine: placement on nodes and GPUs, and errors."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ pytestmark = pytest.mark.dist
 
 HERE, NINE, TEN = "here", "127.0.0.9", "127.0.0.10"
 ACTOR, ROLLOUT = PoolSpec("actor", 2, 2, gpus_per_worker=1), PoolSpec("rollout", 1, 2, gpus_per_worker=2)
-# Two nodes for each, of three.
+# Each pool needs two of the three nodes.
 OVERLAPPING = [ACTOR, PoolSpec("rollout", 2, 1, gpus_per_worker=2)]
-# Every node has to hold a part of both.
+# Each node has a part of both pools.
 EVERYWHERE = [PoolSpec("actor", 3, 2, gpus_per_worker=1), PoolSpec("rollout", 3, 1, gpus_per_worker=2)]
 ROUNDS = 4
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    # The tenth is older than the ninth: neither age nor spelling may decide.
+    # The tenth is older than the ninth: neither age nor the order of strings may decide.
     nodes = [NodeSpec(gpus=4, cpus=5), NodeSpec(4, 5, TEN), NodeSpec(4, 5, NINE, visible="4,5,6,7")]
     with ray_nodes(nodes) as found:
         yield found
@@ -59,7 +59,7 @@ def cluster(address: str) -> Iterator[Cluster]:
 def reserved(
     cluster: Cluster, specs: Sequence[PoolSpec], timeout_s: float = 20.0, *, others: int = 0
 ) -> Iterator[dict[str, Pool]]:
-    """The pools, given back in the end; `others` is how many GPUs another job holds."""
+    """Create the pools and remove them afterwards; `others` is the number of GPUs that another job holds."""
     pools = cluster.make_pools(specs, timeout_s)
     try:
         yield pools
@@ -73,12 +73,12 @@ def reserved(
 def until_free(n_gpus: int) -> None:
     deadline = time.monotonic() + 20
     while ray.available_resources().get("GPU", 0) < n_gpus:
-        assert time.monotonic() < deadline, "the GPUs were not given back"
+        assert time.monotonic() < deadline, "the GPUs were not released"
         time.sleep(0.05)
 
 
 def places(pools: dict[str, Pool]) -> dict[str, list[Place]]:
-    """By pool and rank, from a task in each slot: its process may be used again, which makes many rounds affordable."""
+    """Return node and GPUs by pool and rank, from a task in each slot, whose process Ray reuses in the next round."""
     here = ray.get_runtime_context().get_node_id()
     names = {n["NodeID"]: HERE if n["NodeID"] == here else n["NodeManagerAddress"] for n in ray.nodes()}
     refs: dict[str, list[Any]] = {}
@@ -90,8 +90,8 @@ def places(pools: dict[str, Pool]) -> dict[str, list[Place]]:
 
 
 def test_the_same_ids_in_the_same_order_at_every_start(cluster: Cluster) -> None:
-    """Fails if cluster.order does not decide who gets the low ids, a rank's node or GPU changes from start to start,
-    one address is before another because of its spelling, or an engine's GPUs are not neighbours.
+    """Fails if cluster.order does not decide which pool gets the low ids, a rank's node or GPU changes between starts,
+    addresses are ordered as strings, or an engine's GPUs are not adjacent.
     """
     actor, rollout = OVERLAPPING
     for _ in range(ROUNDS):
@@ -108,7 +108,7 @@ def test_the_same_ids_in_the_same_order_at_every_start(cluster: Cluster) -> None
 
 
 def test_each_pool_on_nodes_of_its_own(cluster: Cluster) -> None:
-    """Fails if two parts of a pool are on one node, or pools share nodes where each could have its own."""
+    """Fails if two parts of a pool are on one node, or pools share nodes although each could have its own."""
     for specs, nodes in (
         ([ACTOR, ROLLOUT], {"actor": [HERE, HERE, NINE, NINE], "rollout": [TEN, TEN]}),
         ([ROLLOUT, ACTOR], {"rollout": [HERE, HERE], "actor": [NINE, NINE, TEN, TEN]}),
@@ -119,40 +119,41 @@ def test_each_pool_on_nodes_of_its_own(cluster: Cluster) -> None:
         assert [ids for _, ids in found["rollout"]] == [("0", "1"), ("2", "3")]
 
 
-def test_the_processes_sit_where_their_rank_says(cluster: Cluster) -> None:
-    """Fails if a process is told another rank than its slot's, does not see the GPUs that the slot holds, or sees them
-    in the order of a set, which is another one in every process.
+def test_processes_are_in_the_slots_of_their_ranks(cluster: Cluster) -> None:
+    """Fails if a process gets the rank of another slot, does not see the GPUs of its slot, or sees them in the order of
+    a set, which differs between processes.
     """
     specs = [PoolSpec("actor", 1, 2, gpus_per_worker=1), PoolSpec("rollout", 1, 1, gpus_per_worker=4)]
     with reserved(cluster, specs) as pools:
         workers = {name: pool.spawn(PlaceWorker, worker_env(on_cpu=True)) for name, pool in pools.items()}
-        every = {f"{name} {i}": (w, name) for name, its in workers.items() for i, w in enumerate(its)}
-        rows = gather({label: w.place.remote(name, False) for label, (w, name) in every.items()}, "place", 60)
+        all_workers = {f"{name} {i}": (w, name) for name, its in workers.items() for i, w in enumerate(its)}
+        rows = gather({label: w.place.remote(name, False) for label, (w, name) in all_workers.items()}, "place", 60)
         assert {label: (row.label, row.cuda_visible_devices) for label, row in rows.items()} == {
             "actor 0": ("actor 0", "0"),
             "actor 1": ("actor 1", "1"),
             "rollout 0": ("rollout 0", "4,5,6,7"),
         }
         assert rows["rollout 0"].ray_gpu_ids == ("4", "5", "6", "7")
-        for worker, _ in every.values():
+        for worker, _ in all_workers.values():
             ray.kill(worker)
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "expected"),
     [
-        (PoolSpec("actor", 1, 5, 1), "actor 1 node with 5 GPUs and 5 CPUs each; actor is short: 0 of 1 node has that."),
-        (PoolSpec("actor", 4, 1, 1), "actor is short: 3 of 4 nodes has that"),
-        (PoolSpec("actor", 1, 4, 1, helper_cpus=1.1), "4 GPUs and 8.4 CPUs each; actor is short: 0 of 1 node"),
+        (PoolSpec("actor", 1, 5, 1), ("5 GPUs", "0 of 1 node")),
+        (PoolSpec("actor", 4, 1, 1), ("3 of 4 nodes",)),
+        (PoolSpec("actor", 1, 4, 1, helper_cpus=1.1), ("8.4 CPUs", "0 of 1 node")),
     ],
 )
-def test_what_can_never_be_had_is_said_at_once(cluster: Cluster, spec: PoolSpec, words: str) -> None:
-    """Fails if someone waits ten minutes for GPUs that no node has, or is not shown what each has."""
+def test_impossible_pools_are_refused_at_once(cluster: Cluster, spec: PoolSpec, expected: tuple[str, ...]) -> None:
+    """Fails if a job waits ten minutes for GPUs that no node has, or the error does not list the nodes."""
     began = time.monotonic()
     with pytest.raises(ClusterError) as caught:
         cluster.make_pools([spec], 600)
-    assert time.monotonic() - began < 5 and words in str(caught.value)
-    assert "127.0.0.9: GPU 4 (4 free), CPU 5 (5 free); 127.0.0.10: GPU 4" in str(caught.value)
+    text = str(caught.value)
+    assert time.monotonic() - began < 5 and all(each in text for each in expected), text
+    assert text.index("127.0.0.9") < text.index("127.0.0.10") and text.count("GPU 4") == 3
 
 
 OTHER_JOB = """
@@ -166,11 +167,11 @@ sys.stdin.read()
 """
 
 
-def test_what_another_job_holds_is_waited_for(
+def test_gpus_of_another_job_are_waited_for(
     address: str, cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if GPUs that come free are not taken, if nobody is told what is waited for, if the wait has no end, or if
-    what was reserved before the missing part is kept from the other job.
+    """Fails if GPUs that become free are not used, the wait is not logged or has no end, or GPUs stay reserved although
+    others are missing.
     """
     monkeypatch.setattr(logging.getLogger("gkd"), "propagate", True)
     command = [sys.executable, "-c", OTHER_JOB, address]
@@ -180,10 +181,9 @@ def test_what_another_job_holds_is_waited_for(
             assert other.stdout.readline() == "held\n"
             with pytest.raises(ClusterError) as caught:
                 cluster.make_pools(EVERYWHERE, 1.0)
-            said = str(caught.value)
-            assert "were not free within 1 s" in said and "wait longer (trainer.init_timeout_s)" in said
-            assert "each could be had alone, not actor and rollout together" in said
-            assert said.count("GPU 4 (2 free)") == 3
+            text = str(caught.value)
+            assert "within 1 s" in text and "trainer.init_timeout_s" in text
+            assert "actor" in text and "rollout" in text and text.count("(2 free)") >= 3
             with reserved(cluster, EVERYWHERE[:1], 1.0, others=6) as pools:
                 ids = [gpus for _, gpus in places(pools)["actor"]]
             assert ids == [("2",), ("3",), ("6",), ("7",), ("2",), ("3",)]
@@ -193,7 +193,7 @@ def test_what_another_job_holds_is_waited_for(
         with reserved(cluster, EVERYWHERE, 30.0) as pools:
             assert len(pools["rollout"].groups) == 3
         release.join()
-    assert "waiting up to 30 s (trainer.init_timeout_s) for GPUs or CPUs that others hold; wanted: actor" in caplog.text
+    assert "30 s (trainer.init_timeout_s)" in caplog.text
 
 
 CHECKER = """
@@ -208,9 +208,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_the_checker_shows_every_node_and_who_is_outside(address: str, cluster: Cluster, tmp_path: Path) -> None:
-    """Fails if a rank on a GPU that cluster.gpus keeps for the teacher passes, the setting or a node is not shown, or a
-    cluster of another version is a traceback, or no word about the fix.
+def test_the_checker_lists_every_node_and_ranks_outside_of_gpus(address: str, cluster: Cluster, tmp_path: Path) -> None:
+    """Fails if a rank on a GPU outside of cluster.gpus passes, the setting or a node is not listed, or a cluster of
+    another version raises a bare traceback without a fix.
     """
     config = tmp_path / "check.yaml"
     config.write_text(
@@ -222,8 +222,8 @@ def test_the_checker_shows_every_node_and_who_is_outside(address: str, cluster: 
     command = [sys.executable, "-c", CHECKER, "--config", str(config), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    for words in ("Version mismatch", f"Ray: {ray.__version__}", "Ray: 2.40.0", "Fix: use an environment with the cl"):
-        assert words in done.stderr
+    for expected in (ray.__version__, "2.40.0", "Fix: "):
+        assert expected in done.stderr
     table = json.loads(done.stdout)
     rows = [(row["pool"], row["rank"], row["local_rank"], row["ray_gpu_ids"]) for row in table["rows"]]
     assert rows == [("rollout", 0, 0, ["0"]), ("actor", 0, 0, ["4"]), ("actor", 1, 0, ["0"])]
@@ -235,25 +235,28 @@ def test_the_checker_shows_every_node_and_who_is_outside(address: str, cluster: 
     until_free(12)
 
 
-@pytest.mark.parametrize(("answer", "words"), [(b"HTTP/1.1 400 no\r\n", "is not Ray"), (b"", "says nothing for 1 s")])
-def test_something_else_listens_there(answer: bytes, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if Ray's own attempts, which go on for minutes, are left to find it out."""
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 no\r\n", b""])
+def test_an_address_without_ray_is_refused(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if only Ray's own retries, which last for minutes, detect a different server at the address."""
     monkeypatch.setattr(pools_module, "_CONNECT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def reply() -> None:
+        def respond() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(answer)
+                connection.sendall(reply)
                 connection.recv(1)
 
-        threading.Thread(target=reply, daemon=True).start()
-        with pytest.raises(ClusterError, match=words):
-            Cluster(f"127.0.0.1:{server.getsockname()[1]}", n_slots=1, on_cpu=True)
+        threading.Thread(target=respond, daemon=True).start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=address):
+            Cluster(address, n_slots=1, on_cpu=True)
+        assert time.monotonic() - began < 20
 
 
-def test_the_drivers_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if cluster.gpus changes what else the driver starts, such as a teacher on other GPUs."""
+def test_the_drivers_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if cluster.gpus affects other processes of the driver, such as a teacher on other GPUs."""
     for before in ("0,1,2,3", None):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if before is not None:

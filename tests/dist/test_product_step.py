@@ -1,7 +1,7 @@
-"""One optimizer step as the product makes it, from rollouts and teacher scores, equals plain HF + AdamW.
+"""Compare one optimizer step from rollouts and teacher scores with plain Hugging Face + AdamW.
 
-The reference knows nothing of micro-batches: it runs one unpadded sequence at a time. So this also covers what
-`test_megatron_parity` takes for granted: the shift, the mask, the padding, and the share of each rank.
+The reference has no micro-batches: it runs one unpadded sequence at a time. So this also covers what
+`test_megatron_parity` presupposes: the shift, the mask, the padding, and the distribution over ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
-    """Seven sequences of different lengths, one with a single response token; top-k mass between 0.3 and 0.9."""
+    """Return seven sequences of different lengths, one with a single response token; top-k mass 0.3 to 0.9."""
     rng = np.random.default_rng(5)
     rollouts, scores = [], []
     for i, (n_prompt, n_response) in enumerate([(3, 5), (1, 9), (6, 1), (2, 12), (4, 4), (5, 7), (2, 2)]):
@@ -52,7 +52,7 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
 
 
 def _reference(folder: Path) -> dict[str, Any]:
-    """Loss, every gradient and the weights after one AdamW step, one unpadded sequence at a time."""
+    """Return loss, gradients and the weights after one AdamW step, computed one unpadded sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -78,7 +78,7 @@ def _reference(folder: Path) -> dict[str, Any]:
 
 
 def _product(rank: int, world_size: int, root: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Runs in a rank: what the product makes of the same batch, by layout."""
+    """Runs in a rank: return the same results of the product, by layout."""
     from megatron.core import parallel_state
 
     measured = {}
@@ -111,10 +111,10 @@ def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, 
         )
 
     rollouts, scores = _scored_batch()
-    mine = [i for i in range(len(rollouts)) if i % layout.dp == layout.dp_rank]
+    own = [i for i in range(len(rollouts)) if i % layout.dp == layout.dp_rank]
     batches = make_micro_batches(
-        [rollouts[i] for i in mine],
-        [scores[i] for i in mine] if layout.is_last_stage else None,
+        [rollouts[i] for i in own],
+        [scores[i] for i in own] if layout.is_last_stage else None,
         micro_batch_size=micro_batch_size,
         max_tokens=max_tokens,
     )
@@ -124,13 +124,15 @@ def _one_layout(rank: int, world_size: int, root: Path, name: str) -> dict[str, 
     weights = {key: tensor.clone() for key, tensor in student.export()}
     out = root / f"out_{name}"
     student.save_hf(out, root / "hf")
-    torch.distributed.barrier()  # rank 0 writes; the others read it next
-    again = {key: tensor.clone() for key, tensor in build(out).export()}
+    torch.distributed.barrier()  # rank 0 writes; the others read
+    reloaded = {key: tensor.clone() for key, tensor in build(out).export()}
 
     def plain(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        return {key: tensor.numpy() for key, tensor in tensors.items()}  # torch would share memory with a dead process
+        return {
+            key: tensor.numpy() for key, tensor in tensors.items()
+        }  # torch would share memory of a process that ends
 
-    return {"stats": stats, "grads": plain(grads), "weights": plain(weights), "again": plain(again)}
+    return {"stats": stats, "grads": plain(grads), "weights": plain(weights), "reloaded": plain(reloaded)}
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +149,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_from_rollouts_is_the_step_of_plain_training(results: Any, layout: str) -> None:
-    """If it fails, the shift, the mask, the token mean, a rank's share or the optimizer is not what it says."""
+def test_a_step_equals_plain_training(results: Any, layout: str) -> None:
+    """Fails if the shift, the mask, the token mean, the distribution over ranks or the optimizer is wrong."""
     reference, measured = results
     stages = measured[layout]
-    assert max(float(grad.abs().max()) for grad in reference["grads"].values()) > 0.01  # else 1e-5 shows nothing
+    assert (
+        max(float(grad.abs().max()) for grad in reference["grads"].values()) > 0.01
+    )  # else the tolerance of 1e-5 is meaningless
     for rank in stages:
         assert rank["stats"].loss == pytest.approx(reference["loss"], abs=1e-5)
         assert rank["stats"].n_loss_tokens == reference["n_tokens"] == 40
@@ -162,9 +166,9 @@ def test_a_step_from_rollouts_is_the_step_of_plain_training(results: Any, layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_after_training_round_trips_to_the_bit(results: Any, layout: str) -> None:
-    """If it fails, the exported folder is not the trained student."""
+def test_the_export_after_training_is_bit_exact(results: Any, layout: str) -> None:
+    """Fails if the exported folder is not the trained student."""
     _, measured = results
     for rank in measured[layout]:
-        assert rank["weights"].keys() == rank["again"].keys()
-        assert all(np.array_equal(array, rank["again"][name]) for name, array in rank["weights"].items())
+        assert rank["weights"].keys() == rank["reloaded"].keys()
+        assert all(np.array_equal(array, rank["reloaded"][name]) for name, array in rank["weights"].items())

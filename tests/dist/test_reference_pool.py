@@ -1,4 +1,4 @@
-"""The driver's side of the reference over real Ray actors: who computes what, when, and what comes of an error."""
+"""The reference pool over real Ray actors: distribution, non-blocking calls, errors."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ def changed(chunk: ScoredChunk, rollouts: list[Rollout], **fields: Any) -> Score
     return replace(chunk, rollouts=replace(chunk.rollouts, ref=ray.put(rollouts), **fields))
 
 
-def test_a_call_that_does_not_block_and_one_that_fails(reference: ReferencePool) -> None:
-    """Fails if the handle comes late or cannot be waited for twice, a bad sequence of one rank hangs the others, or the
-    next call is spoilt by it."""
+def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:
+    """Fails if a handle cannot be waited for twice, a bad sequence of one rank hangs the others, or it affects the next
+    call.
+    """
     good = batch()
     expected = logprobs(reference.compute_logprobs(good).wait())
     pending = reference.compute_logprobs(good, blocking=False)
@@ -65,23 +66,23 @@ def test_a_call_that_does_not_block_and_one_that_fails(reference: ReferencePool)
     bad = [*rollouts[:-1], replace(rollouts[-1], response_ids=rollouts[-1].response_ids[:0])]
     failing = reference.compute_logprobs([first, changed(second, bad)], blocking=False)
     for _ in range(2):
-        with pytest.raises(TeacherError, match=r"the reference \(model.path=.*no tokens"):
+        with pytest.raises(TeacherError, match=r"model.path=.*tokens"):
             failing.wait(60)
     assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(60)), expected)
 
 
 def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
-    """Fails if a forward pass is spent on responses that no term reads, or the others' logprobs are mixed up."""
+    """Fails if a forward pass computes responses that no term needs, or logprobs reach other sequences."""
     first, second = batch()
     expected = logprobs(reference.compute_logprobs([first, second]).wait())
     rollouts = ray.get(first.rollouts.ref)
-    # A sequence that cannot be scored: it would be an error if anybody tried.
-    unread = [replace(r, prompt_ids=r.prompt_ids[:0], on_policy=False) for r in rollouts]
-    for chunks, places in (
-        ([changed(first, unread, on_policy=False), second], (1,)),
-        ([changed(first, unread, on_policy=False)], ()),
+    # A sequence that cannot be scored: computing it would raise an error.
+    unscorable = [replace(r, prompt_ids=r.prompt_ids[:0], on_policy=False) for r in rollouts]
+    for chunks, indices in (
+        ([changed(first, unscorable, on_policy=False), second], (1,)),
+        ([changed(first, unscorable, on_policy=False)], ()),
     ):
         found = logprobs(reference.compute_logprobs(chunks).wait())
-        assert same([found[i] for i in places], [expected[i] for i in places])
+        assert same([found[i] for i in indices], [expected[i] for i in indices])
         assert [table.tolist() for table in found[0]] == [[0.0] * len(r.response_ids) for r in rollouts]
         assert {table.dtype for table in found[0]} == {np.dtype(np.float32)}

@@ -1,4 +1,4 @@
-"""A teacher that follows its student comes back from a checkpoint, to the bit, over any number of ranks. CPU, gloo."""
+"""A teacher that follows its student is restored bit-exactly, on any number of ranks. CPU, gloo."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_load_is_in_place_and_the_student_gets_the_head(worlds: dict[str, Any]
     """Fails if a load allocates new memory, or hidden states are multiplied by the LM head of teacher.path."""
     saved, ranks = worlds[way]
     for rank in ranks:
-        assert all(rank[f"{name} stayed"] for name in NAMES)
+        assert all(rank[f"{name} in place"] for name in NAMES)
         np.testing.assert_array_equal(rank["head"], saved["ema"][0]["lm_head.weight"])
 
 

@@ -35,13 +35,13 @@ def test_a_snapshot_is_a_copy_in_reused_memory() -> None:
 def test_training_waits_only_for_the_copy() -> None:
     """Fails if weights can change before they are copied, or `settle` or the next snapshot waits for the file."""
     copies, live = HostCopies(CPU), torch.zeros(16 << 20)
-    taken = []
+    snapshots = []
     for number in range(1, 6):
         live.fill_(number)
-        taken.append(copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {}))
+        snapshots.append(copies.snapshot([Piece("w", "param", 0, 0, live)], {}, {}))
         copies.settle()
     live.fill_(0)
-    for number, snapshot in enumerate(taken, start=1):
+    for number, snapshot in enumerate(snapshots, start=1):
         assert all(bool((piece.data == number).all()) for piece in snapshot.pieces)
     with pytest.raises(RuntimeError, match="size"):  # a copy that fails is not a snapshot
         copies._copy([torch.zeros(3)], [torch.zeros(4)])()

@@ -1,4 +1,4 @@
-"""The KL to a reference beside the losses: its value, its gradient, whose tokens it is about, and what it needs."""
+"""The KL to the reference: its value, its gradient, the tokens it applies to, and its inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL, SMALL_T = 5, 0.7
 
 
 def _targets(batch: Batch, signal: Signal, temperature: float, reference: Tensor) -> TokenTargets:
-    """With [N, V] logprobs of a reference, which of the dataset's tokens are nothing that one can compute with."""
+    """Return targets with the reference logprobs of [N, V]; -inf for the dataset's tokens, which must not be used."""
     picked = reference.gather(1, batch.sampled_ids[:, None])[:, 0].masked_fill(~batch.on_policy, -torch.inf)
     return replace(batch.targets(signal, temperature), reference_logprobs=picked)
 
@@ -42,15 +42,15 @@ def _targets(batch: Batch, signal: Signal, temperature: float, reference: Tensor
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 @pytest.mark.parametrize("signal", ["topk", "sampled", "logits", "hidden"])
-def test_value_and_gradient_are_those_written_out(signal: Signal, temperature: float, fused: bool) -> None:
-    """Fails if the term loses its weight, its importance weight, the clip or the temperature, is about the dataset's
-    tokens, too, or disturbs the losses beside it."""
+def test_value_and_gradient_equal_the_formula(signal: Signal, temperature: float, fused: bool) -> None:
+    """Fails if the term lacks its weight, its importance weight, the clip or the temperature, includes the dataset's
+    tokens, or changes the other losses."""
     batch = Batch()
     terms = MIXTURE[1:] if signal == "sampled" else MIXTURE
     spec = LossSpec(terms, "bucket", temperature, CLIP, WEIGHT)
     hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
     logits = hidden @ head.T
-    kept = "hidden" if signal == "sampled" else signal  # of the losses there are, it has all that one can write out
+    kept = "hidden" if signal == "sampled" else signal  # the signals that determine the formula
     values, scalar = written_out(spec, batch, kept, logits)
     reference = (normal(N, V, seed=8) / temperature).log_softmax(-1)
     log_q = (logits[:, :V] / temperature).log_softmax(-1).gather(1, batch.sampled_ids[:, None])[:, 0]
@@ -74,9 +74,9 @@ def test_value_and_gradient_are_those_written_out(signal: Signal, temperature: f
     torch.testing.assert_close((ours.grad, our_head.grad), wanted)
 
 
-def test_the_expected_gradient_is_the_kls() -> None:
-    """Fails if the mean over the tokens that another distribution draws is not the gradient of KL(student ||
-    reference), enumerated; also where no loss beside it is estimated from samples."""
+def test_the_expected_gradient_is_that_of_the_kl() -> None:
+    """Fails if the mean over tokens sampled from another distribution is not the enumerated gradient of KL(student ||
+    reference); also if no other loss is estimated from samples."""
     z, shard = normal(SMALL, seed=1), VocabShard(0, SMALL, None)
     log_mu, log_r = normal(SMALL, seed=3).log_softmax(-1), normal(SMALL, seed=4).log_softmax(-1)
     on_policy = torch.ones(SMALL, dtype=torch.bool)
@@ -94,8 +94,8 @@ def test_the_expected_gradient_is_the_kls() -> None:
     torch.testing.assert_close(grads[1] - grads[0], WEIGHT * exact.grad)
 
 
-def test_a_student_that_is_its_reference_feels_nothing() -> None:
-    """Fails if the term is not 0, or pulls, where a run begins; in float32, as in training."""
+def test_term_and_gradient_are_zero_at_the_reference() -> None:
+    """Fails if the term or its gradient is not 0 at the start of a run; in float32, as in training."""
     batch, grads = Batch(), []
     hidden, head = batch.hidden.float(), batch.head.float()
     same = (hidden @ head.T)[:, :V].double().log_softmax(-1).float()
@@ -109,8 +109,8 @@ def test_a_student_that_is_its_reference_feels_nothing() -> None:
     torch.testing.assert_close(grads[0], grads[1], atol=1e-4, rtol=0)  # 100 times a rounding error
 
 
-def test_what_is_reported_is_the_mean_over_the_students_tokens() -> None:
-    """Fails if the dataset's tokens, which have no such number, make it smaller."""
+def test_the_metric_is_the_mean_over_on_policy_tokens() -> None:
+    """Fails if the dataset's tokens, for which the term is not defined, are counted in the mean."""
     loss = Batch().loss(LossSpec(reference_weight=1.0), "topk")
     sums = dict.fromkeys(loss.report_names, 6.0)
     found = diagnostics(loss, BatchSums(n_loss_tokens=6, n_on_policy=3, values=sums))
@@ -119,7 +119,7 @@ def test_what_is_reported_is_the_mean_over_the_students_tokens() -> None:
 
 
 def test_an_evaluation_has_no_reference() -> None:
-    """Fails if the held-out loss has the term, asks for its logprobs, or training has lost it afterwards."""
+    """Fails if the validation loss has the term or requires its logprobs, or training lacks it afterwards."""
     batch = Batch()
     loss = batch.loss(LossSpec(reference_weight=2.0), "topk")
     without = batch.targets("topk", 1.0)
@@ -135,12 +135,12 @@ def test_an_evaluation_has_no_reference() -> None:
         assert float(total) == float(plain)
         raise DataError("no number")
     assert loss.report_names == before and "reference_kl" in before and loss.on_rows is None
-    for road in (
+    for compute in (
         lambda: loss.from_hidden(batch.hidden, batch.head, without),
         lambda: loss.from_logits(batch.hidden @ batch.head.T, without),
     ):
         with pytest.raises(DataError, match="reference's logprobs"):
-            road()
+            compute()
 
 
 def _rollout(i: int, n: int) -> Rollout:
@@ -153,7 +153,7 @@ def _scores(n: int) -> TeacherScores:
 
 
 def test_logprobs_stay_with_their_tokens() -> None:
-    """Fails if a token is held to what the reference says of another one."""
+    """Fails if a token gets the reference logprob of another one."""
     rollouts = [_rollout(i, n) for i, n in enumerate((3, 1, 2))]
     references = [[-r.response_ids.astype(np.float32) - 10 * r.prompt_id for r in rollouts]]
     (scored,) = add_references([[_scores(len(r.response_ids)) for r in rollouts]], references)
@@ -166,8 +166,8 @@ def test_logprobs_stay_with_their_tokens() -> None:
     assert add_references([scored], []) == [scored]
 
 
-def test_a_reference_that_is_not_of_these_tokens_is_refused() -> None:
-    """Fails if NaNs, logprobs of other tokens, or none at all reach the loss."""
+def test_invalid_reference_logprobs_are_refused() -> None:
+    """Fails if NaNs, logprobs of other tokens, or no logprobs reach the loss."""
     rollout, score = _rollout(4, 3), _scores(3)
     cases = {
         "reference logprobs": None,

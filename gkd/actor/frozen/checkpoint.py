@@ -28,7 +28,7 @@ def pieces(places: Mapping[str, Place]) -> list[Piece]:
     writes_whole = dist.get_rank() == 0
     return [
         Piece(name, KIND, 0, start, flat)
-        for name, start, flat in _owned(places)
+        for name, start, flat in _local_parts(places)
         if writes_whole or isinstance(places[name].tensor, DTensor)
     ]
 
@@ -60,11 +60,11 @@ def load(folder: Path, places: Mapping[str, Place]) -> None:
                     f"{folder} has a different teacher: {name} is {in_checkpoint} in the checkpoint and {here} here. "
                     "Fix: restore teacher.path, model.dtype and teacher.update_ema."
                 )
-        for name, start, flat in _owned(places):
+        for name, start, flat in _local_parts(places):
             flat.copy_(reader.read(name, KIND, 0, start, start + flat.numel()))
 
 
-def _owned(places: Mapping[str, Place]) -> Iterator[tuple[str, int, Tensor]]:
+def _local_parts(places: Mapping[str, Place]) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (name, index of the first element in the flattened tensor, [n] live elements) of this rank's rows.
 
     Tensors of a dtype that the files do not support, such as integer buffers, are yielded as bytes.
