@@ -13,7 +13,7 @@ import torch
 from gkd.actor.common.agree import same_error
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.data.batching import check_batch, make_micro_batches
-from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError
+from gkd.errors import ConfigError, DataError, GkdError, NumericsError, TeacherError, TeacherRefusal
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.dist.helpers import caught, run_gloo
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
@@ -118,9 +118,14 @@ def _every_type(rank: int) -> dict[str, tuple[str, str]]:
             if rank == 1:
                 raise error
 
-    config = ConfigError("a.b", 3, "it is odd.", "use 2.")
-    others = [kind(f"{kind.__name__} of rank 1") for kind in _subclasses(GkdError) if kind is not ConfigError]
-    return {type(error).__name__: caught(lambda error=error: fail(error)) for error in [config, *others]}
+    # Errors whose constructors have more arguments than the message.
+    special: list[GkdError] = [
+        ConfigError("a.b", 3, "it is odd.", "use 2."),
+        TeacherRefusal("TeacherRefusal of rank 1", "c"),
+    ]
+    kinds = set(_subclasses(GkdError)) - {type(error) for error in special}
+    others = [kind(f"{kind.__name__} of rank 1") for kind in sorted(kinds, key=lambda kind: kind.__name__)]
+    return {type(error).__name__: caught(lambda error=error: fail(error)) for error in [*special, *others]}
 
 
 def _subclasses(kind: type[GkdError]) -> list[type[GkdError]]:
