@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config.check_values import value_errors
+from gkd.config.foreign_keys import suggestion
 from gkd.config.keys import all_keys, sections
 from gkd.config.schema import Config, LossTermConfig
 from gkd.errors import ConfigError
@@ -125,7 +126,7 @@ def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:
         if key in sections():
             errors.append(ConfigError(key, value, "is a section, not a key.", f"set its keys, as {key}.KEY=VALUE."))
         elif key not in all_keys():
-            errors.append(_unknown_key(key, value))
+            errors.append(ConfigError(key, value, "there is no such key.", suggestion(key)))
         else:
             leaf: Any = value
             for part in reversed(key.split(".")):
@@ -140,7 +141,7 @@ def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for part, value in tree.items():
         key = f"{prefix}{part}"
-        if isinstance(value, dict) and key in sections():
+        if isinstance(value, dict) and key not in all_keys() and (value or key in sections()):
             yield from _leaves(value, f"{key}.")
         else:
             yield key, value
@@ -172,19 +173,3 @@ def _wrong_term(terms: list[Any], error: OmegaConfBaseException) -> ConfigError:
                 expected = "a text" if name == "name" else "a number, e.g. 0.5"
                 return ConfigError(f"{_TERMS}[{i}].{name}", value, "has the wrong type.", f"give {expected}.")
     return ConfigError(_TERMS, terms, "has a wrong entry.", f"give {_EXPECTED['list[LossTermConfig]']}.")
-
-
-def _unknown_key(key: str, value: object) -> ConfigError:
-    if key == "teacher.n_gpus_per_node":
-        return ConfigError(
-            key,
-            value,
-            "the teacher is a separate process; its GPUs are chosen where it is started (python -m teacher_server).",
-            "remove the key; teacher.n_server_workers is the number of sequences in flight, not of GPUs.",
-        )
-    if key in ("distill.lambda", "distill.lmbda"):
-        problem = "there is no such key: lambda is a reserved word of Python."
-        return ConfigError(key, value, problem, "GKD's lambda is distill.on_policy_share.")
-    nearest = difflib.get_close_matches(key, [*all_keys(), *sections()], n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see python -m gkd.main_gkd --help for all keys."
-    return ConfigError(key, value, "there is no such key.", hint)

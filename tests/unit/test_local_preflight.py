@@ -1,4 +1,4 @@
-"""What is said of a local teacher's folder before anything starts."""
+"""Checks of a local teacher's folder before the start."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def look(path: Path | str, *overrides: str) -> TeacherInfo:
     return local_teacher(load_config(None, settings), "cpu")
 
 
-def test_it_says_what_a_server_would(folder: Path) -> None:
-    """Fails if the checks between teacher and student look at other numbers than those of the folder."""
+def test_the_description_is_that_of_a_server(folder: Path) -> None:
+    """Fails if the checks of teacher and student use other sizes than those of the folder."""
     info = look(folder)
     assert (info.vocab_size, info.hidden_size, info.max_tokens, info.n_workers) == (VOCAB, 32, 64, 2)
     assert (info.model_name, info.model_path) == ("qwen3", str(folder.resolve()))
@@ -70,7 +70,7 @@ def _of_five_layers(folder: Path) -> None:
     ids=["config", "weights", "tokenizer", "layers"],
 )
 def test_a_broken_folder_is_named(folder: Path, tmp_path: Path, damage: Any, text: str) -> None:
-    """Fails if a broken folder is found out when the ranks are up, or said to be the student's."""
+    """Fails if a damaged folder is found by the ranks, or reported as the student's."""
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     damage(broken)
