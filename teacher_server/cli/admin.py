@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -67,11 +68,17 @@ def _connect(args: argparse.Namespace) -> AdminLink:
 
 def _endpoint(args: argparse.Namespace) -> str:
     """Return tcp://HOST:PORT from `--server`, or from `--host` and `--port`. Raises SettingsError."""
-    if args.server is None:
-        return tcp_endpoint("--host/--port", f"{args.host or _DEFAULT_HOST}:{args.port or _DEFAULT_PORT}")
-    if args.host or args.port:
-        raise SettingsError(f"--server {args.server} with --host or --port: use one of the two forms.")
-    return tcp_endpoint("--server", args.server.removeprefix("tcp://"))
+    if args.server and (args.host or args.port):
+        raise SettingsError(f"--server {args.server} with --host or --port. Fix: use one of the two forms.")
+    flag, address = "--server", (args.server or "").removeprefix("tcp://")
+    if not address:
+        flag, address = "--host/--port", f"{args.host or _DEFAULT_HOST}:{args.port or _DEFAULT_PORT}"
+    endpoint = tcp_endpoint(flag, address)
+    try:
+        socket.getaddrinfo(address.rpartition(":")[0], None, socket.AF_INET)
+    except OSError as error:  # libzmq would retry an unknown name until the time-out
+        raise SettingsError(f"{flag} {address}: unknown host ({error.strerror}). Fix: check the name.") from error
+    return endpoint
 
 
 def _seconds(flag: str, text: str) -> float:

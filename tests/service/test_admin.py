@@ -100,9 +100,13 @@ def test_port_is_short_for_the_server_address(server: ServerProcess, capsys: pyt
     ):
         assert main(["status", *words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["teachers"]
-    for words, flag in (((*address(server), "--port", "1"), "--server"), (("--port", "http"), "--port")):
+    for words, token in (
+        ((*address(server), "--port", "1"), "--server"),
+        (("--port", "http"), "--host/--port 127.0.0.1:http"),
+        (("--host", "no-such-host.invalid"), "no-such-host.invalid:15555: unknown host"),
+    ):
         assert main(["status", *words]) == 2
-        assert flag in capsys.readouterr().err
+        assert token in capsys.readouterr().err
 
 
 def test_a_misspelled_command_names_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
