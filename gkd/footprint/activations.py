@@ -1,23 +1,53 @@
-"""What a decoder layer keeps of a token for its backward pass: the tensors that autograd saves, counted one by one.
+"""Compute the largest micro-batch, and the bytes that a decoder layer saves per token for its backward pass.
 
-On the CPU they are compared with autograd's in tests/dist; CUDA's norms and attention save less, which is known from
-torch's derivatives and not measured.
+The tensors that autograd saves are counted one by one. Tests compare them with autograd's on the CPU. CUDA's norms and
+attention save less; that is derived from torch's backward formulas and not measured.
 
-Letters: H hidden size, Q and KV columns of queries and of keys, F columns of an MLP, b bytes of a number.
+Letters: H hidden size, Q and KV columns of queries and of keys, F columns of an MLP, b bytes per number.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gkd.config.derived import derive
+from gkd.config.schema import Config
 from gkd.hf.model_dims import ModelDims
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
+class MicroBatchShape:
+    """The largest micro-batch of one data-parallel group, with sequences of full length."""
+
+    n_tokens: int  # padding included
+    n_rows: int  # positions with a loss
+    n_sequences: int
+    n_batches: int  # micro-batches of one optimizer step
+    packed: bool
+
+
+def largest_micro_batch(config: Config) -> MicroBatchShape:
+    """Return the worst case. With a token budget all tokens may be of responses, as prompts may be short."""
+    data, actor, derived = config.data, config.actor, derive(config)
+    longest = derived.max_sequence_length
+    n_in_group = -(-config.trainer.global_batch_size // derived.dp_size) * config.rollout.n
+    budget = actor.max_tokens_per_micro_batch
+    if budget:
+        n_tokens = min(max(budget, longest), n_in_group * longest)
+        n_sequences = max(1, n_tokens // longest)
+        n_rows = min(n_tokens, n_in_group * data.max_response_length)
+    else:
+        n_sequences = min(actor.micro_batch_size, n_in_group)
+        n_tokens, n_rows = n_sequences * longest, n_sequences * data.max_response_length
+    n_batches = -(-n_in_group * longest // n_tokens)
+    return MicroBatchShape(n_tokens, n_rows, n_sequences, n_batches, actor.packing)
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
-    """What decides which tensors are saved."""
+    """The properties that determine which tensors are saved, and the bytes that follow from them."""
 
     backend: str  # "megatron" | "fsdp2"
     on_cpu: bool
@@ -26,16 +56,16 @@ class Kernels:
     recompute: str  # none | selective | full
     tp: int = 1
     sequence_parallel: bool = False
-    frozen: bool = False  # only adapters are trained; what they keep of their own, a rank's numbers, is left out
-    n_sequences: int = 1  # of a padded micro-batch: its positions are counted once for all of them
+    frozen: bool = False  # only adapters are trained; the tensors that they save, r numbers per token, are left out
+    n_sequences: int = 1  # of a padded micro-batch, which share one table of positions
 
     @property
     def _share(self) -> float:
-        """Of the tokens between two tensor-parallel regions that this rank has."""
+        """Share of the tokens that this rank has between two tensor-parallel regions."""
         return 1 / self.tp if self.sequence_parallel else 1.0
 
     def layer(self, dims: ModelDims, layer: int) -> int:
-        """Bytes a token of one layer, nothing recomputed but what `selective` recomputes."""
+        """Return the bytes per token of one layer, with recompute none or selective."""
         if self.backend == "fsdp2":
             kept = self._hf_attention(dims) + self._hf_mlp(dims, layer)
         else:
@@ -43,32 +73,34 @@ class Kernels:
         return round(kept)
 
     def boundary(self, dims: ModelDims) -> int:
-        """Bytes a token of a layer's input: all that `full` keeps of it."""
+        """Return the bytes per token of a layer's input, all that recompute full saves of it."""
         return round(self.itemsize * dims.hidden_size * self._share)
 
     def final_norm(self, dims: ModelDims) -> int:
-        """Bytes a token of the norm behind the last layer."""
+        """Return the bytes per token of the norm after the last layer."""
         return round(self._norm() * dims.hidden_size * self._share)
 
     def _norm(self) -> int:
-        """Bytes of an RMSNorm's saved tensors for each of its inputs, its output not counted."""
-        if self.backend == "fsdp2":  # transformers': the input in float32, and normalised if its factor is trained
+        """Return the bytes that an RMSNorm saves per input number, excluding its output."""
+        if (
+            self.backend == "fsdp2"
+        ):  # transformers': the input in float32, and the normalized input if the weight is trained
             return _FLOAT32 + (0 if self.frozen else self.itemsize)
-        # torch's, in one kernel on CUDA, which keeps the input; in parts on the CPU, in float32.
+        # torch's: one kernel on CUDA, which saves the input; float32 operations on the CPU.
         return 2 * _FLOAT32 if self.on_cpu else self.itemsize
 
     def _in_one_call(self, dims: ModelDims) -> bool:
-        """Does a kernel take the pack as it is, from copies of q, k and v? See `gkd.actor.common.attention`."""
-        takes = self.itemsize < _FLOAT32 and dims.head_dim <= 256 and dims.head_dim % 8 == 0
-        return self.packed and not self.on_cpu and takes
+        """Return whether one kernel computes a pack, from copies of q, k and v; see `gkd.actor.common.attention`."""
+        supported = self.itemsize < _FLOAT32 and dims.head_dim <= 256 and dims.head_dim % 8 == 0
+        return self.packed and not self.on_cpu and supported
 
     def _pieces(self, dims: ModelDims) -> int:
-        """Are the contexts of packed sequences kept, beside the joined one? Without a kernel each is a call."""
+        """Return 1 if the context of each packed sequence is saved as well as the joined one: a call per sequence."""
         return int(self.packed and not self._in_one_call(dims))
 
     def _repeats(self, dims: ModelDims) -> bool:
-        """Are keys and values kept once for each head of queries? In float32 no kernel on CUDA shares them."""
-        own = self.backend == "megatron" or self.packed  # else it is transformers' attention
+        """Return whether keys and values are saved once per query head: no float32 kernel on CUDA shares them."""
+        own = self.backend == "megatron" or self.packed  # otherwise transformers' attention
         return own and not self.on_cpu and self.itemsize == _FLOAT32 and dims.n_kv_heads < dims.n_heads
 
     def _megatron_attention(self, dims: ModelDims) -> float:
@@ -76,10 +108,10 @@ class Kernels:
         hidden = dims.hidden_size * self._share
         kept = (self._norm() + b) * hidden
         if self._repeats(dims) and self.recompute != "selective":
-            kept += b * 4 * q  # queries, keys, values, the context; nothing of the projection
+            kept += b * 4 * q  # queries, keys, values and context, but not the projection
         else:
-            kept += b * (2 * q + kv)  # queries and keys, rotated, and the context
-            # The values lie between queries and keys as they were projected, or are copied for the kernel.
+            kept += b * (2 * q + kv)  # rotated queries and keys, and the context
+            # The values are a view of the projection, which keeps all of it, or are copied for the kernel.
             kept += b * (kv if self._in_one_call(dims) else q + 2 * kv)
         kept += 4 * b * dims.head_dim / (1 if self.packed else self.n_sequences)  # sines and cosines, twice
         if self.recompute != "selective":
@@ -89,7 +121,7 @@ class Kernels:
         return kept
 
     def _query_key_norms(self, dims: ModelDims, q: float, kv: float) -> float:
-        """Their inputs are parts of the projection, but for the queries of several groups, which are copied out."""
+        """Return the bytes of the norms' inputs. They are views of the projection, except queries of several groups."""
         copied = q if dims.n_kv_heads > self.tp else 0
         if not self.on_cpu:
             return self.itemsize * copied
@@ -99,11 +131,11 @@ class Kernels:
         b, hidden = self.itemsize, dims.hidden_size * self._share
         kept = (self._norm() + b) * hidden
         if dims.moe is None or not dims.is_moe_layer(layer):
-            # Both halves of the projection, the second half once more, the first's activation, their product.
+            # Both halves of the projection, a copy of the second, the activation of the first, and the product.
             return kept + 5 * b * dims.ffn_size / self.tp
         routed = dims.moe.n_active * self._share
-        kept += routed * b * (dims.hidden_size + 6 * dims.moe.ffn_size)  # as above, and the product times its weight
-        return kept + 3 * _FLOAT32 * dims.moe.n_experts * self._share  # the router's scores
+        kept += routed * b * (dims.hidden_size + 6 * dims.moe.ffn_size)  # as above, and the weighted product
+        return kept + 3 * _FLOAT32 * dims.moe.n_experts * self._share  # the scores of the router
 
     def _hf_attention(self, dims: ModelDims) -> float:
         b, q, kv = self.itemsize, dims.q_columns, dims.kv_columns

@@ -1,9 +1,9 @@
-"""Every rank's memory, from the settings of a run and its student's config.json. Numbers only: no model is built."""
+"""Compute the memory of every rank of a run from its settings and its models' config.json; no model is built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gkd.config.derived import derive
@@ -11,16 +11,50 @@ from gkd.config.schema import Config
 from gkd.errors import ModelError
 from gkd.footprint.fsdp import fsdp_footprint, groups
 from gkd.footprint.megatron import megatron_footprints
+from gkd.footprint.rank import OFFLOADED_STATES, RankFootprint
 from gkd.footprint.rollout import rollout_footprint
 from gkd.footprint.teacher import with_local_teacher, with_reference
-from gkd.footprint.types import MOVING, RankFootprint
 from gkd.hf.megatron_support import check_megatron_support
 from gkd.hf.model_dims import read_dims
-from gkd.hf.model_folder import Tensors
+from gkd.hf.model_folder import ModelFolder, Tensors, read_model_folder
 
-# What a process has on a card before its first tensor: the CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
+# Memory of a process on its GPU before the first tensor: CUDA context, kernels, cuBLAS workspaces, NCCL's buffers. An
 # allowance, not measured.
 CONTEXT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RunModels:
+    """The model folders of a run's actor and rollout ranks, for estimates with these or changed settings."""
+
+    student: ModelFolder
+    local_teacher: ModelFolder | None  # None: a teacher server has it
+    reference: ModelFolder | None  # None: there is no frozen reference model
+
+    def footprint(self, config: Config, teacher_hidden: int | None = None) -> tuple[RankFootprint, ...]:
+        """Return `footprint` of these models.
+
+        Args:
+            teacher_hidden: hidden size of a teacher server's model; that of a local teacher is known.
+        """
+        local, frozen = self.local_teacher, self.reference
+        return footprint(
+            config,
+            self.student.config_json,
+            tensors=self.student.tensors,
+            teacher_hidden=teacher_hidden if local is None else local.dims.hidden_size,
+            local_teacher=None if local is None else (local.config_json, local.tensors),
+            reference=None if frozen is None else (frozen.config_json, frozen.tensors),
+        )
+
+
+def read_models(config: Config) -> RunModels:
+    """Read the model folders of a run. Raises ConfigError, ModelError as `read_model_folder`."""
+    student, derived = read_model_folder(config.model.path, "model.path"), derive(config)
+    teacher = read_model_folder(config.teacher.path, "teacher.path") if derived.is_local_teacher else None
+    path = derived.reference_folder
+    key = "reference.path" if config.reference.path else "model.path"
+    return RunModels(student, teacher, read_model_folder(path, key) if path else None)
 
 
 def footprint(
@@ -32,20 +66,20 @@ def footprint(
     local_teacher: tuple[Mapping[str, Any], Tensors | None] | None = None,
     reference: tuple[Mapping[str, Any], Tensors | None] | None = None,
 ) -> tuple[RankFootprint, ...]:
-    """One of each kind of rank: the actor's pipeline stages in their order, then a rollout engine's ranks.
+    """Return one footprint per kind of rank: the actor's pipeline stages in their order, then a rollout engine's ranks.
 
     Args:
         config: trainer.device `auto` counts as cuda.
         config_json: of the student.
-        tensors: shape by name of the student's files; needed where config.json does not tell the parameters (fsdp2
-        only).
-        teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; without it
-            that head is left out.
-        local_teacher: config.json and tensors of teacher.path, where teacher.backend is local.
+        tensors: shapes in the student's files; required if config.json does not determine the parameters (fsdp2 only).
+        teacher_hidden: hidden size of the teacher, whose LM head a rank keeps with teacher.signal `hidden`; None: the
+            head is left out.
+        local_teacher: config.json and tensors of teacher.path, if teacher.backend is local.
         reference: the same for `Derived.reference_folder`, if there is one.
 
     Raises:
-        ModelError: sizes are missing, or the architecture is not one of actor.strategy megatron.
+        ModelError: sizes are missing, or actor.strategy=megatron does not support the model.
+        ConfigError: the ranks cannot split the model.
     """
     dims, on_cpu = read_dims(config_json), config.trainer.device == "cpu"
     if config.actor.strategy == "megatron":
@@ -62,21 +96,19 @@ def footprint(
     if derive(config).moves_states:
         actors = [replace(part, parts={**part.parts, "moved_states": _moved(part)}) for part in actors]
     if local_teacher is not None:
-        config_json, tensors_there = local_teacher
-        actors = [with_local_teacher(part, config, config_json, tensors_there, on_cpu=on_cpu) for part in actors]
+        actors = [with_local_teacher(part, config, *local_teacher, on_cpu=on_cpu) for part in actors]
     if reference is not None:
-        config_json, tensors_there = reference
-        actors = [with_reference(part, config, config_json, tensors_there, on_cpu=on_cpu) for part in actors]
+        actors = [with_reference(part, config, *reference, on_cpu=on_cpu) for part in actors]
     engine = rollout_footprint(config, dims, groups(config, dims, tensors), on_cpu=on_cpu)
-    if config.trainer.colocate:  # an evaluation, a save and an export put it to sleep with its weights kept
+    if config.trainer.colocate:  # for a save and an export the engine sleeps, and its weights are kept on the host
         engine = replace(engine, parts={**engine.parts, "moved_states": engine.parts["weights"]})
-    found = [*actors, engine]
-    return tuple(found) if on_cpu else tuple(_with_context(part) for part in found)
+    found = (*actors, engine)
+    return found if on_cpu else tuple(_with_context(part) for part in found)
 
 
 def _moved(part: RankFootprint) -> int:
-    """What waits in host memory between two calls; gradients come back as zeros."""
-    return sum(part.parts.get(name, 0) for name in MOVING if name != "gradients")
+    """Return the bytes of the states in host memory between two calls; gradients are not kept."""
+    return sum(part.parts.get(name, 0) for name in OFFLOADED_STATES if name != "gradients")
 
 
 def _with_context(part: RankFootprint) -> RankFootprint:

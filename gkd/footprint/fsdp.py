@@ -1,9 +1,8 @@
-"""The memory of an fsdp2 rank; all ranks have the same.
+"""Compute the memory of an fsdp2 rank; all ranks are equal.
 
-Shards of weights, gradients and moments are float32, an equal part on each rank. A layer is gathered, in the model's
-dtype, for its own forward and backward pass; embedding and LM head are groups of their own, or, where they are one
-tensor, stay gathered from a micro-batch's forward pass to the end of its backward pass. A gathered group's gradient is
-whole until it is reduced, in float32.
+Weights, gradients and phases are float32 shards of equal size. A layer is gathered in the model's dtype for its own
+forward and backward pass. Embedding and LM head are groups of their own; tied, they stay gathered from a micro-batch's
+forward pass to the end of its backward pass. The gradient of a gathered group is whole until it is reduced, in float32.
 """
 
 from __future__ import annotations
@@ -14,34 +13,33 @@ from math import prod
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.footprint.activations import Kernels
-from gkd.footprint.batch import batch_shape
+from gkd.footprint.activations import Kernels, largest_micro_batch
 from gkd.footprint.loss import loss_shape
-from gkd.footprint.types import RankFootprint
+from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims
 from gkd.hf.model_folder import Tensors, count_params
 
 _FLOAT32 = 4
-_OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Parameters of what is gathered together."""
+    """Numbers of parameters that are gathered together."""
 
     total: int
-    layer: int  # the largest
-    embedding: int  # and as many of the LM head, where it is another tensor
-    lora: int = 0  # trained instead, all adapters together
+    layer: int  # of the largest layer
+    embedding: int  # of the embedding; an untied LM head has as many
+    lora: int = 0  # of all adapters, which are trained instead
 
 
 def groups(config: Config, dims: ModelDims, tensors: Tensors | None) -> Groups:
-    """Exact for known architectures; of others from the files' tensors."""
+    """Return the parameters of each group: exact for known architectures, else counted in the weight files."""
     return Groups(*gathered(dims, tensors), _adapters(config, dims))
 
 
 def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
-    """Parameters of the model, of its largest layer, of its embedding."""
+    """Return the parameters of the model, of its largest layer, and of its embedding."""
     if not dims.is_exact:
         return count_params(tensors or {})
     layers = [dims.dense_params(i) + dims.expert_params(i) for i in range(dims.n_layers)]
@@ -49,15 +47,15 @@ def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
 
 
 def _adapters(config: Config, dims: ModelDims) -> int:
-    """Experts have none: those of a layer are one tensor, and no linear layers.
+    """Return the parameters of all adapters. Experts have none: those of a layer are one tensor, not linear layers.
 
     Raises:
-        ConfigError: actor.lora.targets names what a known architecture does not have.
+        ConfigError: actor.lora.targets names a layer that a known architecture does not have.
     """
     lora, h, f = config.actor.lora, dims.hidden_size, dims.ffn_size
     if lora.rank == 0:
         return 0
-    sides = {  # inputs plus outputs
+    sides = {  # inputs + outputs of each linear layer
         "q_proj": h + dims.q_columns,
         "k_proj": h + dims.kv_columns,
         "v_proj": h + dims.kv_columns,
@@ -70,10 +68,10 @@ def _adapters(config: Config, dims: ModelDims) -> int:
     total = 0
     for target in lora.targets:
         name = target.rpartition(".")[2]
-        n_layers = dims.n_layers if name in _OF_ATTENTION else n_dense
+        n_layers = dims.n_layers if name in _ATTENTION else n_dense
         if dims.is_exact and (name not in sides or n_layers == 0):
-            problem = f"a {dims.model_type} model has no linear layer that ends in {target}."
-            fix = f"choose among {', '.join(sides if n_dense else _OF_ATTENTION)}."
+            problem = f"a {dims.model_type} model has no linear layer named {target}."
+            fix = f"choose among {', '.join(sides if n_dense else _ATTENTION)}."
             raise ConfigError("actor.lora.targets", lora.targets, problem, fix)
         total += n_layers * sides.get(name, h + f)
     return lora.rank * total
@@ -82,10 +80,10 @@ def _adapters(config: Config, dims: ModelDims) -> int:
 def fsdp_footprint(
     config: Config, dims: ModelDims, tensors: Tensors | None, *, on_cpu: bool, teacher_hidden: int | None
 ) -> RankFootprint:
-    """Rank 0, which stands for all."""
+    """Return the footprint of rank 0, which stands for all ranks."""
     actor, dp = config.actor, derive(config).dp_size
     b = _FLOAT32 if config.model.dtype == "float32" else 2
-    found, batch = groups(config, dims, tensors), batch_shape(config)
+    found, batch = groups(config, dims, tensors), largest_micro_batch(config)
     frozen = actor.lora.rank > 0
     trained = found.lora if frozen else found.total
     kept = found.total * (b if frozen else _FLOAT32) + (found.lora * _FLOAT32 if frozen else 0)
@@ -96,8 +94,8 @@ def fsdp_footprint(
     }
     parts = dict(state)
     if actor.fsdp_cpu_offload and not on_cpu:
-        # Shards are pinned in one block. A gradient comes to the host on its own, and torch rounds the pinned memory
-        # that it comes into up to a power of two: less than twice.
+        # Shards are pinned in one block. Gradients come to the host one by one, and torch rounds the pinned memory of
+        # each up to a power of two: less than twice its size.
         parts = {"offloaded": sum(state.values()) + state["gradients"]}
     kernels = Kernels("fsdp2", on_cpu, b, batch.packed, actor.recompute, frozen=frozen, n_sequences=batch.n_sequences)
     whole = [kernels.layer(dims, layer) * batch.n_tokens for layer in range(dims.n_layers)]
@@ -112,22 +110,23 @@ def fsdp_footprint(
     ending = max(b * (3 if dims.tied_embeddings else 1), b + _FLOAT32 + _FLOAT32 // dp)
     recomputed = max(whole) if actor.recompute == "full" else 0
     widths = batch.n_tokens * b * (2 * dims.hidden_size + 2 * dims.ffn_size)
-    moments: list[dict[str, int]] = [
+    phases: list[dict[str, int]] = [
         {
             "activations": activations,
             "logits": loss.logits_bytes,
-            "passing": loss.forward_bytes + table,
+            "transient": loss.forward_bytes + table,
         },
         {
             "activations": activations,
             "logits": 0,
-            "passing": loss.backward_bytes + table + layer + layer_gradient + recomputed + widths,
+            "transient": loss.backward_bytes + table + layer + layer_gradient + recomputed + widths,
         },
-        # The end of the backward pass: the gradients of a table used twice, and their sum; or the sum, to be reduced.
-        {"activations": 0, "logits": 0, "passing": table + (0 if frozen else found.embedding * ending)},
+        # The end of the backward pass: both gradients of a tied table and their sum; or one gradient, before it is
+        # reduced.
+        {"activations": 0, "logits": 0, "transient": table + (0 if frozen else found.embedding * ending)},
     ]
-    fullest = max(moments, key=lambda moment: sum(moment.values()))
-    parts |= fullest
+    peak = max(phases, key=lambda phase: sum(phase.values()))
+    parts |= peak
     if config.teacher.signal == "hidden" and teacher_hidden is not None:
         parts["teacher_head"] = _FLOAT32 * dims.vocab_size * teacher_hidden
     largest = _largest_tensor(found, dims, tensors) * b
@@ -138,10 +137,10 @@ def fsdp_footprint(
 
 
 def _gathered_layer(n: int, b: int, dp: int, *, on_cpu: bool, offloads: bool) -> tuple[int, int]:
-    """Of a layer of n parameters: (bytes as it is gathered, of its gradient until it is reduced).
+    """Return, for a layer of n parameters, (bytes of the gathered layer, bytes of its gradient until it is reduced).
 
-    The gradient is there whole, and once more to be reduced. On CUDA the next layer comes already, from a shard in the
-    model's dtype, which host memory sends in float32; and the reduced part of a gradient is new memory.
+    The gradient exists whole, and as a copy to reduce. On CUDA the next layer is prefetched from a shard in the model's
+    dtype, which arrives in float32 from host memory; and the reduced part of a gradient is new memory.
     """
     if on_cpu:
         return n * b, n * (b + _FLOAT32)
@@ -150,7 +149,7 @@ def _gathered_layer(n: int, b: int, dp: int, *, on_cpu: bool, offloads: bool) ->
 
 
 def _largest_tensor(found: Groups, dims: ModelDims, tensors: Tensors | None) -> int:
-    """Numbers of the largest tensor that is gathered to be sent; all experts of a layer have one for two matrices."""
+    """Return the size of the largest tensor that is gathered for weight sync; experts of a layer join two matrices."""
     experts = 2 * dims.moe.n_experts * dims.moe.ffn_size * dims.hidden_size if dims.moe is not None else 0
-    of_files = max((prod(size) for size in (tensors or {}).values()), default=0)
-    return max(found.embedding, dims.hidden_size * dims.ffn_size, experts, of_files)
+    in_files = max((prod(size) for size in (tensors or {}).values()), default=0)
+    return max(found.embedding, dims.hidden_size * dims.ffn_size, experts, in_files)

@@ -1,4 +1,4 @@
-"""Does it fit? Footprints against a card: what is wrong, which keys change it, and by how much.
+"""Compare footprints with the memory of a GPU: what does not fit, and which changes of settings help by how much.
 
 A fix is tried before it is named: a changed copy of the settings has to pass `check_config`, and its footprint has to
 be smaller.
@@ -9,146 +9,130 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gkd.config.check import check_config
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint.rollout import sequences_together
-from gkd.footprint.turns import GENERATE, resting_bytes, turns
-from gkd.footprint.types import RankFootprint
+from gkd.footprint.rank import GENERATE, RankFootprint, engine_of, shared_phases
+from gkd.footprint.rollout import kv_max, kv_room_bytes, max_sequences
 from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, ENGINE_TP
 from gkd.memory.remedy import Changes, as_yaml
 
-_GIB = 1 << 30
-_MOST_UTILIZATION = 0.95  # that is recommended
+GIB = 1 << 30
+_MAX_UTILIZATION = 0.95  # that is recommended
 
-Refit = Callable[[Config], Sequence[RankFootprint]]  # the footprints of changed settings, as `footprint` gives them
+Refit = Callable[[Config], Sequence[RankFootprint]]  # the footprints of changed settings, as `footprint` returns them
 
 
-def check(
-    footprints: Sequence[RankFootprint], card_bytes: int, config: Config, refit: Refit | None = None
-) -> list[str]:
-    """Problems with their fixes, one line each; empty: it fits.
+def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config, refit: Refit | None = None) -> list[str]:
+    """Return one line for each problem, with its fixes; empty if everything fits.
 
     Args:
-        footprints: of `footprint`, and of `teacher_footprint` if the teacher's are to be checked, too.
-        card_bytes: memory of one card; every rank has one to itself.
-        refit: None: no fixes are looked for.
+        footprints: of `footprint`, and of `teacher_footprint` to check the teacher, too.
+        gpu_bytes: memory of one GPU; every rank has one, which it may share with an engine.
+        refit: None: look for no fixes.
 
     Raises:
-        ValueError: card_bytes is not positive.
+        ValueError: gpu_bytes is not positive.
     """
-    if card_bytes <= 0:
-        raise ValueError(f"a card of {card_bytes} bytes")
+    if gpu_bytes <= 0:
+        raise ValueError(f"gpu_bytes = {gpu_bytes} is not positive")
     problems = []
-    case = _Case(footprints, card_bytes, config)
+    case = _Case(footprints, gpu_bytes, config)
     for part in footprints:
-        for what, lack in _missing(part, case).items():
+        for need, lack in _missing(part, case).items():
             if lack <= 0:
                 continue
-            fixes = ["more cards for each teacher worker"] if part.role == "teacher" else []
+            fixes = ["more GPUs for each teacher worker"] if part.role == "teacher" else []
             if refit is not None and part.role != "teacher":
-                place = [other for other in footprints if other.role == part.role].index(part)
-                fixes = list(_fixes(part, place, what, case, refit)) or ["a larger card"]
+                index = [other for other in footprints if other.role == part.role].index(part)
+                fixes = list(_fixes(part, index, need, case, refit)) or ["a larger GPU"]
             fix = f" Fix: {'; '.join(fixes)}." if fixes else ""
-            problems.append(f"{_sentence(part, what, lack, case)}.{fix}")
+            problems.append(f"{_sentence(part, need, lack, case)}.{fix}")
     return problems
 
 
-def state_fits(part: RankFootprint, card_bytes: int) -> bool:
-    """Weights, gradients and optimizer state alone; where they do not fit, no smaller micro-batch helps."""
-    return part.state_bytes <= card_bytes
+def smallest_margin(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> tuple[str, float]:
+    """Return (rank, free share of its GPU) of the fullest rank.
+
+    An engine with a GPU of its own takes a fixed share of it, and so does not count.
+    """
+    case = _Case(footprints, gpu_bytes, config)
+    free = {
+        f"{part.role} rank {part.rank}": min(-lack for lack in _missing(part, case).values()) / gpu_bytes
+        for part in footprints
+        if part.role != "rollout" or config.trainer.device == "cpu"
+    }
+    return min(free.items(), key=lambda item: item[1])
 
 
-def kv_room_bytes(part: RankFootprint, card_bytes: int, config: Config) -> int:
-    """What rollout.gpu_memory_utilization leaves of a card for the KV cache; may be negative."""
-    others = sum(part.parts.get(name, 0) for name in ("weights", "activations", "logits", "context"))
-    return round(card_bytes * config.rollout.gpu_memory_utilization) - others
-
-
-def on_card(footprints: Sequence[RankFootprint], card_bytes: int | None, config: Config) -> list[RankFootprint]:
-    """With the KV cache that engines will make on such a card; what their sequences want is `kv_wanted` then."""
-    if card_bytes is None or config.trainer.device == "cpu":
-        return list(footprints)
-    return [_with_cache(part, card_bytes, config) if part.role == "rollout" else part for part in footprints]
+def state_fits(part: RankFootprint, gpu_bytes: int) -> bool:
+    """Return whether weights, gradients and optimizer state alone fit. If not, a smaller micro-batch does not help."""
+    return part.state_bytes <= gpu_bytes
 
 
 def gib(n_bytes: float) -> str:
-    """1.5 GiB"""
-    return f"{n_bytes / _GIB:.2f} GiB"
-
-
-def _with_cache(part: RankFootprint, card_bytes: int, config: Config) -> RankFootprint:
-    cache = {"kv_cache": max(0, kv_room_bytes(part, card_bytes, config)), "kv_wanted": _wanted(part)}
-    return replace(part, parts={**part.parts, **cache})
-
-
-def _wanted(part: RankFootprint) -> int:
-    return part.parts.get("kv_wanted", part.parts["kv_cache"])
+    """Return a size such as "1.50 GiB"."""
+    return f"{n_bytes / GIB:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
     footprints: Sequence[RankFootprint]  # of all ranks
-    card_bytes: int
+    gpu_bytes: int
     config: Config
 
     @property
-    def shared(self) -> bool:
-        """Do actor and engine have one card?"""
+    def is_shared(self) -> bool:
+        """Whether an actor rank and an engine share one GPU."""
         return self.config.trainer.colocate and self.config.trainer.device != "cpu"
-
-    def turns(self, actor: RankFootprint) -> dict[str, int]:
-        (engine,) = (part for part in self.footprints if part.role == "rollout")
-        return turns(actor, engine, self.card_bytes, self.config)
 
 
 def _missing(part: RankFootprint, case: _Case) -> dict[str, int]:
-    """Bytes that are not there, by what for; 0 and less: there is enough.
+    """Return the missing bytes for each need of a rank; 0 or less if there is enough.
 
-    On CUDA an engine takes its share whatever it needs. vLLM does not start without room in its cache for one sequence
-    of full length; and the share must leave room for a weight sync. On a card that actor and engine share, each turn
-    has to fit.
+    On CUDA an engine takes its share of the GPU, whatever it needs. vLLM does not start without room in its cache for
+    one sequence of full length, and the share must leave room for a weight sync. On a shared GPU each phase must fit.
     """
-    card_bytes, config = case.card_bytes, case.config
-    if case.shared and part.role == "actor":
-        return {turn: size - card_bytes for turn, size in case.turns(part).items()}
+    gpu_bytes, config = case.gpu_bytes, case.config
+    if case.is_shared and part.role == "actor":
+        phases = shared_phases(part, engine_of(case.footprints), gpu_bytes, config)
+        return {phase: size - gpu_bytes for phase, size in phases.items()}
     if part.role != "rollout" or config.trainer.device == "cpu":
-        return {"all": part.total_bytes - card_bytes}
-    sequence = _wanted(part) // sequences_together(config) - kv_room_bytes(part, card_bytes, config)
-    if case.shared:
+        return {"all": part.total_bytes - gpu_bytes}
+    sequence = kv_max(part) // max_sequences(config) - kv_room_bytes(part, gpu_bytes, config)
+    if case.is_shared:
         return {"sequence": sequence}
-    sync = part.parts["weight_sync"] - round(card_bytes * (1 - config.rollout.gpu_memory_utilization))
+    sync = part.parts["weight_sync"] - round(gpu_bytes * (1 - config.rollout.gpu_memory_utilization))
     return {"sequence": sequence, "sync": sync}
 
 
-def _sentence(part: RankFootprint, what: str, lack: int, case: _Case) -> str:
-    card_bytes, config = case.card_bytes, case.config
-    who = f"{part.role} rank {part.rank}"
-    if what == "sequence":
+def _sentence(part: RankFootprint, need: str, lack: int, case: _Case) -> str:
+    gpu_bytes, config = case.gpu_bytes, case.config
+    name = f"{part.role} rank {part.rank}"
+    if need == "sequence":
         longest = derive(config).max_sequence_length
-        return f"{who}: {gib(lack)} are missing for the KV cache of one sequence of {longest} tokens"
-    if what == "sync":
-        share = config.rollout.gpu_memory_utilization
-        short = f"{gib(lack)} too little for a weight-sync bucket of {gib(part.parts['weight_sync'])}"
-        return f"{who}: rollout.gpu_memory_utilization {share} leaves {short}"
-    if what == "all":
-        return f"{who} needs {gib(part.total_bytes)} of a card of {gib(card_bytes)}, {gib(lack)} too much"
-    both = gib(lack + card_bytes)
-    return f"{who} and its engine need {both} of a card of {gib(card_bytes)} ({what}), {gib(lack)} too much"
+        return f"{name}: the KV cache of one sequence of {longest} tokens needs {gib(lack)} more"
+    if need == "sync":
+        share, bucket = config.rollout.gpu_memory_utilization, gib(part.parts["weight_sync"])
+        return f"{name}: rollout.gpu_memory_utilization {share} leaves {gib(lack)} too little for a bucket of {bucket}"
+    if need == "all":
+        return f"{name} needs {gib(part.total_bytes)}, {gib(lack)} more than the GPU's {gib(gpu_bytes)}"
+    both = gib(lack + gpu_bytes)
+    return f"{name} and its engine need {both} ({need}), {gib(lack)} more than the GPU's {gib(gpu_bytes)}"
 
 
-def _fixes(part: RankFootprint, place: int, what: str, case: _Case, refit: Refit) -> Iterator[str]:
-    """What helps, the largest saving first. Nothing that makes another shortage of this rank, or makes one larger.
+def _fixes(part: RankFootprint, index: int, need: str, case: _Case, refit: Refit) -> Iterator[str]:
+    """Yield the changes that help, largest saving first. A change that worsens another shortage of the rank is dropped.
 
     Args:
-        place: of the rank among those of its role.
-        what: is missing, of `_missing`.
+        index: of the rank among those of its role.
+        need: that is not met, see `_missing`.
     """
     missing, config = _missing(part, case), case.config
-    tried = _actor_changes(part, what, case) if part.role == "actor" else _rollout_changes(part, case)
+    tried = _actor_changes(part, need, case) if part.role == "actor" else _rollout_changes(part, case)
     savings = []
     for changes in filter(None, tried):
         changed = deepcopy(config)
@@ -158,36 +142,36 @@ def _fixes(part: RankFootprint, place: int, what: str, case: _Case, refit: Refit
         try:
             check_config(changed)
             all_then = refit(changed)
-            then = [other for other in all_then if other.role == part.role][place]
+            then = [other for other in all_then if other.role == part.role][index]
         except (ConfigError, ModelError):
-            continue  # not to be had with this model or these pools
-        left = _missing(then, _Case(all_then, case.card_bytes, changed))
-        saved = missing[what] - left.get(what, missing[what])
+            continue  # this model or these pools do not allow it
+        left = _missing(then, _Case(all_then, case.gpu_bytes, changed))
+        saved = missing[need] - left.get(need, missing[need])
         if saved > 0 and all(left.get(other, 0) <= max(0, lack) for other, lack in missing.items()):
             text = " with ".join(f"{key} {as_yaml(value)}" for key, value in changes.items())
-            savings.append((saved, text, left[what] <= 0))
+            savings.append((saved, text, left[need] <= 0))
     for saved, text, enough in sorted(savings, reverse=True):
         yield f"{text}: saves {gib(saved)}{', enough' if enough else ''}"
 
 
-def _actor_changes(part: RankFootprint, what: str, case: _Case) -> Iterator[Changes]:
+def _actor_changes(part: RankFootprint, need: str, case: _Case) -> Iterator[Changes]:
     config = case.config
     rows = [row for row in ACTOR_REMEDIES if row.is_tried]
     yield from (row.next(config) for row in (rows if not config.trainer.colocate else [*rows, ENGINE_TP]))
-    lower = math.floor(100 * (1 - resting_bytes(part) / case.card_bytes)) / 100
-    if what == GENERATE and 0 < lower < config.rollout.gpu_memory_utilization:
+    lower = math.floor(100 * (1 - part.offloaded_resident_bytes / case.gpu_bytes)) / 100
+    if need == GENERATE and 0 < lower < config.rollout.gpu_memory_utilization:
         yield {"rollout.gpu_memory_utilization": lower}
 
 
 def _rollout_changes(part: RankFootprint, case: _Case) -> Iterator[Changes]:
-    card_bytes, config = case.card_bytes, case.config
+    gpu_bytes, config = case.gpu_bytes, case.config
     utilization, sync = config.rollout.gpu_memory_utilization, part.parts["weight_sync"]
     if config.trainer.device != "cpu":
         lack = _missing(part, case)["sequence"]
-        higher = math.ceil(100 * (utilization + lack / card_bytes)) / 100
-        if utilization < higher <= _MOST_UTILIZATION:
+        higher = math.ceil(100 * (utilization + lack / gpu_bytes)) / 100
+        if utilization < higher <= _MAX_UTILIZATION:
             yield {"rollout.gpu_memory_utilization": higher}
-        lower = math.floor(100 * (1 - sync / card_bytes)) / 100
+        lower = math.floor(100 * (1 - sync / gpu_bytes)) / 100
         if 0 < lower < utilization:
             yield {"rollout.gpu_memory_utilization": lower}
     on_cpu = config.trainer.device == "cpu"

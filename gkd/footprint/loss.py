@@ -1,9 +1,10 @@
-"""The loss's memory on a rank that has the LM head: logits, tables of the teacher, the head's gradient.
+"""Compute the memory of the loss on a rank with the LM head: logits, teacher tables, gradient of the head.
 
-Fused, the logits of a chunk of rows exist at a time, and the gradients of hidden states and head are made in the
-forward pass; else all logits of a micro-batch, whose gradient takes their place. See `gkd.loss.distill_loss`.
+Fused, only the logits of a chunk of rows exist at a time, and the gradients of hidden states and head are computed in
+the forward pass. Otherwise all logits of a micro-batch exist, and are overwritten by their gradient. See
+`gkd.loss.distill_loss`.
 
-Letters: N loss rows, V vocabulary rows of this rank, H hidden size, K entries of the teacher's list, b bytes of a
+Letters: N loss rows, V vocabulary rows of this rank, H hidden size, K entries of the teacher's top-k list, b bytes per
 number.
 """
 
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.footprint.batch import BatchShape
+from gkd.footprint.activations import MicroBatchShape
 
 _FLOAT32, _INT64 = 4, 8
-# Numbers of a piece of rows that the softmax kernels work on at a time, see gkd.loss.row_kernels.
+# Numbers that the softmax kernels process at a time, see gkd.loss.row_kernels.
 _PIECE = {True: 1 << 21, False: 1 << 22}  # on the CPU, on CUDA
-# [n, K] tables beside the teacher's while the loss of n rows is computed: logprobs, shares, gradients.
+# [n, K] tables of the loss of n rows, in addition to the teacher's: logprobs, shares, gradients.
 _TABLES = 12
 
 
@@ -30,16 +31,16 @@ class LossShape:
     rows_of_head: int  # V, padding included
     itemsize: int
     on_cpu: bool
-    batch: BatchShape
+    batch: MicroBatchShape
     fused: bool
     chunk_bytes: int
     topk: int  # 0 without a list
-    is_full: bool  # the teacher's whole distribution is there
-    frozen: bool = False  # the LM head is not trained, and has no gradient
+    is_full: bool  # the teacher's full distribution exists as logits
+    frozen: bool = False  # the LM head is not trained and has no gradient
 
     @property
     def rows_at_once(self) -> int:
-        """Rows of logits that exist together."""
+        """Rows of logits that exist at a time."""
         if not self.fused:
             return self.batch.n_rows
         return min(self.batch.n_rows, self._chunk_rows)
@@ -50,7 +51,7 @@ class LossShape:
 
     @property
     def logits_bytes(self) -> int:
-        """Logits, the teacher's too where there are any, the kernels' working memory, and tables."""
+        """Bytes of the logits, of the teacher's logits if any, of the kernels' working memory, and of tables."""
         n, v = self.rows_at_once, self.rows_of_head
         logits = n * v * self.itemsize
         if self.is_full:
@@ -61,24 +62,24 @@ class LossShape:
 
     @property
     def forward_bytes(self) -> int:
-        """What is there while the loss is computed, beside logits: hidden rows and, fused, both gradients."""
+        """Bytes while the loss is computed, without logits: hidden rows and, fused, both gradients."""
         b, head = self.itemsize, 0 if self.frozen else self.rows_of_head * self.hidden
         rows = self.batch.n_rows * self.hidden * b
         if not self.fused:
             return rows
         if b == _FLOAT32:
             return 2 * rows + _FLOAT32 * head
-        # The sum over chunks is float32, and each chunk's part is there beside it: float32 on CUDA.
+        # The sum over chunks is float32. In addition each chunk's part exists, in float32 on CUDA.
         return 2 * rows + (_FLOAT32 + (b if self.on_cpu else _FLOAT32)) * head
 
     @property
     def head_grad_bytes(self) -> int:
-        """The LM head's gradient on its way to where gradients are summed."""
+        """Bytes of the LM head's gradient before it is added to the gradient buffer."""
         return 0 if self.frozen else self.rows_of_head * self.hidden * self.itemsize
 
     @property
     def backward_bytes(self) -> int:
-        """What of the loss is still there when the layers' backward pass begins."""
+        """Bytes of the loss that remain when the layers' backward pass starts."""
         b, rows = self.itemsize, self.batch.n_rows * self.hidden * self.itemsize
         if self.fused:
             return 2 * rows + self.head_grad_bytes
@@ -87,7 +88,7 @@ class LossShape:
 
 def loss_shape(
     config: Config,
-    batch: BatchShape,
+    batch: MicroBatchShape,
     *,
     hidden: int,
     rows_of_head: int,
@@ -95,7 +96,7 @@ def loss_shape(
     on_cpu: bool,
     frozen: bool = False,
 ) -> LossShape:
-    """The loss of a config on a rank with so many rows of the LM head."""
+    """Return the loss of these settings on a rank with `rows_of_head` rows of the LM head."""
     signals = derive(config).signals
     return LossShape(
         hidden=hidden,

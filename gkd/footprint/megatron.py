@@ -1,10 +1,10 @@
-"""The memory of the Megatron ranks: one for each pipeline stage, since all ranks of a stage have the same.
+"""Compute the memory of the Megatron ranks, one per pipeline stage: all ranks of a stage are equal.
 
-Weights lie in one buffer, and so do float32 gradients, whatever dtype the weights have. The distributed optimizer has
-both moments, and float32 masters of bfloat16 weights, of this rank's share of the stage; float32 weights are their own
-masters. Experts are shared by fewer ranks than the rest.
+Weights are one buffer, and gradients are one float32 buffer for any dtype of the weights. The distributed optimizer has
+both moments, and float32 masters of bfloat16 weights, for this rank's share of the stage; float32 weights are their own
+masters. Experts are spread over fewer ranks than the other parameters.
 
-Letters: b bytes of a number of the model's dtype.
+Letters: b bytes per number of the model's dtype.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from gkd.config.check_parallel import check_actor_split, check_expert_ranks
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.footprint.activations import Kernels
-from gkd.footprint.batch import BatchShape, batch_shape
+from gkd.footprint.activations import Kernels, MicroBatchShape, largest_micro_batch
 from gkd.footprint.loss import LossShape, loss_shape
-from gkd.footprint.types import RankFootprint
+from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims
 
 _FLOAT32 = 4
@@ -26,15 +25,15 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is where in a pipeline: which layers, how many parameters."""
+    """The layers and numbers of parameters of one rank of a pipeline stage."""
 
     number: int
     layers: tuple[int, ...]
     first: bool
     last: bool
-    dense_params: int  # of this rank
+    dense_params: int
     expert_params: int
-    dense_owned: int  # that its optimizer updates
+    dense_owned: int  # parameters that the rank's optimizer updates
     expert_owned: int
 
     @property
@@ -43,7 +42,7 @@ class Stage:
 
 
 def stages(config: Config, dims: ModelDims) -> list[Stage]:
-    """The pipeline's stages in their order; see `gkd.actor.megatron.layout`."""
+    """Return the pipeline's stages in their order; see `gkd.actor.megatron.layout`. Raises as `check_split`."""
     actor = config.actor
     check_split(config, dims)
     dp = derive(config).dp_size
@@ -54,7 +53,7 @@ def stages(config: Config, dims: ModelDims) -> list[Stage]:
         starts = [(chunk * actor.pp + number) * per_chunk for chunk in range(actor.vpp)]
         layers = tuple(layer for start in starts for layer in range(start, start + per_chunk))
         dense = sum(dims.dense_params(layer, actor.tp) for layer in layers)
-        # A shared embedding is held by both ends of a pipeline.
+        # Both ends of a pipeline have a tied embedding.
         n_tables = int(first) + int(last) if not (dims.tied_embeddings and first and last) else 1
         dense += n_tables * dims.embedding_params(actor.tp) + (dims.hidden_size if last else 0)
         experts = sum(dims.expert_params(layer, actor.ep) for layer in layers)
@@ -64,11 +63,11 @@ def stages(config: Config, dims: ModelDims) -> list[Stage]:
 
 
 def check_split(config: Config, dims: ModelDims) -> None:
-    """As the actor itself does, see `gkd.actor.megatron.layout`.
+    """Check that the actor's ranks can split the model, as `gkd.actor.megatron.layout` does on the ranks.
 
     Raises:
         ConfigError: naming the key that cannot split this model.
-        ModelError: a sequence may be longer than its sliding window.
+        ModelError: a sequence may be longer than the sliding window.
     """
     actor = config.actor
     check_expert_ranks(actor.ep, derive(config).world_size // actor.pp)
@@ -81,13 +80,13 @@ def check_split(config: Config, dims: ModelDims) -> None:
 def megatron_footprints(
     config: Config, dims: ModelDims, *, on_cpu: bool, teacher_hidden: int | None
 ) -> Iterable[RankFootprint]:
-    """The first rank of every stage.
+    """Yield the footprint of the first rank of every stage.
 
     Args:
-        teacher_hidden: D of a teacher that sends hidden states; None: unknown, and its LM head is left out.
+        teacher_hidden: hidden size of a teacher that sends hidden states; None: its LM head is left out.
     """
     b = _FLOAT32 if config.model.dtype == "float32" else 2
-    batch = batch_shape(config)
+    batch = largest_micro_batch(config)
     ranks_of_stage = derive(config).world_size // config.actor.pp
     for stage in stages(config, dims):
         owned = stage.dense_owned + stage.expert_owned
@@ -96,7 +95,7 @@ def megatron_footprints(
             "gradients": _FLOAT32 * stage.params,
             "optimizer": _FLOAT32 * owned * (2 if b == _FLOAT32 else 3),
         }
-        parts |= _training_moment(config, dims, stage, batch, itemsize=b, on_cpu=on_cpu)
+        parts |= _training_peak(config, dims, stage, batch, itemsize=b, on_cpu=on_cpu)
         rows = dims.embedding_params(config.actor.tp) // dims.hidden_size
         if config.teacher.signal == "hidden" and stage.last and teacher_hidden is not None:
             parts["teacher_head"] = _FLOAT32 * rows * teacher_hidden
@@ -106,10 +105,10 @@ def megatron_footprints(
         yield RankFootprint("actor", stage.number * ranks_of_stage, parts)
 
 
-def _training_moment(
-    config: Config, dims: ModelDims, stage: Stage, batch: BatchShape, *, itemsize: int, on_cpu: bool
+def _training_peak(
+    config: Config, dims: ModelDims, stage: Stage, batch: MicroBatchShape, *, itemsize: int, on_cpu: bool
 ) -> dict[str, int]:
-    """activations, logits and passing: their sum is that of the fullest moment."""
+    """Return the activations, logits and transient bytes at the peak of a training step."""
     actor = config.actor
     kernels = Kernels(
         backend="megatron",
@@ -126,7 +125,7 @@ def _training_moment(
     boundary = kernels.boundary(dims) * batch.n_tokens
     kept = boundary * len(stage.layers) if actor.recompute == "full" else sum(whole)
     activations = round(kept * in_flight / actor.vpp)
-    # Stages keep what they were sent and what they sent.
+    # Stages keep the activations that they received and sent.
     activations += 2 * boundary * in_flight if actor.pp > 1 else boundary
     layer = max(whole) if actor.recompute == "full" else 0
     if stage.last:
@@ -140,34 +139,34 @@ def _training_moment(
         itemsize=itemsize,
         on_cpu=on_cpu,
     )
-    passing = layer + _layer_gradients(dims, actor.tp, batch, itemsize, on_cpu)
-    return fullest_moment(
-        activations, passing, loss, stage, tied=dims.tied_embeddings, embedding_bytes=embedding * itemsize
+    transient = layer + _layer_gradients(dims, actor.tp, batch, itemsize, on_cpu)
+    return training_peak(
+        activations, transient, loss, stage, tied=dims.tied_embeddings, embedding_bytes=embedding * itemsize
     )
 
 
-def fullest_moment(
-    activations: int, passing: int, loss: LossShape, stage: Stage, *, tied: bool, embedding_bytes: int
+def training_peak(
+    activations: int, transient: int, loss: LossShape, stage: Stage, *, tied: bool, embedding_bytes: int
 ) -> dict[str, int]:
-    """The most of: the loss's forward pass; the layers' backward pass; its end, at the embedding.
+    """Return the largest of three phases: the loss's forward pass, the layers' backward pass, and its end.
 
     Args:
-        passing: a layer's recomputed activations, and gradients on their way.
+        transient: recomputed activations of a layer, and gradients that are not reduced yet.
     """
-    # Of one table used twice, both gradients and their sum.
+    # Both gradients of a tied table, and their sum.
     held = 2 * loss.head_grad_bytes if stage.last and tied and stage.first else 0
-    moments = [
-        {"activations": activations, "logits": 0, "passing": passing + (loss.backward_bytes if stage.last else 0)}
+    phases = [
+        {"activations": activations, "logits": 0, "transient": transient + (loss.backward_bytes if stage.last else 0)}
     ]
     if stage.last:
-        moments.append({"activations": activations, "logits": loss.logits_bytes, "passing": loss.forward_bytes})
+        phases.append({"activations": activations, "logits": loss.logits_bytes, "transient": loss.forward_bytes})
     if stage.first:
-        moments.append({"activations": 0, "logits": 0, "passing": passing + embedding_bytes + held})
-    return max(moments, key=lambda parts: sum(parts.values()))
+        phases.append({"activations": 0, "logits": 0, "transient": transient + embedding_bytes + held})
+    return max(phases, key=lambda parts: sum(parts.values()))
 
 
-def _chunks_in_flight(config: Config, stage: Stage, batch: BatchShape) -> int:
-    """Micro-batches, times the stage's chunks, whose activations are alive together (1F1B)."""
+def _chunks_in_flight(config: Config, stage: Stage, batch: MicroBatchShape) -> int:
+    """Return how many micro-batches, times the stage's chunks, have activations at a time (1F1B)."""
     pp, vpp = config.actor.pp, config.actor.vpp
     if vpp == 1:
         return min(pp - stage.number, batch.n_batches)
@@ -175,8 +174,8 @@ def _chunks_in_flight(config: Config, stage: Stage, batch: BatchShape) -> int:
     return min(ahead, -(-batch.n_batches // pp) * pp * vpp)
 
 
-def _layer_gradients(dims: ModelDims, tp: int, batch: BatchShape, itemsize: int, on_cpu: bool) -> int:
-    """Of a layer's activations, two of its widths, and of its largest matrix before it is added to the others."""
+def _layer_gradients(dims: ModelDims, tp: int, batch: MicroBatchShape, itemsize: int, on_cpu: bool) -> int:
+    """Return the bytes of unreduced gradients: of two widths of a layer, and of its largest matrix."""
     ffn = dims.ffn_size if dims.moe is None else dims.moe.ffn_size * dims.moe.n_active
     widest = 2 * ffn // tp
     matrix = dims.hidden_size * max(widest, (dims.q_columns + 2 * dims.kv_columns) // tp)
@@ -185,7 +184,7 @@ def _layer_gradients(dims: ModelDims, tp: int, batch: BatchShape, itemsize: int,
 
 
 def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bool) -> int:
-    """torch's AdamW: on the CPU two copies of the largest parameter; on CUDA all second moments' roots at once."""
+    """Return the bytes of torch's AdamW: on the CPU two copies of the largest parameter; on CUDA all denominators."""
     if not on_cpu:
         return _FLOAT32 * (stage.dense_owned + stage.expert_owned)
     dp = max(1, stage.dense_params // max(1, stage.dense_owned))
@@ -196,7 +195,7 @@ def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bo
 
 
 def _weight_sync(config: Config, dims: ModelDims, stage: Stage, *, itemsize: int) -> int:
-    """A bucket, at least the largest tensor, and with tensor parallelism that tensor, gathered and joined."""
+    """Return the bytes of a bucket, at least the largest tensor, and with TP of that tensor, gathered and joined."""
     tensors = [dims.hidden_size * max(dims.ffn_size, dims.q_columns)]
     if stage.first or stage.last:
         tensors.append(dims.vocab_size * dims.hidden_size)

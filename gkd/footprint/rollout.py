@@ -1,48 +1,49 @@
-"""The memory of a rollout engine's ranks (vLLM): weights, the KV cache, the largest forward pass.
+"""Compute the memory of a rollout engine's ranks (vLLM): weights, KV cache, and the largest forward pass.
 
-On CUDA an engine takes rollout.gpu_memory_utilization of its card, whatever it needs: what weights and a trial forward
-pass leave of that is KV cache. `kv_cache` here is what its sequences need, all of them as long as they may be; with
-less, fewer run together; `gkd.footprint.limits.on_card` puts the real size there. On the CPU the cache has the size
-that rollout.cpu_kv_cache_mib says.
+On CUDA an engine takes rollout.gpu_memory_utilization of its GPU, whatever it needs: what weights and a trial forward
+pass leave of that is KV cache. Without the GPU's size, `kv_cache` is what all its sequences need at full length (with
+less, fewer run at a time); `with_engine_cache` replaces it by the real size. On the CPU it is rollout.cpu_kv_cache_mib.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from gkd.config.check_parallel import check_engine_split
 from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.footprint.fsdp import Groups
-from gkd.footprint.types import RankFootprint
+from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims
 
 _FLOAT32 = 4
-# Tokens that vLLM computes at once, by its own default where it is used offline; on CUDA that of the largest cards, on
-# the CPU for each rank.
+# Tokens of vLLM's largest batch, by its default for offline use: per rank on the CPU; on CUDA, for GPUs above 70 GiB.
 BATCHED_TOKENS = {True: 4096, False: 16384}  # on the CPU, on CUDA
 
 
 def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu: bool) -> RankFootprint:
-    """Rank 0 of the first engine, which stands for all.
+    """Return rank 0 of the first engine; all ranks of all engines are equal.
 
     Raises:
-        ConfigError: naming rollout.tp: an engine cannot cut the model so.
+        ConfigError: naming rollout.tp: an engine cannot split the model so.
     """
     rollout, b = config.rollout, _FLOAT32 if config.model.dtype == "float32" else 2
     tp, longest = rollout.tp, derive(config).max_sequence_length
     check_engine_split(tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
-    wanted = sequences_together(config) * longest * kv_bytes_per_token(config, dims)
-    # The trial pass is as large as the engine's limits, however few sequences will come.
+    cache = max_sequences(config) * longest * kv_bytes_per_token(config, dims)
+    # The trial pass is as large as the engine's limits, however few sequences the run has.
     n_tokens = min(BATCHED_TOKENS[on_cpu] * (tp if on_cpu else 1), rollout.max_num_seqs * longest)
     # Of one layer: its input, the residual and a norm's output; both halves of the MLP's projection and their product.
     widest = 3 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns) // tp
-    logits = rollout.max_num_seqs * dims.vocab_size * _FLOAT32  # and as much for the sampler's work
+    logits = rollout.max_num_seqs * dims.vocab_size * _FLOAT32  # and as much for the sampler
     return RankFootprint(
         "rollout",
         0,
         {
             "weights": b * sizes.total // tp,
-            "kv_cache": config.rollout.cpu_kv_cache_mib << 20 if on_cpu else wanted,
+            "kv_cache": config.rollout.cpu_kv_cache_mib << 20 if on_cpu else cache,
             "activations": n_tokens * widest * b,
             "logits": 2 * logits,
             "weight_sync": max(config.weight_sync.bucket_mib << 20, sizes.embedding * b),
@@ -50,25 +51,50 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
     )
 
 
-def sequences_together(config: Config) -> int:
-    """Sequences that an engine has to decode at one time, at most.
+def with_engine_cache(
+    footprints: Sequence[RankFootprint], gpu_bytes: int | None, config: Config
+) -> list[RankFootprint]:
+    """Return the footprints with the KV cache that engines allocate on such a GPU, and `kv_max` for all sequences."""
+    if gpu_bytes is None or config.trainer.device == "cpu":
+        return list(footprints)
+    return [_with_cache(part, gpu_bytes, config) if part.role == "rollout" else part for part in footprints]
 
-    Schedulers that run ahead begin one batch at a time, a stream as many as its staleness allows. They go on while an
-    evaluation has its prompts in the engines, too.
+
+def _with_cache(part: RankFootprint, gpu_bytes: int, config: Config) -> RankFootprint:
+    cache = {"kv_cache": max(0, kv_room_bytes(part, gpu_bytes, config)), "kv_max": kv_max(part)}
+    return replace(part, parts={**part.parts, **cache})
+
+
+def kv_room_bytes(part: RankFootprint, gpu_bytes: int, config: Config) -> int:
+    """Return the bytes that rollout.gpu_memory_utilization leaves for the KV cache; may be negative."""
+    others = sum(part.parts.get(name, 0) for name in ("weights", "activations", "logits", "context"))
+    return round(gpu_bytes * config.rollout.gpu_memory_utilization) - others
+
+
+def kv_max(part: RankFootprint) -> int:
+    """Return the bytes of a cache that holds all sequences of an engine at full length."""
+    return part.parts.get("kv_max", part.parts["kv_cache"])
+
+
+def max_sequences(config: Config) -> int:
+    """Return the maximum number of sequences that an engine decodes at a time.
+
+    Schedulers that run ahead start one batch at a time; a stream starts as many as its staleness allows. They continue
+    during an evaluation, whose prompts are in the engines as well.
     """
-    trainer, most = config.trainer, config.rollout.max_num_seqs
+    trainer, limit = config.trainer, config.rollout.max_num_seqs
     n_batches = trainer.max_staleness + 1 if trainer.scheduler == STREAM else 1
-    of_steps = n_batches * trainer.global_batch_size * config.rollout.n
-    held_out, n_engines = 0, derive(config).n_engines
-    if config.data.val_files:  # without a limit nobody knows how many prompts they have
-        held_out = config.eval.max_prompts or most * n_engines
-    goes_on = AHEAD.get(trainer.scheduler) != 0
-    together = of_steps + held_out if goes_on else max(of_steps, held_out)
-    return min(most, -(-together // n_engines))
+    training = n_batches * trainer.global_batch_size * config.rollout.n
+    validation, n_engines = 0, derive(config).n_engines
+    if config.data.val_files:  # without eval.max_prompts the number of prompts is unknown
+        validation = config.eval.max_prompts or limit * n_engines
+    overlap = AHEAD.get(trainer.scheduler) != 0
+    together = training + validation if overlap else max(training, validation)
+    return min(limit, -(-together // n_engines))
 
 
 def kv_bytes_per_token(config: Config, dims: ModelDims) -> int:
-    """Of the KV cache, on one rank of an engine; key and value heads are repeated where there are fewer than ranks."""
+    """Return the bytes of the KV cache per token on one rank; with fewer KV heads than ranks, heads are repeated."""
     b = _FLOAT32 if config.model.dtype == "float32" else 2
     heads = max(1, dims.n_kv_heads // config.rollout.tp)
     return 2 * dims.n_layers * heads * dims.head_dim * b

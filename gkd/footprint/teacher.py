@@ -1,9 +1,8 @@
-"""The memory of a teacher, from the config.json of its model: of a server's worker, or of a local one on actor ranks,
-as which a reference counts.
+"""Compute the memory of a teacher server's worker, and of frozen models on actor ranks: a local teacher, a reference.
 
-A teacher server says nothing of its memory. This is what its model takes in bfloat16 on each of `tp` cards: weights,
-and the largest forward pass of one sequence at a time, whose logits exist in chunks. A local teacher is spread over all
-actor ranks, in host memory or on their cards, and gathered there a layer at a time.
+A teacher server does not report its memory. The estimate is for its model in bfloat16 on each of `tp` GPUs: weights and
+the largest forward pass of one sequence at a time, whose logits exist in chunks. A frozen model is sharded over all
+actor ranks, in host memory or on their GPUs, and gathered one layer at a time.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from typing import Any
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.fsdp import gathered
-from gkd.footprint.types import RankFootprint
+from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims, read_dims
 from gkd.hf.model_folder import Tensors, count_params
 
 _B, _FLOAT32 = 2, 4
-_LOGIT_ROWS = 1024  # that the engines compute at once
+_LOGIT_ROWS = 1024  # that the engines compute at a time
 LOGITS_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # `teacher_server.engines.signals.CHUNK_BYTES`, without torch
 
 
 def teacher_footprint(
     config_json: Mapping[str, Any], *, n_tokens: int, tp: int = 1, tensors: Tensors | None = None
 ) -> RankFootprint:
-    """Rank 0 of a worker.
+    """Return the footprint of rank 0 of a teacher worker.
 
     Args:
-        n_tokens: of the sequences that it scores together.
+        n_tokens: of all sequences that it scores at a time.
 
     Raises:
-        ModelError: as `read_dims`, or a model whose tensors are needed.
+        ModelError: as `read_dims`; or `tensors` are required and missing.
     """
     dims = read_dims(config_json)
     total = dims.n_params if dims.is_exact else count_params(tensors or {})[0]
@@ -52,7 +51,7 @@ def teacher_footprint(
 def with_local_teacher(
     part: RankFootprint, config: Config, config_json: Mapping[str, Any], tensors: Tensors | None, *, on_cpu: bool
 ) -> RankFootprint:
-    """An actor rank with its share of a local teacher. Raises ModelError as `read_dims`.
+    """Return an actor rank's footprint with its share of a local teacher. Raises ModelError as `read_dims`.
 
     Args:
         config_json, tensors: of teacher.path.
@@ -69,7 +68,7 @@ def with_local_teacher(
 def with_reference(
     part: RankFootprint, config: Config, config_json: Mapping[str, Any], tensors: Tensors | None, *, on_cpu: bool
 ) -> RankFootprint:
-    """The same of `reference_folder`'s model."""
+    """Return an actor rank's footprint with its share of the reference model. Raises ModelError as `read_dims`."""
     hosted = config.reference.fsdp_cpu_offload
     return _with_frozen(part, "reference", config, config_json, tensors, hosted=hosted, exact=False, on_cpu=on_cpu)
 
@@ -85,14 +84,15 @@ def _with_frozen(
     exact: bool,
     on_cpu: bool,
 ) -> RankFootprint:
-    """With its share of a `gkd.actor.frozen.model.FrozenModel`.
+    """Return the footprint with this rank's share of a `gkd.actor.frozen.model.FrozenModel`.
 
-    Its pass is a layer and the next one, the embedding, which may be the LM head, the activations of a layer, and a
-    chunk of logits as the LM head makes them and in float32.
+    A forward pass has two layers (the next is prefetched), the embedding or LM head, the activations of a layer, and a
+    chunk of logits in the model's dtype and in float32.
 
     Args:
-        hosted: its shards are in host memory.
-        exact: they are float32.
+        name: "teacher" | "reference", the prefix of the parts.
+        hosted: the shards are in host memory.
+        exact: the shards are float32.
     """
     dims, actor = read_dims(config_json), config.actor
     total, layer, embedding = gathered(dims, tensors)
@@ -102,9 +102,8 @@ def _with_frozen(
     shards = -(-total * (_FLOAT32 if exact else b) // derived.world_size)
     home = f"{name}_shards" if hosted and not on_cpu else f"{name}_weights"
     chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]
-    working = (2 * layer + embedding) * b + n_tokens * b * (
-        2 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns)
-    )
+    widths = 2 * dims.hidden_size + 3 * max(dims.ffn_size, dims.q_columns)
+    working = (2 * layer + embedding) * b + n_tokens * b * widths
     return replace(part, parts={**part.parts, home: shards, f"{name}_pass": working + chunk + chunk * b // _FLOAT32})
 
 

@@ -22,7 +22,7 @@ from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import check
-from gkd.footprint.models import read_models
+from gkd.footprint.estimate import read_models
 from gkd.tools.split_tuner import layout
 from gkd.tools.split_tuner.calibration import SCHEDULER, calibrate, calibration_folder
 from gkd.tools.split_tuner.layout import Hardware

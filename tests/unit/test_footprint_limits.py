@@ -10,8 +10,8 @@ from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check, footprint
-from gkd.footprint.limits import on_card
-from gkd.footprint.table import footprint_table
+from gkd.footprint.report import as_json, footprint_table
+from gkd.footprint.rollout import with_engine_cache
 from tests.unit.test_footprint import EXPERTS, GIB, QWEN25_15B, SIZES, TP2, _actor, _config
 
 MOE = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8}
@@ -46,7 +46,7 @@ def test_fixes_are_true(overrides: tuple[str, ...], card: int) -> None:
     before = footprint(config, QWEN25_15B)
     (problem, *_) = check(before, card, config, _refit)
     fixes = _fixes(problem)
-    assert fixes or "a larger card" in problem, problem
+    assert fixes or "a larger GPU" in problem, problem
     for text, saved in fixes.items():
         changed = _config(*overrides, *(change.replace(" ", "=") for change in text.split(" with ")))
         check_config(changed)
@@ -77,8 +77,8 @@ def test_each_shortage_has_its_own_fixes() -> None:
     """Fails if a weight sync without room is told of a change that helps the cache alone."""
     config = _config("weight_sync.bucket_mib=2048")
     cache, sync = [p for p in check(_refit(config), 3 * GIB, config, _refit) if p.startswith("rollout")]
-    assert "KV cache of one sequence" in cache and "rollout.tp 2" in cache and "bucket_mib" not in cache
-    assert "weight-sync bucket" in sync and "rollout.tp" not in sync
+    assert "one sequence of 1536 tokens" in cache and "rollout.tp 2" in cache and "bucket_mib" not in cache
+    assert "a bucket of 2.00 GiB" in sync and "rollout.tp" not in sync
     assert "weight_sync.bucket_mib 1024: saves 1.00 GiB" in sync
 
 
@@ -86,15 +86,18 @@ def test_an_engines_row_on_a_card() -> None:
     """Fails if an engine's row is not what it will take, its share of the card, beside what its sequences want."""
     config = _config()
     before = footprint(config, QWEN25_15B)
-    engine = on_card(before, 80 * GIB, config)[-1]
+    engine = with_engine_cache(before, 80 * GIB, config)[-1]
     assert engine.total_bytes == round(0.85 * 80 * GIB)
-    assert engine.parts["kv_wanted"] == before[-1].parts["kv_cache"] == 167 * 1536 * 28672
-    assert on_card(before, None, config) == list(before)
-    assert on_card(before, 2 * GIB, config)[-1].parts["kv_cache"] == 0
-    assert check(on_card(before, 3 * GIB, config), 3 * GIB, config) == check(before, 3 * GIB, config)
+    assert engine.parts["kv_max"] == before[-1].parts["kv_cache"] == 167 * 1536 * 28672
+    assert with_engine_cache(before, None, config) == list(before)
+    assert with_engine_cache(before, 2 * GIB, config)[-1].parts["kv_cache"] == 0
+    assert check(with_engine_cache(before, 3 * GIB, config), 3 * GIB, config) == check(before, 3 * GIB, config)
     header, _, row, _ = footprint_table([before[0], engine], 80 * GIB).splitlines()
-    assert header.split()[-1] == "kv_wanted" and row.split()[-1] == "6.85"
+    assert header.split()[-1] == "kv_max" and row.split()[-1] == "6.85"
     assert row.split()[-4:-2] == ["80.00", "85%"]
+    published = as_json([before[0], engine], 80 * GIB, [], {})
+    assert published["ranks"][1]["parts"]["kv_wanted"] == engine.parts["kv_max"]
+    assert published["ranks"][0]["parts"]["passing"] == before[0].parts["transient"] and published["card_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import pytest
 
 from gkd.errors import ConfigError
 from gkd.footprint import RankFootprint, footprint
-from gkd.footprint.activations import Kernels
-from gkd.footprint.batch import batch_shape
+from gkd.footprint.activations import Kernels, largest_micro_batch
 from gkd.footprint.loss import LossShape, loss_shape
-from gkd.footprint.rollout import sequences_together
+from gkd.footprint.rollout import max_sequences
 from gkd.hf.model_dims import read_dims
 from tests.unit.test_footprint import EXPERTS, QWEN25_15B, SIZES, TP2, _actor, _config
 
@@ -92,7 +91,7 @@ def test_logits_and_tables() -> None:
 def _loss(*overrides: str, frozen: bool = False) -> LossShape:
     config = _config(*overrides)
     sizes = {"hidden": 1536, "rows_of_head": 151936, "itemsize": 2}
-    return loss_shape(config, batch_shape(config), **sizes, on_cpu=False, frozen=frozen)
+    return loss_shape(config, largest_micro_batch(config), **sizes, on_cpu=False, frozen=frozen)
 
 
 def test_the_heads_gradient() -> None:
@@ -114,11 +113,11 @@ def test_a_gathered_layer_on_cuda() -> None:
     rows, table, widths = 2 * 16384 * 1536 * 2, 2 * 1024 * 1536, 16384 * 2 * 2 * (1536 + 8960)
     overrides = ("actor.strategy=fsdp2", "trainer.n_gpus_per_node=4")
     gathered, gradient = 2 * 2 * layer + 2 * layer // 4, (2 + 4) * layer + 4 * layer // 4
-    found = _actor(*overrides, shape=small).parts["passing"]
+    found = _actor(*overrides, shape=small).parts["transient"]
     assert found == rows + 2 * table + gathered + gradient + widths  # the table, and its gradient
-    offloaded = _actor(*overrides, "actor.fsdp_cpu_offload=true", shape=small).parts["passing"]
+    offloaded = _actor(*overrides, "actor.fsdp_cpu_offload=true", shape=small).parts["transient"]
     assert offloaded - found == 4 * layer // 4  # shards come in float32
-    adapters = _actor(*overrides, "actor.lora.rank=16", shape=small).parts["passing"]
+    adapters = _actor(*overrides, "actor.lora.rank=16", shape=small).parts["transient"]
     assert adapters == rows + table + gathered + widths
 
 
@@ -186,7 +185,7 @@ def test_an_engine() -> None:
 )
 def test_sequences_of_an_engine(overrides: tuple[str, ...], n: int) -> None:
     """Fails if a scheduler that has more under way, or an evaluation, is thought to need one batch's cache."""
-    assert sequences_together(_config(*overrides)) == n
+    assert max_sequences(_config(*overrides)) == n
 
 
 @pytest.mark.parametrize("targets", ["[q_proj,nothing]", "[lm_head]"])

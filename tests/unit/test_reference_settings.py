@@ -20,7 +20,7 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
-from gkd.footprint.table import footprint_table
+from gkd.footprint.report import footprint_table
 from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.hf.model_dims import read_dims
 from gkd.metrics.writer import read_metrics

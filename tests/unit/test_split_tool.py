@@ -10,7 +10,7 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schema import Config
-from gkd.footprint.models import read_models
+from gkd.footprint.estimate import read_models
 from gkd.tools.split import _memory_check, main
 from gkd.tools.split_tuner.run import read_run
 from tests.unit.split_run import settings, write_run

@@ -10,8 +10,9 @@ import pytest
 from gkd.config.check import check_config
 from gkd.config.schema import Config
 from gkd.footprint import RankFootprint, check, footprint
-from gkd.footprint.limits import on_card
-from gkd.footprint.turns import turns, turns_table
+from gkd.footprint.rank import shared_phases
+from gkd.footprint.report import shared_phases_table
+from gkd.footprint.rollout import with_engine_cache
 from gkd.tools import memory
 from tests.unit.test_footprint import GIB, QWEN25_15B, _config
 
@@ -24,20 +25,20 @@ def refit(config: Config) -> tuple[RankFootprint, ...]:
     return footprint(config, QWEN25_15B, local_teacher=local)
 
 
-def found_turns(config: Config, card: int) -> dict[str, int]:
-    actor, *_, engine = on_card(refit(config), card, config)
-    return turns(actor, engine, card, config)
+def found_phases(config: Config, card: int) -> dict[str, int]:
+    actor, *_, engine = with_engine_cache(refit(config), card, config)
+    return shared_phases(actor, engine, card, config)
 
 
 def test_each_turn_has_those_who_are_on_the_card_then() -> None:
     """Fails if a card is called full because of what sleeps, or has room because a sync's second copy is forgotten."""
     config = _config(*COLOCATED, *LOCAL, "rollout.gpu_memory_utilization=0.5")
     actor, engine = refit(config)
-    found = found_turns(config, 80 * GIB)
+    found = found_phases(config, 80 * GIB)
     a, e = actor.parts, engine.parts
     context = a["context"]
     states = a["weights"] + a["gradients"] + a["optimizer"]
-    training = states + a["activations"] + a["logits"] + a["passing"]
+    training = states + a["activations"] + a["logits"] + a["transient"]
     assert found == {
         "generate": 40 * GIB + context,
         "training_step": training + 2 * context,
@@ -53,7 +54,7 @@ def test_a_teacher_s_lm_head_moves_with_the_weights() -> None:
     """Fails if a shared card is said to lack the room of an LM head that is on the host in the engines' turn."""
     config = _config(*COLOCATED, "teacher.signal=hidden", "rollout.gpu_memory_utilization=0.95")
     actor, engine = footprint(config, QWEN25_15B, teacher_hidden=8192)
-    found = turns(actor, engine, 80 * GIB, config)
+    found = shared_phases(actor, engine, 80 * GIB, config)
     head = actor.parts["teacher_head"]
     assert head > 4 * GIB and found["generate"] == round(0.95 * 80 * GIB) + actor.parts["context"]
     assert actor.parts["moved_states"] == actor.parts["weights"] + actor.parts["optimizer"] + head
@@ -65,11 +66,11 @@ def test_states_that_stay_are_there_in_every_moment() -> None:
     """Fails if a rank whose states do not move is said to have room for a local teacher that it lacks."""
     stays = refit(_config(*LOCAL, "teacher.fsdp_cpu_offload=true"))[0]
     moves = refit(_config(*LOCAL, "actor.offload_train=true"))[0]
-    assert stays.moments()["teacher_pass"] - moves.moments()["teacher_pass"] == stays.state_bytes
-    assert stays.moments()["weight_sync"] - moves.moments()["weight_sync"] == (
+    assert stays.phases()["teacher_pass"] - moves.phases()["teacher_pass"] == stays.state_bytes
+    assert stays.phases()["weight_sync"] - moves.phases()["weight_sync"] == (
         stays.parts["gradients"] + stays.parts["optimizer"]
     )
-    assert stays.moments()["training_step"] == moves.moments()["training_step"]
+    assert stays.phases()["training_step"] == moves.phases()["training_step"]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +86,14 @@ def test_a_turn_without_room_is_told_with_fixes_that_are_true(
 ) -> None:
     """Fails if a run that cannot take turns starts without a word, or is told of a change that does not help."""
     config = _config(*COLOCATED, *overrides)
-    before = found_turns(config, card)
+    before = found_phases(config, card)
     (problem,) = [line for line in check(refit(config), card, config, refit) if f"({turn})" in line]
-    assert f"need {before[turn] / GIB:.2f} GiB of a card of {card / GIB:.2f} GiB" in problem and fix in problem
+    assert f"need {before[turn] / GIB:.2f} GiB" in problem and f"{card / GIB:.2f} GiB" in problem and fix in problem
     for text in problem.partition("Fix: ")[2].rstrip(".").split("; "):
         change, _, saved = text.partition(": saves ")
         changed = _config(*COLOCATED, *overrides, *(each.replace(" ", "=") for each in change.split(" with ")))
         check_config(changed)
-        after = found_turns(changed, card)[turn]
+        after = found_phases(changed, card)[turn]
         assert (before[turn] - after) / GIB == pytest.approx(float(saved.split()[0]), abs=0.006), text
         assert ("enough" in saved) == (after <= card), text
 
@@ -100,7 +101,7 @@ def test_a_turn_without_room_is_told_with_fixes_that_are_true(
 def test_a_shared_card_with_room_is_no_problem() -> None:
     """Fails if a card is held against both sides' sum, although they take turns."""
     config = _config(*COLOCATED, "actor.max_tokens_per_micro_batch=4096", "actor.recompute=full")
-    whole = on_card(refit(config), 80 * GIB, config)
+    whole = with_engine_cache(refit(config), 80 * GIB, config)
     assert sum(part.total_bytes for part in whole) > 80 * GIB
     assert check(whole, 80 * GIB, config, refit) == []
     assert check(whole, 80 * GIB, _config()) == [], "pools of their own are held against a card each, as ever"
@@ -115,8 +116,9 @@ def test_the_turns_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert memory.main([*args, *COLOCATED, "actor.recompute=full"]) == 0
     out = capsys.readouterr().out
     config = _config(*COLOCATED, "actor.recompute=full")
-    assert turns_table(on_card(refit(config), 80 * GIB, config), 80 * GIB, config) in out and "generate 69.00" in out
+    found = with_engine_cache(refit(config), 80 * GIB, config)
+    assert shared_phases_table(found, 80 * GIB, config) in out and "generate 69.00" in out
     assert memory.main([*args, "--json", *COLOCATED]) in (0, 1)
     assert json.loads(capsys.readouterr().out)["turns"]["0"]["generate"] == 69 * GIB
     memory.main(args)
-    assert "by turn" not in capsys.readouterr().out
+    assert "by phase" not in capsys.readouterr().out
