@@ -125,7 +125,7 @@ class Broker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs. It ends by `stop` or by an exception, which is logged."""
+        """Return whether the thread runs. It ends by `stop` or by an exception, which is logged."""
         return self._thread.is_alive()
 
     def worker_died(self, name: str) -> None:
