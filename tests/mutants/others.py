@@ -102,9 +102,9 @@ _WEIGHTS = (
     Mutant("digest_without_shape", _TRAINER, "xxhash.xxh3_128(header)", "xxhash.xxh3_128()", ("test_buckets.py",)),
     Mutant(
         "missing_tensor_is_equal",
-        _TRAINER,
-        "sent.keys() | held.keys()",
-        "sent.keys() & held.keys()",
+        "gkd/weight_sync",
+        ".keys() | ",
+        ".keys() & ",
         ("test_buckets.py", "test_coordinator.py"),
     ),
     Mutant("first_sync_alone_verified", _TRAINER, "self._n_pushed < 2", "self._n_pushed < 1", ("test_coordinator.py",)),
@@ -146,7 +146,7 @@ _CLIENT = (
     Mutant(
         "reply_about_other_tokens",
         _TRAINER,
-        "if reply.token_digest != digest:",
+        "if reply.token_digest != self._digest:",
         "if not reply.token_digest:",
         ("test_client.py::test_swapped_replies_are_refused",),
     ),
