@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gkd.teacher.streams import MatrixShape, RowBlocks
+from gkd.teacher.requests import RequestMessage
+from gkd.teacher.streams import RowBlocks
 from teacher_server.wire.payload import pack_rows
 from teacher_server.wire.protocol import STREAM_WINDOW, ProtocolError, RowsReply, as_frame, checksum, token_digest
 from tests.service.messages import make_request, make_tokens
@@ -18,8 +19,8 @@ ROWS = matrix("logits", N_ROWS, N_COLS)
 
 def new_stream() -> RowBlocks:
     request = make_request(TOKENS, signal="logits", wire="fp32")
-    shape = MatrixShape("logits", N_ROWS, N_COLS, token_digest(TOKENS))
-    return RowBlocks("prompt 0", request, [as_frame(TOKENS)], shape, lambda received: None, resend_s=1.0)
+    message = RequestMessage("prompt 0", request, [as_frame(TOKENS)], token_digest(TOKENS), 1.0)
+    return RowBlocks(message, (N_ROWS, N_COLS), lambda received: None)
 
 
 def accept(stream: RowBlocks, index: int, start: int, stop: int, worker: str = "w0") -> bool | None:
