@@ -1,7 +1,7 @@
 """`python -m gkd.tools.split --gpus 8 --run RUN_DIR | --calibrate CONFIG`: the split with the fastest steps.
 
-Reads how fast each stage of a run was, simulates the loop for every other split and scheduler, and prints the ranking
-with the lines to paste. With `--calibrate` it makes that run first: a few steps at two concurrencies.
+Measures the rates of a run's stages, simulates the loop for every other split and scheduler, and prints the ranking
+with the settings of the best split. With `--calibrate` it makes the run first: a few steps at two concurrencies.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from gkd.tools.split_tuner.layout import Hardware
 from gkd.tools.split_tuner.rates import Workload, lognormal
 from gkd.tools.split_tuner.run import Run, check_plannable, read_run
 from gkd.tools.split_tuner.search import Candidate, CheckMemory, Ranking, search, simulated
-from gkd.tools.split_tuner.table import as_json, left_out, notes, paste, table
+from gkd.tools.split_tuner.table import as_json, left_out, notes, settings_of, table
 
 SCHEDULERS = (*AHEAD, STREAM)
-_LONGEST = 1 << 20  # tokens, of --lengths
+_LONGEST = 1 << 20  # tokens, limit of --lengths
 _EXAMPLES = """examples:
   python -m gkd.tools.split --gpus 8 --run runs/mine --plot split.png
   python -m gkd.tools.split --gpus 64 --gpu-gib 80 --run runs/mine --schedulers stream,one_step_off --lengths 2000,1.0
   python -m gkd.tools.split --gpus 16 --run runs/mine --teacher-elsewhere --json | jq '.ranking[0].split'
   python -m gkd.tools.split --gpus 8 --calibrate mine.yaml teacher.server_ip=10.0.0.5     # the server must be up
 
-A run that is still going can be read, too. What is shared out: --gpus for actor, rollout and teacher; the first two
-keep their tensor and pipeline parallel sizes, a worker of the teacher its number of GPUs.
+The run may still be in progress. --gpus are split between actor, rollout and teacher; actor and rollout keep their
+tensor and pipeline parallel sizes, a teacher worker its number of GPUs.
 
 exit code: 0 a ranking was printed, 1 the run's metrics are damaged, a calibration failed, the plot cannot be written,
-or no split fits into memory, 2 wrong arguments or settings, settings that no split of the GPUs agrees with, or a folder
-that cannot be used (a run without metrics or with few steps, a calibration's that is taken)
+or no split fits into memory, 2 wrong arguments or settings, no split is possible with the settings, or a folder that
+cannot be used (a run without metrics or with few steps, a non-empty calibration folder)
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code, see `_EXAMPLES`."""
+    """Return the exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     try:
         return _ranked(args)
@@ -63,19 +63,19 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A run's rates, and the steps that a simulation of them can be compared with."""
+    """Rates of a run, and measured steps to compare with a simulation."""
 
-    run: Run  # its config is the one to plan for
-    scheduler: str  # of these steps, and what they took
+    run: Run  # with the config to plan for
+    scheduler: str  # of the measured steps
     step_s: float
     n_steps: int
 
 
 def _ranked(args: argparse.Namespace) -> int:
-    card = card_bytes(args.gpu_gib)
+    gpu_bytes = card_bytes(args.gpu_gib)
     measured = _calibrated(args) if args.calibrate else _read(args)
     run = measured.run
-    check_memory = None if card is None else _memory_check(run.config, card)
+    check_memory = None if gpu_bytes is None else _memory_check(run.config, gpu_bytes)
     workload = _workload(run, args.lengths)
     elsewhere = run.sizes.workers if args.teacher_elsewhere else 0
     hardware = Hardware(args.gpus, args.gpus_per_node, run.gpus_per_worker, elsewhere)
@@ -100,7 +100,7 @@ def _ranked(args: argparse.Namespace) -> int:
     else:
         print(_text(run, ranking, own, facts, hardware, args.top), flush=True)
     if args.plot:
-        from gkd.tools.split_tuner.plot import plot  # half a second, which only those who want one pay
+        from gkd.tools.split_tuner.plot import plot  # takes half a second to import
 
         plot(ranking, own, Path(args.plot), args.top)
     return 0 if ranking.candidates[0].fits else 1
@@ -111,23 +111,23 @@ def _read(args: argparse.Namespace) -> _Measured:
     return _Measured(run, run.config.trainer.scheduler, run.step_s, run.n_steps)
 
 
-def _memory_check(config: Config, card: int) -> CheckMemory:
-    """Whether the pools fit on cards of so many bytes; the teacher's own memory is its server's business.
+def _memory_check(config: Config, gpu_bytes: int) -> CheckMemory:
+    """Return a check whether the pools fit into GPUs of this size, without the teacher server.
 
     Raises:
-        ConfigError: a model of the run is not there any more.
-        ModelError: its config.json does not say its sizes.
+        ConfigError: a model folder of the run is missing.
+        ModelError: its config.json lacks sizes.
     """
     models = read_models(config)
 
-    def problems(changed: Config) -> list[str]:  # of many splits; other splits are the fix
-        return check(models.footprint(changed), card, changed)
+    def problems(changed: Config) -> list[str]:  # without fixes: the ranking has other splits
+        return check(models.footprint(changed), gpu_bytes, changed)
 
     return problems
 
 
 def _of_teacher(args: argparse.Namespace) -> dict[str, int]:
-    """What was said of the teacher; 0: nothing."""
+    """Return the arguments about the teacher; 0: not given."""
     return {"workers": args.teacher_workers, "gpus_per_worker": args.gpus_per_teacher_worker}
 
 
@@ -151,9 +151,9 @@ def _text(run: Run, ranking: Ranking, own: Candidate, facts: dict[str, Any], har
     r = run.rates
     lines = [
         f"measured over {facts['measured_steps']} steps of {facts['measured_scheduler']}: step "
-        f"{facts['measured_step_s']:.3g} s; the simulation of the same split says {facts['simulated_step_s']:.3g} s",
-        f"an engine's pass {r.pass_s:.3g} s + {r.sequence_s:.3g} s a sequence; the teacher "
-        f"{_rate(r.score_token_s)} tokens/s a worker, the actor {_rate(r.train_token_s)} a data-parallel group; "
+        f"{facts['measured_step_s']:.3g} s; simulation of the same split: {facts['simulated_step_s']:.3g} s",
+        f"engine pass {r.pass_s:.3g} s + {r.sequence_s:.3g} s per sequence; teacher "
+        f"{_rate(r.score_token_s)} tokens/s per worker; actor {_rate(r.train_token_s)} per data-parallel group; "
         f"weight sync {r.sync_s:.3g} s; responses of {facts['mean_response_tokens']:.0f} tokens",
         *([notes(run.notes)] if run.notes else []),
         "",
@@ -162,7 +162,7 @@ def _text(run: Run, ranking: Ranking, own: Candidate, facts: dict[str, Any], har
         table(ranking, own, top),
         *left_out(ranking),
         "",
-        paste(best, run.config, hardware),
+        settings_of(best, run.config, hardware),
     ]
     if not best.fits:
         lines += ["", *(f"WRONG {text}" for text in best.too_large or ())]
@@ -181,26 +181,26 @@ def _workload(run: Run, lengths: tuple[float, float] | None) -> Workload:
 
 
 def _progress(text: str) -> None:
-    """On a terminal, over the line before; the last one is left empty."""
+    """Show progress on a terminal, replacing the previous line; empty text clears it."""
     if sys.stderr.isatty():
         print(f"\r{text:60}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def _calibrated(args: argparse.Namespace) -> _Measured:
-    """Makes two short runs, the second with a fourth of the concurrency, and reads both.
+    """Make two short runs, the second with a fourth of the concurrency, and read both.
 
     Raises:
-        ConfigError: as `read_run`; the settings are wrong, or the folder for the runs is taken.
-        ClusterError: a run failed; its own message is on stderr.
+        ConfigError: as `read_run`; the settings are wrong, or the folder is not empty.
+        ClusterError: a run failed; its error is on stderr.
     """
     config = load_config(args.calibrate, args.overrides)
     check_config(config)
     check_plannable(config)
     root = calibration_folder(config, args.calibration_dir)
     folders = calibrate(args.calibrate, args.overrides, config, root)
-    print(f"calibrated: what was measured stays in {root} (--calibration-dir)", file=sys.stderr)
+    print(f"calibrated: the measured runs are in {root} (--calibration-dir)", file=sys.stderr)
     run = read_run(folders, **_of_teacher(args), last=args.last)
-    # The rates are of both; a step's time is of the one whose concurrency the settings have.
+    # Rates come from both runs, the step time from the one with the concurrency of the settings.
     first = read_run(folders[:1], **_of_teacher(args), last=args.last)
     return _Measured(replace(run, config=config), SCHEDULER, first.step_s, first.n_steps)
 
@@ -209,7 +209,7 @@ def _lengths(text: str) -> tuple[float, float]:
     found = re.fullmatch(r"([0-9.]+),([0-9.]+)", text)
     if not found or not (1 <= float(found[1]) <= _LONGEST and float(found[2]) <= 4):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: MEAN,SIGMA of a lognormal, in tokens and of the logarithm, as 800,0.7"
+            f"{text!r}: expected MEAN,SIGMA of a lognormal (tokens, sigma of the logarithm), like 800,0.7"
         )
     return float(found[1]), float(found[2])
 
@@ -217,14 +217,14 @@ def _lengths(text: str) -> tuple[float, float]:
 def _schedulers(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in names if name not in SCHEDULERS]:
-        raise argparse.ArgumentTypeError(f"no scheduler {unknown[0]!r}; there are {', '.join(SCHEDULERS)}")
+        raise argparse.ArgumentTypeError(f"unknown scheduler {unknown[0]!r}; use one of {', '.join(SCHEDULERS)}")
     return names
 
 
 def _at_least(lowest: int) -> Any:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {lowest}")
+            raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least {lowest}")
         return int(text)
 
     return number
@@ -233,24 +233,24 @@ def _at_least(lowest: int) -> Any:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m gkd.tools.split",
-        description="Which share of the GPUs each pool should have, and which scheduler, from a run's measured rates.",
+        description="Recommend a split of the GPUs and a scheduler from the measured rates of a run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", metavar="RUN_DIR", help="the run folder of a job that runs or is done")
+    which.add_argument("--run", metavar="RUN_DIR", help="run folder of a finished or running job")
     which.add_argument("--calibrate", metavar="X.yaml", help="make two short runs of these settings first")
-    parser.add_argument("--gpus", type=_at_least(1), required=True, metavar="N", help="GPUs to share out, at least 3")
+    parser.add_argument("--gpus", type=_at_least(1), required=True, metavar="N", help="GPUs to split, at least 3")
     parser.add_argument("--gpus-per-node", type=_at_least(1), default=8, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--teacher-elsewhere", action="store_true", help="the teacher has GPUs of its own, as it has now"
+        "--teacher-elsewhere", action="store_true", help="the teacher keeps its own GPUs, which are not part of --gpus"
     )
     parser.add_argument(
         "--teacher-workers",
         type=_at_least(1),
         default=0,
         metavar="N",
-        help="that the run had; default: as in gpus.json",
+        help="workers that the run had; default: as in gpus.json",
     )
     parser.add_argument(
         "--gpus-per-teacher-worker", type=_at_least(1), default=0, metavar="N", help="default: as in gpus.json"
@@ -260,29 +260,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--lengths",
         type=_lengths,
         metavar="MEAN,SIGMA",
-        help="response lengths, cut at the run's longest; default: its own",
+        help="response lengths, truncated at the run's maximum; default: measured",
     )
     parser.add_argument("--last", type=_at_least(1), default=0, metavar="N", help="steps of the run; default: all")
     parser.add_argument(
-        "--calibration-dir", metavar="DIR", help="of the runs of --calibrate; default: RUN_DIR_calibration"
+        "--calibration-dir", metavar="DIR", help="folder for the runs of --calibrate; default: RUN_DIR_calibration"
     )
     parser.add_argument("--top", type=_at_least(1), default=10, metavar="N", help="rows; default: %(default)s")
-    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the drawn lengths")
+    parser.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="seed of the response lengths")
+    parser.add_argument("--gpu-gib", type=float, metavar="80", help="memory of a GPU; default: of this machine's GPUs")
+    parser.add_argument("--plot", metavar="FILE", help="also write a PNG")
+    parser.add_argument("--json", action="store_true", help="print a JSON object with every simulated split")
     parser.add_argument(
-        "--gpu-gib", type=float, metavar="80", help="a card's memory: what must fit; default: this machine's cards"
+        "overrides", nargs="*", metavar="key=value", help="with --calibrate: settings that differ from the file"
     )
-    parser.add_argument("--plot", metavar="FILE", help="write a PNG, too")
-    parser.add_argument("--json", action="store_true", help="one JSON object with every simulated split")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of --calibrate: differ from the file")
     args = parse_overrides(parser, argv)
     least = 2 if args.teacher_elsewhere else 3
     if args.gpus < least:
         pools = "actor and rollout" if args.teacher_elsewhere else "actor, rollout and teacher"
         parser.error(f"argument --gpus: {args.gpus} GPUs, but {pools} need at least one each: use {least} or more")
     if args.teacher_elsewhere and args.gpus_per_teacher_worker:
-        parser.error("--teacher-elsewhere: its workers take none of --gpus, so no --gpus-per-teacher-worker")
+        parser.error(
+            "--gpus-per-teacher-worker does not apply with --teacher-elsewhere: its workers take none of --gpus"
+        )
     if args.run and (args.overrides or args.calibration_dir):
-        parser.error("--run takes the run's own settings: no key=value, no --calibration-dir")
+        parser.error("--run uses the run's settings: remove key=value and --calibration-dir")
     return args
 
 

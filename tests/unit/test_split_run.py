@@ -53,7 +53,7 @@ def test_a_run_s_rates_come_out_of_its_metrics(tmp_path: Path, more: list[str]) 
         assert getattr(run.rates, name) == pytest.approx(value, rel=0.02), name
     assert run.sizes == Sizes(2, 2, 2) and run.gpus_per_worker == 1 and run.n_steps == 10
     assert run.workload.prompt_tokens == PROMPT and run.workload.max_num_seqs == (5 if more else 128)
-    assert not any("differ too little" in note or "passes all moved" in note for note in run.notes)
+    assert not any("differ too little" in note or "all passes had" in note for note in run.notes)
 
 
 def test_the_run_s_own_step_is_predicted(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_equal_steps_cannot_show_is_assumed_and_said(tmp_path: Path) -> Non
     run = read_run([write_run(tmp_path, config, RATES, lengths=lambda rng, n: np.full(n, 40))])
     assert (run.rates.sequence_s, run.rates.score_s, run.rates.train_s) == (0.0, 0.0, 0.0)
     texts = " ".join(run.notes)
-    assert "passes all moved about 12.0 sequences" in texts and "training is taken" in texts and "scoring" in texts
+    assert "12.0" in texts and "training" in texts and "scoring" in texts
     # a second run with another concurrency shows what a sequence costs
     fewer = write_run(
         tmp_path / "fewer", settings(tmp_path, "rollout.max_num_seqs=3"), RATES, lengths=lambda rng, n: np.full(n, 40)
@@ -143,14 +143,14 @@ def test_only_what_a_run_did_since_its_last_start_counts(tmp_path: Path) -> None
     keep(after, [*lines_of(before), *lines])
     assert read_run([after]).rates == alone.rates and read_run([after]).n_steps == 10
     keep(after, [*lines_of(before), *lines[:5]])
-    refused(after, ConfigError, "since it was last started it has 3 steps")
+    refused(after, ConfigError, "it has 3 steps")
     keep(after, lines_of(before))  # it was resumed, and stopped before its first step
-    refused(after, ConfigError, "config.yaml says perf/dp 6, its last step was made with 2")
+    refused(after, ConfigError, "perf/dp is 6 .* 2 in")
     keep(after, [])
     refused(after, ConfigError, "it has 0 steps")
     old = [{name: value for name, value in line.items() if name != "perf/steps_since_start"} for line in lines]
     keep(after, old)
-    refused(after, ConfigError, "no number perf/steps_since_start")
+    refused(after, ConfigError, "perf/steps_since_start")
 
 
 def test_dataset_responses_have_their_own_length(tmp_path: Path) -> None:
@@ -161,15 +161,15 @@ def test_dataset_responses_have_their_own_length(tmp_path: Path) -> None:
         step |= {"rollout/on_policy_sequences": 18.0, "rollout/dataset_response_tokens": 6 * 25.0}
     keep(folder, lines)
     workload = read_run([folder]).workload
-    assert workload.dataset_tokens == 25.0 and workload.n_answered == 18.0
+    assert workload.dataset_tokens == 25.0 and workload.n_on_policy == 18.0
 
 
 def test_a_teacher_without_cards_is_assumed_to_have_one_each(tmp_path: Path) -> None:
     """Fails if a plan counts a GPU for a worker that may have more, and does not say so."""
     folder = write_run(tmp_path, settings(tmp_path), RATES, workers=0)
     run = read_run([folder], workers=2)
-    assert run.gpus_per_worker == 1 and any("worker of the teacher is taken to have one GPU" in n for n in run.notes)
-    assert not any("worker" in n for n in read_run([write_run(tmp_path / "two", settings(tmp_path), RATES)]).notes)
+    assert run.gpus_per_worker == 1 and any("teacher worker" in n for n in run.notes)
+    assert not any("teacher worker" in n for n in read_run([write_run(tmp_path / "two", settings(tmp_path), RATES)]).notes)
 
 
 @pytest.mark.parametrize("shared", ["trainer.colocate=true", "teacher.backend=local"])
@@ -183,14 +183,14 @@ def test_roles_that_share_gpus_cannot_be_split(tmp_path: Path, shared: str) -> N
 def test_a_run_that_had_nothing_to_do_is_refused(tmp_path: Path) -> None:
     """Fails if a replay's reader is told to update, or a number that is 0 ends in a traceback."""
     folder = write_run(tmp_path / "replay", settings(tmp_path, "trainer.replay=other/batches"), RATES)
-    refused(folder, ConfigError, "the run trains on another one's batches")
+    refused(folder, ConfigError, "trainer.replay")
     for name in ("perf/pass_n", "perf/teacher_busy_1_s", "perf/response_length_mean"):
         folder = write_run(tmp_path / name, settings(tmp_path), RATES)
         lines = lines_of(folder)
         for step in lines:
             step |= {key: 0.0 for key in step if key == name or key.startswith("perf/teacher_busy")}
         keep(folder, lines)
-        refused(folder, ConfigError, f"10 steps of its metrics, the first is 3, have {name} 0")
+        refused(folder, ConfigError, f"{name} is 0 in 10 steps of its metrics, the first is 3")
 
 
 def refused(folder: Path, error: type[GkdError], text: str, **more: int) -> None:
@@ -200,16 +200,16 @@ def refused(folder: Path, error: type[GkdError], text: str, **more: int) -> None
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     """Fails if a ranking is made of nothing, or a traceback meets the user."""
-    refused(tmp_path / "none", ConfigError, "has no config.yaml with a metrics.jsonl")
+    refused(tmp_path / "none", ConfigError, "metrics.jsonl")
     config = settings(tmp_path)
-    refused(write_run(tmp_path / "short", config, RATES, n_steps=5), ConfigError, "it has 3 steps besides the first 2")
+    refused(write_run(tmp_path / "short", config, RATES, n_steps=5), ConfigError, "it has 3 steps")
     unknown = write_run(tmp_path / "unknown", config, RATES, workers=0)
-    refused(unknown, ConfigError, "names none")
+    refused(unknown, ConfigError, "gpus.json")
     assert read_run([unknown], workers=3).sizes.workers == 3
     (unknown / "gpus.json").write_text("{")
     refused(unknown, ClusterError, "is not the GPU table")
     (unknown / "gpus.json").unlink()
-    refused(unknown, ConfigError, "names none")
+    refused(unknown, ConfigError, "gpus.json")
     garbled = write_run(tmp_path / "garbled", config, RATES)
     with (garbled / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "loss/to\n')

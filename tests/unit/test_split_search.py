@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
@@ -19,7 +18,7 @@ from gkd.tools.split_tuner.estimate import estimate
 from gkd.tools.split_tuner.layout import Hardware, PoolSize, Split
 from gkd.tools.split_tuner.rates import Workload, lognormal
 from gkd.tools.split_tuner.search import Ranking, search, simulated
-from gkd.tools.split_tuner.table import left_out, paste, table
+from gkd.tools.split_tuner.table import left_out, settings_of, table
 from tests.unit.split_run import settings
 from tests.unit.test_split_run import RATES
 
@@ -94,7 +93,7 @@ def test_pools_fit_onto_the_nodes(tmp_path: Path, n_gpus: int) -> None:
 
 
 def test_every_recommended_split_passes_the_config_s_checks(tmp_path: Path) -> None:
-    """Fails if the lines to paste stop the run that they are pasted into."""
+    """Fails if the printed settings are refused by the run that they are given to."""
     config = settings(tmp_path, "trainer.scheduler=stream", "trainer.max_staleness=3")
     for scheduler in SCHEDULERS:
         for split in layout.splits(config, hardware(9)):
@@ -103,13 +102,12 @@ def test_every_recommended_split_passes_the_config_s_checks(tmp_path: Path) -> N
             if split.actor.n_gpus != 5:
                 continue
             candidate = simulated(config, split, scheduler, WORK, RATES, None, 0)
-            file = tmp_path / "pasted.yaml"
-            file.write_text(paste(candidate, config, hardware(9)))
-            pasted = load_config(file, ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r"])
-            check_config(replace(pasted, trainer=replace(pasted.trainer, global_batch_size=24)))
-            assert pasted.trainer.n_gpus_per_node * pasted.trainer.nnodes == 5
-            assert pasted.trainer.max_staleness == (3 if scheduler == "stream" else 1)
-            assert set(yaml.safe_load(file.read_text())) == {"trainer", "rollout"}
+            (line, *_) = settings_of(candidate, config, hardware(9)).splitlines()
+            given = load_config(None, ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r", *line.split()])
+            check_config(replace(given, trainer=replace(given.trainer, global_batch_size=24)))
+            assert given.trainer.n_gpus_per_node * given.trainer.nnodes == 5
+            assert given.trainer.max_staleness == (3 if scheduler == "stream" else 1)
+            assert {setting.partition(".")[0] for setting in line.split()} == {"trainer", "rollout"}
 
 
 def ranked(config: Config, given: Hardware, **more: object) -> Ranking:
@@ -158,16 +156,16 @@ def test_where_the_measured_run_was_does_not_limit_the_plan(tmp_path: Path) -> N
     ranking = search(config, given, ["sync"], WORK, RATES, check_memory=None)
     assert not ranking.refused and ranking.n_looked_at == ranking.n_splits == 22
     of_nodes = next(c for c in ranking.candidates if c.split.rollout.nnodes > 1)
-    pasted = paste(of_nodes, config, given)
-    assert yaml.safe_load(pasted)["teacher"] == {"n_server_workers": 0} and "it was 3" in pasted
-    assert "name it in cluster.ray_address" in pasted and "cluster.gpus is [4, 5, 6, 7]: name" in pasted
-    assert "planned:" not in pasted and config.cluster.gpus == [4, 5, 6, 7]
+    printed = settings_of(of_nodes, config, given)
+    assert "teacher.n_server_workers=0" in printed.split()
+    assert "cluster.ray_address" in printed and "cluster.gpus is [4, 5, 6, 7]" in printed
+    assert "planned:" not in printed and config.cluster.gpus == [4, 5, 6, 7]
     # One node is enough for two pools of a few GPUs, and a cluster that the run had is there.
     for rollout, told in ((2, False), (3, True)):
         few = replace(of_nodes, split=Split(PoolSize(1, 2), PoolSize(1, rollout), 5, 5))
-        assert ("ray_address" in paste(few, config, given)) is told
+        assert ("ray_address" in settings_of(few, config, given)) is told
     clustered = settings(tmp_path, "cluster.ray_address=head:6379")
-    text = paste(of_nodes, clustered, given)
+    text = settings_of(of_nodes, clustered, given)
     assert "cluster" not in text and "n_server_workers" not in text
     assert layout.with_split(clustered, of_nodes.split, "sync").cluster.ray_address == "head:6379"
 
@@ -179,9 +177,9 @@ def test_what_the_checks_refuse_is_counted_and_said(tmp_path: Path) -> None:
     assert [(r.scheduler, r.n, r.first.key) for r in ranking.refused] == [("stream", 6, "teacher.overlap_rollout")]
     assert ranking.n_simulated == 18
     (line,) = left_out(ranking)
-    assert line.startswith("left out: 6 splits under stream, the first because of teacher.overlap_rollout = False: ")
+    assert line.startswith("excluded: 6 splits under stream, the first because of teacher.overlap_rollout = False: ")
     assert "choose another scheduler" in line
-    with pytest.raises(ConfigError, match="none of the 6 splits of 5 GPUs is allowed: with trainer.scheduler: stream"):
+    with pytest.raises(ConfigError, match="none of the 6 splits of 5 GPUs"):
         search(config, hardware(5), ["stream"], WORK, RATES, check_memory=None)
 
 
@@ -203,7 +201,7 @@ def test_splits_that_are_too_large_take_no_place_from_those_that_fit(tmp_path: P
     assert n_fit == len(slow) == n_splits - 70 > 0
     assert len(ranking.candidates) == n_fit + 4 and ranking.candidates[0].fits
     assert ranking.n_looked_at == n_splits and ranking.n_too_large == 70
-    assert left_out(ranking) == [f"memory: of {n_splits} looked at 70 do not fit; 4 of these are in the ranking"]
+    assert left_out(ranking) == [f"memory: of {n_splits} checked splits 70 do not fit; 4 of these are in the ranking"]
     none = search(config, given, ["sync"], WORK, RATES, check_memory=lambda changed: ["too large"])
     assert len(none.candidates) == 4 and none.n_too_large == n_splits and "none fits" in left_out(none)[0]
 
@@ -226,7 +224,7 @@ def test_a_search_ends_in_bounded_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_gpus_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
     """Fails if the tool prints an empty table, or fails on it."""
-    with pytest.raises(ConfigError, match="no split of them has actor.tp 4 x actor.pp 1 GPUs"):
+    with pytest.raises(ConfigError, match="actor.tp 4 x actor.pp 1 GPUs"):
         ranked(settings(tmp_path, "actor.tp=4", "trainer.n_gpus_per_node=4"), hardware(5))
 
 

@@ -138,7 +138,7 @@ def test_without_overlap_the_teacher_waits_for_the_last_answer() -> None:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_token_is_made_once(scheduler: str) -> None:
     """Fails if a simulated run trains on more or fewer tokens than its engines write."""
-    workload = work(equal(30.0), 12, n=2, n_answered=9.0, dataset_tokens=50.0)
+    workload = work(equal(30.0), 12, n=2, n_on_policy=9.0, dataset_tokens=50.0)
     outcome = simulate(scheduler, Sizes(2, 3, 2), workload, RATES, n_steps=20)
     assert outcome.response_tokens_per_s * outcome.step_s == pytest.approx(9 * 2 * 30 + 3 * 50)
 

@@ -1,1 +1,1 @@
-"""Which share of the GPUs each pool should have: a run's measured rates, a simulation of the loop, a search. Pure."""
+"""Recommend a split of the GPUs: rates of a measured run, a simulation of the loop, a search."""

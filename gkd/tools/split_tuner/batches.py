@@ -26,7 +26,7 @@ class _Batch:
     tokens: np.ndarray  # [m] prompt and response, of all sequences
     groups: np.ndarray  # [m]
     response_tokens: float
-    n_answers: int
+    n_rollouts: int
     engine_s: float  # of all engines together
 
 
@@ -59,7 +59,7 @@ def run(
         totals.waited_s["actor"] += train_s
         totals.n_steps += 1
         totals.response_tokens += batch.response_tokens
-        totals.ages[step - batch.version] += batch.n_answers
+        totals.ages[step - batch.version] += batch.n_rollouts
         train_total_s += train_s
         now_s = settled_s + rates.sync_s + rates.other_s
     busy_s = {"rollout": engine_s, "teacher": teacher.busy_s - teacher_before_s, "actor": train_total_s}
@@ -77,8 +77,8 @@ def _answer(
     teacher: Teacher,
 ) -> _Batch:
     """All answers to a batch, and the teacher asked about them."""
-    n_answered = workload.answered(number)
-    place = np.arange(n_answered).repeat(workload.n)  # of each sequence's prompt, among those the student answers
+    n_on_policy = workload.on_policy(number)
+    place = np.arange(n_on_policy).repeat(workload.n)  # of each sequence's prompt, among those the student answers
     engine_of, group_of = place % sizes.engines, place % sizes.dp
     lengths = workload.lengths.draw(rng, len(place), number)
     order = np.argsort(engine_of, kind="stable")
@@ -91,10 +91,10 @@ def _answer(
             engine_s += float(finished.max())
             last_s = max(last_s, float(finished.max()) + handed_s)
     answered_s = start_s + last_s
-    n_dataset = workload.n_prompts - n_answered
+    n_dataset = workload.n_prompts - n_on_policy
     of_dataset = workload.prompt_tokens + workload.dataset_tokens
     tokens = np.concatenate([lengths + workload.prompt_tokens, np.full(n_dataset, of_dataset)])
-    groups = np.concatenate([group_of, np.arange(n_answered, workload.n_prompts) % sizes.dp])
+    groups = np.concatenate([group_of, np.arange(n_on_policy, workload.n_prompts) % sizes.dp])
     asked = np.concatenate([start_s + arrived, np.full(n_dataset, start_s)])
     if not workload.overlap:
         asked[:] = answered_s

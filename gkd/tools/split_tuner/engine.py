@@ -1,7 +1,7 @@
-"""One rollout engine in the simulation: continuous batching, pass by pass, but counted in finished sequences.
+"""Simulate one rollout engine: continuous batching, with one event per finished sequence.
 
-Between two events (a sequence finishes, one begins, the weights change) all passes are alike, so a whole run of them is
-one multiplication.
+Between two events (a sequence finishes or starts, the weights change) all passes are equal, so they take one
+multiplication.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import numpy as np
 
 from gkd.tools.split_tuner.rates import Rates
 
-_ROUNDING = 1e-9  # of a pass: a time that is a pass's end but for rounding is that pass's end
+_ROUNDING = 1e-9  # share of a pass, for times that equal the end of a pass up to rounding
 
 
 class Engine:
-    """Sequences in, finished ones out, in the engine's own time.
+    """An engine with its own clock.
 
     Args:
-        max_running: sequences in one pass. As many as fit of those that wait begin at each pass's start, in order.
-        at_s: when it is made.
+        max_running: sequences in one pass. At the start of each pass waiting ones start in order, as many as fit.
+        at_s: time of its creation.
     """
 
     def __init__(self, rates: Rates, max_running: int, at_s: float = 0.0) -> None:
         self._rates, self._max_running = rates, max_running
-        self.at_s = at_s  # the end of the last whole pass, or when it was last idle
+        self.at_s = at_s  # end of the last pass, or the last idle time
         self.busy_s = 0.0
         self.n_passes = 0
-        self._unread_s = 0.0  # what the next pass takes longer, for prompts and forgotten caches
-        self._running: list[tuple[int, int, int, float]] = []  # (pass that ends it, whose, pass before it, prompt)
-        self._waiting: deque[tuple[int, int, float]] = deque()  # (response tokens, whose, prompt tokens)
+        self._unread_s = 0.0  # additional time of the next pass, for prompts and recomputed caches
+        self._running: list[
+            tuple[int, int, int, float]
+        ] = []  # (last pass, owner, pass before the first, prompt tokens)
+        self._waiting: deque[tuple[int, int, float]] = deque()  # (response tokens, owner, prompt tokens)
 
     @property
     def n_running(self) -> int:
@@ -44,11 +46,11 @@ class Engine:
         return len(self._waiting)
 
     def add(self, owner: int, lengths: Sequence[int], prompt_tokens: float) -> None:
-        """Sequences that begin at the next pass that has room for them."""
+        """Add sequences; they start at the next pass with room."""
         self._waiting.extend((length, owner, prompt_tokens) for length in lengths)
 
     def begin(self) -> list[int]:
-        """Begin what waits, as far as there is room; `at_s` must be where the next pass begins. Whose they are."""
+        """Start waiting sequences while there is room, and return their owners; `at_s` must be the start of a pass."""
         begun = []
         while self._waiting and len(self._running) < self._max_running:
             length, owner, prompt_tokens = self._waiting.popleft()
@@ -58,13 +60,13 @@ class Engine:
         return begun
 
     def next_finish_s(self) -> float:
-        """When the first running sequence is finished; infinite if none runs."""
+        """Return when the first running sequence finishes; infinite if none runs."""
         if not self._running:
             return math.inf
         return self.at_s + self._unread_s + (self._running[0][0] - self.n_passes) * self._pass_s()
 
     def run_to_finish(self) -> list[int]:
-        """Make passes until a sequence is finished; whose those are that finish in that pass."""
+        """Run until a sequence finishes; return the owners of all that finish in that pass."""
         self._advance(self._running[0][0] - self.n_passes)
         finished = []
         while self._running and self._running[0][0] == self.n_passes:
@@ -72,7 +74,7 @@ class Engine:
         return finished
 
     def run_to(self, time_s: float) -> None:
-        """Make the passes that begin before this time; no sequence may be finished by one that ends before it."""
+        """Run the passes that start before this time; no sequence may finish in a pass that ends before it."""
         if not self._running:
             self.at_s = max(self.at_s, time_s)
             return
@@ -81,7 +83,7 @@ class Engine:
             self._advance(max(1, math.ceil(left_s / self._pass_s() - _ROUNDING)))
 
     def hold(self, until_s: float) -> None:
-        """Nothing moves until then, and the cache of all that runs must be computed anew."""
+        """Pause until this time; the caches of all running sequences must be recomputed."""
         self.at_s = max(self.at_s, until_s)
         moved = [(self.n_passes - began, prompt) for _, _, began, prompt in self._running if self.n_passes > began]
         self._unread_s += self._rates.prefill_s * sum(written + prompt for written, prompt in moved)
@@ -97,10 +99,10 @@ class Engine:
 
 
 def finish_times(lengths: np.ndarray, prompt_tokens: float, max_running: int, rates: Rates) -> np.ndarray:
-    """[m] float64: when an engine that is given these at time 0, and nothing else, has finished each of them."""
+    """Return [m] float64: when an engine finishes each of these sequences, all submitted at time 0."""
     m = len(lengths)
     finished = np.empty(m)
-    if m <= max_running:  # all begin at once: sorted by length, each one's passes have one sequence less
+    if m <= max_running:  # all start at once: sorted by length, the passes have one sequence less after each
         order = np.argsort(lengths, kind="stable")
         in_order = lengths[order]
         n_running = m - np.searchsorted(in_order, in_order, side="left")

@@ -1,4 +1,4 @@
-"""Step times of many splits in closed form: good enough to say which ones are worth a simulation."""
+"""Estimate step times of many splits in closed form, to choose which ones to simulate."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def estimate(
     rates: Rates,
     max_staleness: int,
 ) -> np.ndarray:
-    """[splits] float64, seconds of a step; each stage alone, and at most the longest of those that run side by side.
+    """Return [splits] float64, seconds per step: the sum of sequential stages, the maximum of concurrent ones.
 
     Args:
-        dp, engines, workers: [splits], of `gkd.tools.split_tuner.rates.Sizes`.
+        dp, engines, workers: [splits], see `gkd.tools.split_tuner.rates.Sizes`.
     """
     mean = workload.lengths.mean
-    prompts = max(workload.n_answered, 1e-9)
-    n_answers = prompts * workload.n
-    tokens = n_answers * (mean + workload.prompt_tokens)
-    tokens += (workload.n_prompts - workload.n_answered) * (workload.dataset_tokens + workload.prompt_tokens)
+    prompts = max(workload.n_on_policy, 1e-9)
+    n_rollouts = prompts * workload.n
+    tokens = n_rollouts * (mean + workload.prompt_tokens)
+    tokens += (workload.n_prompts - workload.n_on_policy) * (workload.dataset_tokens + workload.prompt_tokens)
     score_s = (workload.n_sequences * rates.score_s + tokens * rates.score_token_s) / workers
     train_s = rates.train_s + rates.train_token_s * tokens / dp
     after_s = rates.sync_s + rates.other_s
-    if scheduler not in AHEAD:  # always as many sequences in an engine as there is room for
-        running = np.minimum(workload.max_num_seqs, np.maximum(1.0, n_answers * (1 + max_staleness) / engines))
-        per_answer = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens + rates.chunk_s / workload.n
-        rollout_s = n_answers / engines * (per_answer + rates.pass_s * mean / running)
+    if scheduler not in AHEAD:  # an engine always runs as many sequences as fit
+        running = np.minimum(workload.max_num_seqs, np.maximum(1.0, n_rollouts * (1 + max_staleness) / engines))
+        per_rollout = rates.sequence_s * mean + rates.prefill_s * workload.prompt_tokens + rates.chunk_s / workload.n
+        rollout_s = n_rollouts / engines * (per_rollout + rates.pass_s * mean / running)
         return np.maximum(np.maximum(rollout_s, train_s) + after_s, score_s)
-    most = np.minimum(np.ceil(prompts / engines) * workload.n, n_answers)
+    most = np.minimum(np.ceil(prompts / engines) * workload.n, n_rollouts)
     # The j-th prompt goes to engine j mod engines, and is of group j mod dp.
     groups = dp / np.gcd(dp.astype(int), engines.astype(int))
     longest = _longest(workload.lengths, np.minimum(most, workload.max_num_seqs))

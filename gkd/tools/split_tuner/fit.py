@@ -1,4 +1,4 @@
-"""Measured times to rates, and what had to be assumed where the measurements cannot tell."""
+"""Fit rates to measured times; report what had to be assumed if the measurements do not determine them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import combinations
 
 import numpy as np
 
-_SURE = 0.2  # relative standard error up to which a slope is believed
+_SURE = 0.2  # maximum relative standard error of an accepted slope
 _ROUNDING = 1e-12  # of a sum of squares
-_SPREAD = 0.02  # of the sequences in a pass: with less than this share of the mean, there is no slope to be seen
+_SPREAD = 0.02  # of the sequences per pass, relative to the mean: below this the slope is undetermined
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,14 @@ class Line:
 
     fixed: float
     slope: float
-    is_assumed: bool  # x varied too little: y is taken as proportional to x
+    is_assumed: bool  # x varied too little: assumes that y is proportional to x
 
 
 def line(x: np.ndarray, y: np.ndarray, n: np.ndarray | None = None) -> Line:
-    """Least squares; [rows] float64 each, x not all 0.
+    """Fit a line by least squares to [rows] float64 each; x must not be all 0.
 
     Args:
-        n: of how many things each row is the sum; None: of one.
+        n: number of items that each row sums over; None: one.
     """
     n = np.ones(len(x)) if n is None else n
     proportional = Line(0.0, float(y.sum() / x.sum()), True)
@@ -39,20 +39,20 @@ def line(x: np.ndarray, y: np.ndarray, n: np.ndarray | None = None) -> Line:
     error = float(np.sqrt(rest @ rest / (len(x) - 2) / spread))
     if slope <= 0.0 or error > _SURE * slope:
         return proportional
-    if fixed < 0.0:  # as exact as the measurement: no fixed part
+    if fixed < 0.0:  # within the accuracy of the measurement: no fixed part
         return Line(0.0, proportional.slope, False)
     return Line(fixed, slope, False)
 
 
 def non_negative(products: np.ndarray, with_y: np.ndarray) -> np.ndarray:
-    """The c >= 0 for which sum (c x - y)^2 is smallest.
+    """Return the c >= 0 that minimizes sum (c x - y)^2.
 
     Args:
-        products: [k, k], the sum of x x^T; k is small: all sets of entries that are not 0 are tried.
+        products: [k, k], the sum of x x^T; k is small, so all sets of nonzero entries are tried.
         with_y: [k], the sum of x y.
     """
     k = len(with_y)
-    scale = np.sqrt(np.maximum(np.diag(products), 1e-300))  # so that seconds a pass and a token weigh alike
+    scale = np.sqrt(np.maximum(np.diag(products), 1e-300))  # so that seconds per pass and per token have equal weight
     scaled, right = products / np.outer(scale, scale), with_y / scale
     best, best_cost = np.zeros(k), 0.0
     for size in range(1, k + 1):
@@ -67,8 +67,9 @@ def non_negative(products: np.ndarray, with_y: np.ndarray) -> np.ndarray:
 
 
 def passes(products: np.ndarray) -> tuple[np.ndarray, bool]:
-    """(pass_s, sequence_s, prefill_s), and whether passes had too equal numbers of sequences to tell the first two
-    apart: then all of a pass's time is taken as fixed.
+    """Return (pass_s, sequence_s, prefill_s), and whether sequence_s is undetermined and assumed to be 0.
+
+    It is undetermined if all passes had about the same number of sequences.
 
     Args:
         products: [4, 4], the sum over passes of x x^T with x = (1, b, p, seconds), see `gkd.rollout.usage`.

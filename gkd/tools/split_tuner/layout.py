@@ -1,4 +1,4 @@
-"""Every way to share out some GPUs among the three pools that the config keys and Ray's packing allow."""
+"""Enumerate the splits of the GPUs into three pools that the config keys and Ray's packing allow."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config, TrainerConfig
 from gkd.tools.split_tuner.rates import Sizes
 
-# With more GPUs than this, a pool that is larger than a node has whole nodes.
+# With more GPUs than this, a pool that is larger than a node consists of whole nodes.
 _EVERY_SIZE = 64
-# Stands for the address of the Ray cluster that a planned run would have. Never pasted, and nobody is asked there.
+# Stands for the address of the planned run's Ray cluster. It is never printed or contacted.
 _SOME_CLUSTER = "planned:6379"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """`nnodes` x `per_node` GPUs, as a pool's two keys say."""
+    """`nnodes` x `per_node` GPUs, the two keys of a pool."""
 
     nnodes: int
     per_node: int
@@ -39,30 +39,30 @@ class Split:
     actor: PoolSize
     rollout: PoolSize
     workers: int  # of the teacher
-    teacher_gpus: int  # of those that are shared out; 0: the teacher is elsewhere
+    teacher_gpus: int  # of the GPUs to split; 0: the teacher has others
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What there is to share out."""
+    """The GPUs to split."""
 
     n_gpus: int
-    per_node: int  # of a node; the last one may have fewer
+    per_node: int  # GPUs of a node; the last one may have fewer
     gpus_per_worker: int  # of the teacher
-    workers_elsewhere: int  # of a teacher with GPUs of its own; 0: it takes some of these
+    workers_elsewhere: int  # of a teacher with other GPUs; 0: it takes some of these
 
     @property
     def nodes(self) -> list[int]:
-        """GPUs of each."""
+        """GPUs of each node."""
         whole, rest = divmod(self.n_gpus, self.per_node)
         return [self.per_node] * whole + [rest] * (rest > 0)
 
 
 def with_split(config: Config, split: Split, scheduler: str) -> Config:
-    """The settings of a run with it, to plan with; a scheduler with a bound of its own has no trainer.max_staleness.
+    """Return the settings of a run with this split and scheduler.
 
-    Where and on which GPUs the measured run was says nothing of the planned one: no cluster.gpus, and a Ray cluster
-    where a pool has several nodes.
+    GPUs and nodes of the measured run do not apply to the planned one: cluster.gpus is empty, and a pool of several
+    nodes gets a Ray cluster.
     """
     changed = copy.deepcopy(config)
     changed.trainer.nnodes, changed.trainer.n_gpus_per_node = split.actor.nnodes, split.actor.per_node
@@ -77,32 +77,33 @@ def with_split(config: Config, split: Split, scheduler: str) -> Config:
 
 
 def own_split(config: Config, workers: int, gpus_per_worker: int, *, elsewhere: bool) -> Split:
-    """The one that a run has."""
+    """Return the split of a run."""
     actor = PoolSize(config.trainer.nnodes, config.trainer.n_gpus_per_node)
     rollout = PoolSize(config.rollout.nnodes, config.rollout.n_gpus_per_node)
     return Split(actor, rollout, workers, 0 if elsewhere else workers * gpus_per_worker)
 
 
 def sizes(config: Config, split: Split) -> Sizes:
-    """`config` has this split already."""
+    """Return the sizes of a split that `config` already has."""
     derived = derive(config)
     return Sizes(derived.dp_size, derived.n_engines, split.workers)
 
 
 def actor_unit(config: Config) -> int:
-    """GPUs that the actor pool is a multiple of: whole data-parallel groups, and actor.ep divides a stage's ranks."""
+    """Return the unit of the actor pool: whole data-parallel groups, with ranks per stage divisible by actor.ep."""
     return config.actor.pp * math.lcm(config.actor.tp, config.actor.ep)
 
 
 def splits(config: Config, hardware: Hardware) -> Iterator[Split]:
-    """The teacher takes what the others leave. With one elsewhere, those to which no GPU could be added: of two
-    listed ones, none gives both pools at least as many as the other.
+    """Yield the splits; the teacher gets the remaining GPUs.
+
+    With a teacher elsewhere, only maximal splits: none has at least as many GPUs as another one in both pools.
     """
-    found = _shared_out(config, hardware)
+    found = _all_splits(config, hardware)
     return _undominated(found) if hardware.workers_elsewhere else found
 
 
-def _shared_out(config: Config, hardware: Hardware) -> Iterator[Split]:
+def _all_splits(config: Config, hardware: Hardware) -> Iterator[Split]:
     a, r = config.actor, config.rollout
     actors = list(_pool_sizes(actor_unit(config), a.tp, hardware))
     rollouts = list(_pool_sizes(r.tp, r.tp, hardware))
@@ -111,7 +112,7 @@ def _shared_out(config: Config, hardware: Hardware) -> Iterator[Split]:
             continue  # each data-parallel group needs a prompt
         for rollout in rollouts:
             if actor.n_gpus + rollout.n_gpus > hardware.n_gpus:
-                break  # they ascend
+                break  # sizes ascend
             free = _free(hardware, actor, rollout)
             if free is None:
                 continue
@@ -122,7 +123,7 @@ def _shared_out(config: Config, hardware: Hardware) -> Iterator[Split]:
 
 
 def _undominated(found: Iterable[Split]) -> Iterator[Split]:
-    """Those of two pools without another one that has as many GPUs in each and more in one."""
+    """Yield the splits that no other one dominates: as many GPUs in both pools and more in one."""
     most = 0
     for split in sorted(found, key=lambda s: (-s.actor.n_gpus, -s.rollout.n_gpus)):
         if split.rollout.n_gpus > most:
@@ -131,7 +132,7 @@ def _undominated(found: Iterable[Split]) -> Iterator[Split]:
 
 
 def _pool_sizes(unit: int, tp: int, hardware: Hardware) -> Iterator[PoolSize]:
-    """Sizes that are multiples of `unit`, each on as few nodes as can be: no tensor-parallel group spans two."""
+    """Yield multiples of `unit`, each on as few nodes as possible, without a tensor-parallel group across nodes."""
     for n_gpus in range(unit, hardware.n_gpus + 1, unit):
         if n_gpus <= hardware.per_node:
             yield PoolSize(1, n_gpus)
@@ -144,8 +145,9 @@ def _pool_sizes(unit: int, tp: int, hardware: Hardware) -> Iterator[PoolSize]:
 
 
 def _free(hardware: Hardware, actor: PoolSize, rollout: PoolSize) -> Counter[int] | None:
-    """GPUs that a node has left -> how many such nodes; None: the pools do not fit. The wider one first, each of its
-    nodes where it leaves least.
+    """Return free GPUs of a node -> number of such nodes; None: the pools do not fit.
+
+    The pool with more GPUs per node is placed first, each time on the node where it leaves fewest GPUs.
     """
     free = Counter(hardware.nodes)
     for pool in sorted((actor, rollout), key=lambda p: -p.per_node):

@@ -1,4 +1,4 @@
-"""What a simulated run says of one split: times, who was busy, who was waited for."""
+"""Outcome of a simulated run of one split: step time, busy pools, bottleneck."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ POOLS = ("rollout", "teacher", "actor")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of the steps after the warm-up."""
+    """Means over the steps after the warm-up."""
 
     step_s: float  # mean
     response_tokens_per_s: float
     waited: dict[str, float]  # by pool, share of the step that the loop waited for it
     busy: dict[str, float]  # by pool, share of its GPUs' time
-    bound_by: str  # the pool that the loop waits for, see `gkd.metrics.pools.bottleneck`
-    staleness: dict[int, float]  # share of the student's sequences by how many steps old they were
+    bound_by: str  # the bottleneck, see `gkd.metrics.pools.bottleneck`
+    staleness: dict[int, float]  # age in steps -> share of the rollouts
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over the steps that count."""
+    """Sums over the measured steps."""
 
     n_steps: int = 0
     response_tokens: float = 0.0
@@ -35,7 +35,12 @@ class Totals:
     ages: Counter[int] = field(default_factory=Counter)
 
     def outcome(self, scheduler: str, wall_s: float, busy_s: dict[str, float], sizes: Sizes) -> Outcome:
-        """`wall_s`: of all steps that count; `busy_s`: of each pool's members together, in that time."""
+        """Return the outcome.
+
+        Args:
+            wall_s: duration of all measured steps.
+            busy_s: pool -> busy time of its members together.
+        """
         members = {"rollout": sizes.engines, "teacher": sizes.workers, "actor": 1}
         waited = {pool: s / wall_s for pool, s in self.waited_s.items()}
         bound_by, _ = bottleneck({f"perf/waited_{pool}_share": share for pool, share in waited.items()}, scheduler)
@@ -51,13 +56,13 @@ class Totals:
 
 
 def train_seconds(tokens: np.ndarray, groups: np.ndarray, sizes: Sizes, workload: Workload, rates: Rates) -> float:
-    """How long the actor trains on these sequences: as long as the data-parallel group with most tokens.
+    """Return how long the actor trains on these sequences: the largest data-parallel group decides.
 
     Args:
-        tokens: [m], prompt and response, of each sequence.
-        groups: [m] int, the group that it was written for.
+        tokens: [m], prompt and response tokens of each sequence.
+        groups: [m] int, its data-parallel group before balancing.
     """
-    if workload.balance:  # moves whole sequences, so no group has less than the longest one
+    if workload.balance:  # it moves whole sequences, so the largest group has at least the longest one
         heaviest = max(float(tokens.sum()) / sizes.dp, float(tokens.max()))
     else:
         heaviest = float(np.bincount(groups, tokens, sizes.dp).max())

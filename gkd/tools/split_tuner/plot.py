@@ -1,4 +1,4 @@
-"""The ranking as a picture: what the loop waits for in a step of each of the best splits, and how busy each pool is."""
+"""Plot a ranking: the parts of a step for each of the best splits, and how busy each pool is."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ from gkd.tools.split_tuner.search import Candidate, Ranking
 
 
 def plot(ranking: Ranking, own: Candidate, file: Path, top: int) -> None:
-    """PNG: what a step of each of the best splits is made of, as the loop waits for it, and how busy each pool is.
+    """Write a PNG: the time that the loop waits for each pool in a step, and how busy each pool is.
 
     Raises:
         OSError: it cannot be written.
     """
     shown = [*ranking.candidates[:top], own]
     names = [_short(c) + (" (own)" if c is own else "") for c in shown]
-    places = range(len(shown))
+    ys = range(len(shown))
     figure = Figure(figsize=(12, 1.5 + 0.35 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     waits, busy = figure.subplots(1, 2, sharey=True)
-    colours = dict(zip((*POOLS, "other"), ("tab:blue", "tab:orange", "tab:green", "lightgrey"), strict=True))
+    colors = dict(zip((*POOLS, "other"), ("tab:blue", "tab:orange", "tab:green", "lightgrey"), strict=True))
     left = [0.0] * len(shown)
     for pool in (*POOLS, "other"):
         parts = [_waited_s(c, pool) for c in shown]
-        waits.barh(
-            places, parts, left=left, color=colours[pool], label=pool if pool == "other" else f"waits for {pool}"
-        )
+        waits.barh(ys, parts, left=left, color=colors[pool], label=pool if pool == "other" else f"waits for {pool}")
         left = [a + b for a, b in zip(left, parts, strict=True)]
     for offset, pool in enumerate(POOLS):
-        at = [place + 0.27 * (offset - 1) for place in places]
-        busy.barh(at, [c.outcome.busy[pool] for c in shown], height=0.25, color=colours[pool], label=pool)
-    waits.set_yticks(list(places), names)
+        at = [y + 0.27 * (offset - 1) for y in ys]
+        busy.barh(at, [c.outcome.busy[pool] for c in shown], height=0.25, color=colors[pool], label=pool)
+    waits.set_yticks(list(ys), names)
     waits.invert_yaxis()
     waits.set_xlabel("predicted step, s")
     busy.set_xlabel("share of the time that the pool is busy")

@@ -1,4 +1,4 @@
-"""What the simulation must know: how fast each stage is, how long the answers are, and what a step is made of."""
+"""Inputs of the simulation: rates of the stages, response lengths, and the work of a step."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from gkd.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds. A GPU of another pool size works at the same rate as the measured one's."""
+    """Seconds. A GPU works at the same rate in a pool of another size."""
 
-    # A pass of an engine in which b sequences move by a token each and p tokens of prompts are read:
-    # pass_s + sequence_s b + prefill_s p.
+    # An engine's pass that decodes b sequences and prefills p tokens takes pass_s + sequence_s b + prefill_s p.
     pass_s: float
     sequence_s: float
     prefill_s: float
-    chunk_s: float  # an engine, beside its passes, for each chunk that it hands over, and for the call of a batch
-    score_s: float  # a worker of the teacher, a sequence
-    score_token_s: float  # and a token of it, prompt and response
-    train_s: float  # a step, whatever its size
-    train_token_s: float  # and a token of the data-parallel group that has most
+    chunk_s: float  # of an engine in addition to its passes, per returned chunk and per call
+    score_s: float  # of a teacher worker, per sequence
+    score_token_s: float  # and per token of it, prompt and response
+    train_s: float  # per step
+    train_token_s: float  # and per token of the largest data-parallel group
     sync_s: float  # a weight sync
-    other_s: float  # of a step that no stage explains, or a stage without a pool
+    other_s: float  # of a step outside the stages of the pools
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Response lengths, as a step's quantiles."""
+    """Response lengths, as quantiles per step."""
 
     percent: np.ndarray  # [Q] float64, ascending, from 0 to 100
-    tokens: np.ndarray  # [steps, Q] float64: each step's length at each of them
-    mean: float  # tokens; what is drawn is scaled to it, since points between quantiles are guessed
+    tokens: np.ndarray  # [steps, Q] float64: length at each quantile
+    mean: float  # tokens; samples are scaled to it, since lengths between quantiles are interpolated
 
     def draw(self, rng: np.random.Generator, n: int, step: int) -> np.ndarray:
-        """[n] int64, at least 1: the lengths of one step's responses. The rows take turns.
+        """Draw [n] int64 >= 1, the response lengths of one step. The rows are used in turns.
 
-        A row is all of a step's responses, and a draw is them again in another order: drawn one by one they would have
-        the longest one, which the engines wait for, too rarely.
+        A draw is a permutation of a step's responses: independent draws would contain the longest one, which the
+        engines wait for, too rarely.
         """
         percent = 100.0 * rng.permutation(n) / max(1, n - 1)
         usual = float(np.interp(percent, self.percent, self.tokens.mean(0)).mean())
@@ -50,23 +49,23 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Lognormal(Lengths):
-    """Each response drawn for itself; the row of quantiles is for who asks what is typical."""
+    """Independent lognormal lengths; the quantiles describe a typical step."""
 
-    uncut_mean: float  # tokens
+    untruncated_mean: float  # tokens
     sigma: float  # of the logarithm
     longest: float  # tokens
 
     def draw(self, rng: np.random.Generator, n: int, step: int) -> np.ndarray:
         del step
-        return np.rint(_lognormal(rng, n, self.uncut_mean, self.sigma, self.longest)).astype(np.int64)
+        return np.rint(_lognormal(rng, n, self.untruncated_mean, self.sigma, self.longest)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step is, whatever the split."""
+    """The work of a step, independent of the split."""
 
     n_prompts: int  # trainer.global_batch_size
-    n_answered: float  # of them by the student, on average; the others take the dataset's response
+    n_on_policy: float  # prompts per step with rollouts, on average; the others take the dataset's response
     n: int  # rollout.n
     max_num_seqs: int
     prompt_tokens: float  # mean
@@ -75,19 +74,19 @@ class Workload:
     balance: bool  # actor.balance
     lengths: Lengths
 
-    def answered(self, step: int) -> int:
-        """Prompts of this step that the student answers."""
-        return int((step + 1) * self.n_answered + 1e-9) - int(step * self.n_answered + 1e-9)
+    def on_policy(self, step: int) -> int:
+        """Return the number of prompts of this step with rollouts."""
+        return int((step + 1) * self.n_on_policy + 1e-9) - int(step * self.n_on_policy + 1e-9)
 
     @property
     def n_sequences(self) -> float:
-        """Of a step, on average."""
-        return self.n_answered * self.n + self.n_prompts - self.n_answered
+        """Sequences per step, on average."""
+        return self.n_on_policy * self.n + self.n_prompts - self.n_on_policy
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many of each: what the simulation needs of a split."""
+    """The sizes of a split that the simulation needs."""
 
     dp: int  # data-parallel groups of the actor
     engines: int
@@ -95,17 +94,17 @@ class Sizes:
 
 
 def lognormal(mean: float, sigma: float, longest: float) -> Lognormal:
-    """Lognormal with this mean before it is cut at `longest`; `sigma` is of the logarithm."""
+    """Return lognormal lengths with this mean before truncation at `longest`; `sigma` is that of the logarithm."""
     drawn = _lognormal(np.random.default_rng(0), 100_000, mean, sigma, longest)
-    percent = np.concatenate([np.arange(100.0), 100.0 - np.logspace(0, -3, 20), [100.0]])  # fine where few are long
+    percent = np.concatenate([np.arange(100.0), 100.0 - np.logspace(0, -3, 20), [100.0]])  # finer for the few long ones
     return Lognormal(percent, np.percentile(drawn, percent)[None], float(drawn.mean()), mean, sigma, longest)
 
 
 def _lognormal(rng: np.random.Generator, n: int, mean: float, sigma: float, longest: float) -> np.ndarray:
-    """[n] float64."""
+    """Draw [n] float64."""
     return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, n), 1.0, longest)
 
 
 def max_staleness(config: Config, scheduler: str) -> int:
-    """Of a run with this scheduler and otherwise these settings."""
+    """Return the staleness bound of a run with this scheduler and otherwise these settings."""
     return staleness_bound(replace(config.trainer, scheduler=scheduler))

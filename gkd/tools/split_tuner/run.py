@@ -1,4 +1,4 @@
-"""A run folder as the tuner sees it: its settings, its layout, and the rates that its metrics show."""
+"""Read a run folder: its settings, its layout, and the rates that its metrics show."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from gkd.run.folder import PLACES
 from gkd.tools.split_tuner.fit import line, passes
 from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload
 
-WARM_UP = 2  # steps that are left out: what is loaded, compiled or cached for the first time
-_LEAST = 4  # steps after them
+WARM_UP = 2  # steps that are excluded: loading, compiling and first caches
+_MIN_STEPS = 4  # after them
 _STAGES = ("rollout", "teacher", "reference", "train", "weight_sync")
 _OF_TEACHER = (SEQUENCES, TOKENS, *map(busy_name, WORKERS))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run shows."""
+    """Settings and rates of a measured run."""
 
     config: Config
     sizes: Sizes
@@ -54,33 +54,33 @@ class Run:
     workload: Workload
     rates: Rates
     step_s: float  # mean, without evaluations and checkpoints
-    n_steps: int  # that it was measured in
-    notes: tuple[str, ...]  # what is assumed
+    n_steps: int  # that were measured
+    notes: tuple[str, ...]  # assumptions
 
 
 def check_plannable(config: Config) -> None:
-    """Raises ConfigError: roles share GPUs, so that there is nothing to be split between them."""
+    """Check that the roles have separate GPUs. Raises ConfigError: they share some."""
     shared = {
-        "trainer.colocate": (config.trainer.colocate, "actor and engines take turns on the same GPUs."),
+        "trainer.colocate": (config.trainer.colocate, "actor and engines share their GPUs."),
         "teacher.backend": (derive(config).is_local_teacher, "the teacher is on the actor's GPUs."),
     }
-    for key, (is_so, problem) in shared.items():
-        if is_so:
+    for key, (is_shared, problem) in shared.items():
+        if is_shared:
             value = "local" if key == "teacher.backend" else True
-            raise ConfigError(key, value, problem, "plan with a run whose three roles have GPUs of their own.")
+            raise ConfigError(key, value, problem, "use a run whose three roles have separate GPUs.")
 
 
 def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int = 0, last: int = 0) -> Run:
-    """The rates of one run, or of several that differ in rollout.max_num_seqs alone (the first one's settings count).
+    """Return the rates of one run, or of several that differ only in rollout.max_num_seqs (settings of the first).
 
     Args:
-        workers: of the teacher; 0: as many as gpus.json names.
-        gpus_per_worker: of its; 0: as gpus.json says.
-        last: look at so many last steps of each; 0 = all.
+        workers: teacher workers; 0: as in gpus.json.
+        gpus_per_worker: GPUs of a teacher worker; 0: as in gpus.json.
+        last: number of last steps to use of each run; 0: all.
 
     Raises:
-        ConfigError: a folder is no run folder, or its run is a replay or too short since it was last started, or the
-            teacher's workers are not known; see also `check_plannable`.
+        ConfigError: a folder does not hold a run; the run is a replay, or too short since its last start; the number of
+            teacher workers is unknown; or as `check_plannable`.
         CheckpointError: metrics.jsonl is damaged.
         ClusterError: gpus.json is damaged.
     """
@@ -99,29 +99,29 @@ def read_run(folders: Sequence[Path], *, workers: int = 0, gpus_per_worker: int 
 
 
 class _Table:
-    """Columns of the steps' lines."""
+    """Numbers of the steps, by column."""
 
     def __init__(self, folder: Path, lines: Sequence[dict[str, float]]) -> None:
         self._folder, self._lines = folder, lines
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """[steps] float64. Raises ConfigError: a line has no such number."""
+        """Return [steps] float64. Raises ConfigError: a line lacks the number."""
         if any(not isinstance(line.get(name), int | float) for line in self._lines):
             raise self.lacks(name)
         return np.array([line[name] for line in self._lines], float)
 
     def lacks(self, name: str) -> ConfigError:
-        """What is to be said of a number that is not there, or is 0 where that cannot be."""
+        """Return the error for a number that is missing, or 0 although it must not be."""
         steps = [line["step"] for line in self._lines if not isinstance(line.get(name), int | float)]
         if not steps:
             zeros = [line["step"] for line in self._lines if not line[name]]
-            problem = f"{len(zeros)} steps of its metrics, the first is {zeros[0]}, have {name} 0: nothing was done."
+            problem = f"{name} is 0 in {len(zeros)} steps of its metrics, the first is {zeros[0]}."
             return ConfigError("--run", str(self._folder), problem, "use a run whose pools all had work.")
-        problem = f"{len(steps)} steps of its metrics, the first is {steps[0]}, have no number {name}."
-        return ConfigError("--run", str(self._folder), problem, "use a run that this version of gkd has made.")
+        problem = f"{len(steps)} steps of its metrics, the first is {steps[0]}, lack {name}."
+        return ConfigError("--run", str(self._folder), problem, "use a run of this version of gkd.")
 
     def get(self, name: str) -> np.ndarray:
-        """The same, with 0 where there is none."""
+        """Return the same, with 0 for missing numbers."""
         return np.array([line.get(name) or 0.0 for line in self._lines], float)
 
     def stages(self, names: Sequence[str]) -> np.ndarray:
@@ -143,33 +143,33 @@ def read_steps(folder: Path) -> list[dict[str, float]]:
 
 
 def _steps(folder: Path, last: int) -> list[dict[str, float]]:
-    """The steps that count."""
+    """Return the lines of the steps to measure."""
     if not (folder / "config.yaml").is_file() or not (folder / "metrics.jsonl").is_file():
-        problem = "it has no config.yaml with a metrics.jsonl: no training has made a step there."
-        raise ConfigError("--run", str(folder), problem, "name the run_dir of one that has.")
+        problem = "config.yaml or metrics.jsonl is missing: not the folder of a run that has made a step."
+        raise ConfigError("--run", str(folder), problem, "name the run_dir of a run.")
     config = load_config(folder / "config.yaml")
     if config.trainer.replay:
-        problem = "the run trains on another one's batches, so its engines and its teacher have nothing to do."
-        raise ConfigError("trainer.replay", config.trainer.replay, problem, "use a run that answers its own prompts.")
+        problem = "the run trains on recorded batches, so its engines and teacher are idle."
+        raise ConfigError("trainer.replay", config.trainer.replay, problem, "use a run that is not a replay.")
     lines = [line for line in read_steps(folder) if "time/step_s" in line and "loss/total" in line]
     lines = _of_last_start(folder, config, lines)
-    # The engines have nothing to do beside the last steps of a run whose rollouts are ahead.
+    # With prefetching, the engines are idle during the last steps.
     n_last = staleness_bound(config.trainer)
     lines = [line for line in _with_own_teacher(lines, n_last)[WARM_UP:] if WITH_EVALUATION not in line]
-    if len(lines) < _LEAST:
+    if len(lines) < _MIN_STEPS:
         problem = (
-            f"since it was last started it has {len(lines)} steps besides the first {WARM_UP} and the last {n_last}, "
-            "which are left out."
+            f"it has {len(lines)} steps since its last start, without the first {WARM_UP} and the last {n_last}, which "
+            "are excluded."
         )
-        raise ConfigError("--run", str(folder), problem, f"let it make at least {WARM_UP + _LEAST + n_last} steps.")
+        raise ConfigError("--run", str(folder), problem, f"run at least {WARM_UP + _MIN_STEPS + n_last} steps.")
     return lines[-last:] if last else lines
 
 
 def _of_last_start(folder: Path, config: Config, lines: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The steps since the run was last started: it may have been another layout, and another teacher, before that.
+    """Return the steps since the last start: layout and teacher may have been different before.
 
     Raises:
-        ConfigError: it was started with another layout, and has made no step since.
+        ConfigError: the run was started with another layout, and has made no step since.
     """
     if not lines:
         return lines
@@ -180,8 +180,8 @@ def _of_last_start(folder: Path, config: Config, lines: list[dict[str, float]]) 
         (MAX_NUM_SEQS, config.rollout.max_num_seqs),
     ):
         if newest[name][0] != value:
-            problem = f"its config.yaml says {name} {value}, its last step was made with {newest[name][0]:g}."
-            raise ConfigError("--run", str(folder), problem, "let it make some steps with these settings.")
+            problem = f"{name} is {value} in its config.yaml, and {newest[name][0]:g} in its last step."
+            raise ConfigError("--run", str(folder), problem, "run some steps with these settings.")
     for since_start in range(int(newest[SINCE_START][0]) - 1, 0, -1):
         if not first or lines[first - 1].get(SINCE_START) != since_start:
             break
@@ -190,44 +190,44 @@ def _of_last_start(folder: Path, config: Config, lines: list[dict[str, float]]) 
 
 
 def _with_own_teacher(lines: Sequence[dict[str, float]], delay: int) -> list[dict[str, float]]:
-    """All but the last `delay` steps, with what the teacher did in them, which a step so much later says."""
+    """Return all but the last `delay` steps, each with the teacher's numbers from the line `delay` steps later."""
     without = [{name: value for name, value in line.items() if name not in _OF_TEACHER} for line in lines]
     of_teacher = [{name: line[name] for name in _OF_TEACHER if name in line} for line in lines]
     return [line | teacher for line, teacher in zip(without, of_teacher[delay:], strict=False)]
 
 
 def _teacher(folder: Path, workers: int, gpus_per_worker: int, notes: list[str]) -> tuple[int, int]:
-    """Its workers, and the GPUs of each."""
+    """Return the number of teacher workers, and the GPUs of each."""
     table = folder / PLACES
     rows = (
         [row for row in survey_of(table.read_bytes(), str(table)).rows if row.pool == TEACHER] if table.exists() else []
     )
     if not rows and not workers:
-        problem = f"{PLACES} of {folder} names none, so nobody knows how many scored its rollouts."
-        raise ConfigError("--teacher-workers", 0, problem, "say how many the teacher server had.")
+        problem = f"{PLACES} of {folder} lists no teacher workers."
+        raise ConfigError("--teacher-workers", 0, problem, "give the number of workers that the teacher server had.")
     per_worker = gpus_per_worker or max((len(row.cards) for row in rows), default=0)
     if not per_worker:
-        notes.append(f"a worker of the teacher is taken to have one GPU: {PLACES} names none of its cards")
+        notes.append(f"a teacher worker has one GPU: {PLACES} does not list them")
     return workers or len(rows), per_worker or 1
 
 
 def _workload(config: Config, table: _Table) -> Workload:
-    sequences, answers = table["rollout/sequences"].sum(), table["rollout/on_policy_sequences"].sum()
-    if not answers:
-        problem = "its steps train on the dataset's responses alone, so there are no rollouts to plan for."
+    sequences, on_policy = table["rollout/sequences"].sum(), table["rollout/on_policy_sequences"].sum()
+    if not on_policy:
+        problem = "its steps train on dataset responses only, so there are no rollouts to plan for."
         raise ConfigError("distill.on_policy_share", config.distill.on_policy_share, problem, "use another run.")
-    # A stream may have steps in which no response was finished; they have no lengths.
+    # In a stream no response may finish during a step; such a step has no lengths.
     means = table.get(LENGTH_MEAN)
     with_lengths = means > 0
     if not with_lengths.any():
         raise table.lacks(LENGTH_MEAN)
     quantiles = np.stack([table.get(quantile_name(q))[with_lengths] for q in QUANTILES], axis=1)
-    if not quantiles.all():  # a response has a token at least
+    if not quantiles.all():  # a response has at least one token
         raise table.lacks(quantile_name(QUANTILES[int((quantiles == 0).any(axis=0).argmax())]))
-    dataset = sequences - answers
+    dataset = sequences - on_policy
     return Workload(
         n_prompts=config.trainer.global_batch_size,
-        n_answered=config.distill.on_policy_share * config.trainer.global_batch_size,
+        n_on_policy=config.distill.on_policy_share * config.trainer.global_batch_size,
         n=config.rollout.n,
         max_num_seqs=config.rollout.max_num_seqs,
         prompt_tokens=float(table["rollout/prompt_tokens"].sum() / sequences),
@@ -247,22 +247,22 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
     (pass_s, sequence_s, prefill_s), assumed = passes(products)
     if assumed:
         notes.append(
-            f"an engine's passes all moved about {products[0, 1] / products[0, 0]:.1f} sequences: a pass is taken to "
-            "last as long with any number of them; --calibrate varies it"
+            f"the duration of an engine's pass does not depend on its number of sequences: all passes had about "
+            f"{products[0, 1] / products[0, 0]:.1f}; --calibrate varies it"
         )
     score_s, score_token_s = _scoring(sizes, table, notes)
     train_s, train_token_s = _training(config, sizes, table, notes)
     sync_s = float(np.mean(table["time/weight_sync_s"]))
-    if config.trainer.scheduler == STREAM:  # of this, the transfer waits for the end of the engines' passes
+    if config.trainer.scheduler == STREAM:  # this includes waiting for the end of the engines' passes
         one_pass_s = products[0, 3] / products[0, 0]
         sync_s = max(0.0, sync_s - one_pass_s * sizes.engines / (sizes.engines + 1))
-    notes.append("a weight sync is taken to last as long with any number of engines")
+    notes.append("the duration of a weight sync does not depend on the number of engines")
     other_s = max(0.0, float(np.median(table["time/step_s"] - table.stages((*_STAGES, *NOT_EACH_STEP)))))
     return Rates(
         pass_s=float(pass_s),
         sequence_s=float(sequence_s),
         prefill_s=float(prefill_s),
-        chunk_s=_handing_over(config, sizes, table),
+        chunk_s=_chunk_seconds(config, sizes, table),
         score_s=score_s,
         score_token_s=score_token_s,
         train_s=train_s,
@@ -272,9 +272,11 @@ def _rates(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> Rat
     )
 
 
-def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
-    """Seconds of an engine for a chunk. A stream's are its gaps, one chunk a prompt; a batch's are what its answers
-    take longer than the passes of the busiest engine, which has about as many prompts as the others.
+def _chunk_seconds(config: Config, sizes: Sizes, table: _Table) -> float:
+    """Return the seconds of an engine per chunk that it returns.
+
+    In a stream these are the gaps between passes, one chunk per prompt. In a batch it is the time of generation beyond
+    the passes of the busiest engine, which has about as many prompts as the others.
     """
     if config.trainer.scheduler == STREAM:
         return float(table["perf/gap_s"].sum() / table["rollout/on_policy_sequences"].sum() * config.rollout.n)
@@ -286,15 +288,15 @@ def _handing_over(config: Config, sizes: Sizes, table: _Table) -> float:
 
 
 def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
-    """Seconds of a worker for a sequence, and for a token of it."""
+    """Return the seconds of a teacher worker per sequence, and per token of it."""
     columns = [table.get(busy_name(n)) for n in WORKERS]
     sequences, tokens = table.get(SEQUENCES), table.get(TOKENS)
-    timed = columns[0] > 0  # not those whose scores came out of a checkpoint
+    timed = columns[0] > 0  # not steps whose scores came from a checkpoint
     if not timed.any():
         raise table.lacks(busy_name(1))
     if not tokens[timed].any():
         raise table.lacks(TOKENS)
-    for i in range(1, len(columns)):  # no more questions were open at a time than the last number that is there
+    for i in range(1, len(columns)):  # fewer requests were open than the next entry
         columns[i] = np.maximum(columns[i], columns[i - 1])
     below = max(i for i, n in enumerate(WORKERS) if n <= sizes.workers)
     above = min(below + 1, len(WORKERS) - 1)
@@ -302,18 +304,19 @@ def _scoring(sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, floa
     busy_s = (columns[below] * (1 - share) + columns[above] * share)[timed]
     fitted = line(tokens[timed], busy_s, sequences[timed])
     if fitted.is_assumed:
-        notes.append("scoring is taken as proportional to the tokens: the steps' mean lengths differ too little")
+        notes.append("scoring is proportional to the tokens: the mean lengths of the steps differ too little")
     return fitted.fixed, fitted.slope
 
 
 def _training(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> tuple[float, float]:
-    """Seconds of a step, and of a token of its largest data-parallel group; a reference's pass, which the same ranks
-    make right before it, included.
+    """Return the seconds of a training step, and per token of its largest data-parallel group.
+
+    The pass of a reference is included, since the same ranks run it.
     """
     tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"]) / sizes.dp
     if not config.actor.balance:
         tokens = table["perf/group_tokens_max"]
     fitted = line(tokens, table["time/train_s"] + table.get("time/reference_s"))
     if fitted.is_assumed:
-        notes.append("training is taken as proportional to the tokens: the steps' tokens differ too little")
+        notes.append("training is proportional to the tokens: the tokens of the steps differ too little")
     return fitted.fixed, fitted.slope

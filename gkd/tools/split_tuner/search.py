@@ -1,4 +1,4 @@
-"""Ranks all splits of some GPUs under some schedulers: the closed form chooses, the simulation decides."""
+"""Rank all splits of the GPUs under the given schedulers: a closed form preselects, the simulation decides."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gkd.tools.split_tuner.outcome import Outcome
 from gkd.tools.split_tuner.rates import Rates, Workload, max_staleness
 from gkd.tools.split_tuner.simulate import simulate
 
-_MOST = 60  # simulations of a scheduler, of splits that fit into memory
-_LEAST = 4
-_TOO_LARGE = 4  # and of splits that do not fit, for people to see what keeps them out
-_BUDGET_S = 30.0  # that a scheduler's simulations may take, beyond the least
-_LOOKED_AT = 20_000  # splits of a scheduler that are checked in search of the least; about 0.5 ms each
+_MAX_SIMULATED = 60  # per scheduler, of splits that fit into memory
+_MIN_SIMULATED = 4
+_TOO_LARGE = 4  # simulated splits that do not fit, to show what prevents them
+_BUDGET_S = 30.0  # per scheduler, beyond the minimum
+_LOOKED_AT = 20_000  # splits of a scheduler that are checked to find the minimum; about 0.5 ms each
 
-# What is wrong with a run of these settings on the cards that there are, one sentence each; nothing: it fits.
+# Returns why a run with these settings does not fit into the GPUs, one sentence each; empty: it fits.
 CheckMemory = Callable[[Config], Sequence[str]]
 Progress = Callable[[str], None]
 
@@ -34,7 +34,7 @@ class Candidate:
     split: Split
     scheduler: str
     outcome: Outcome
-    too_large: tuple[str, ...] | None  # why it does not fit into memory; None: nobody looked
+    too_large: tuple[str, ...] | None  # why it does not fit into memory; None: not checked
 
     @property
     def fits(self) -> bool:
@@ -43,20 +43,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Splits that the config's own checks do not allow, all under one scheduler and for one key."""
+    """Splits that the checks of the settings refuse, all under one scheduler and for one key."""
 
     scheduler: str
     n: int
-    first: ConfigError  # what is wrong with the first one
+    first: ConfigError  # of the first one
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    candidates: tuple[Candidate, ...]  # those that fit first, then by step time
-    n_splits: int  # that there are, for each scheduler
+    candidates: tuple[Candidate, ...]  # fitting ones first, then by step time
+    n_splits: int  # per scheduler
     n_simulated: int
-    n_looked_at: int = 0  # under all schedulers: was it allowed, does it fit?
-    n_too_large: int = 0  # of these; only a few of them are candidates
+    n_looked_at: int = 0  # checked, under all schedulers
+    n_too_large: int = 0  # of these; only a few are candidates
     refused: tuple[Refused, ...] = ()
 
 
@@ -71,18 +71,18 @@ def search(
     seed: int = 0,
     progress: Progress = lambda text: None,
 ) -> Ranking:
-    """Simulates the splits that the closed form puts first: all of them where there are few.
+    """Simulate the best splits by the closed form; all of them if there are few.
 
-    Splits that do not fit into memory take no place from those that do: a few are simulated, the others counted.
+    Of the splits that do not fit into memory a few are simulated in addition, and the others are counted.
 
     Raises:
-        ConfigError: there is no split of so many GPUs, or all that there are, are refused by the config's own checks.
+        ConfigError: there is no split of this many GPUs, or the checks of the settings refuse all of them.
     """
     splits = list(layout.splits(config, hardware))
     if not splits:
         a, worker = config.actor, 0 if hardware.workers_elsewhere else hardware.gpus_per_worker
         problem = (
-            f"no split of them has actor.tp {a.tp} x actor.pp {a.pp} GPUs for the actor (with actor.ep {a.ep}: "
+            f"no split has actor.tp {a.tp} x actor.pp {a.pp} GPUs for the actor (with actor.ep {a.ep}: "
             f"{layout.actor_unit(config)}), rollout.tp {config.rollout.tp} for an engine and {worker} for the teacher, "
             f"on nodes of {hardware.per_node}."
         )
@@ -92,15 +92,15 @@ def search(
     found = _Found()
     for scheduler in schedulers:
         bound = max_staleness(config, scheduler)
-        guessed = estimate(scheduler, dp, engines, units[:, 2], workload, rates, bound)
+        estimated = estimate(scheduler, dp, engines, units[:, 2], workload, rates, bound)
         began, n_fit, n_shown = time.monotonic(), 0, 0
-        for n_looked_at, place in enumerate(np.argsort(guessed, kind="stable").tolist()):
-            late = time.monotonic() - began > _BUDGET_S and (n_fit >= _LEAST or n_looked_at >= _LOOKED_AT)
-            if n_fit == _MOST or late:
+        for n_looked_at, i in enumerate(np.argsort(estimated, kind="stable").tolist()):
+            late = time.monotonic() - began > _BUDGET_S and (n_fit >= _MIN_SIMULATED or n_looked_at >= _LOOKED_AT)
+            if n_fit == _MAX_SIMULATED or late:
                 break
             found.n_looked_at += 1
             try:
-                changed, too_large = _checked(config, splits[place], scheduler, check_memory)
+                changed, too_large = _checked(config, splits[i], scheduler, check_memory)
             except ConfigError as error:
                 found.refuse(scheduler, error)
                 continue
@@ -111,9 +111,9 @@ def search(
                 n_shown += 1
             else:
                 n_fit += 1
-            outcome = _outcome(changed, splits[place], workload, rates, seed)
-            found.candidates.append(Candidate(splits[place], scheduler, outcome, too_large))
-            progress(f"{scheduler}: {n_fit + n_shown} of {min(_MOST, len(splits))} splits simulated")
+            outcome = _outcome(changed, splits[i], workload, rates, seed)
+            found.candidates.append(Candidate(splits[i], scheduler, outcome, too_large))
+            progress(f"{scheduler}: {n_fit + n_shown} of {min(_MAX_SIMULATED, len(splits))} splits simulated")
     return found.ranking(len(splits), hardware.n_gpus)
 
 
@@ -126,14 +126,14 @@ def simulated(
     check_memory: CheckMemory | None,
     seed: int,
 ) -> Candidate:
-    """Raises ConfigError: the config's own checks refuse this split with this scheduler."""
+    """Simulate one split. Raises ConfigError: the checks of the settings refuse it with this scheduler."""
     changed, too_large = _checked(config, split, scheduler, check_memory)
     return Candidate(split, scheduler, _outcome(changed, split, workload, rates, seed), too_large)
 
 
 @dataclass(slots=True)
 class _Found:
-    """What a search has come upon so far."""
+    """Intermediate results of a search."""
 
     candidates: list[Candidate] = field(default_factory=list)
     n_looked_at: int = 0
@@ -145,7 +145,7 @@ class _Found:
         self.refused[scheduler, error.key] = replace(before, n=before.n + 1)
 
     def ranking(self, n_splits: int, n_gpus: int) -> Ranking:
-        """Raises ConfigError: there is no candidate, because all were refused."""
+        """Return the ranking. Raises ConfigError: all splits were refused."""
         refused = tuple(self.refused.values())
         if not self.candidates:
             first = refused[0].first
@@ -158,7 +158,7 @@ class _Found:
 def _checked(
     config: Config, split: Split, scheduler: str, check_memory: CheckMemory | None
 ) -> tuple[Config, tuple[str, ...] | None]:
-    """The settings with this split, and why they do not fit into memory. Raises ConfigError: they are refused."""
+    """Return the settings with this split, and why they do not fit into memory. Raises ConfigError: refused."""
     changed = layout.with_split(config, split, scheduler)
     check_config(changed)
     return changed, None if check_memory is None else tuple(check_memory(changed))

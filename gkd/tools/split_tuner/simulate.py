@@ -1,4 +1,4 @@
-"""Simulates a run of one split under one scheduler, as `gkd.trainer` makes it."""
+"""Simulate a run of one split under one scheduler, as `gkd.trainer` runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gkd.tools.split_tuner import batches, stream
 from gkd.tools.split_tuner.outcome import Outcome
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
 
-_SEQUENCES = 60_000  # a simulation's, about: so that small batches are averaged, and large ones take seconds
+_SEQUENCES = 60_000  # of a simulation, about: small batches are averaged, large ones take seconds
 _STEPS = (6, 100)
 
 
@@ -21,12 +21,12 @@ def simulate(
     seed: int = 0,
     n_steps: int = 0,
 ) -> Outcome:
-    """What the steps after the warm-up are like; the same seed gives the same answer.
+    """Return the outcome of the steps after the warm-up; equal seeds give equal outcomes.
 
     Args:
         scheduler: `trainer.scheduler`.
-        max_staleness: of stream; the others' follows from their name.
-        n_steps: that count; 0 = so many that their mean is steady.
+        max_staleness: of `stream`; the other schedulers have a fixed bound.
+        n_steps: measured steps; 0: enough for a stable mean.
     """
     n_steps = n_steps or _enough_steps(workload)
     if scheduler == STREAM:
@@ -36,7 +36,7 @@ def simulate(
 
 
 def _enough_steps(workload: Workload) -> int:
-    """So many, and each of the measured steps' lengths equally often if there are no more of those."""
+    """Return enough steps, with each measured step's lengths equally often if there are no more of those."""
     n_steps = int(min(max(_SEQUENCES / workload.n_sequences, _STEPS[0]), _STEPS[1]))
     n_rows = len(workload.lengths.tokens)
     return -(-n_steps // n_rows) * n_rows if n_rows <= n_steps else n_steps

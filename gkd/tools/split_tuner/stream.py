@@ -1,4 +1,4 @@
-"""Simulates `trainer.scheduler: stream`: `gkd.pipeline.streaming` and `gkd.rollout.engine_loop`, without the work.
+"""Simulate `trainer.scheduler: stream`: `gkd.pipeline.streaming` and `gkd.rollout.engine_loop` without the work.
 
 The run's own `StreamScheduler` chooses the prompts of each step. An event of the queue is "the next sequence of this
 engine is finished"; the loop's own actions come in between, at their own times.
@@ -24,7 +24,7 @@ from gkd.tools.split_tuner.teacher import Teacher
 def run(
     max_staleness: int, sizes: Sizes, workload: Workload, rates: Rates, *, n_steps: int, warm_up: int, seed: int
 ) -> Outcome:
-    """Simulates `warm_up` steps and then `n_steps` that count."""
+    """Simulate `warm_up` steps and then the `n_steps` that are measured."""
     return _Run(max_staleness, sizes, workload, rates, warm_up + n_steps, seed).outcome(warm_up)
 
 
@@ -35,17 +35,19 @@ class _Run:
         self._sizes, self._workload, self._rates, self._total_steps = sizes, workload, rates, total_steps
         self._max_staleness = max_staleness
         self._rng = np.random.default_rng(seed)
-        # No step may find the stream at its end, so the run goes on after those that are simulated.
-        self._ledger = StreamScheduler(self._positions, max_staleness, total_steps + max_staleness + 1)
+        # The simulated run is longer than the simulation, so that the stream does not run dry.
+        self._scheduler = StreamScheduler(self._positions, max_staleness, total_steps + max_staleness + 1)
         self._version = 0
         self._engines = [Engine(rates, workload.max_num_seqs) for _ in range(sizes.engines)]
-        self._events: list[tuple[float, int, int]] = []  # (time, engine, which of its plans)
+        self._events: list[tuple[float, int, int]] = []  # (time, engine, number of its plan)
         self._plans = [0] * sizes.engines  # an event of an older plan is void
         self._unfinished_prompts = [0] * sizes.engines  # of each engine
-        self._waiting: list[list[int]] = [[] for _ in range(sizes.engines)]  # positions that have not begun, backwards
-        self._left: dict[int, int] = {}  # samples of a position that are not finished
+        self._waiting: list[list[int]] = [
+            [] for _ in range(sizes.engines)
+        ]  # positions that have not started, last one first
+        self._left: dict[int, int] = {}  # unfinished samples of a position
         self._lengths: dict[int, np.ndarray] = {}
-        self._versions: dict[int, int] = {}  # of the weights when a position was begun
+        self._versions: dict[int, int] = {}  # of the weights when a position started
         self._open: Counter[int] = (
             Counter()
         )  # unfinished positions, by the version of the weights they were given under
@@ -64,11 +66,11 @@ class _Run:
             if step == warm_up:
                 began_s, totals, busy_before, train_total_s = now_s, Totals(), self._busy(0.0), 0.0
             self._version = step
-            self._admit(self._ledger.admit_new(step), now_s)
-            from_dataset_s = self._ask_about_dataset(step, now_s)
+            self._admit(self._scheduler.admit_new(step), now_s)
+            from_dataset_s = self._score_dataset(step, now_s)
             finished_s = self._run_until_batch(step, now_s)
-            chosen = self._ledger.choose(step)
-            assert chosen is not None, f"step {step}: the ledger waits for more than the simulation"
+            chosen = self._scheduler.choose(step)
+            assert chosen is not None, f"step {step}: the scheduler waits for more than the simulation"
             scored_s = max(finished_s, from_dataset_s, *(self._scored_s[p] for p in chosen))
             tokens, groups = self._batch(step, chosen)
             train_s = train_seconds(tokens, groups, self._sizes, self._workload, rates)
@@ -76,7 +78,7 @@ class _Run:
             self._run_events(trained_s)
             self._count(totals, step, chosen, finished_s - now_s, scored_s - finished_s, train_s)
             train_total_s += train_s
-            self._ledger.remove(chosen)
+            self._scheduler.remove(chosen)
             self._n_finished -= len(chosen)
             for position in chosen:
                 del self._scored_s[position], self._lengths[position], self._given[position], self._versions[position]
@@ -88,13 +90,13 @@ class _Run:
 
     def _positions(self, batch: int) -> range:
         start = batch * self._workload.n_prompts
-        return range(start, start + self._workload.answered(batch))
+        return range(start, start + self._workload.on_policy(batch))
 
     def _busy(self, train_s: float) -> dict[str, float]:
         return {"rollout": sum(e.busy_s for e in self._engines), "teacher": self._teacher.busy_s, "actor": train_s}
 
     def _admit(self, positions: Sequence[int], now_s: float) -> None:
-        """Each to the least busy engine, as `gkd.rollout.stream.least_busy` does; those may begin some at once."""
+        """Assign each prompt to the least busy engine, as `gkd.rollout.stream.least_busy` does, and start what fits."""
         if not positions:
             return
         counts = [(n, engine) for engine, n in enumerate(self._unfinished_prompts)]
@@ -116,7 +118,7 @@ class _Run:
                 self._begin(engine)
 
     def _begin(self, number: int) -> None:
-        """At the end of a pass: begin prompts while there is room, and plan the next event."""
+        """Start prompts while there is room, at the end of a pass, and plan the next event."""
         engine, waiting = self._engines[number], self._waiting[number]
         while waiting and engine.n_running + engine.n_waiting < self._workload.max_num_seqs:
             position = waiting.pop()
@@ -147,17 +149,17 @@ class _Run:
     def _finish(self, position: int, number: int, at_s: float) -> None:
         del self._left[position]
         self._unfinished_prompts[number] -= 1
-        self._ledger.finish(position, self._versions[position])
+        self._scheduler.finish(position, self._versions[position])
         self._open[self._given[position]] -= 1
         self._n_finished += 1
         tokens = self._lengths[position] + self._workload.prompt_tokens
         self._scored_s[position] = self._teacher.score(at_s, tokens.tolist())
 
     def _run_until_batch(self, step: int, now_s: float) -> float:
-        """Until the step has its batch; when that is.
+        """Run until the step has its batch, and return that time.
 
-        The ledger's own condition, from counts alone: of what is due within k steps no more may be unfinished than
-        these k steps take.
+        The condition is that of `StreamScheduler`, from counts alone: of the prompts due within k steps no more may be
+        unfinished than these k steps take.
         """
         ready_s = now_s
         while not self._is_ready(step):
@@ -177,17 +179,17 @@ class _Run:
                 return False
         return True
 
-    def _ask_about_dataset(self, step: int, now_s: float) -> float:
+    def _score_dataset(self, step: int, now_s: float) -> float:
         n = self._workload.n_prompts - len(self._positions(step))
         tokens = self._workload.prompt_tokens + self._workload.dataset_tokens
         return self._teacher.score(now_s, [tokens] * n) if n else now_s
 
     def _batch(self, step: int, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, data-parallel group) of each sequence."""
+        """Return (tokens, data-parallel group) of each sequence."""
         w, dp = self._workload, self._sizes.dp
         n_dataset = w.n_prompts - len(self._positions(step))
-        answers = np.concatenate([self._lengths[p] for p in chosen]) if chosen else np.zeros(0)
-        tokens = np.concatenate([answers + w.prompt_tokens, np.full(n_dataset, w.prompt_tokens + w.dataset_tokens)])
+        lengths = np.concatenate([self._lengths[p] for p in chosen]) if chosen else np.zeros(0)
+        tokens = np.concatenate([lengths + w.prompt_tokens, np.full(n_dataset, w.prompt_tokens + w.dataset_tokens)])
         groups = np.concatenate([np.array(chosen, int).repeat(w.n) % dp, np.arange(n_dataset) % dp])
         return tokens, groups
 
@@ -204,7 +206,7 @@ class _Run:
             totals.ages[step - self._versions[position]] += w.n
 
     def _sync(self, trained_s: float) -> float:
-        """All engines stop between two passes, the last one begins the transfer; when all have the weights."""
+        """Stop all engines between two passes, transfer the weights, and return the time when all have them."""
         for number, engine in enumerate(self._engines):
             engine.run_to(trained_s)
             if engine.next_finish_s() <= engine.at_s:  # its last pass before the stop finishes a sequence

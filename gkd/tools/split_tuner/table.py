@@ -1,4 +1,4 @@
-"""The ranking for people: a table, the lines to paste, a JSON object."""
+"""Print a ranking: a table, the settings of the best split, a JSON object."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _HEADS = ("", "scheduler", "actor", "rollout", "teacher", "step s", "tokens/s", 
 
 
 def table(ranking: Ranking, own: Candidate, top: int) -> str:
-    """The best ones, and the run's own split last; busy: share of rollout, teacher and actor GPUs' time."""
-    rows = [_row(str(place), c, own) for place, c in enumerate(ranking.candidates[:top], start=1)]
+    """Return the table of the best splits, with the run's own split last.
+
+    busy: share of the time that rollout, teacher and actor GPUs work.
+    """
+    rows = [_row(str(rank), c, own) for rank, c in enumerate(ranking.candidates[:top], start=1)]
     rows.append(_row("own", own, own))
     if all(c.too_large is None for c in ranking.candidates):
         heads: tuple[str, ...] = _HEADS
@@ -47,30 +50,29 @@ def _row(name: str, candidate: Candidate, own: Candidate) -> tuple[str, ...]:
         bound_by,
         busy,
         stale,
-        "not known" if candidate.too_large is None else "too small" if candidate.too_large else "fits",
+        "unknown" if candidate.too_large is None else "too small" if candidate.too_large else "fits",
     )
 
 
-def paste(candidate: Candidate, config: Config, hardware: Hardware) -> str:
-    """The YAML that makes a run use this split; as comments what only the user knows: addresses, GPUs, the teacher."""
-    split, scheduler = candidate.split, candidate.scheduler
-    bound = [f"  max_staleness: {config.trainer.max_staleness}"] if scheduler == STREAM else []
-    lines = [
-        "trainer:",
-        f"  scheduler: {scheduler}",
-        *bound,
-        f"  nnodes: {split.actor.nnodes}",
-        f"  n_gpus_per_node: {split.actor.per_node}",
-        "rollout:",
-        f"  nnodes: {split.rollout.nnodes}",
-        f"  n_gpus_per_node: {split.rollout.per_node}",
-    ]
-    if streams := config.teacher.n_server_workers:
-        lines += ["teacher:", f"  n_server_workers: 0   # as many as the server announces; it was {streams}"]
+def settings_of(candidate: Candidate, config: Config, hardware: Hardware) -> str:
+    """Return the settings of this split as `key=value` arguments, and as comments what only the user knows."""
+    split = candidate.split
+    settings: dict[str, object] = {
+        "trainer.scheduler": candidate.scheduler,
+        "trainer.nnodes": split.actor.nnodes,
+        "trainer.n_gpus_per_node": split.actor.per_node,
+        "rollout.nnodes": split.rollout.nnodes,
+        "rollout.n_gpus_per_node": split.rollout.per_node,
+    }
+    if candidate.scheduler == STREAM:
+        settings["trainer.max_staleness"] = config.trainer.max_staleness
+    if config.teacher.n_server_workers:
+        settings["teacher.n_server_workers"] = 0
+    lines = [" ".join(f"{key}={value}" for key, value in settings.items())]
     if not config.cluster.ray_address and split.actor.n_gpus + split.rollout.n_gpus > hardware.per_node:
-        lines.append("# the pools are on several nodes: start a Ray cluster, and name it in cluster.ray_address")
+        lines.append("# the pools are on several nodes: start a Ray cluster, and set cluster.ray_address")
     if config.cluster.gpus:
-        lines.append(f"# cluster.gpus is {list(config.cluster.gpus)}: name the GPUs of this split, or leave it out")
+        lines.append(f"# cluster.gpus is {list(config.cluster.gpus)}: set it to the GPUs of this split, or remove it")
     if split.teacher_gpus:
         size = hardware.gpus_per_worker
         flags = f"--n-workers {split.workers}" + f" --tensor-parallel-size {size}" * (size > 1)
@@ -79,23 +81,23 @@ def paste(candidate: Candidate, config: Config, hardware: Hardware) -> str:
 
 
 def left_out(ranking: Ranking) -> list[str]:
-    """Which splits are not in the ranking although somebody looked at them, a line each reason."""
+    """Return why checked splits are missing in the ranking, one line per reason."""
     lines = [
-        f"left out: {refused.n} splits under {refused.scheduler}, the first because of {refused.first}"
+        f"excluded: {refused.n} splits under {refused.scheduler}, the first because of {refused.first}"
         for refused in ranking.refused
     ]
     if ranking.n_too_large:
         n_shown = sum(not c.fits for c in ranking.candidates)
         which = f"{ranking.n_too_large} do not fit" if ranking.candidates[0].fits else "none fits"
-        lines.append(f"memory: of {ranking.n_looked_at} looked at {which}; {n_shown} of these are in the ranking")
+        lines.append(f"memory: of {ranking.n_looked_at} checked splits {which}; {n_shown} of these are in the ranking")
     return lines
 
 
 def as_json(ranking: Ranking, own: Candidate, run: dict[str, Any]) -> dict[str, Any]:
-    """Everything, the best first.
+    """Return everything, the best split first.
 
     Args:
-        run: of the run that was measured; see `gkd.tools.split`.
+        run: facts of the measured run, see `gkd.tools.split`.
     """
     return {
         "run": run,

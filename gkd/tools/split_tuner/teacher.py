@@ -1,4 +1,4 @@
-"""The teacher in the simulation: sequences are scored in the order in which they come, each by the next free worker."""
+"""Simulate the teacher: sequences are scored in order of arrival, each by the next free worker."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Teacher:
         self._free_at = [0.0] * n_workers
         self.busy_s = 0.0  # of all workers together
 
-    def score(self, asked_s: float, tokens: Sequence[float]) -> float:
-        """When the last of these sequences is scored. Calls come in the order of time.
+    def score(self, submitted_s: float, tokens: Sequence[float]) -> float:
+        """Return when the last of these sequences is scored. Call it in the order of time.
 
         Args:
-            tokens: of each, prompt and response.
+            tokens: prompt and response tokens of each.
         """
-        done_s = asked_s
+        done_s = submitted_s
         for n_tokens in tokens:
             took_s = self._rates.score_s + self._rates.score_token_s * n_tokens
-            free_s = max(asked_s, self._free_at[0]) + took_s
+            free_s = max(submitted_s, self._free_at[0]) + took_s
             heapq.heapreplace(self._free_at, free_s)
             self.busy_s += took_s
             done_s = max(done_s, free_s)
