@@ -169,7 +169,8 @@ def test_a_teacher_without_cards_is_assumed_to_have_one_each(tmp_path: Path) -> 
     folder = write_run(tmp_path, settings(tmp_path), RATES, workers=0)
     run = read_run([folder], workers=2)
     assert run.gpus_per_worker == 1 and any("teacher worker" in n for n in run.notes)
-    assert not any("teacher worker" in n for n in read_run([write_run(tmp_path / "two", settings(tmp_path), RATES)]).notes)
+    known = read_run([write_run(tmp_path / "two", settings(tmp_path), RATES)])
+    assert not any("teacher worker" in n for n in known.notes)
 
 
 @pytest.mark.parametrize("shared", ["trainer.colocate=true", "teacher.backend=local"])
