@@ -88,9 +88,9 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     on_cpu = plan.device == "cpu"
     env = worker_env(on_cpu)
     log.info("starting %d actor ranks and %d rollout engines", actor_slots.spec.world_size, plan.derived.n_engines)
-    actor_workers = actor_slots.spawn(ActorWorker, env, beside=actor_worker.CONCURRENCY_GROUPS)
+    actor_workers = actor_slots.spawn(ActorWorker, env, concurrency_groups=actor_worker.CONCURRENCY_GROUPS)
     actor = ActorPool(actor_workers, config)
-    rollout_workers = rollout_slots.spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
+    rollout_workers = rollout_slots.spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
     startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
     # Each rank reports its GPU before it builds its model; the GPU map is made meanwhile.
@@ -241,7 +241,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
             num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,
             runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i))},
-            scheduling_strategy=slots.beside(rank),
+            scheduling_strategy=slots.near(rank),
         )
         .remote(*args)
         for i, rank in enumerate(actor.last_stage_ranks())

@@ -147,21 +147,22 @@ class Pool:
         """What `spawn` gave, by the ranks' names."""
         return {self.spec.rank_name(rank): worker for rank, worker in enumerate(workers)}
 
-    def beside(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Where a helper of this rank goes: onto its node, into the CPUs that were reserved with it."""
+    def near(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Return the strategy for a helper of this rank: on its node, in the CPUs that are reserved with it."""
         return PlacementGroupSchedulingStrategy(placement_group=self.groups[rank], placement_group_bundle_index=0)
 
-    def spawn(self, worker_class: Any, env: dict[str, str], *, beside: Sequence[str] = ()) -> list[Any]:
-        """One Ray actor a slot, in rank order; each is given its rank as the only argument.
+    def spawn(self, worker_class: Any, env: dict[str, str], *, concurrency_groups: Sequence[str] = ()) -> list[Any]:
+        """Create one Ray actor in each slot, in rank order, with its rank as the only argument.
 
         Args:
-            beside: concurrency groups of the class (`ray.method(concurrency_group=...)`), whose methods are answered
-                while another one runs; one thread each. With any, the other methods share one thread, not the main one.
+            concurrency_groups: of the class (`ray.method(concurrency_group=...)`). Their methods run while another
+                method runs, in one thread per group. With any group, the other methods share one thread, which is not
+                the main thread.
         """
         handles = []
-        # `options` refuses the groups, and `ray.remote` an empty list of options.
-        groups = {"concurrency_groups": dict.fromkeys(beside, 1)}
-        remote_class = ray.remote(**groups)(worker_class) if beside else ray.remote(worker_class)
+        # `options` does not support the groups, and `ray.remote` no empty list of options.
+        options = {"concurrency_groups": dict.fromkeys(concurrency_groups, 1)} if concurrency_groups else {}
+        remote_class = ray.remote(**options)(worker_class) if options else ray.remote(worker_class)
         for rank in range(self.spec.world_size):
             # Ray would hide all GPUs from a process that it gave none.
             shown = {"CUDA_VISIBLE_DEVICES": self.visible[rank], _NO_RAY_GPUS: "1"} if self.visible else {}
@@ -170,7 +171,7 @@ class Pool:
                     name=f"{self.spec.name}_{rank}_{os.getpid()}",
                     num_gpus=0 if self.visible else self.spec.gpus_per_worker,
                     num_cpus=1,
-                    scheduling_strategy=self.beside(rank),
+                    scheduling_strategy=self.near(rank),
                     runtime_env={"env_vars": env | shown | rank_env(self.run, self.spec.rank_name(rank))},
                     max_restarts=0,
                 ).remote(rank)

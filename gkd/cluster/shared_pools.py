@@ -32,7 +32,7 @@ def guest_pool(owner: Pool, spec: PoolSpec, timeout_s: float) -> Pool:
     """
     wanted = spec.gpus_per_worker
     asked: dict[str, Any] = {
-        owner.spec.rank_name(rank): _gpus.options(scheduling_strategy=owner.beside(rank)).remote()
+        owner.spec.rank_name(rank): _gpus.options(scheduling_strategy=owner.near(rank)).remote()
         for rank in range(owner.spec.world_size)
     }
     ids = [gpu for given in gather(asked, "which GPUs it has", timeout_s).values() for gpu in given]

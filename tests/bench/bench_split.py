@@ -82,8 +82,10 @@ class Slots:
         self._cluster = Cluster("", n_slots=n_actor + n_rollout, on_cpu=True)
         self._env = worker_env(True)
         pools = self._cluster.make_pools([PoolSpec("actor", 1, n_actor, 1), PoolSpec("rollout", 1, n_rollout, 1)], 60.0)
-        self._actors = pools["actor"].spawn(TimedActorWorker, self._env, beside=(SAVES,))
-        self._engines = pools["rollout"].spawn(TimedRolloutWorker, self._env, beside=rollout_worker.CONCURRENCY_GROUPS)
+        self._actors = pools["actor"].spawn(TimedActorWorker, self._env, concurrency_groups=(SAVES,))
+        self._engines = pools["rollout"].spawn(
+            TimedRolloutWorker, self._env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS
+        )
         self._endpoints: list[Any] = []
 
     def roles(self, config: Config, sizes: Sizes) -> Roles:

@@ -53,11 +53,13 @@ def start(config: Config, *, at_once: bool, after_ray: bool = True) -> tuple[flo
         began = time.perf_counter()
 
         def build_rollout() -> dict[str, object]:
-            engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
+            engines = slots["rollout"].spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
             return RolloutPool(engines, config, 1).init_model("cpu", [1])
 
         building = build_rollout() if at_once else {}
-        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.CONCURRENCY_GROUPS), config)
+        actor = ActorPool(
+            slots["actor"].spawn(ActorWorker, env, concurrency_groups=actor_worker.CONCURRENCY_GROUPS), config
+        )
         gather(actor.init_model("cpu", 1, _LIMIT_S), "actor", _LIMIT_S)
         actor_s = time.perf_counter() - began
         gather(building or build_rollout(), "rollout", _LIMIT_S)

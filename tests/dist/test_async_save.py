@@ -40,7 +40,7 @@ class Rank(ActorWorker):
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[object]]:
     with actor_slots(N_RANKS) as slots:
-        yield slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS)
+        yield slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
 
 
 def pool(ranks: list[object], tmp_path: Path) -> ActorPool:

@@ -63,7 +63,7 @@ class Actor:
     def __init__(self, slots: Pool, model: Path, *overrides: str) -> None:
         base = ["data.train_files=[a]", f"model.path={model}", "model.dtype=float32", "trainer.run_dir=none"]
         sizes = [f"trainer.n_gpus_per_node={N_RANKS}", "actor.micro_batch_size=4", "actor.optim.lr=0.01"]
-        self.workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS)
+        self.workers = slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
         self.config = load_config(None, [*base, *sizes, *overrides])
         self.pool = ActorPool(self.workers, self.config)
         gather(self.pool.init_model("cpu", 9, 120), "init_model", 120)

@@ -71,7 +71,9 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActorPool]:
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={folder}", f"trainer.n_gpus_per_node={N_RANKS}"]
     base.append("memory.timeline_of_ranks=true")
     with actor_slots(N_RANKS) as slots:
-        pool = ActorPool(slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS), load_config(None, base))
+        pool = ActorPool(
+            slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS), load_config(None, base)
+        )
         gather(pool.init_model("cpu", 4, 60), "init_model", 60)
         yield pool
 

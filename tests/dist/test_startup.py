@@ -65,7 +65,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTim
     """
     base = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path_factory.mktemp('run')}"]
     config = load_config(None, [*base, f"trainer.n_gpus_per_node={N_RANKS}", f"actor.tp={N_RANKS}"])
-    workers = slots.spawn(Rank, worker_env(on_cpu=True), beside=CONCURRENCY_GROUPS)
+    workers = slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
     actor, told = ActorPool(workers, config), []
     gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 240)  # imports take their time
     startup = Startup(timeout_s=4, tell_s=0.5)

@@ -65,8 +65,10 @@ def pools(lab: Lab) -> Iterator[Pools]:
         specs = [PoolSpec("actor", 1, 1, gpus_per_worker=1), PoolSpec("rollout", 1, 2, gpus_per_worker=1)]
         slots = cluster.make_pools(specs, 60)
         env = worker_env(on_cpu=True)
-        actor = ActorPool(slots["actor"].spawn(ActorWorker, env, beside=actor_worker.CONCURRENCY_GROUPS), config)
-        engines = slots["rollout"].spawn(RolloutWorker, env, beside=rollout_worker.CONCURRENCY_GROUPS)
+        actor = ActorPool(
+            slots["actor"].spawn(ActorWorker, env, concurrency_groups=actor_worker.CONCURRENCY_GROUPS), config
+        )
+        engines = slots["rollout"].spawn(RolloutWorker, env, concurrency_groups=rollout_worker.CONCURRENCY_GROUPS)
         rollout = RolloutPool(engines, config, DP_SIZE)
         gather(rollout.init_model("cpu", [EOS]) | actor.init_model("cpu", 4, 200), "init_model", 200)
         yield Pools(rollout, actor, WeightSync(actor.exporters(), rollout.workers, config, "cpu", 200))

@@ -1,4 +1,4 @@
-"""The reference pool over real Ray actors: distribution, non-blocking calls, errors."""
+"""Driver side of the frozen models over real Ray actors: distribution, non-blocking calls, errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import ray
 
-from gkd.actor.frozen.pools import ReferencePool
+from gkd.actor.frozen.pools import LocalScoring, ReferencePool
+from gkd.data.chunks import chunk_sizes
+from gkd.data.scatter import scatter_to_ranks
 from gkd.errors import TeacherError
 from gkd.handles import ScoredChunk
 from gkd.teacher.records import RecordingEndpoint
@@ -28,15 +30,21 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
     with actor_slots(N_RANKS) as slots:
-        made = Actor(slots, folder, "actor.strategy=fsdp2", "distill.reference_kl_weight=0.1")
+        local = ("teacher.backend=local", f"teacher.path={folder}", "teacher.topk=4")
+        made = Actor(slots, folder, "actor.strategy=fsdp2", "distill.reference_kl_weight=0.1", *local)
         made.pool.init_reference(120)
+        made.pool.init_teacher(64, 120)
         yield made
 
 
 @pytest.fixture(scope="module")
-def reference(actor: Actor) -> ReferencePool:
+def endpoints(actor: Actor) -> list[Any]:
     endpoint = ray.remote(concurrency_groups={RECORDS: 1})(RecordingEndpoint)
-    endpoints = [endpoint.options(num_cpus=0).remote(actor.config) for _ in range(N_RANKS)]
+    return [endpoint.options(num_cpus=0).remote(actor.config) for _ in range(N_RANKS)]
+
+
+@pytest.fixture(scope="module")
+def reference(actor: Actor, endpoints: list[Any]) -> ReferencePool:
     return ReferencePool(actor.workers, endpoints, actor.config)
 
 
@@ -86,3 +94,27 @@ def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
         assert same([found[i] for i in indices], [expected[i] for i in indices])
         assert [table.tolist() for table in found[0]] == [[0.0] * len(r.response_ids) for r in rollouts]
         assert {table.dtype for table in found[0]} == {np.dtype(np.float32)}
+
+
+def test_local_scores_reach_their_sequences(actor: Actor, endpoints: list[Any]) -> None:
+    """Fails if scores reach other sequences when a chunk is split over the ranks, or a chunk is scored twice."""
+    scoring = LocalScoring(actor.workers, endpoints, timeout_s=60.0)
+    first, second = (chunk.rollouts for chunk in batch())
+    rollouts = [ray.get(chunk.ref) for chunk in (first, second)]
+    expected = ray.get([chunk.ref for chunk in scoring.collect([scoring.submit(first), scoring.submit(second)])])
+    # One chunk of all sequences in another order: both ranks score a part of it.
+    indices = [1, 0]
+    joined = [rollout for i in indices for rollout in rollouts[i]]
+    sizes = replace(
+        chunk_sizes(1, [replace(r, on_policy=False) for r in joined], 0), ref=ray.put(joined), on_policy=True
+    )
+    parts = [rank for rank in scatter_to_ranks([sizes], N_RANKS) if rank]
+    assert len(parts) == N_RANKS, "the chunk must be split for this test to be meaningful"
+    (scored,) = scoring.collect([scoring.submit(sizes)])
+    scores = [score for i in indices for score in expected[i]]
+    for found, wanted, rollout in zip(ray.get(scored.ref), scores, joined, strict=True):
+        assert found.topk.topk_ids.shape == (len(rollout.response_ids), 4)
+        np.testing.assert_allclose(found.topk.topk_logprobs, wanted.topk.topk_logprobs, atol=1e-5)
+    one, two = (score.topk.topk_logprobs for score in scores[:2])
+    assert np.abs(one - two).max() > 1e-3, "sequences must have different scores for this test to be meaningful"
+    assert scored.teacher_mass is not None and 0 < scored.teacher_mass <= 1
