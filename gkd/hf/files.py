@@ -1,4 +1,4 @@
-"""A HF folder's safetensors files: which tensors they hold, and whether those are the ones a model wants."""
+"""Open the safetensors files of a HF folder, and compare their headers with the tensors that a model requires."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from safetensors import SafetensorError, safe_open
 from gkd.errors import ModelError
 from gkd.hf.index import some_names, weight_files
 
-_DTYPES = ("F32", "BF16", "F16")  # safetensors' names; integers and float8 are quantised weights
+_DTYPES = ("F32", "BF16", "F16")  # names in safetensors; integers and float8 are quantized weights
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10  # of each file, for its digest
 
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
-    """Memory-maps a folder's safetensors files: tensor name -> the open file that holds it.
+    """Memory-map a folder's safetensors files, and yield the open file of each tensor by the tensor's name.
 
     Raises:
-        ModelError: no safetensors files, a file that the index names is absent, or one is corrupt.
+        ModelError: there are no safetensors files, a file in the index is absent, or one is corrupt.
     """
     with ExitStack() as stack:
         tensors: dict[str, Any] = {}
@@ -36,9 +36,9 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Tells models apart without reading them whole: xxh3 of each file's name, size, header and a sample of its bytes.
+    """Return a digest of a model without reading all of it: xxh3 of each file's name, size, header and sampled bytes.
 
-    Weights that were trained further differ all over, so a sample shows it.
+    Training changes all weights, so a sample is enough to tell two models apart.
 
     Raises:
         ModelError: as `open_tensors`.
@@ -48,7 +48,7 @@ def weights_digest(folder: Path) -> str:
         size = path.stat().st_size
         hasher.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            n_header = int.from_bytes(file.read(8), "little")  # what a safetensors file begins with
+            n_header = int.from_bytes(file.read(8), "little")  # size of the header, at the start of the file
             hasher.update(file.read(min(n_header, size)))
             for part in range(_SAMPLES):
                 file.seek(size * part // _SAMPLES)
@@ -65,13 +65,13 @@ def check_headers(
     is_ignorable: Callable[[str], bool],
     is_float: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Raises ModelError on the first kind of disagreement between the files and the architecture; names the tensors.
+    """Compare the files with the architecture. Raises ModelError that names the tensors of the first kind of mismatch.
 
     Args:
-        tensors: as `open_tensors` gives them.
+        tensors: as `open_tensors` yields them.
         expected: tensor name -> shape.
-        is_ignorable: of a name that is not expected: the model can do without it.
-        is_float: of an expected name: it must be of a float type; False for counters and other integers.
+        is_ignorable: returns whether an unexpected tensor may be skipped.
+        is_float: returns whether an expected tensor must have a float dtype; False for counters and other integers.
     """
     if missing := [name for name in expected if name not in tensors]:
         raise ModelError(f"{folder}: {len(missing)} tensors are missing: {some_names(missing)}.")
@@ -82,8 +82,8 @@ def check_headers(
     for name, shape in expected.items():
         header = tensors[name].get_slice(name)
         if (actual := tuple(header.get_shape())) != shape:
-            raise ModelError(f"{folder}: {name} has shape {list(actual)}, config.json wants {list(shape)}.")
+            raise ModelError(f"{folder}: {name} has shape {list(actual)}, config.json requires {list(shape)}.")
         if (dtype := header.get_dtype()) not in _DTYPES and is_float(name):
             raise ModelError(
-                f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantised weights."
+                f"{folder}: {name} has dtype {dtype}, supported are {', '.join(_DTYPES)}. Convert quantized weights."
             )

@@ -1,6 +1,6 @@
-"""A trained student's tensors -> a HF folder that transformers and vLLM load: the disk's half, in one process.
+"""Write a trained student's tensors as a HF folder that transformers and vLLM load. Runs in one process.
 
-The folder appears under its final name only when it is complete.
+The folder gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gkd.run.disk import fsync, fsync_tree
 
 TensorPlan: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]  # (HF name, shape, dtype)
 MAX_SHARD_BYTES = 4 << 30
-# Weights in any format, and their indices, are what the export replaces; the rest is copied.
+# The export replaces weights in any format, and their indices; other files are copied.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 _COPIED_FOLDERS = ("additional_chat_templates",)  # of a tokenizer
 
@@ -33,10 +33,10 @@ def write_folder(
     source_dir: Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes weights, and config, generation config and tokenizer as in `source_dir`; whole, or not at all.
+    """Write the weights, and copy config, generation config and tokenizer from `source_dir`. All or nothing.
 
     Args:
-        tensors: what `plans` lists, in their order, on any device; written one by one.
+        tensors: those of `plans`, in their order, on any device; written one at a time.
         plans: (HF name, shape, dtype) by pipeline stage.
         max_shard_bytes: a file is closed before it would grow past this size.
 
@@ -47,13 +47,13 @@ def write_folder(
         raise FileExistsError(f"{out_dir} exists already; choose another folder or remove it")
     partial = out_dir.with_name(f"{out_dir.name}.partial")
     if partial.exists():
-        shutil.rmtree(partial)  # what an interrupted save left
+        shutil.rmtree(partial)  # of an interrupted export
     partial.mkdir(parents=True)
     try:
         _fill(partial, tensors, plans, source_dir, max_shard_bytes)
         fsync_tree(partial)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it is what is in the way
+        shutil.rmtree(partial, ignore_errors=True)  # frees a full disk
         raise
     partial.rename(out_dir)
     fsync(out_dir.parent)
@@ -70,7 +70,7 @@ def _fill(
         if source.is_dir() and source.name in _COPIED_FOLDERS:
             shutil.copytree(source, partial / source.name, copy_function=shutil.copyfile)
         elif source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(source, partial / source.name)  # not its mode: a shared model store is read-only
+            shutil.copyfile(source, partial / source.name)  # not the mode: files of a shared model store are read-only
     specs = {spec[0]: spec for plan in plans for spec in plan}
     sizes = {name: _n_bytes(shape, dtype) for name, shape, dtype in specs.values()}
     _set_dtype(partial / "config.json", plans[0][0][2])
@@ -84,7 +84,7 @@ def _fill(
 
 
 def _split_into_files(sizes: dict[str, int], max_bytes: int) -> dict[str, list[str]]:
-    """File name -> tensor names, filled in order; a tensor is never split."""
+    """Return tensor names by file name, filled in order; a tensor is never split."""
     groups: list[list[str]] = []
     room = 0
     for name, size in sizes.items():
@@ -99,7 +99,7 @@ def _split_into_files(sizes: dict[str, int], max_bytes: int) -> dict[str, list[s
 
 
 def _set_dtype(config_path: Path, dtype: torch.dtype) -> None:
-    """Makes config.json say what the exported weights are; both spellings, old readers know only the first."""
+    """Set the dtype of the exported weights in config.json, under both names; older readers use only the first."""
     config = json.loads(config_path.read_text())
     for key in ("torch_dtype", "dtype"):
         if key in config or key == "dtype":
@@ -112,5 +112,5 @@ def _n_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def exhaust(iterator: Iterator[object]) -> None:
-    """Runs an iterator to its end for what it does on the way."""
+    """Consume an iterator for its side effects."""
     deque(iterator, maxlen=0)

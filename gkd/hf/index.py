@@ -1,4 +1,4 @@
-"""Which files of a HF folder hold its weights: the index says, or there is one file. Pure: no torch, no safetensors."""
+"""List the weight files of a HF folder, from its index or its single file. Pure: no torch, no safetensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 5  # names in one error message
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Raises ModelError: there are none, the index is damaged, or names a file that is absent."""
+    """Return the paths of the weight files. Raises ModelError: none, a damaged index, or a file that is absent."""
     index = folder / INDEX_NAME
     if not index.is_file():
         if not (folder / SINGLE_NAME).is_file():
@@ -25,12 +25,12 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{index} is not a safetensors index ({error!r}). Copy it again.") from error
     if absent := [name for name in names if not (folder / name).is_file()]:
         raise ModelError(
-            f"{index} names files that are not in the folder: {some_names(absent)}. The copy is incomplete."
+            f"{index} lists files that are not in the folder: {some_names(absent)}. The copy is incomplete."
         )
     return [folder / name for name in names]
 
 
 def some_names(names: list[str]) -> str:
-    """The first few, for an error message."""
+    """Return the first names and the number of the others, for an error message."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

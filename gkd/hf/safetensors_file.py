@@ -1,7 +1,7 @@
-"""Writes a safetensors file tensor by tensor: the safetensors package wants them all in memory at once.
+"""Write a safetensors file one tensor at a time; the safetensors package requires all of them in memory.
 
-The format: 8 bytes with the length of the header, little endian; the header, JSON of each tensor's dtype, shape and
-place; then the tensors' bytes one after the other, in the order of the header.
+The format: 8 bytes with the length of the header, little endian; the header, JSON with dtype, shape and byte range of
+each tensor; then the tensors' bytes in the order of the header.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_ALIGN_BYTES = 8  # of the first tensor, so that a mapped file can be read in place
+_ALIGN_BYTES = 8  # alignment of the first tensor, so that a mapped file can be read in place
 
 
 def write_safetensors(
     path: Path, plan: Sequence[tuple[str, tuple[int, ...], torch.dtype]], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Writes the file `path`; no more than one tensor is copied, and none is kept.
+    """Write the file `path`; at most one tensor is copied at a time, and no reference is kept.
 
     Args:
-        plan: (name, shape, dtype) of what the file holds.
-        tensors: on any device; no more than `len(plan)` are taken of it.
+        plan: (name, shape, dtype) of each tensor in the file.
+        tensors: on any device; the first `len(plan)` are consumed.
 
     Raises:
         OSError: the file cannot be written.
@@ -50,4 +50,4 @@ def write_safetensors(
                 )
             # Not Tensor.numpy(), see `gkd.weight_sync.buckets.digest`: these may be live states.
             file.write(np.from_dlpack(tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)).data)
-            del tensor  # before the next one is made
+            del tensor  # before the next one is created

@@ -1,1 +1,1 @@
-"""Memory of a rank: where its states are, how much is in use, who holds it, and what to do when there is too little."""
+"""Memory of a rank: offloaded states, usage, tensor referrers, out-of-memory reports, and remedies."""

@@ -1,14 +1,14 @@
-"""How much of what the CUDA caching allocator has taken is free, and whether it is free in one piece.
+"""Measure the fragmentation of the CUDA caching allocator, and warn of it.
 
-The allocator takes segments from the device and cuts blocks out of them. A free block serves only requests that fit
-into it, of its own stream and pool; only segments that are free as a whole go back to the device. So a rank can run
-out of memory that it has.
+The allocator takes segments from the device and cuts blocks out of them. A free block serves only requests of its own
+stream and pool that fit into it, and only a segment without used blocks returns to the device. So an allocation can
+fail although enough memory is free.
 
     external ratio = 1 - largest free block / all free bytes         0: one piece
-    unused ratio = (reserved - allocated) / reserved                 0: nothing is kept for later
+    unused ratio = (reserved - allocated) / reserved                 0: nothing is cached
 
-Each alone means little: any cache of two equal blocks has an external ratio of 0.5, and one free segment, which goes
-back to the device when that is needed, may be half of all that is reserved.
+Neither is conclusive alone: any cache of two equal blocks has an external ratio of 0.5, and one free segment, which
+returns to the device when needed, may be half of the reserved memory.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from gkd.memory.usage import gib, used_device
 
 log = get_logger("memory")
 
-# Less than this is not what a training step lacks, however it is cut.
+# Less than this does not decide whether a training step fits.
 WORTH_A_WARNING = 512 << 20
-# Physical pages of expandable segments, by the pool that they are of.
+# Size of the physical pages of expandable segments, by pool.
 _PAGE = {"small": 2 << 20, "large": 20 << 20}
 _CHECK_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """Bytes of one device, as its allocator sees them."""
+    """The state of one device's allocator, in bytes."""
 
     where: str
     allocated: int  # blocks in use, rounded up as the allocator does
-    pending: int  # let go, but another stream may still use them: neither allocated nor free
+    pending: int  # released, but another stream may still use them: neither allocated nor free
     reserved: int
-    free: int  # blocks that can be given out, `elsewhere` included
+    free: int  # in free blocks, including `elsewhere`
     largest_free: int
-    releasable: int  # of the free bytes, those that `empty_cache` would give back to the device
-    elsewhere: int  # of the free bytes, those in pools of small tensors and in private pools, as of CUDA graphs
+    releasable: int  # of the free bytes, those that `empty_cache` returns to the device
+    elsewhere: int  # of the free bytes, those in pools for small tensors and in private pools (CUDA graphs)
 
     @property
     def external_ratio(self) -> float:
@@ -58,30 +58,30 @@ class Fragmentation:
 
     @property
     def worth_a_warning(self) -> bool:
-        """False: so little is stuck in segments that are in use that the ratios mean nothing."""
+        """Whether enough memory is free within used segments for the ratios to matter."""
         return self.free - self.releasable >= WORTH_A_WARNING
 
     def over(self, limit: float) -> bool:
-        """Is much unused, and not in one piece? Both ratios have to be over the limit, see the module."""
+        """Return whether both ratios are above the limit, see the module, and the free memory matters."""
         return self.worth_a_warning and min(self.external_ratio, self.unused_ratio) > limit
 
     def line(self) -> str:
-        """For people; GiB."""
+        """Return a human-readable line, in GiB."""
         if not self.reserved:
             return f"{self.where}: no memory in torch's caching allocator"
         return (
             f"{self.where}: of {gib(self.reserved)} GiB reserved {gib(self.free)} are free, the largest block "
             f"{gib(self.largest_free)} (external ratio {self.external_ratio:.2f}, unused ratio "
-            f"{self.unused_ratio:.2f}); {gib(self.releasable)} of them could go back to the device"
+            f"{self.unused_ratio:.2f}); {gib(self.releasable)} of them can return to the device"
         )
 
 
 def measure(segments: Sequence[Mapping[str, Any]], where: str) -> Fragmentation:
-    """Pure.
+    """Return the fragmentation of a snapshot. Pure.
 
     Args:
-        segments: of one device, as `torch.cuda.memory_snapshot` gives them.
-        where: the device's name.
+        segments: of one device, as in `torch.cuda.memory_snapshot`.
+        where: name of the device.
     """
     allocated = pending = free = largest = releasable = elsewhere = 0
     for segment in segments:
@@ -104,9 +104,9 @@ def measure(segments: Sequence[Mapping[str, Any]], where: str) -> Fragmentation:
 
 
 def fragmentation(device: torch.device) -> Fragmentation:
-    """Of this device now. Takes the allocator's lock: about a millisecond for each few thousand blocks.
+    """Return the present fragmentation of a device. Takes the allocator's lock: about 1 ms per few thousand blocks.
 
-    Without CUDA there is no caching allocator: nothing is free in it.
+    Without CUDA there is no caching allocator, and all numbers are 0.
     """
     if device.type != "cuda":
         return measure([], device.type)
@@ -118,7 +118,7 @@ def fragmentation(device: torch.device) -> Fragmentation:
 def check_fragmentation(
     device: torch.device | None = None, *, warn: float = 0.2, logger: logging.Logger | None = None
 ) -> Fragmentation:
-    """The same, with a warning that says what to do where both ratios are over `warn`.
+    """Return the present fragmentation, and log a warning with remedies if both ratios are above `warn`.
 
     Args:
         device: None: `used_device`.
@@ -133,12 +133,12 @@ def check_fragmentation(
 
 
 class FragmentationWatch:
-    """Looks after every tenth training step, the first one included, on CUDA alone.
+    """Check fragmentation after every tenth training step, starting with the first. CUDA only.
 
-    A snapshot lists every block, which costs milliseconds; and blocks shift little from one step to the next.
+    A snapshot lists every block, which takes milliseconds, and blocks change little between steps.
 
     Args:
-        warn: see `memory.fragmentation_warn`; 1 = do not look.
+        warn: see `memory.fragmentation_warn`; 1 = off.
     """
 
     def __init__(self, device: torch.device, warn: float, logger: logging.Logger) -> None:
@@ -153,7 +153,7 @@ class FragmentationWatch:
         self._n_steps += 1
 
     def take(self) -> dict[str, float]:
-        """Both ratios, if it has looked since the last call."""
+        """Return both ratios, if they were measured since the last call."""
         found, self._found = self._found, None
         if found is None:
             return {}
@@ -161,7 +161,7 @@ class FragmentationWatch:
 
 
 def _whole_pages(segment: Mapping[str, Any], block: Mapping[str, Any]) -> int:
-    """Bytes of the physical pages that lie wholly within a block of an expandable segment."""
+    """Return the bytes of the physical pages that lie completely within a block of an expandable segment."""
     page = _PAGE[segment["segment_type"]]
     start = block["address"] - segment["address"]
     return max(0, (start + block["size"]) // page - -(-start // page)) * page

@@ -1,4 +1,4 @@
-"""Host memory that states are moved into, kept from one move to the next: fresh pages cost more than the copy."""
+"""Host memory for offloaded states, reused between moves: allocating new pages takes longer than the copy."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 from gkd.memory.oom import PINNED, is_out_of_memory
 
-# Torch rounds pinned memory up to a power of two: 17 GiB in one tensor would take 32. All that is lost here is the end
-# of the last slab.
+# Torch rounds pinned memory up to a power of two: 17 GiB in one tensor would use 32. With slabs only the end of the
+# last one is unused.
 SLAB_BYTES = 64 << 20
 _ALIGN = 64  # bytes; a multiple of every item size
 
 
 def host_slabs(count: int, n_bytes: int, *, pinned: bool) -> list[Tensor]:
-    """`count` x [n_bytes] uint8 of host memory.
+    """Allocate `count` tensors of [n_bytes] uint8 in host memory.
 
     Raises:
-        MemoryError: there is not that much page-locked memory. CUDA says "out of memory" as it does of the GPU's.
-        RuntimeError: there is not that much other memory.
+        MemoryError: not enough page-locked memory. CUDA's own error is the same as for GPU memory.
+        RuntimeError: not enough pageable memory.
     """
     slabs: list[Tensor] = []
     try:
@@ -27,33 +27,33 @@ def host_slabs(count: int, n_bytes: int, *, pinned: bool) -> list[Tensor]:
     except RuntimeError as error:
         if not pinned or not is_out_of_memory(error):
             raise
-        pieces = f"{count} pieces of {n_bytes} bytes, of which {len(slabs)} could be had"
+        pieces = f"{count} pieces of {n_bytes} bytes, of which {len(slabs)} were allocated"
         raise MemoryError(f"Unable to allocate {count * n_bytes} bytes of {PINNED} ({pieces})") from error
     return slabs
 
 
 class HostBuffer:
-    """Runs of bytes one after the other, over as many slabs as it takes.
+    """A stack of byte ranges over one or more slabs.
 
     Args:
-        pinned: page-locked, so that a GPU copies to and from it by itself.
-        slab_bytes: memory is taken in pieces of this size, a power of two.
+        pinned: page-locked, so that a GPU copies asynchronously.
+        slab_bytes: size of each slab, a power of two.
     """
 
     def __init__(self, *, pinned: bool, slab_bytes: int = SLAB_BYTES) -> None:
         self._pinned, self._slab_bytes = pinned, slab_bytes
         self._slabs: list[Tensor] = []
-        self.mark = 0  # bytes from the start that are taken; whoever sets it back gives up what came after
+        self.mark = 0  # bytes in use from the start; setting it back releases the ranges after it
 
     @property
     def n_bytes(self) -> int:
-        """Of all slabs, used or not."""
+        """Bytes of all slabs, used or not."""
         return len(self._slabs) * self._slab_bytes
 
     def take(self, n_bytes: int) -> list[Tensor]:
-        """[n] uint8 pieces that are `n_bytes` together; they keep their place until `clear`.
+        """Return [n] uint8 views of `n_bytes` together, valid until `clear`.
 
-        Raises MemoryError, RuntimeError: the host has no such memory; nothing is taken. See `host_slabs`.
+        Raises MemoryError, RuntimeError: not enough host memory; nothing changes. See `host_slabs`.
         """
         start = -(-self.mark // _ALIGN) * _ALIGN
         missing = -(-(start + n_bytes) // self._slab_bytes) - len(self._slabs)
@@ -68,9 +68,9 @@ class HostBuffer:
         return pieces
 
     def clear(self) -> None:
-        """All pieces may be given out again; the memory stays."""
+        """Release all ranges and keep the memory for reuse."""
         self.mark = 0
 
     def free(self) -> None:
-        """Also the memory goes."""
+        """Release all ranges and the memory."""
         self._slabs, self.mark = [], 0

@@ -1,4 +1,4 @@
-"""States on the device for the time of a block, and what that cost."""
+"""Keep states on the device during a block, and measure what the moves cost."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ GIB = 1 << 30
 
 
 class Strategy(Protocol):
-    """Who has states that move: one rank's student, say, or a model that scores."""
+    """An owner of states that move, such as the student of a rank."""
 
     def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> object:
-        """To host memory; see `gkd.memory.states.States.offload`."""
+        """Move states to host memory; see `gkd.memory.states.States.offload`."""
         ...
 
     def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> object:
-        """Back to the device."""
+        """Move states back to the device."""
         ...
 
     def allocated_bytes(self) -> int:
-        """What this process has allocated on the device."""
+        """Return the bytes that this process has allocated on the device."""
         ...
 
 
@@ -39,16 +39,16 @@ def state_offload_manager(
     *,
     include: Sequence[str] | None = None,
 ) -> Iterator[None]:
-    """Reload the states, run the block, offload them again: also after an error in the block, or in the reload, which
-    may have been another rank's.
+    """Reload the states, run the block, and offload them again, also after an error in the block or in the reload.
 
-    Writes into `metrics`, where numbers of an earlier block under the same infix are added to (seconds) or replaced
-    (memory): `time/<infix>/onload`, `time/<infix>/execute`, `time/<infix>/offload`, seconds; and
-    `memory/<infix>/before_onload`, `after_onload`, `before_offload`, `after_offload`, GiB allocated on the device.
+    Writes into `metrics`:
+        `time/<infix>/onload`, `execute`, `offload`, in seconds; repeated blocks of one infix add up.
+        `memory/<infix>/before_onload`, `after_onload`, `before_offload`, `after_offload`, in GiB allocated; repeated
+        blocks overwrite them.
 
     Args:
         is_offload_states: False: the states stay on the device after the block.
-        include: what the block needs, of `gkd.memory.states.KINDS`; None: all. Everything is offloaded after it.
+        include: the kinds that the block needs, of `gkd.memory.states.KINDS`; None: all. All are offloaded afterwards.
     """
 
     def add_time(what: str, began: float) -> None:
@@ -80,7 +80,7 @@ def state_offload_manager(
     except BaseException as error:
         try:
             leave()
-        except Exception as later:  # told, but the user has to see what it began with
+        except Exception as later:  # logged; the user needs the first error
             log.error(
                 "after %s the states could not be moved: %s: %s", type(error).__name__, type(later).__name__, later
             )

@@ -1,10 +1,10 @@
-"""An out-of-memory error becomes a diagnosis: too little memory or memory in pieces, who held it, what to change.
+"""Turn an out-of-memory error into a report: shortage or fragmentation, the tensors in memory, and what to change.
 
     with diagnosed(folder, device=device, who="actor rank 0", phase="training step", advice=keys_to_change):
         student.train_step(batches)
 
-The numbers of the moment are those of torch's message; what is looked up here, the blocks and their holders, is as the
-error left it, when some of the failed work may be gone.
+The numbers in torch's message are of the failed allocation. Blocks and holders are read afterwards, when some tensors
+of the failed work may be gone.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ UNCLEAR: Verdict = "unclear"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)"
 _CPU = "can't allocate memory: you tried to allocate "
-PINNED = "pinned host memory"  # in the error of whoever could not have it, see `gkd.memory.host_buffer`
+PINNED = "pinned host memory"  # in the error of a failed pinned allocation, see `gkd.memory.host_buffer`
 _SMALL = 1 << 20  # bytes; larger tensors are never put into the allocator's small pools
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an error says of the memory that could not be had, in bytes; None: it does not say that."""
+    """The numbers in an out-of-memory error, in bytes; None: not in the message."""
 
-    asked: int | None = None
+    requested: int | None = None
     total: int | None = None  # of the device
     device_free: int | None = None
-    allowed: int | None = None  # to this process, where that is limited
+    allowed: int | None = None  # limit of this process, if there is one
     allocated: int | None = None  # in tensors of this process
     cached: int | None = None  # in free blocks of torch's allocator
 
     @property
     def free(self) -> int | None:
-        """What this process could still have taken from the device."""
+        """Bytes that this process could still have taken from the device."""
         if self.allowed is None or self.allocated is None or self.cached is None:
             return self.device_free
         left = max(0, self.allowed - self.allocated - self.cached)
@@ -62,7 +62,7 @@ class Request:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's error on any device, Python's and numpy's, and what libraries on CUDA say."""
+    """Return whether this is an out-of-memory error of torch, Python, numpy or a CUDA library."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
@@ -71,9 +71,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def parse(text: str) -> Request:
-    """Of the message of any such error; what it does not say is None."""
+    """Return the numbers in the message of such an error."""
     return Request(
-        asked=_found(rf"[Tt]ried to allocate {_SIZE}|Unable to allocate {_SIZE}", text),
+        requested=_found(rf"[Tt]ried to allocate {_SIZE}|Unable to allocate {_SIZE}", text),
         total=_found(rf"total capaci?ty of {_SIZE}", text),
         device_free=_found(rf"of which {_SIZE} is free", text),
         allowed=_found(rf"{_SIZE} allowed", text),
@@ -83,18 +83,18 @@ def parse(text: str) -> Request:
 
 
 def verdict(request: Request, found: Fragmentation | None) -> Verdict:
-    """Would what was free have sufficed, had it been in one piece?
+    """Return whether the free memory would have been enough in one piece (fragmentation) or not (shortage).
 
     Args:
-        found: of the allocator afterwards; says how much of its free memory this request could not use in any case.
+        found: the allocator's state after the error, with the free memory that this request could not use in any case.
     """
-    if request.asked is None or request.free is None or request.cached is None:
+    if request.requested is None or request.free is None or request.cached is None:
         return UNCLEAR
-    if request.free >= request.asked:  # then something else was in the way, or somebody has let go meanwhile
+    if request.free >= request.requested:  # another limit, or memory was released since
         return UNCLEAR
-    unusable = 0 if found is None or request.asked <= _SMALL else found.elsewhere
+    unusable = 0 if found is None or request.requested <= _SMALL else found.elsewhere
     usable = max(0, request.cached - unusable)
-    return FRAGMENTATION if request.free + usable >= request.asked else SHORTAGE
+    return FRAGMENTATION if request.free + usable >= request.requested else SHORTAGE
 
 
 @contextmanager
@@ -106,17 +106,17 @@ def diagnosed(
     phase: str,
     advice: Callable[[Shortage], Sequence[str]],
 ) -> Iterator[None]:
-    """Within it an out-of-memory error of any kind ends as an OutOfMemory that explains it; others pass.
+    """Raise out-of-memory errors of the block as OutOfMemory with a report; other errors pass.
 
     Args:
-        folder: where the report is written, and on CUDA the allocator's snapshot; made when it is needed.
-        device: the rank's.
-        who: the rank, "actor rank 0".
-        phase: what it does, "training step".
-        advice: what to change, a line each.
+        folder: for the report, and on CUDA the allocator's snapshot; created when needed.
+        device: of the rank.
+        who: name of the rank, such as "actor rank 0".
+        phase: such as "training step".
+        advice: returns what to change, one line each.
 
     Raises:
-        OutOfMemory
+        OutOfMemory: the block ran out of memory of the device or the host.
     """
     try:
         yield
@@ -134,19 +134,19 @@ def _report(
     phase: str,
     advice: Callable[[Shortage], Sequence[str]],
 ) -> str:
-    """For people; writes the files."""
-    # A failed malloc of the host's says nothing of the device, also where there is one.
+    """Return the human-readable report, and write its files."""
+    # A failed host allocation is not about the device.
     at = device if device.type == "cuda" and not _is_of_host(error) else torch.device("cpu")
     request = _completed(parse(str(error)), at)
-    troubles: list[str] = []  # of the look itself: the host may be out of memory, too
+    troubles: list[str] = []  # errors of the diagnosis itself: the host may be out of memory, too
     found = _tried("the allocator's blocks", lambda: fragmentation(at), troubles) if at.type == "cuda" else None
     usage = _tried("memory in use", lambda: read_usage(at), troubles)
-    gc.unfreeze()  # the run ends: what was set aside when the libraries were imported may be walked, too
+    gc.unfreeze()  # objects of the imports (`gkd.cluster.imports`) are visited again: the run ends anyway
     held = _tried("holders", lambda: holders(at), troubles)
     judged = verdict(request, found)
-    place = str(at) if at.type != "cpu" else "the host (pinned)" if PINNED in str(error) else "the host"
+    memory = str(at) if at.type != "cpu" else "the host (pinned)" if PINNED in str(error) else "the host"
     parts = [
-        f"{who} ran out of memory of {place} ({phase}): {_judgement(request, judged, found)}",
+        f"{who} ran out of memory of {memory} ({phase}): {_judgement(request, judged, found)}",
         *_users(str(error)),
         *_holder_lines(held or [], usage),
         "what to change:",
@@ -156,7 +156,7 @@ def _report(
         "who": who,
         "phase": phase,
         "verdict": judged,
-        "request": asdict(request),
+        "request": {"asked": request.requested, **asdict(request)},  # the first name is of older readers
         "usage": None if usage is None else asdict(usage),
         "fragmentation": None if found is None else asdict(found),
         "holders": [asdict(holder) for holder in held or []],
@@ -169,27 +169,27 @@ def _report(
         _tried("the snapshot", lambda: _write_snapshot(folder / f"{name}.pickle"), troubles) if found else None,
     ]
     parts += [f"saved: {file}" for file in saved if file is not None]
-    return "\n".join([*parts, *(f"did not work: {trouble}" for trouble in troubles)])
+    return "\n".join([*parts, *(f"failed: {trouble}" for trouble in troubles)])
 
 
 def _judgement(request: Request, judged: Verdict, found: Fragmentation | None) -> str:
-    asked = "nobody says how much was asked for" if request.asked is None else f"{_gib(request.asked)} were asked for"
+    size = "an allocation of unknown size failed"
+    if request.requested is not None:
+        size = f"an allocation of {_gib(request.requested)} failed"
     cached = "" if not request.cached else f" and {_gib(request.cached)} in torch's cache"
     free = "" if request.free is None else f"; {_gib(request.free)} were free there{cached}"
     limit = "" if request.allowed is None else f" (this process may have {_gib(request.allowed)})"
     largest = "" if found is None else f"; the largest free block is {_gib(found.largest_free)}"
     meaning = {
-        SHORTAGE: "a true shortage: there was not that much",
-        FRAGMENTATION: f"fragmentation: there was that much, but not in one piece{largest}",
-        UNCLEAR: "it cannot be told whether that was a shortage or fragmentation",
+        SHORTAGE: "a shortage: there was less free memory",
+        FRAGMENTATION: f"fragmentation: there was enough free memory, but not in one piece{largest}",
+        UNCLEAR: "the message does not show whether this is a shortage or fragmentation",
     }[judged]
-    return f"{asked}{free}{limit}. This is {meaning}." if judged != UNCLEAR else f"{asked}{free}{limit}; {meaning}."
+    return f"{size}{free}{limit}. This is {meaning}." if judged != UNCLEAR else f"{size}{free}{limit}; {meaning}."
 
 
 def _users(text: str) -> list[str]:
-    """The processes that hold memory of the device, as torch's message counts them; in a container the numbers are the
-    host's.
-    """
+    """Return the processes that use the device, from torch's message; in a container their ids are the host's."""
     found = re.findall(rf"(Process \d+|this process) has {_SIZE} memory in use", text)
     users = ", ".join(f"{who.lower()} {_gib(_bytes(number, unit))}" for who, number, unit in found)
     return [f"in use on it: {users}"] if users else []
@@ -200,16 +200,18 @@ def _holder_lines(held: Sequence[Holder], usage: MemoryUsage | None) -> list[str
     if not held:
         return []
     seen, allocated = sum(holder.n_bytes for holder in held), None if usage is None else usage.allocated
-    of_all = "" if allocated is None else f", of {_gib(allocated)} in tensors now; the others autograd or C++ holds"
+    of_all = (
+        "" if allocated is None else f", of {_gib(allocated)} in tensors now; the others are held by autograd or C++"
+    )
     return [f"{_gib(seen)} are held by Python objects{of_all}:", *(f"  {line}" for line in held_by(held))]
 
 
 def _completed(request: Request, device: torch.device) -> Request:
-    """On the host the error does not say what was free, and nothing is kept in a cache."""
+    """Return the request with the free memory of the host, which its errors do not contain."""
     if device.type == "cuda":
         return request
     memory = psutil.virtual_memory()
-    return Request(asked=request.asked, total=memory.total, device_free=memory.available, cached=0)
+    return Request(requested=request.requested, total=memory.total, device_free=memory.available, cached=0)
 
 
 def _is_of_host(error: BaseException) -> bool:
@@ -217,7 +219,7 @@ def _is_of_host(error: BaseException) -> bool:
 
 
 def _tried(what: str, look: Callable[[], Any], troubles: list[str]) -> Any:
-    """None where it fails, which is told: what the user has to see is the error that is being explained."""
+    """Return None and note the error if `look` fails: it must not hide the error that is being diagnosed."""
     try:
         return look()
     except Exception as error:
@@ -232,7 +234,7 @@ def _write_report(file: Path, details: dict[str, Any]) -> Path:
 
 
 def _write_snapshot(file: Path) -> str:
-    """All segments and blocks, for https://docs.pytorch.org/memory_viz."""
+    """Write all segments and blocks, for https://docs.pytorch.org/memory_viz."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     return f"{file} (drop it on https://docs.pytorch.org/memory_viz)"

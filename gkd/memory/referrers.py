@@ -1,11 +1,11 @@
-"""Who keeps memory on a device: the live tensors that Python knows, and what refers to them.
+"""List the live tensors on a device that Python objects refer to, with the names of these objects.
 
-For a look after an offload that left something behind, and for the report when memory has run out. It walks all
-objects of the process a few times, which takes seconds where large libraries are loaded.
+Used after an offload that left memory behind, and in the report of an out-of-memory error. It visits all objects of the
+process a few times, which takes seconds in a process with large libraries. torch's memory history does not replace it:
+it must be recorded from the start, exists on CUDA alone, and has where a tensor was allocated, not what keeps it alive.
 
-Not seen: what only C++ refers to, as the tensors that autograd keeps for the backward pass; sparse tensors; and what
-`gc.freeze` has set aside, which in a rank is all that was there when its libraries were imported
-(`gkd.cluster.imports`).
+Not found: tensors that only C++ refers to, such as those that autograd saves for the backward pass; sparse tensors; and
+objects that `gc.freeze` has set aside, in a rank all objects of the imports (`gkd.cluster.imports`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gkd.memory.usage import gib
 
-# How far up from a tensor a name is looked for. The local part of a sharded parameter's is six up, with the
-# dictionaries that objects keep their attributes in.
+# Levels of references above a tensor that are searched for a name. The local part of a sharded parameter needs six,
+# including the dictionaries of attributes.
 _LEVELS = 6
-# What a name goes through on its way up; anything else ends it.
+# Types that a name passes through on its way up; any other type ends it.
 _CONTAINERS = (dict, list, tuple, set, frozenset, CellType, MethodType, torch.Tensor)
-_NOBODY = "nobody the garbage collector knows"
+_UNKNOWN = "unknown to the garbage collector"
 _KEY = " (a key)"
 
 
@@ -36,11 +36,11 @@ _KEY = " (a key)"
 class Holder:
     """Tensors that are held in the same way."""
 
-    name: str  # "Linear.weight", "AdamW.state[...]['exp_avg']", "logits in forward()"; "a list[...]" that nobody has
+    name: str  # "Linear.weight", "AdamW.state[...]['exp_avg']", "logits in forward()"; "a list[...]" without owner
     dtype: str
     shape: tuple[int, ...]
     count: int  # storages
-    n_bytes: int  # of those storages, each whole, however small the tensor
+    n_bytes: int  # of the whole storages, however small the tensor
 
     def line(self) -> str:
         return f"{gib(self.n_bytes)} GiB: {self.name}, {self.count} x {self.dtype} {list(self.shape)}"
@@ -48,18 +48,18 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor, and how it is reached from an object that a name can be found for."""
+    """A tensor, and its path from an object that may have a name."""
 
     value: Any  # Tensor or UntypedStorage
     owner: Any  # itself, or the leaf whose gradient it is
     suffix: str = ""
 
     def name(self, names: Mapping[int, str]) -> str:
-        return names.get(id(self.owner), _NOBODY) + self.suffix
+        return names.get(id(self.owner), _UNKNOWN) + self.suffix
 
 
 def holders(device: torch.device) -> list[Holder]:
-    """The tensors whose storages have memory on the device, largest group first; each storage is counted once.
+    """Return the tensors whose storages have memory on the device, largest group first; each storage counts once.
 
     Args:
         device: with its index, if it is a CUDA device.
@@ -81,14 +81,14 @@ def holders(device: torch.device) -> list[Holder]:
 
 
 def held_by(found: Sequence[Holder], limit: int = 12) -> list[str]:
-    """Lines for people: the largest, and how much the others hold together."""
+    """Return human-readable lines: the largest groups, and the sum of the others."""
     rest = found[limit:]
     lines = [holder.line() for holder in found[:limit]]
     return [*lines, f"{gib(sum(h.n_bytes for h in rest))} GiB: {len(rest)} other kinds"] if rest else lines
 
 
 def _storages(objects: Sequence[object], device: torch.device) -> dict[int, list[_Tensor]]:
-    """By address, the tensors on each."""
+    """Return the tensors of each storage, by its address."""
     found: dict[int, list[_Tensor]] = defaultdict(list)
 
     def add(tensor: _Tensor) -> None:
@@ -97,7 +97,7 @@ def _storages(objects: Sequence[object], device: torch.device) -> dict[int, list
             found[storage.data_ptr()].append(tensor)
 
     for item in objects:
-        # By its type: isinstance would ask a proxy for its class, and so run what it stands for.
+        # By type(): isinstance reads a proxy's __class__, and so runs code of the object behind it.
         if not issubclass(type(item), torch.Tensor | torch.UntypedStorage):
             continue
         add(_Tensor(item, item))
@@ -108,7 +108,7 @@ def _storages(objects: Sequence[object], device: torch.device) -> dict[int, list
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Itself, or the tensors within a DTensor."""
+    """Return the tensor itself, or the tensors within a DTensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor's mesh is among them
@@ -116,7 +116,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _storage(item: Any) -> torch.UntypedStorage | None:
-    """None: it has none of its own."""
+    """Return the storage of a tensor; None if it has none of its own."""
     if isinstance(item, torch.UntypedStorage):
         return item
     if item.layout is not torch.strided or is_traceable_wrapper_subclass(item):
@@ -128,9 +128,9 @@ def _storage(item: Any) -> torch.UntypedStorage | None:
 
 
 def _names(targets: Sequence[object], objects: Sequence[object]) -> dict[int, str]:
-    """id of a target -> its best name; those that nothing in Python refers to are left out."""
+    """Return the best name of each target by its id; targets without a Python referrer are left out."""
     names: dict[int, str] = {}
-    partial: dict[int, str] = {}  # of those in containers that nobody is known to have
+    partial: dict[int, str] = {}  # of targets in containers without a known owner
     # id of an object -> the targets below it, and how each is reached from it
     below: dict[int, dict[int, str]] = {id(target): {id(target): ""} for target in targets}
     objects, n_targets = list(objects), len(below)
@@ -148,7 +148,7 @@ def _names(targets: Sequence[object], objects: Sequence[object]) -> dict[int, st
                     if issubclass(type(item), _CONTAINERS):
                         _keep_best(above[id(item)], target, step + path)
                         partial[target] = f"a {type(item).__name__}{step}{path}"
-                    elif _KEY in path:  # whoever has it as a value tells more
+                    elif _KEY in path:  # a dictionary that has it as a value gives a better name
                         partial[target] = _root_name(item, step, path)
                     else:
                         _keep_best(here, target, _root_name(item, step, path))
@@ -166,15 +166,15 @@ def _keep_best(paths: dict[int, str], target: int, path: str) -> None:
 
 
 def _preference(name: str) -> tuple[bool, bool, int, int, str]:
-    """Least first: somebody, who has a name, no local variable or closure, few unnamed places, short."""
-    return (name.startswith(_NOBODY), name.startswith("a ") or " in " in name, name.count("[...]"), len(name), name)
+    """Return a sort key, best first: known, an owner with a name, not a local or closure, few unnamed steps, short."""
+    return (name.startswith(_UNKNOWN), name.startswith("a ") or " in " in name, name.count("[...]"), len(name), name)
 
 
 def _references(item: object, wanted: Mapping[int, Any], opened: list[object]) -> Iterator[tuple[str, int]]:
-    """(how, id) of each wanted object that `item` refers to.
+    """Yield (path, id) of each wanted object that `item` refers to.
 
     Args:
-        opened: gets the dictionaries of attributes that are there only because this looked for them.
+        opened: receives the dictionaries of attributes that this search created.
     """
     if issubclass(type(item), dict):
         for key, value in list(dict.items(cast("dict[Any, Any]", item))):
@@ -190,7 +190,7 @@ def _references(item: object, wanted: Mapping[int, Any], opened: list[object]) -
 
 
 def _attributes(item: object, opened: list[object]) -> dict[int, str]:
-    """id of what `item` refers to -> how; no code of its class is run."""
+    """Return the path of each referent of `item`, by its id. Runs no code of the item's class."""
     kind = type(item)
     if isinstance(item, FrameType):
         return {id(value): name for name, value in item.f_locals.items()}

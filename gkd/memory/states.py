@@ -1,9 +1,9 @@
 """Move a role's states (parameters, gradients, optimizer states) from its device to host memory and back.
 
-What moves is the storage under the tensors, which becomes empty and later full again. So every view of it that a model,
-an optimizer or a communication buffer has stays what it is, and no reference is left that would keep the memory. On
-CUDA the copies go through pinned memory on a stream of their own. Where the device is the CPU, all of this happens as
-well, from host memory to host memory: it shows that nothing is lost or left behind, and says nothing of speed.
+The storage under the tensors is resized to zero and back. So every view of it in a model, an optimizer or a
+communication buffer stays valid, and no reference keeps the memory. On CUDA the copies use pinned memory and a stream
+of their own. On the CPU the same code moves states from host memory to host memory, which tests that nothing is lost or
+left behind, and not the speed.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ KINDS = (PARAMS, GRADS, OPTIMIZER)
 
 @dataclass(slots=True)
 class _Away:
-    """A storage that is empty on the device."""
+    """A storage that is offloaded: empty on the device."""
 
     storage: UntypedStorage
     n_bytes: int
-    pieces: list[Tensor] | None  # its bytes on the host; None: not kept
+    pieces: list[Tensor] | None  # its bytes in host memory; None: not kept
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Where one kind of states is."""
+    """The offloaded storages of one kind of states, and their host memory."""
 
     buffer: HostBuffer
-    away: dict[int, _Away] = field(default_factory=dict)  # by the storage's address as an object
+    away: dict[int, _Away] = field(default_factory=dict)  # by the address of the storage object
 
 
 class Moves:
-    """Copies that are under way; `wait` until they are done."""
+    """Copies in flight; `wait` until they are complete."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
-        """Blocks until the copies have ended and the memory is released; harmless when called twice."""
+        """Block until the copies are complete and the memory is released. A second call does nothing."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -60,11 +60,11 @@ class States:
     """The states of one role in this process. Not thread-safe.
 
     Args:
-        device: where they are computed with; tensors elsewhere are left alone.
-        find: their live tensors by kind, asked anew at every move: optimizer states are made by the first step. A
-            storage that is in several kinds belongs to the first of `KINDS`.
-        before: called before anything is moved away, so that whoever still reads it has its copy.
-        kept: kinds whose values are kept. Others come back as zeros: each step begins by zeroing the gradients.
+        device: the device of the computation; tensors on other devices do not move.
+        find: returns the live tensors by kind. Called at every move, because the first step creates optimizer states. A
+            storage in several kinds belongs to the first of `KINDS`.
+        before: called before an offload, to complete copies that still read the states.
+        kept: kinds whose values are kept. The others are zero after a reload: each step begins by zeroing gradients.
     """
 
     def __init__(
@@ -81,26 +81,26 @@ class States:
         self._kinds = {kind: _Kind(HostBuffer(pinned=on_cuda, slab_bytes=slab_bytes)) for kind in KINDS}
         self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._moves: Moves | None = None
-        self._stays: dict[int, int] = {}  # storage -> bytes that nobody here may release
-        self._said = 0
+        self._fixed: dict[int, int] = {}  # storage -> bytes that cannot be released here
+        self._logged = 0
 
     def offload(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
-        """Move these kinds (None: all) to the host; what is there already stays there.
+        """Move these kinds (None: all) to host memory; states that are there stay there.
 
         Args:
-            non_blocking: return while the copies are under way. Until `wait` is called on what is returned, or the next
-                move begins, their memory is not released, and nobody may write into the states.
+            non_blocking: return while the copies are in flight. Until `wait` is called on the result, or the next move
+                starts, the memory is not released and the states must not be written.
 
         Raises:
-            ValueError: there is no such kind.
-            MemoryError, RuntimeError: the host has no memory for them. They are all where they were.
+            ValueError: unknown kind.
+            MemoryError, RuntimeError: not enough host memory; no state has moved.
         """
         kinds = _checked(include)
         self.settle()
         if self._before is not None:
             self._before()
-        self._say_what_stays()
-        # All memory on the host before anything moves.
+        self._log_fixed_storages()
+        # All host memory is allocated before the first copy.
         moving: list[tuple[str, _Away]] = []
         marks = {kind: self._kinds[kind].buffer.mark for kind in kinds}
         try:
@@ -123,15 +123,15 @@ class States:
         return self._begun(release, non_blocking)
 
     def reload(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
-        """Bring these kinds (None: all) back to the device; what is there already stays there.
+        """Move these kinds (None: all) back to the device; states that are there stay there.
 
         Args:
-            non_blocking: return while the copies are under way. What is computed on the current stream from now on
-                waits for them by itself; the host does not.
+            non_blocking: return while the copies are in flight. Later work on the current stream waits for them; the
+                host does not.
 
         Raises:
-            ValueError: there is no such kind.
-            torch.OutOfMemoryError, RuntimeError: the device has no memory for them. They are all where they were.
+            ValueError: unknown kind.
+            torch.OutOfMemoryError, RuntimeError: not enough device memory; no state has moved.
         """
         kinds = _checked(include)
         self.settle()
@@ -156,18 +156,18 @@ class States:
         return self._begun(finish, non_blocking)
 
     def settle(self) -> None:
-        """Waits for the copies that are under way."""
+        """Wait for the copies in flight."""
         moves, self._moves = self._moves, None
         if moves is not None:
             moves.wait()
 
     def away(self) -> list[str]:
-        """The kinds of which something is not on the device."""
+        """Return the kinds with an offloaded storage."""
         self.settle()
         return [kind for kind in KINDS if self._kinds[kind].away]
 
     def device_bytes(self) -> dict[str, int]:
-        """On the device, by kind."""
+        """Return the bytes on the device by kind."""
         self.settle()
         sizes = dict.fromkeys(KINDS, 0)
         for kind, storage in self._on_device(KINDS):
@@ -175,15 +175,15 @@ class States:
         return sizes
 
     def allocated(self) -> int:
-        """Bytes on the device, of all kinds."""
+        """Return the bytes on the device of all kinds."""
         return sum(self.device_bytes().values())
 
     def host_bytes(self) -> int:
-        """Of the buffers on the host, whether they hold something now or not."""
+        """Return the bytes of the host buffers, in use or not."""
         return sum(kind.buffer.n_bytes for kind in self._kinds.values())
 
     def _on_device(self, kinds: Sequence[str]) -> Iterator[tuple[str, UntypedStorage]]:
-        """(kind, storage) of all that is there, each once."""
+        """Yield (kind, storage) for each storage on the device, once."""
         found, seen = self._find(), set[int]()
         for kind in KINDS:
             for tensor in found.get(kind, ()):
@@ -194,20 +194,20 @@ class States:
                     if storage.resizable():
                         yield kind, storage
                     else:
-                        self._stays[storage._cdata] = storage.nbytes()
+                        self._fixed[storage._cdata] = storage.nbytes()
 
-    def _say_what_stays(self) -> None:
-        """What lies in somebody else's memory, such as Ray's object store, is not ours to release."""
-        self._stays.clear()
+    def _log_fixed_storages(self) -> None:
+        """Log the states in memory of another owner, such as Ray's object store, which cannot be released here."""
+        self._fixed.clear()
         n_moving = sum(storage.nbytes() for _, storage in self._on_device(KINDS))
-        n_bytes = sum(self._stays.values())
-        if n_bytes != self._said:
-            text = "%.1f MiB of states lie in memory of others and stay where they are; %.1f MiB move"
+        n_bytes = sum(self._fixed.values())
+        if n_bytes != self._logged:
+            text = "%.1f MiB of states are in memory of another owner and stay on the device; %.1f MiB move"
             log.warning(text, n_bytes / MIB, n_moving / MIB)
-            self._said = n_bytes
+            self._logged = n_bytes
 
     def _copy(self, moving: Sequence[_Away], *, to_host: bool) -> None:
-        """Every storage to or from its pieces; on CUDA only begun, in the order of the streams."""
+        """Copy every storage to or from its host memory. On CUDA the copies are enqueued, not complete."""
         if self._stream is None:
             for away in moving:
                 _copy_one(away, self._device, to_host=to_host)
@@ -228,13 +228,13 @@ class States:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The states that it has made so far; counters, of which every parameter may have one, stay where they are."""
+    """Return the states that exist so far, without scalar counters, which stay on the device."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in map(_local, values) if isinstance(value, Tensor) and value.ndim]
 
 
 def _local(value: Any) -> Any:
-    """This rank's part of a sharded tensor."""
+    """Return this rank's part of a sharded tensor, or the value itself."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -255,5 +255,7 @@ def _copy_one(away: _Away, device: torch.device, *, to_host: bool) -> None:
 def _checked(include: Sequence[str] | None) -> tuple[str, ...]:
     wrong = sorted(set(include or ()) - set(KINDS))
     if wrong or isinstance(include, str):
-        raise ValueError(f"there are no states {include!r}; give a list of some of {', '.join(KINDS)}, or None for all")
+        raise ValueError(
+            f"include = {include!r}: not a list of kinds. Fix: list some of {', '.join(KINDS)}, or give None for all"
+        )
     return KINDS if include is None else tuple(kind for kind in KINDS if kind in include)

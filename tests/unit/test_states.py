@@ -164,8 +164,8 @@ def test_no_memory_on_the_device_leaves_all_on_the_host(monkeypatch: pytest.Monk
     assert same(role.values(), before)
 
 
-def test_somebody_elses_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if what lies in an object store, which nobody here may release, is lost, or stays without a word."""
+def test_storages_of_another_owner_do_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if states in an object store, which cannot be released here, are lost, or stay on the device unlogged."""
     foreign, own = torch.from_numpy(np.arange(5.0)), torch.arange(3.0)
     states = States(CPU, lambda: {PARAMS: [foreign, own]})
     told: list[str] = []
@@ -173,15 +173,15 @@ def test_somebody_elses_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     states.offload()
     states.reload()
     states.offload()
-    assert len(told) == 1 and "lie in memory of others" in told[0], "said, and not at every step"
+    assert len(told) == 1 and "MiB of states" in told[0], "logged once, not at every step"
     assert foreign.tolist() == [0, 1, 2, 3, 4] and own.untyped_storage().nbytes() == 0
     assert states.device_bytes()[PARAMS] == 0
     states.reload()
     assert own.tolist() == [0, 1, 2]
 
 
-def test_what_is_no_kind_of_states_is_named() -> None:
-    """Fails if a typing error moves nothing, or everything, without a word."""
+def test_an_unknown_kind_of_states_is_an_error() -> None:
+    """Fails if a misspelled kind moves nothing, or everything, without an error."""
     states = States(CPU, lambda: {})
     for wrong in (["parameters"], "params"):
         with pytest.raises(ValueError, match="params, grads, optimizer"):
