@@ -1,4 +1,4 @@
-"""What the ranks would write, for tests of the driver's side: real files on disk, with their real digests."""
+"""Write the files of a checkpoint as the ranks do, with real digests, for tests of the driver's part."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FILES = ("common.pt", "rank_0/weights", "rank_1/weights")
 
 
 def content(step: int, name: str) -> bytes:
-    """A few kilobytes that no other step and file has."""
+    """Return 3 kB that are unique to this step and file."""
     return random.Random(f"{step} {name}").randbytes(3000)
 
 
 def write_actor(folder: Path, step: int) -> dict[str, FileDigest]:
-    """The files of one save, flushed."""
+    """Write and flush the files of one save, and return their digests."""
     for name in FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_synced(folder / name, content(step, name))
@@ -27,18 +27,18 @@ def write_actor(folder: Path, step: int) -> dict[str, FileDigest]:
 
 
 def written(folder: Path, step: int) -> dict[str, FileDigest]:
-    """The same in a checkpoint's folder, named as the store is told of them."""
+    """Write the actor's files into a checkpoint folder, and return their digests by path in that folder."""
     return {f"actor/{name}": digest for name, digest in write_actor(folder / "actor", step).items()}
 
 
 def check_actor(folder: Path, step: int) -> None:
-    """Are the files there what `write_actor` wrote for that step?"""
+    """Assert that the files are those that `write_actor` wrote for this step."""
     for name in FILES:
         assert (folder / name).read_bytes() == content(step, name), name
 
 
 def commit(store: CheckpointStore, step: int) -> Path:
-    """One whole save; the checkpoint's folder."""
+    """Save and commit one checkpoint, and return its folder."""
     actor = written(store.begin(step), step)
     documents = {"trainer.json": TrainerState(step, 6 * step).to_bytes(), "config.yaml": b"a: 1\n"}
     store.commit(step, documents, actor)

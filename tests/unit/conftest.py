@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder where flushing is free: what a kill of a process leaves does not depend on the disk."""
+    """Yield a folder in memory, where flushes are fast. What a killed process leaves does not depend on the disk."""
     if not os.path.isdir("/dev/shm"):
         yield tmp_path
         return

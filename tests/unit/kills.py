@@ -1,4 +1,4 @@
-"""Kill a process at a chosen operation of what it writes; for tests of what is left then."""
+"""Kill a process at a chosen file operation, for tests of what remains on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Runs `work` in a forked process; its exit code (0 done, 1 raised), or minus the signal that ended it."""
+    """Run `work` in a forked process and return its exit code: 0 done, 1 raised, or minus the signal that ended it."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -22,7 +22,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def kill_at(n: int) -> None:
-    """This process ends by SIGKILL right before its n-th operation that changes a name, or opens a file to write."""
+    """Kill this process with SIGKILL right before its n-th operation that changes a name or opens a file to write."""
     left = n
 
     def hook(event: str, args: tuple[object, ...]) -> None:

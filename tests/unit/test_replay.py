@@ -1,4 +1,4 @@
-"""Batches that are kept and trained on again: whole ones, in order, scored as this run would have it."""
+"""Test trainer.record_batches and trainer.replay: complete batches, their order, and matching scores."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def staleness(tmp_path: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "two_step_off"])
-def test_a_recorded_run_can_be_trained_again(tmp_path: Path, scheduler: str) -> None:
-    """Fails if a replay trains on anything but the recorded batches in their order, asks the engines, or refuses
-    batches that are as old as another scheduler made them.
+def test_a_replay_trains_on_the_recorded_batches(tmp_path: Path, scheduler: str) -> None:
+    """Fails if a replay changes the recorded batches or their order, generates or scores, or refuses stale batches of
+    another scheduler.
     """
     world, again = World(), World()
     make(tmp_path, world, STEPS, "trainer.record_batches=true", f"trainer.scheduler={scheduler}").fit()
@@ -46,8 +46,8 @@ def test_a_recorded_run_can_be_trained_again(tmp_path: Path, scheduler: str) -> 
     assert staleness(tmp_path / "again") == staleness(tmp_path)
 
 
-def test_batches_of_steps_that_are_made_again_are_not_mixed_with_the_old(tmp_path: Path) -> None:
-    """Fails if a run that went back leaves batches of the future that it gave up, or half a batch under its name."""
+def test_rewinding_deletes_the_recorded_batches_of_discarded_steps(tmp_path: Path) -> None:
+    """Fails if a rewound run keeps recorded batches of discarded steps, or an incomplete batch."""
     settings = ("trainer.total_steps=4", "trainer.record_batches=true", "trainer.save_every=1", "trainer.keep_last=9")
     make(tmp_path, World(), *settings).fit()
     back = f"trainer.resume={tmp_path / 'run' / 'checkpoints' / 'step_00000002'}"
@@ -58,7 +58,7 @@ def test_batches_of_steps_that_are_made_again_are_not_mixed_with_the_old(tmp_pat
     batches = tmp_path / "run" / "batches"
     assert sorted(path.name for path in batches.glob("step_*")) == ["step_00000001", "step_00000002"]
     make(tmp_path, World(), *settings, "trainer.resume=auto").fit()
-    assert not list(batches.glob(".tmp_*")), "what the killed step left"
+    assert not list(batches.glob(".tmp_*")), "leftovers of the failed step"
     assert len(list(batches.glob("step_*"))) == 4
 
 
@@ -66,7 +66,7 @@ def test_batches_of_steps_that_are_made_again_are_not_mixed_with_the_old(tmp_pat
     ("folder", "problem"), [("gone", "no such folder"), ("empty", "3 of the 3"), ("own", "own batches")]
 )
 def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, problem: str) -> None:
-    """Fails if a wrong folder shows in the middle of the run, or a run overwrites what it replays."""
+    """Fails if a wrong folder is found only during the run, or a run overwrites the batches that it replays."""
     (tmp_path / "empty").mkdir()
     named = tmp_path / "run" / "batches" if folder == "own" else tmp_path / folder
     trainer = make(tmp_path, World(), STEPS, f"trainer.replay={named}")
@@ -75,7 +75,7 @@ def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, proble
 
 
 @pytest.mark.parametrize(
-    ("harm", "problem"),
+    ("removed", "problem"),
     [
         ("step_00000002", "1 of the 3.* step 2"),
         ("step_00000003", "1 of the 3.* step 3"),
@@ -85,17 +85,17 @@ def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, proble
         ("teacher.json", "teacher.json is missing"),
     ],
 )
-def test_batches_that_are_not_whole_are_refused(tmp_path: Path, recorded: Path, harm: str, problem: str) -> None:
-    """Fails if a part of a batch is trained on as if it were all of it."""
-    path = recorded / harm
+def test_incomplete_batches_are_refused(tmp_path: Path, recorded: Path, removed: str, problem: str) -> None:
+    """Fails if an incomplete batch is trained on."""
+    path = recorded / removed
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     trainer = make(tmp_path, World(), STEPS, f"trainer.replay={recorded}")
     with pytest.raises(GkdError, match=problem):
         check_replay(trainer.config, 3, TEACHER)
 
 
-def test_a_batch_that_is_damaged_later_is_not_trained_on(tmp_path: Path, recorded: Path) -> None:
-    """Fails if a flipped bit in a recorded batch is learned."""
+def test_a_corrupted_batch_is_not_trained_on(tmp_path: Path, recorded: Path) -> None:
+    """Fails if a corrupted batch is trained on."""
     file = recorded / "step_00000002" / "batch_group_0.npz"
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
@@ -106,8 +106,8 @@ def test_a_batch_that_is_damaged_later_is_not_trained_on(tmp_path: Path, recorde
     assert len(world.trained) == 1
 
 
-def test_a_replay_may_begin_where_a_run_goes_on(tmp_path: Path) -> None:
-    """Fails if a run that began to record late, or a branch, can never be replayed."""
+def test_a_replay_may_start_at_a_resumed_step(tmp_path: Path) -> None:
+    """Fails if batches of a branch, or of a run that recorded only later steps, cannot be replayed."""
     settings = ("trainer.total_steps=4", "trainer.save_every=2", "trainer.keep_last=9")
     first, again = World(), World()
     make(tmp_path, World(), *settings).fit()
@@ -130,8 +130,8 @@ def test_a_replay_may_begin_where_a_run_goes_on(tmp_path: Path) -> None:
         ("distill.loss=k1", "trainer.replay"),
     ],
 )
-def test_scores_of_another_kind_are_refused(tmp_path: Path, recorded: Path, override: str, key: str) -> None:
-    """Fails if a run learns from scores that its own settings do not describe."""
+def test_scores_of_other_settings_are_refused(tmp_path: Path, recorded: Path, override: str, key: str) -> None:
+    """Fails if a replay accepts scores that its own settings would not produce."""
     trainer = make(tmp_path, World(), STEPS, f"trainer.replay={recorded}", override)
     with pytest.raises(ConfigError) as caught:
         check_replay(trainer.config, 3, TEACHER)
@@ -139,8 +139,8 @@ def test_scores_of_another_kind_are_refused(tmp_path: Path, recorded: Path, over
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 0), (0, 2), (2, 2)])
-def test_hidden_states_of_a_teacher_that_followed_are_refused(before: int, now: int) -> None:
-    """Fails if hidden states of a refreshed teacher are multiplied by the LM head of another step, without a word."""
+def test_hidden_states_of_a_refreshed_teacher_are_refused(before: int, now: int) -> None:
+    """Fails if hidden states of a refreshed teacher are multiplied by the LM head of another step."""
     local = ["teacher.backend=local", "teacher.path=t", "trainer.replay=batches"]
 
     def settings(interval: int, signal: str) -> Config:
@@ -153,8 +153,9 @@ def test_hidden_states_of_a_teacher_that_followed_are_refused(before: int, now: 
     _check_scores(settings(0, "hidden"), settings(0, "hidden"))
 
 
-def test_another_teacher_s_scores_are_refused(tmp_path: Path, recorded: Path) -> None:
-    """Fails if a run that names one teacher learns from the recorded scores of another."""
+def test_scores_of_another_teacher_are_refused(tmp_path: Path, recorded: Path) -> None:
+    """Fails if a run with one teacher replays the recorded scores of another."""
     trainer = make(tmp_path, World(), STEPS, f"trainer.replay={recorded}")
-    with pytest.raises(ConfigError, match="was scored by t"):
+    with pytest.raises(ConfigError) as caught:
         check_replay(trainer.config, 3, {"name": "u", "fingerprint": "g"})
+    assert caught.value.key == "teacher.server_port"

@@ -1,4 +1,4 @@
-"""The stream as the loop sees it, with engines that finish what, and when, a test says."""
+"""Test the batches of the stream scheduler with fake engines whose completions the test controls."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PROMPTS = [Prompt(i, np.array([i], np.int32)) for i in range(10)]
 N = 2
 
 
-def chunk(place: int, version: int, *, on_policy: bool = True) -> RolloutChunk:
-    """All samples of the prompt at one position."""
-    index = np.arange(place * N, place * N + (N if on_policy else 1), dtype=np.int32)
-    numbers = (0, place, len(index), 1, 2, 0, version, on_policy)
+def chunk(position: int, version: int, *, on_policy: bool = True) -> RolloutChunk:
+    """Return all samples of the prompt at one position."""
+    index = np.arange(position * N, position * N + (N if on_policy else 1), dtype=np.int32)
+    numbers = (0, position, len(index), 1, 2, 0, version, on_policy)
     return RolloutChunk(*numbers, sample_index=index, n_tokens=np.full(len(index), 2, np.int32))
 
 
 class Engines:
-    """RolloutRole, RolloutStream and ScoringRole; answers come when the test says so."""
+    """RolloutRole, RolloutStream and ScoringRole. Prompts complete when the test calls `finish`."""
 
     def __init__(self) -> None:
         self.admitted: list[list[int]] = []
@@ -61,7 +61,7 @@ class Engines:
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         self.admitted.append(list(prompt_indices))
-        self.prompts |= {place: prompt.prompt_id for place, prompt in zip(prompt_indices, prompts, strict=True)}
+        self.prompts |= {position: prompt.prompt_id for position, prompt in zip(prompt_indices, prompts, strict=True)}
 
     def finished(self, timeout_s: float) -> list[RolloutChunk]:
         with self._changed:
@@ -78,29 +78,29 @@ class Engines:
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
     ) -> list[RolloutChunk]:
         self.from_dataset += prompt_indices
-        return [chunk(place, policy_version, on_policy=False) for place in prompt_indices]
+        return [chunk(position, policy_version, on_policy=False) for position in prompt_indices]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a stream answers no batches")
+        raise AssertionError("a stream does not generate batches")
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
-        raise AssertionError("nobody evaluates here")
+        raise AssertionError("no evaluation is due")
 
     def usage(self) -> RolloutUsage:
-        raise AssertionError("the loop asks")
+        raise AssertionError("the loop calls it, not the stream")
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         self.submitted.append(chunk.ref)
         return PendingScores(chunk, None, None)
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
-        raise AssertionError("the loop collects")
+        raise AssertionError("the loop calls it, not the stream")
 
     def record(self, chunks: Any, folder: Path, label: str, *, scored: bool) -> Recording:
-        raise AssertionError("the saver records")
+        raise AssertionError("the saver calls it, not the stream")
 
     def record_finished(self, recording: Recording, **_: Any) -> dict[str, FileDigest]:
-        raise AssertionError("the saver records")
+        raise AssertionError("the saver calls it, not the stream")
 
     def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
         assert (label, per_prompt) == ("stream", True)
@@ -118,23 +118,23 @@ def indices(batch: Sequence[PendingScores]) -> list[int]:
     return [c.rollouts.ref for c in batch]
 
 
-def eventually(true: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 5
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_prompts_go_in_as_the_bound_allows_and_come_out_as_they_finish() -> None:
-    """Fails if the engines idle although the bound leaves room, a batch is not what finished first, or the teacher is
-    asked only when the batch is whole.
+def test_prompts_are_admitted_up_to_the_bound_and_taken_as_they_finish() -> None:
+    """Fails if engines idle although the bound allows more prompts, a batch does not take the prompts that finished
+    first, or scoring starts only when the batch is complete.
     """
     engines = Engines()
     source = make(engines)
     source.prefetch(0)
     assert engines.admitted == [[0, 1, 2, 3]] and engines.prompts == {i: i for i in range(4)}
     engines.finish(chunk(2, 0))
-    eventually(lambda: engines.submitted == [2])
+    wait_for(lambda: engines.submitted == [2])
     engines.finish(chunk(0, 0))
     assert indices(source.next_batch(0)) == [2, 0]
     source.commit()
@@ -142,15 +142,15 @@ def test_prompts_go_in_as_the_bound_allows_and_come_out_as_they_finish() -> None
     source.prefetch(1)
     assert engines.admitted[1:] == [[4, 5]]
     engines.finish(chunk(5, 1), chunk(4, 1), chunk(3, 0), chunk(1, 0))
-    assert sorted(indices(source.next_batch(1))) == [1, 3], "due: begun by version 0, and the bound is 1"
+    assert sorted(indices(source.next_batch(1))) == [1, 3], "due: started with version 0, and the bound is 1"
     source.commit()
     assert indices(source.next_batch(2)) == [5, 4]
     source.close(wait=True)
     assert (engines.n_opened, engines.n_closed) == (1, 1)
 
 
-def test_the_run_s_last_prompts_are_the_last_that_are_admitted() -> None:
-    """Fails if prompts are answered that no step will train on."""
+def test_no_prompts_beyond_the_last_step_are_admitted() -> None:
+    """Fails if prompts are generated that no step will train on."""
     engines = Engines()
     source = make(engines, "trainer.max_staleness=7", total_steps=2)
     source.prefetch(0)
@@ -160,13 +160,13 @@ def test_the_run_s_last_prompts_are_the_last_that_are_admitted() -> None:
     source.close(wait=True)
 
 
-def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None:
-    """Fails if a resumed run loses a prompt of the stream, or trains on one twice."""
+def test_a_checkpoint_contains_finished_and_unfinished_prompts() -> None:
+    """Fails if a resumed run loses a prompt of the stream or trains on it twice."""
     engines = Engines()
     source = make(engines, "trainer.max_staleness=2")
     source.prefetch(0)  # 0 to 5
     engines.finish(chunk(4, 0), chunk(1, 0), chunk(3, 0))
-    eventually(lambda: len(engines.submitted) == 3)
+    wait_for(lambda: len(engines.submitted) == 3)
     taken = indices(source.next_batch(0))
     assert taken == [4, 1]
     before = source.in_flight(0)
@@ -182,7 +182,9 @@ def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None
     resumed = make(again, "trainer.max_staleness=2")
     resumed.restore(Path("x"), TrainerState(1, state.position, state.unfinished))
     kept = resumed.in_flight(1)
-    assert (kept.position, set(kept.unfinished)) == (6, {0, 2, 5}), "a save before the first batch keeps all of it"
+    assert (kept.position, set(kept.unfinished)) == (6, {0, 2, 5}), (
+        "a save before the first batch keeps the restored prompts"
+    )
     resumed.prefetch(1)
     assert again.admitted == [[0, 2, 5, 6, 7]] and again.prompts[7] == 7
     again.finish(chunk(7, 1))
@@ -190,14 +192,14 @@ def test_a_checkpoint_knows_what_is_in_flight_and_what_is_not_finished() -> None
     resumed.close(wait=True)
 
 
-def test_every_step_has_its_share_of_both_kinds() -> None:
-    """Fails if a stream takes the dataset's responses first because they are there first, or loses some of them."""
+def test_every_step_has_the_on_policy_share() -> None:
+    """Fails if dataset responses, which are available at once, crowd out generated ones, or are lost."""
     engines = Engines()
     source = make(engines, "distill.on_policy_share=0.5", "trainer.global_batch_size=4", total_steps=3)
     seen: list[int] = []
     for step in range(3):
         source.prefetch(step)
-        engines.finish(*(chunk(place, step) for place in engines.admitted[-1] if step != 2))
+        engines.finish(*(chunk(position, step) for position in engines.admitted[-1] if step != 2))
         batch = source.next_batch(step)
         source.commit()
         assert [c.rollouts.on_policy for c in batch] == [False] * 2 + [True] * 2
@@ -208,8 +210,8 @@ def test_every_step_has_its_share_of_both_kinds() -> None:
     source.close(wait=True)
 
 
-def test_a_dead_engine_ends_the_wait() -> None:
-    """Fails if the loop waits for ever for answers of an engine that is gone."""
+def test_an_engine_error_ends_the_wait() -> None:
+    """Fails if the loop waits forever for responses of a dead engine."""
     engines = Engines()
     source = make(engines)
     source.prefetch(0)
@@ -218,8 +220,8 @@ def test_a_dead_engine_ends_the_wait() -> None:
         source.next_batch(0)
 
 
-def test_silent_engines_end_the_wait() -> None:
-    """Fails if engines that hang are waited for longer than trainer.stage_timeout_s, or nobody says for what."""
+def test_hung_engines_time_out() -> None:
+    """Fails if the wait for hung engines exceeds trainer.stage_timeout_s, or the error omits the pending prompts."""
     engines = Engines()
     source = make(engines, "trainer.stage_timeout_s=0.2")
     source.prefetch(0)
@@ -229,8 +231,8 @@ def test_silent_engines_end_the_wait() -> None:
     source.close(wait=True)
 
 
-def test_an_answer_that_nobody_asked_for_is_an_error() -> None:
-    """Fails if a doubled or foreign answer is trained on."""
+def test_an_unexpected_response_is_an_error() -> None:
+    """Fails if a duplicate or unknown response is trained on."""
     engines = Engines()
     source = make(engines)
     source.prefetch(0)

@@ -1,6 +1,6 @@
-"""The loop's own logic, against fakes that only record: order of the stages, commit and resume, evaluation, refusal.
+"""Test the training loop with fake roles that record their calls: stage order, checkpoints, resume, evaluation, errors.
 
-The fake actor's files are real ones, and what becomes of them is the real store's.
+The fake actor writes real files, and the real checkpoint store commits them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gkd.types import Prompt
 from tests.unit.world import PROMPTS, World, answers, checkpoints, make
 
 
-def test_the_road_of_one_batch(tmp_path: Path) -> None:
-    """If it fails, stages run in another order: training on unscored rollouts, or rolling out with old weights."""
+def test_stages_of_one_step_run_in_order(tmp_path: Path) -> None:
+    """If it fails, the loop trains on unscored rollouts or generates with old weights."""
     world = World()
     make(tmp_path, world, "trainer.total_steps=2", "rollout.n=3").fit()
-    road = ["chunk", "submit", "chunk", "submit", "collect", "train"]
+    stages = ["chunk", "submit", "chunk", "submit", "collect", "train"]
     assert world.events == [
         "push 0",
-        *["generate n=3 seed=10 v=0", *road, "push 1"],
-        *["generate n=3 seed=11 v=1", *road, "push 2"],
+        *["generate n=3 seed=10 v=0", *stages, "push 1"],
+        *["generate n=3 seed=11 v=1", *stages, "push 2"],
         "save",
         "saved 2",
         "export",
@@ -40,46 +40,47 @@ def test_the_road_of_one_batch(tmp_path: Path) -> None:
 
 
 class SharedGpus(World):
-    """Actor and engines on the same GPUs: notes who leaves and who comes."""
+    """Roles on shared GPUs that record each offload and reload."""
 
     def offload_states(self, include: Sequence[str] | None = None, level: int | None = None) -> None:
-        self.events.append("actor away" if level is None else f"engines away {level}")
+        self.events.append("actor offloaded" if level is None else f"engines offloaded {level}")
 
     def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> SharedGpus:
-        self.events.append("engines back" if blocking else "actor back")
+        self.events.append("engines reloaded" if blocking else "actor reloaded")
         return self
 
     def wait(self) -> None:
-        """Reloaded already."""
+        """Return at once: the reload has finished."""
 
 
-def test_a_teacher_on_the_actor_s_gpus_scores_in_the_actor_s_turn(tmp_path: Path) -> None:
-    """Fails if a local teacher scores beside engines that have the GPUs, or engines are put away once more for it:
-    their weights would be copied to the host although new ones are about to come."""
+def test_local_teacher_scores_while_engines_are_offloaded(tmp_path: Path) -> None:
+    """Fails if a local teacher scores while the engines occupy the GPUs, or if scoring and training each offload the
+    engines (an extra copy of weights that the next sync replaces anyway).
+    """
     world = SharedGpus()
     make(tmp_path, world, "trainer.colocate=true", "trainer.total_steps=1", val=PROMPTS[:1]).fit()
-    turn: str | None = None
-    turns: list[tuple[str | None, str]] = []
+    last_move: str | None = None
+    calls: list[tuple[str | None, str]] = []
     for event in world.events:
-        if event.startswith(("engines", "actor away")):
-            turn = event
+        if event.startswith(("engines", "actor offloaded")):
+            last_move = event
         elif event in ("collect", "train", "evaluate", "greedy", "chunk"):
-            turns.append((turn, event))
-    answered = [("engines back", "chunk"), ("engines back", "greedy")]
-    held_out = [*answered, ("engines away 1", "collect"), ("engines away 1", "evaluate")]
-    step = [("engines back", "chunk")] * 2 + [("engines away 2", "collect"), ("engines away 2", "train")]
-    assert turns == [*held_out, *step, *held_out]
+            calls.append((last_move, event))
+    generation = [("engines reloaded", "chunk"), ("engines reloaded", "greedy")]
+    validation = [*generation, ("engines offloaded 1", "collect"), ("engines offloaded 1", "evaluate")]
+    step = [("engines reloaded", "chunk")] * 2 + [("engines offloaded 2", "collect"), ("engines offloaded 2", "train")]
+    assert calls == [*validation, *step, *validation]
 
 
-def test_without_overlap_the_teacher_is_asked_after_the_rollout(tmp_path: Path) -> None:
-    """If it fails, teacher.overlap_rollout=false does nothing."""
+def test_without_overlap_scoring_starts_after_the_rollout(tmp_path: Path) -> None:
+    """If it fails, teacher.overlap_rollout=false has no effect."""
     world = World()
     make(tmp_path, world, "trainer.total_steps=1", "teacher.overlap_rollout=false").fit()
     assert world.events[2:7] == ["chunk", "chunk", "submit", "submit", "collect"]
 
 
-def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> None:
-    """If it fails, eval.every, save_every or keep_last does nothing, or the last evaluation is made twice."""
+def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> None:
+    """If it fails, eval.every, save_every or keep_last has no effect, or the last evaluation runs twice."""
     world = World()
     settings = ("trainer.total_steps=4", "eval.every=2", "trainer.save_every=1", "trainer.keep_last=2")
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
@@ -93,54 +94,54 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(tmp_path: Path) -> N
 
 
 def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
-    """If it fails, a run without reference answers spends time on judging nothing."""
+    """If it fails, a run without reference answers still decodes greedily."""
     world = World()
     make(tmp_path, world, "trainer.total_steps=1", "eval.metric=none", val=PROMPTS[:1]).fit()
     assert "greedy" not in world.events
     assert world.events.count("evaluate") == 2
 
 
-def test_the_memory_of_every_line_is_in_it(tmp_path: Path) -> None:
-    """Fails if a step's memory is in another step's line, an evaluation's is missing, or it is asked for when off."""
+def test_every_line_has_its_memory_numbers(tmp_path: Path) -> None:
+    """Fails if memory numbers are in the wrong line, missing for an evaluation, or collected although they are off."""
     world = World()
     settings = ("trainer.total_steps=2", "eval.every=1")
     make(tmp_path / "on", world, *settings, val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "on" / "run" / "metrics.jsonl")
     assert [line["memory/training_step/peak_gib"] for line in lines] == [1.5] * 3
-    assert world.memory_asked == 4, "also after the last line"
+    assert world.n_memory_calls == 4, "also after the last line"
     world = World()
     make(tmp_path / "off", world, *settings, "memory.timeline=false", val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "off" / "run" / "metrics.jsonl")
-    assert world.memory_asked == 0 and not [name for line in lines for name in line if name.startswith("memory/")]
+    assert world.n_memory_calls == 0 and not [name for line in lines for name in line if name.startswith("memory/")]
     world = World()
     make(tmp_path / "moves", world, *settings, "memory.timeline=false", "actor.offload_train=true").fit()
     lines = read_metrics(tmp_path / "moves" / "run" / "metrics.jsonl")
-    assert world.memory_asked == 4 and all("memory/training_step/peak_gib" in line for line in lines)
+    assert world.n_memory_calls == 4 and all("memory/training_step/peak_gib" in line for line in lines)
 
 
 class Streams(World):
-    """Its stream has every prompt answered at once."""
+    """A world whose stream completes every prompt immediately."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._answered: list[RolloutChunk] = []
+        self._completed: list[RolloutChunk] = []
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> Streams:
         return self
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
-        for prompt, place in zip(prompts, prompt_indices, strict=True):
-            self._answered.append(
-                replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([place]))
+        for prompt, index in zip(prompts, prompt_indices, strict=True):
+            self._completed.append(
+                replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([index]))
             )
 
     def finished(self, timeout_s: float) -> list[RolloutChunk]:
-        time.sleep(0 if self._answered else 0.01)
-        taken, self._answered = self._answered, []
+        time.sleep(0 if self._completed else 0.01)
+        taken, self._completed = self._completed, []
         return taken
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no request is in flight."""
 
     def usage(self) -> RolloutUsage:
         self.events.append("usage")
@@ -148,23 +149,21 @@ class Streams(World):
 
 
 @pytest.mark.parametrize(("scheduler", "n_more"), [("sync", 3), ("stream", 1)])
-def test_a_stream_s_own_work_beside_an_evaluation_is_not_thrown_away(
-    tmp_path: Path, scheduler: str, n_more: int
-) -> None:
-    """Fails if the engines' numbers lose what a stream did, or an evaluation's passes look like a step's."""
+def test_an_evaluation_keeps_the_engine_counters_of_a_stream(tmp_path: Path, scheduler: str, n_more: int) -> None:
+    """Fails if an evaluation resets a stream's engine counters, or its forward passes are counted for a step."""
     world = Streams()
     settings = ("trainer.total_steps=4", "eval.every=2", "eval.metric=none", f"trainer.scheduler={scheduler}")
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss/total" in line]
-    assert world.events.count("usage") == 4 + n_more, "an evaluation before the first step has the engines alone"
+    assert world.events.count("usage") == 4 + n_more, "the evaluation before the first step runs without a stream"
     tuner = read_metrics(tmp_path / "run" / "tuner.jsonl")
     marked = [line["step"] for line in tuner if WITH_EVALUATION in line]
     assert marked == ([3] if scheduler == "stream" else [])
     assert [line["step"] for line in lines if "perf/rollout_busy_share" not in line] == marked
 
 
-def test_a_stale_rollout_is_never_trained_on(tmp_path: Path) -> None:
-    """If it fails, the sync scheduler trains off-policy without saying so."""
+def test_a_rollout_above_the_staleness_bound_is_rejected(tmp_path: Path) -> None:
+    """If it fails, the sync scheduler silently trains off-policy."""
     world = World()
     world.lag = 1
     with pytest.raises(NumericsError, match="staleness"):
@@ -172,10 +171,10 @@ def test_a_stale_rollout_is_never_trained_on(tmp_path: Path) -> None:
     assert "train" not in world.events
 
 
-def test_a_teacher_lost_in_an_evaluation_costs_no_line(tmp_path: Path) -> None:
-    """If it fails, the step before the evaluation is missing from metrics.jsonl, or its evaluation is never made."""
+def test_a_teacher_failure_in_an_evaluation_keeps_the_metrics_of_the_step(tmp_path: Path) -> None:
+    """If it fails, the step before the evaluation is missing from metrics.jsonl, or a resume skips the evaluation."""
     world = World()
-    world.teacher_dies_at = 2  # step 2 is rolled out by version 1, so what dies is the evaluation after it
+    world.teacher_dies_at = 2  # step 2 is rolled out by version 1, so the teacher fails in the evaluation after it
     with pytest.raises(TeacherUnavailable):
         make(tmp_path, world, "trainer.total_steps=2", val=PROMPTS[:1]).fit()
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
@@ -186,8 +185,8 @@ def test_a_teacher_lost_in_an_evaluation_costs_no_line(tmp_path: Path) -> None:
     assert [(line["step"], "eval/kl" in line) for line in lines] == [(0, True), (1, False), (2, False), (2, True)]
 
 
-def test_a_teacher_lost_before_the_first_step_is_the_error_that_is_raised(tmp_path: Path) -> None:
-    """If it fails, an optimizer without state is saved, and that failure hides that the teacher is gone."""
+def test_a_teacher_failure_before_the_first_step_is_raised_without_a_save(tmp_path: Path) -> None:
+    """If it fails, saving an optimizer without state raises an error that hides TeacherUnavailable."""
     for name, val in (("in_evaluation", PROMPTS[:1]), ("in_step", [])):
         world = World()
         world.teacher_dies_at = 0
@@ -196,8 +195,8 @@ def test_a_teacher_lost_before_the_first_step_is_the_error_that_is_raised(tmp_pa
         assert "save" not in world.events
 
 
-def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
-    """If it fails, the batch that could not be scored is skipped, or trained twice, after the resume."""
+def test_a_resume_after_a_teacher_failure_trains_every_prompt_once(tmp_path: Path) -> None:
+    """If it fails, a resume skips the unscored batch or trains on it twice."""
     whole = World()
     make(tmp_path / "whole", whole, "trainer.total_steps=4").fit()
     world = World()
@@ -214,8 +213,8 @@ def test_a_lost_teacher_costs_no_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["true", "false"])
-def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -> None:
-    """If it fails, prompts are lost or answered twice, or the split is another than distill.on_policy_share's."""
+def test_a_mixed_batch_has_dataset_and_on_policy_responses(tmp_path: Path, overlap: str) -> None:
+    """If it fails, prompts are lost or duplicated, or the batch does not follow distill.on_policy_share."""
     world = World()
     settings = ("trainer.global_batch_size=4", "rollout.n=3", f"teacher.overlap_rollout={overlap}")
     make(tmp_path, world, "trainer.total_steps=2", "distill.on_policy_share=0.5", *settings).fit()
@@ -223,9 +222,9 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
     for step, batch in enumerate(world.trained):
         ids = [prompt.prompt_id for prompt in sampler.take(4 * step, 4)]
         student = on_policy_indices(step, 4, 0.5, 10)
-        dataset = [place for place in range(4) if place not in student]
-        assert world.places[2 * step : 2 * step + 2] == [dataset, student], "what is there already goes first"
-        assert batch == [*((ids[place], False) for place in dataset), *((ids[place], True) for place in student)]
+        dataset = [index for index in range(4) if index not in student]
+        assert world.prompt_indices[2 * step : 2 * step + 2] == [dataset, student], "dataset responses come first"
+        assert batch == [*((ids[i], False) for i in dataset), *((ids[i], True) for i in student)]
     assert [e for e in world.events if e.startswith(("dataset", "generate"))] == [
         *["dataset v=0", "generate n=3 seed=10 v=0"],
         *["dataset v=1", "generate n=3 seed=11 v=1"],
@@ -239,8 +238,8 @@ def test_a_mixed_batch_has_both_kinds_of_answers(tmp_path: Path, overlap: str) -
     assert line["teacher/topk_mass"] == pytest.approx(0.9)
 
 
-def test_without_on_policy_prompts_only_evaluations_sample(tmp_path: Path) -> None:
-    """If it fails, a run on dataset responses alone pays for rollouts, divides by zero, or loses its evaluations."""
+def test_without_on_policy_prompts_only_evaluations_generate(tmp_path: Path) -> None:
+    """If it fails, a run on dataset responses alone generates rollouts, divides by zero, or skips its evaluations."""
     world = World()
     make(tmp_path, world, "trainer.total_steps=2", "distill.on_policy_share=0", val=PROMPTS[:1]).fit()
     assert [event for event in world.events if event.startswith(("generate", "push"))] == [
@@ -251,16 +250,16 @@ def test_without_on_policy_prompts_only_evaluations_sample(tmp_path: Path) -> No
     assert [line["rollout/sequences"] for line in lines[1:]] == [2.0, 2.0]
 
 
-def test_a_fully_on_policy_run_never_asks_for_the_dataset(tmp_path: Path) -> None:
-    """If it fails, the default needs responses that its prompts were loaded without."""
+def test_a_fully_on_policy_run_needs_no_dataset_responses(tmp_path: Path) -> None:
+    """If it fails, the default configuration requires dataset responses, which were not loaded."""
     world = World()
     make(tmp_path, world, "trainer.total_steps=2").fit()
     assert not [event for event in world.events if event.startswith("dataset")]
     assert all(on_policy for batch in world.trained for _, on_policy in batch)
 
 
-def test_a_resumed_run_splits_its_batches_the_same_way(tmp_path: Path) -> None:
-    """If it fails, what a run with a mixture learns from depends on whether it was interrupted."""
+def test_a_resumed_run_selects_the_same_on_policy_prompts(tmp_path: Path) -> None:
+    """If it fails, the on-policy prompts of a mixed batch depend on whether the run was interrupted."""
     settings = ("trainer.total_steps=6", "trainer.global_batch_size=3", "distill.on_policy_share=0.5")
     whole = World()
     make(tmp_path / "whole", whole, *settings).fit()
@@ -273,8 +272,8 @@ def test_a_resumed_run_splits_its_batches_the_same_way(tmp_path: Path) -> None:
     assert sum(on_policy for batch in whole.trained for _, on_policy in batch) == 9
 
 
-def test_a_teacher_without_distribution_still_gives_an_evaluation(tmp_path: Path) -> None:
-    """If it fails, a loss on sampled tokens alone has no held-out number, or the first evaluation is made twice."""
+def test_an_evaluation_without_teacher_distribution_reports_reverse_kl(tmp_path: Path) -> None:
+    """If it fails, a loss on sampled tokens has no validation metric, or the first evaluation runs twice."""
     world, again = World(), World()
     world.has_distribution = again.has_distribution = False
     make(tmp_path, world, "trainer.total_steps=1", val=PROMPTS[:1]).fit()
@@ -285,35 +284,35 @@ def test_a_teacher_without_distribution_still_gives_an_evaluation(tmp_path: Path
     assert not any("eval/kl" in line or "teacher/topk_mass" in line for line in lines)
 
 
-def of_saves(world: World) -> list[str]:
-    """Saves and steps, in order."""
+def save_events(world: World) -> list[str]:
+    """Return the saves, steps and exports, in order."""
     return [event for event in world.events if event.startswith(("save", "train", "export"))]
 
 
 @pytest.mark.parametrize(
-    ("async_save", "polls", "wanted"),
+    ("async_save", "polls", "expected"),
     [
         (True, 0, ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]),
         (True, 9, ["train", "save", "train", "saved 1", "save", "train", "saved 2", "save", "saved 3", "export"]),
         (False, 9, ["train", "save", "saved 1", "train", "save", "saved 2", "train", "save", "saved 3", "export"]),
     ],
 )
-def test_saves_go_on_beside_the_steps(tmp_path: Path, async_save: bool, polls: int, wanted: list[str]) -> None:
-    """Fails if trainer.async_save does nothing, two saves overlap, or the run ends before its last one is written."""
+def test_async_saves_overlap_with_steps(tmp_path: Path, async_save: bool, polls: int, expected: list[str]) -> None:
+    """Fails if trainer.async_save has no effect, two saves overlap, or the run ends before its last save is written."""
     world = World()
     world.polls_per_save = polls
     make(tmp_path, world, "trainer.total_steps=3", "trainer.save_every=1", f"trainer.async_save={async_save}").fit()
-    assert of_saves(world) == wanted
+    assert save_events(world) == expected
     assert checkpoints(tmp_path) == ["latest", "step_00000002", "step_00000003"]
 
 
-def test_a_save_is_committed_at_the_first_step_that_finds_it_written(tmp_path: Path) -> None:
-    """Fails if a save is only committed when the next one is due, or its numbers stand in another step's line."""
+def test_a_save_is_committed_at_the_first_poll_after_it_is_written(tmp_path: Path) -> None:
+    """Fails if a save is committed only when the next one is due, or its metrics are in the wrong line."""
     world = World()
     world.polls_per_save = 1
     make(tmp_path, world, "trainer.total_steps=6", "trainer.save_every=3").fit()
-    # Begun after step 3; step 4's line is of the step in which it was begun; found written one boundary later.
-    assert of_saves(world)[2:8] == ["train", "save", "train", "train", "saved 3", "train"]
+    # The save starts after step 3. The poll after step 4 finds it unfinished, the poll after step 5 commits it.
+    assert save_events(world)[2:8] == ["train", "save", "train", "train", "saved 3", "train"]
     lines = {line["step"]: line for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert [step for step, line in lines.items() if "perf/checkpoint_bytes" in line] == [6]
     kept = tmp_path / "run" / "checkpoints" / "step_00000003"
@@ -324,8 +323,8 @@ def test_a_save_is_committed_at_the_first_step_that_finds_it_written(tmp_path: P
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_save_that_fails_stops_the_run(tmp_path: Path, async_save: bool) -> None:
-    """Fails if a run goes on for days without a checkpoint because nobody looked whether its saves were written."""
+def test_a_failed_save_stops_the_run(tmp_path: Path, async_save: bool) -> None:
+    """Fails if a failed background save goes unnoticed and the run continues without checkpoints."""
     world = World()
     world.save_fails_at = 2
     with pytest.raises(CheckpointError, match="No space left"):
@@ -337,19 +336,19 @@ def test_a_save_that_fails_stops_the_run(tmp_path: Path, async_save: bool) -> No
     assert again.events[:2] == ["load", "push 1"]
 
 
-def test_a_save_under_way_outlives_the_error_that_ends_the_run(tmp_path: Path) -> None:
-    """Fails if a finished copy of the student is thrown away because a rank died while it was being written."""
+def test_a_pending_save_is_committed_after_a_rank_error(tmp_path: Path) -> None:
+    """Fails if a pending save is discarded because another rank died while it was being written."""
     world = World()
     world.polls_per_save, world.rank_dies_at = 9, 2
     with pytest.raises(ClusterError, match="rank 1"):
         make(tmp_path, world, "trainer.total_steps=9", "trainer.save_every=2").fit()
-    assert of_saves(world) == ["train", "train", "save", "saved 2"]
+    assert save_events(world) == ["train", "train", "save", "saved 2"]
     assert checkpoints(tmp_path) == ["latest", "step_00000002"]
 
 
 @pytest.mark.parametrize("error", [ClusterError, TeacherUnavailable])
-def test_a_save_that_fails_on_the_way_out_hides_nothing(tmp_path: Path, error: type[Exception]) -> None:
-    """Fails if the user reads of a full disk and not of what ended the run."""
+def test_a_failed_pending_save_does_not_hide_the_error_of_the_run(tmp_path: Path, error: type[Exception]) -> None:
+    """Fails if the error of a failed save replaces the error that ended the run."""
     world = World()
     world.polls_per_save = 9
     world.save_fails_at = 2
@@ -362,8 +361,8 @@ def test_a_save_that_fails_on_the_way_out_hides_nothing(tmp_path: Path, error: t
     assert checkpoints(tmp_path) == []
 
 
-def test_a_run_goes_back_to_the_checkpoint_that_is_named(tmp_path: Path) -> None:
-    """Fails if trainer.resume=PATH goes on from another step, or steps that were given up stay in the metrics."""
+def test_resuming_from_a_named_checkpoint_rewinds_or_branches(tmp_path: Path) -> None:
+    """Fails if trainer.resume=PATH resumes from another step, or discarded steps stay in metrics.jsonl."""
     settings = ("trainer.total_steps=5", "trainer.save_every=1", "trainer.keep_last=9")
     whole = World()
     make(tmp_path, whole, *settings).fit()

@@ -1,6 +1,6 @@
-"""The four roles as fakes that only record, for tests of the loop's own logic.
+"""Provide fakes of the four roles that record their calls, for tests of the training loop.
 
-The fake actor's files are real ones, and what becomes of them is the real store's.
+The fake actor writes real files, and the real checkpoint store commits them.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ PROMPTS = [Prompt(i, np.array([i + 1], np.int32), "x") for i in range(8)]
 def answers(
     prompt: Prompt, n: int, n_response_tokens: int, n_truncated: int, version: int, *, on_policy: bool = True
 ) -> RolloutChunk:
-    """Answers to one prompt; what stands for their handle is the prompt's id."""
-    sizes = np.zeros(n, np.int32)  # the loop does not look at each sequence's
+    """Return the chunk of one prompt's responses, with the prompt id as its handle."""
+    sizes = np.zeros(n, np.int32)  # the loop does not read per-sequence values
     numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_truncated, version, on_policy)
     return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes)
 
 
 class World:
-    """All four roles; `events` is what the loop did, in order."""
+    """All four roles. `events` lists the calls of the loop in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.engine_version = -1
-        self.lag = 0  # versions that the engine stays behind
+        self.lag = 0  # versions by which the engine's weights are stale
         self.teacher_dies_at: int | None = None
-        self.has_distribution = True  # of the teacher: top-k and its mass, so that there is a KL
+        self.has_distribution = True  # the teacher returns top-k and its mass, so there is a KL
         self.trained: list[list[tuple[int, bool]]] = []  # (prompt id, on-policy) of each batch's chunks
-        self.places: list[list[int]] = []  # of the prompts of each call
-        self.polls_per_save = 0  # at which the ranks are still writing
+        self.prompt_indices: list[list[int]] = []  # of each call
+        self.polls_per_save = 0  # polls that find the ranks still writing
         self.save_fails_at: int | None = None  # the step whose files cannot be written
-        self.save_failures = 99  # how often
+        self.save_failures = 99  # number of attempts that fail
         self.rank_dies_at: int | None = None
-        self.bug_at: int | None = None  # an error that nobody foresaw
+        self.bug_at: int | None = None  # the version at which train_step raises an unexpected error
         self.export_fails = False
-        self.save_hangs = False  # no rank answers before the time is over
-        self.scores_fail: Exception | None = None  # what a recording with scores ends with
-        self.recordings_take = 0  # polls
-        self.memory_asked = 0
-        self.waits_s: list[float | None] = []  # for how long the loop would wait for each save
+        self.save_hangs = False  # save_finished times out
+        self.scores_fail: Exception | None = None  # error of a recording with scores
+        self.polls_per_recording = 0  # polls that find a recording unfinished
+        self.n_memory_calls = 0
+        self.waits_s: list[float | None] = []  # time-out of each wait for a save
         self._saving: tuple[Path, int] | None = None
         self._polls_left = 0
         self._recording_left, self._recording_scored = 0, False
@@ -76,7 +76,7 @@ class World:
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
     ) -> Iterator[RolloutChunk]:
         self.events.append(f"generate n={n} seed={seed} v={self.engine_version}")
-        self.places.append(list(prompt_indices))
+        self.prompt_indices.append(list(prompt_indices))
         for prompt in prompts:
             self.events.append("chunk")
             yield answers(prompt, n, 2 * n, 0, self.engine_version - self.lag)
@@ -85,7 +85,7 @@ class World:
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int
     ) -> list[RolloutChunk]:
         self.events.append(f"dataset v={policy_version}")
-        self.places.append(list(prompt_indices))
+        self.prompt_indices.append(list(prompt_indices))
         return [answers(prompt, 1, 3, 1, policy_version, on_policy=False) for prompt in prompts]
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> RolloutStream:
@@ -112,9 +112,9 @@ class World:
     def record(
         self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
     ) -> Recording:
-        """Real files, of what the loop knows of a chunk: its sizes, and the prompt's id that stands for its handle."""
+        """Write real files that hold each chunk as the loop sees it: its sizes and its handle (the prompt id)."""
         self.events.append(f"record {label} {'scored' if scored else 'unscored'}")
-        self._recording_left, self._recording_scored = self.recordings_take, scored
+        self._recording_left, self._recording_scored = self.polls_per_recording, scored
         data = pickle.dumps([c.rollouts for c in chunks])
         (folder / f"{label}_group_0.npz").write_bytes(data)
         return Recording({f"{label}_group_0.npz": digest_bytes(data)})
@@ -122,7 +122,9 @@ class World:
     def record_finished(
         self, recording: Recording, *, wait: bool, timeout_s: float | None = None
     ) -> dict[str, FileDigest] | None:
-        if self._recording_scored and self.scores_fail:  # a new one: one that was raised keeps the run's frames
+        if (
+            self._recording_scored and self.scores_fail
+        ):  # a copy: a raised error keeps references to the frames of the run
             raise type(self.scores_fail)(str(self.scores_fail))
         self._recording_left -= 1
         return None if self._recording_left >= 0 and not wait else recording.refs
@@ -182,7 +184,7 @@ class World:
         self.events.append("export")
 
     def memory_numbers(self) -> dict[str, float]:
-        self.memory_asked += 1
+        self.n_memory_calls += 1
         return {"memory/training_step/peak_gib": 1.5}
 
     def push(self, policy_version: int) -> SyncReport:
