@@ -176,6 +176,7 @@ def _check_counted_entries(where: str, scores: TeacherTopK, counts: np.ndarray, 
     # Replace the padding by unused ids and the last logprob, so that the checks of full rows apply.
     last = np.take_along_axis(logprobs, counts[:, None].astype(np.int64) - 1, axis=1)
     full_ids = np.where(listed, ids, n_vocab + np.arange(k))
+    _refuse_rows(where, listed & ~np.isfinite(logprobs), "a logprob is NaN or infinite")
     _refuse_rows(where, listed & ((ids < 0) | (ids >= n_vocab)), f"a token id is outside [0, {n_vocab})")
     _check_entries(where, full_ids, np.where(listed, logprobs, last), n_vocab + k)
 
