@@ -11,7 +11,7 @@ import sys
 import textwrap
 from types import FrameType
 
-from gkd.config.keys import all_keys
+from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, DataError, GkdError, ModelError

@@ -31,7 +31,7 @@ log = get_logger("trainer")
 
 
 class Trainer:
-    """Trains from the resumed step to `total_steps`."""
+    """Train from the resumed step to `total_steps`."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gkd.config.keys import all_keys, value_of
+from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema import Config
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from gkd.config.keys import all_keys, sections
+from gkd.config.key_list import all_keys, sections
 
 # The last part of a foreign key, or the whole key -> the key here, or a sentence.
 _METRICS = "metrics are written to metrics.jsonl in trainer.run_dir."

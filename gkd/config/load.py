@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import suggestion
-from gkd.config.keys import all_keys, sections
+from gkd.config.key_list import all_keys, sections
 from gkd.config.schema import Config, LossTermConfig
 from gkd.errors import ConfigError
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gkd.config.key import IF_CONSTANT, key
+from gkd.config.declare import IF_CONSTANT, key
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, TeacherConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gkd.config.key import key
+from gkd.config.declare import key
 
 
 @dataclass

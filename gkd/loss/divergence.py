@@ -10,8 +10,9 @@ m_p = sum_k p_k is below 1:
     drop     only the K ids; a sum may be negative, and the gradient of the forward KL in the logits is
              m_p * q - p on the K ids, not q - p
 
-Every divergence is a sum over outcomes, so it can be summed over parts of a vocabulary. To add one, write a
-function of this signature, a line in `DIVERGENCES`, and its name in `gkd.config.loss_spec`.
+Every divergence is a sum over outcomes, so it can be summed over parts of a vocabulary. Over a whole vocabulary
+training uses the same divergences with gradients in closed form (`divergence_slopes.py`). To add one, see the recipe in
+CONTRIBUTING.md: its name in `gkd.config.schema_teacher`, a function in `DIVERGENCES`, and its slopes in `SLOPES`.
 """
 
 from __future__ import annotations

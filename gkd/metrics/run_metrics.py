@@ -1,4 +1,4 @@
-"""One line per step in metrics.jsonl, and the sums that only the split tuner reads in tuner.jsonl."""
+"""Put the numbers of each step together: one line in metrics.jsonl, and one in tuner.jsonl for the split tuner."""
 
 from __future__ import annotations
 

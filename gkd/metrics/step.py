@@ -1,4 +1,4 @@
-"""The numbers of one optimizer step, and its log line."""
+"""Compute loss, rollout and staleness numbers of one step, and its log line; `run_metrics.py` writes the line."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from gkd.config.declare import IF_CONSTANT
 from gkd.config.derived import derive
-from gkd.config.key import IF_CONSTANT
-from gkd.config.keys import all_keys, value_of
+from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError

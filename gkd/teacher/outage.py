@@ -1,4 +1,6 @@
-"""Outage detection: a clock that counts only time in which the client waited for the server.
+"""Detect an outage: a clock that counts only time in which the client waited for the server.
+
+After an outage the client raises `TeacherUnavailable`; `gkd.run.ending` decides what the run saves then.
 
 After SIGSTOP, a suspend or a breakpoint, the client's loop finds that minutes have passed. The server is not to blame
 for them, so one iteration of the loop counts for at most half a second.

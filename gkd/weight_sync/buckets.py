@@ -1,4 +1,4 @@
-"""Pack named tensors into flat byte buckets, and digest them: the part of weight sync without communication.
+"""Plan flat byte buckets for named tensors, and digest tensors: the part of weight sync without communication.
 
 Sender and receivers derive the same buckets from the same list of `TensorSpec`, so only raw bytes are sent. A bucket
 has whole tensors; a tensor larger than the bucket size has a bucket of its own.

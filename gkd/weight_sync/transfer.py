@@ -1,4 +1,4 @@
-"""Broadcast buckets of weights from the actor's ranks to the rollout engines: the communication of weight sync.
+"""Fill buckets with weights and broadcast them from the actor's ranks to the rollout engines.
 
 A group is a bare ProcessGroup over a TCPStore of its own. It is not registered as a default group, so it can span a
 Megatron process and a vLLM process that have default groups of their own. There is one group for each pipeline stage.

@@ -12,7 +12,7 @@ import pytest
 
 from gkd.config.check import check_config
 from gkd.config.foreign_keys import FOREIGN
-from gkd.config.keys import DeclaredKey, all_keys, value_of
+from gkd.config.key_list import DeclaredKey, all_keys, value_of
 from gkd.config.load import load_config, save_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gkd.config.check import check_config
-from gkd.config.keys import all_keys
+from gkd.config.key_list import all_keys
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.memory import remedies

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gkd.config.key import Key
+from gkd.config.declare import Key
 from gkd.config.schema import Config
 from teacher_server.config.declare import declared
 
