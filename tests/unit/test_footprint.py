@@ -1,4 +1,4 @@
-"""The arithmetic of footprints: parameters against real models, the known numbers of Qwen2.5-1.5B, shortages."""
+"""Footprints: parameters of real models, the published numbers of Qwen2.5-1.5B, shortages, the command."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_parameters_are_those_of_the_real_model(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "settings"), [("GPTNeoX", {}), ("Olmo2", {"tie_word_embeddings": False})])
 def test_other_models_are_counted_in_their_files(kind: str, settings: dict[str, Any]) -> None:
-    """Fails if a tensor is overlooked, or a layer is not told from the rest by its name."""
+    """Fails if a tensor is not counted, or a layer is not recognized by its name."""
     model = _on_meta(kind, settings)
     tensors = {name: tuple(param.shape) for name, param in model.state_dict().items()}
     total, layer, embedding = count_params(tensors)
@@ -168,7 +168,7 @@ def test_the_teachers_lm_head_is_counted_where_it_is_kept() -> None:
 
 
 def test_a_teacher_worker() -> None:
-    """Fails if a teacher's weights are not two bytes a parameter, spread over its cards."""
+    """Fails if a teacher's weights are not two bytes a parameter, spread over its GPUs."""
     one, two = (teacher_footprint(QWEN25_15B, n_tokens=2048, tp=tp) for tp in (1, 2))
     assert one.parts["weights"] == 2 * two.parts["weights"] == 2 * read_dims(QWEN25_15B).n_params
 
@@ -200,15 +200,15 @@ def test_a_local_teacher_is_on_the_actors_ranks() -> None:
 
 
 def test_a_local_teachers_chunk_is_the_engines() -> None:
-    """Fails if the engines compute more logits at a time than is counted."""
+    """Fails if the engines compute more logits at a time than the estimate counts."""
     from gkd.footprint.teacher import LOGITS_BYTES
     from teacher_server.engines.signals import CHUNK_BYTES
 
     assert LOGITS_BYTES == CHUNK_BYTES
 
 
-def test_what_does_not_fit_names_the_keys() -> None:
-    """Fails if a shortage goes unseen, one is made up, or no key is named that would help."""
+def test_a_shortage_names_the_keys() -> None:
+    """Fails if a shortage is missed or invented, or no helpful key is named."""
     config = _config()
     found = footprint(config, QWEN25_15B)
     assert check(found, 80 * GIB, config) == []
@@ -223,7 +223,7 @@ def test_what_does_not_fit_names_the_keys() -> None:
 
 
 def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
-    """Fails if a cache that takes the whole card passes, and the first weight sync runs out of memory."""
+    """Fails if a cache that takes the whole GPU passes, so that the first weight sync runs out of memory."""
     config = _config("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")
     (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config, _refit)
     assert "bucket of 2.00 GiB" in problem and "rollout.gpu_memory_utilization" in problem
@@ -252,8 +252,8 @@ def test_the_room_of_the_kv_cache() -> None:
         ({"attention_bias": True}, "not supported by actor.strategy=megatron"),
     ],
 )
-def test_a_config_that_tells_too_little(change: dict[str, Any], words: str) -> None:
-    """Fails if a size that is not there is guessed, or an architecture's memory made up."""
+def test_missing_or_unsupported_sizes_are_errors(change: dict[str, Any], words: str) -> None:
+    """Fails if a missing size is guessed, or an unsupported architecture is estimated."""
     with pytest.raises(ModelError, match=words):
         footprint(_config(), {**QWEN25_15B, **change})
 
@@ -280,13 +280,13 @@ def _folder(path: Path, config_json: str | None) -> Path:
 
 @pytest.mark.parametrize("content", [None, "not JSON", "[]"])
 def test_a_folder_without_a_config(tmp_path: Path, content: str | None) -> None:
-    """Fails if a wrong folder is a traceback and not an error with its key."""
+    """Fails if a wrong folder is a traceback instead of an error with its key."""
     with pytest.raises(ConfigError, match="model.path"):
         read_model_folder(_folder(tmp_path / "model", content), "model.path")
 
 
 def test_damaged_weight_files(tmp_path: Path) -> None:
-    """Fails if the headers of files that are absent, cut or not safetensors at all end in a traceback."""
+    """Fails if the headers of absent, truncated or foreign files end in a traceback."""
     other = json.dumps({**QWEN25_15B, "model_type": "olmo2"})
     folder = _folder(tmp_path / "model", other)
     with pytest.raises(ModelError, match="neither model.safetensors nor model.safetensors.index.json"):
@@ -316,7 +316,7 @@ def _tool(*arguments: str) -> int:
 
 
 def test_the_command(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the command's exit code or its table does not say whether it fits."""
+    """Fails if the exit code or the table do not show whether the run fits."""
     assert _tool("--gpu-gib", "80", qwen) == 0
     text = capsys.readouterr().out
     assert "all bfloat16: weights 3.1, gradients 3.1, moments 6.2; together 12.3" in text
@@ -364,7 +364,7 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 
 def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, mib: list[int]) -> None:
-    """An nvidia-smi on PATH that lists cards of so much memory."""
+    """Put an nvidia-smi on PATH that lists GPUs with these sizes."""
     rows = [f"{i}, GPU-{i}, Card, 00000000:{i:02x}:00.0, {size}, {size}" for i, size in enumerate(mib)]
     script = folder / "nvidia-smi"
     script.write_text('#!/bin/sh\ncase "$1" in *gpu=*) cat <<END\n' + "\n".join(rows) + "\nEND\n;; esac\n")
@@ -376,7 +376,7 @@ def _nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, mib: list[int]) -
 def test_preflight_warns_and_refuses(
     qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    """Fails if a run whose state alone is too large for its cards starts, or one that may just fit is refused."""
+    """Fails if a run whose state alone is too large for its GPUs starts, or one that may fit is refused."""
     _nvidia_smi(tmp_path, monkeypatch, [24 << 10, 40 << 10, 80 << 10])
     preflight_memory.check_memory(_config(qwen, "cluster.gpus=[1,2]"), "cuda", None)
     assert "actor rank 0 needs" in logged.text and "40.00 GiB" in logged.text
@@ -387,19 +387,19 @@ def test_preflight_warns_and_refuses(
     assert "actor rank 0" in logged.text
 
 
-def test_only_cards_that_the_run_may_get_count(
+def test_only_gpus_of_the_run_count(
     qwen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    """Fails if a valid run is refused because of a small card of the driver's that it will never see."""
+    """Fails if a valid run is refused because of a small GPU that it does not use."""
     _nvidia_smi(tmp_path, monkeypatch, [4 << 10, 80 << 10, 48 << 10])
-    for overrides, card in (
+    for overrides, n_bytes in (
         (["cluster.gpus=[1]"], 80 * GIB),
         (["cluster.gpus=[2,1]"], 48 * GIB),
-        (["cluster.gpus=[1,7]"], None),  # nobody knows 7
+        (["cluster.gpus=[1,7]"], None),  # there is no GPU 7
         (["cluster.ray_address=10.0.0.5:6379"], None),
         (["cluster.ray_address=10.0.0.5:6379", "cluster.gpus=[0]"], None),
     ):
-        assert preflight_memory.smallest_gpu(_config(*overrides).cluster) == card, overrides
+        assert preflight_memory.smallest_gpu(_config(*overrides).cluster) == n_bytes, overrides
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")  # ids stay nvidia-smi's
     assert preflight_memory.smallest_gpu(_config("cluster.gpus=[1]").cluster) == 80 * GIB
     preflight_memory.check_memory(_config(qwen, "cluster.ray_address=10.0.0.5:6379"), "cuda", None)

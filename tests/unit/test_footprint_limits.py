@@ -1,4 +1,4 @@
-"""What does not fit: fixes that are true, and the cache that an engine makes on a card."""
+"""Shortages: fixes that are verified, and the KV cache that an engine allocates on a GPU."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def _fixes(problem: str) -> dict[str, float]:
         ("cluster.gpus=[0,1,2,3]",),  # there are no more
     ],
 )
-@pytest.mark.parametrize("card", [3 * GIB, 24 * GIB])
-def test_fixes_are_true(overrides: tuple[str, ...], card: int) -> None:
-    """Fails if a fix is refused by check_config or by the model, saves something else than it says, or nothing."""
+@pytest.mark.parametrize("gpu_bytes", [3 * GIB, 24 * GIB])
+def test_fixes_are_verified(overrides: tuple[str, ...], gpu_bytes: int) -> None:
+    """Fails if a fix is refused by check_config or by the model, or does not save what it says."""
     config = _config(*overrides)
     before = footprint(config, QWEN25_15B)
-    (problem, *_) = check(before, card, config, _refit)
+    (problem, *_) = check(before, gpu_bytes, config, _refit)
     fixes = _fixes(problem)
     assert fixes or "a larger GPU" in problem, problem
     for text, saved in fixes.items():
@@ -55,8 +55,8 @@ def test_fixes_are_true(overrides: tuple[str, ...], card: int) -> None:
         assert saved > 0, text
 
 
-def test_no_fix_is_made_up() -> None:
-    """Fails if a setting is named that cannot be had: a smaller budget than a sequence, more ranks than key heads."""
+def test_impossible_fixes_are_left_out() -> None:
+    """Fails if a fix is impossible: a budget smaller than a sequence, more ranks than key heads."""
     (problem,) = check(
         _refit(config := _config("actor.max_tokens_per_micro_batch=1536", *TP2)), 9 * GIB, config, _refit
     )
@@ -65,7 +65,7 @@ def test_no_fix_is_made_up() -> None:
 
 
 def test_fixes_of_an_engine() -> None:
-    """Fails if an engine is told to use a share of the card that it does not need, or GPUs that are not there."""
+    """Fails if an engine's fix takes more of the GPU than it needs, or GPUs that do not exist."""
     config = _config("rollout.gpu_memory_utilization=0.5")
     (problem,) = [p for p in check(_refit(config), 10 * GIB, config, _refit) if p.startswith("rollout")]
     assert "rollout.gpu_memory_utilization 0.52: saves 0.20 GiB, enough" in problem
@@ -74,7 +74,7 @@ def test_fixes_of_an_engine() -> None:
 
 
 def test_each_shortage_has_its_own_fixes() -> None:
-    """Fails if a weight sync without room is told of a change that helps the cache alone."""
+    """Fails if the fixes of a weight sync without room only help the cache."""
     config = _config("weight_sync.bucket_mib=2048")
     cache, sync = [p for p in check(_refit(config), 3 * GIB, config, _refit) if p.startswith("rollout")]
     assert "one sequence of 1536 tokens" in cache and "rollout.tp 2" in cache and "bucket_mib" not in cache
@@ -82,8 +82,8 @@ def test_each_shortage_has_its_own_fixes() -> None:
     assert "weight_sync.bucket_mib 1024: saves 1.00 GiB" in sync
 
 
-def test_an_engines_row_on_a_card() -> None:
-    """Fails if an engine's row is not what it will take, its share of the card, beside what its sequences want."""
+def test_an_engines_row_on_a_gpu() -> None:
+    """Fails if an engine's total is not its share of the GPU, or the maximum cache is missing."""
     config = _config()
     before = footprint(config, QWEN25_15B)
     engine = with_engine_cache(before, 80 * GIB, config)[-1]
@@ -103,7 +103,7 @@ def test_an_engines_row_on_a_card() -> None:
 @pytest.mark.parametrize(
     ("words", "overrides", "model"),
     [
-        ("no experts to spread", ("actor.ep=2", "trainer.n_gpus_per_node=2"), QWEN25_15B),
+        ("actor.ep = 2", ("actor.ep=2", "trainer.n_gpus_per_node=2"), QWEN25_15B),
         ("sequence_parallel", TP2, MOE),
         ("does not divide the 3 ranks", ("actor.ep=2", "trainer.n_gpus_per_node=3"), MOE),
         (
@@ -119,11 +119,11 @@ def test_an_engines_row_on_a_card() -> None:
         ("hidden_act = 'gelu'", (), {**QWEN25_15B, "hidden_act": "gelu"}),
         ("use_sliding_window", (), {**QWEN25_15B, "use_sliding_window": True}),
         ("12 attention heads", ("rollout.tp=5", "rollout.n_gpus_per_node=5"), QWEN25_15B),
-        ("neither divides the student's 2 key/value", ("rollout.tp=3",), {**QWEN25_15B, "intermediate_size": 9000}),
+        ("rollout.tp = 3", ("rollout.tp=3",), {**QWEN25_15B, "intermediate_size": 9000}),
     ],
 )
-def test_what_the_run_would_refuse(words: str, overrides: tuple[str, ...], model: dict[str, Any]) -> None:
-    """Fails if a table is printed for a split or a model that the actor or the engines refuse."""
+def test_models_and_splits_that_the_run_refuses(words: str, overrides: tuple[str, ...], model: dict[str, Any]) -> None:
+    """Fails if an estimate is printed for a model or split that the actor or the engines refuse."""
     with pytest.raises((ConfigError, ModelError), match=words):
         footprint(_config(*overrides), model)
 

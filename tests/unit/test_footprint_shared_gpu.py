@@ -1,4 +1,4 @@
-"""A card that actor and engine share: each turn by itself, and true fixes for what does not fit."""
+"""A GPU that an actor rank and an engine share: the memory of each phase, and fixes that are verified."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def refit(config: Config) -> tuple[RankFootprint, ...]:
     return footprint(config, QWEN25_15B, local_teacher=local)
 
 
-def found_phases(config: Config, card: int) -> dict[str, int]:
-    actor, *_, engine = with_engine_cache(refit(config), card, config)
-    return shared_phases(actor, engine, card, config)
+def found_phases(config: Config, gpu_bytes: int) -> dict[str, int]:
+    actor, *_, engine = with_engine_cache(refit(config), gpu_bytes, config)
+    return shared_phases(actor, engine, gpu_bytes, config)
 
 
-def test_each_turn_has_those_who_are_on_the_card_then() -> None:
-    """Fails if a card is called full because of what sleeps, or has room because a sync's second copy is forgotten."""
+def test_each_phase_counts_what_is_on_the_gpu() -> None:
+    """Fails if offloaded memory is counted, or the second copy of a weight sync is not."""
     config = _config(*COLOCATED, *LOCAL, "rollout.gpu_memory_utilization=0.5")
     actor, engine = refit(config)
     found = found_phases(config, 80 * GIB)
@@ -50,8 +50,8 @@ def test_each_turn_has_those_who_are_on_the_card_then() -> None:
     assert engine.parts["moved_states"] == e["weights"], "an evaluation keeps them on the host"
 
 
-def test_a_teacher_s_lm_head_moves_with_the_weights() -> None:
-    """Fails if a shared card is said to lack the room of an LM head that is on the host in the engines' turn."""
+def test_a_teachers_lm_head_moves_with_the_weights() -> None:
+    """Fails if an LM head that is in host memory during generation is counted on the GPU."""
     config = _config(*COLOCATED, "teacher.signal=hidden", "rollout.gpu_memory_utilization=0.95")
     actor, engine = footprint(config, QWEN25_15B, teacher_hidden=8192)
     found = shared_phases(actor, engine, 80 * GIB, config)
@@ -62,8 +62,8 @@ def test_a_teacher_s_lm_head_moves_with_the_weights() -> None:
     assert actor.state_bytes == actor.parts["weights"] + actor.parts["gradients"] + actor.parts["optimizer"]
 
 
-def test_states_that_stay_are_there_in_every_moment() -> None:
-    """Fails if a rank whose states do not move is said to have room for a local teacher that it lacks."""
+def test_resident_states_count_in_every_phase() -> None:
+    """Fails if the states of a rank that does not offload them are left out of a local teacher's pass."""
     stays = refit(_config(*LOCAL, "teacher.fsdp_cpu_offload=true"))[0]
     moves = refit(_config(*LOCAL, "actor.offload_train=true"))[0]
     assert stays.phases()["teacher_pass"] - moves.phases()["teacher_pass"] == stays.state_bytes
@@ -74,41 +74,43 @@ def test_states_that_stay_are_there_in_every_moment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "overrides", "turn", "fix"),
+    ("gpu_bytes", "overrides", "phase", "fix"),
     [
         (80 * GIB, ("rollout.gpu_memory_utilization=0.99",), "generate", "rollout.gpu_memory_utilization 0.98"),
         (24 * GIB, ("rollout.gpu_memory_utilization=0.5",), "training_step", "actor.recompute full"),
         (80 * GIB, ("weight_sync.bucket_mib=80000",), "weight_sync", "weight_sync.bucket_mib 40000"),
     ],
 )
-def test_a_turn_without_room_is_told_with_fixes_that_are_true(
-    card: int, overrides: tuple[str, ...], turn: str, fix: str
+def test_a_phase_that_does_not_fit_has_verified_fixes(
+    gpu_bytes: int, overrides: tuple[str, ...], phase: str, fix: str
 ) -> None:
-    """Fails if a run that cannot take turns starts without a word, or is told of a change that does not help."""
+    """Fails if a phase that does not fit is not reported, or a fix does not save what it says."""
     config = _config(*COLOCATED, *overrides)
-    before = found_phases(config, card)
-    (problem,) = [line for line in check(refit(config), card, config, refit) if f"({turn})" in line]
-    assert f"need {before[turn] / GIB:.2f} GiB" in problem and f"{card / GIB:.2f} GiB" in problem and fix in problem
+    before = found_phases(config, gpu_bytes)
+    (problem,) = [line for line in check(refit(config), gpu_bytes, config, refit) if f"({phase})" in line]
+    assert (
+        f"need {before[phase] / GIB:.2f} GiB" in problem and f"{gpu_bytes / GIB:.2f} GiB" in problem and fix in problem
+    )
     for text in problem.partition("Fix: ")[2].rstrip(".").split("; "):
         change, _, saved = text.partition(": saves ")
         changed = _config(*COLOCATED, *overrides, *(each.replace(" ", "=") for each in change.split(" with ")))
         check_config(changed)
-        after = found_phases(changed, card)[turn]
-        assert (before[turn] - after) / GIB == pytest.approx(float(saved.split()[0]), abs=0.006), text
-        assert ("enough" in saved) == (after <= card), text
+        after = found_phases(changed, gpu_bytes)[phase]
+        assert (before[phase] - after) / GIB == pytest.approx(float(saved.split()[0]), abs=0.006), text
+        assert ("enough" in saved) == (after <= gpu_bytes), text
 
 
-def test_a_shared_card_with_room_is_no_problem() -> None:
-    """Fails if a card is held against both sides' sum, although they take turns."""
+def test_a_shared_gpu_with_room_has_no_problem() -> None:
+    """Fails if the sum of actor and engine is compared with the GPU, although they alternate."""
     config = _config(*COLOCATED, "actor.max_tokens_per_micro_batch=4096", "actor.recompute=full")
     whole = with_engine_cache(refit(config), 80 * GIB, config)
     assert sum(part.total_bytes for part in whole) > 80 * GIB
     assert check(whole, 80 * GIB, config, refit) == []
-    assert check(whole, 80 * GIB, _config()) == [], "pools of their own are held against a card each, as ever"
+    assert check(whole, 80 * GIB, _config()) == [], "separate pools have a GPU each"
 
 
-def test_the_turns_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the command says nothing of turns, or speaks of them where nobody shares a card."""
+def test_the_phases_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the phases of a shared GPU are not printed, or are printed for separate pools."""
     model = tmp_path / "student"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN25_15B))
