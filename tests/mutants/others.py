@@ -308,14 +308,14 @@ _CHECKPOINTS = (
         _TRAINER,
         'if before["fingerprint"] != teacher["fingerprint"]:',
         'if not before["fingerprint"]:',
-        ("test_run_folder.py::test_a_folder_with_a_run_is_refused_or_resumed",),
+        ("test_run_folder.py::test_a_folder_of_another_run_is_refused_or_resumed",),
     ),
     Mutant(
         "schedule_may_be_cut_short",
         _TRAINER,
         'now.actor.optim.schedule == "constant"',
         "now.actor.optim.schedule",
-        ("test_run_folder.py::test_the_end_of_the_run_is_free_only_where_it_changes_nothing",),
+        ("test_run_folder.py::test_total_steps_may_change_only_if_the_schedule_allows_it",),
     ),
 )
 

@@ -56,7 +56,7 @@ def test_the_actor_reloads_while_the_teacher_scores() -> None:
         (["trainer.colocate=true", "teacher.backend=local"], False),
     ],
 )
-def test_nothing_reloads_early_beside_another_model(settings: list[str], early: bool) -> None:
+def test_no_early_reload_if_another_model_shares_the_gpus(settings: list[str], early: bool) -> None:
     """Fails if the student's states are on a GPU on which a local teacher or a reference needs their memory."""
     calls: list[str] = []
     role = cast(Any, Recorded("role", calls))
@@ -83,7 +83,7 @@ def test_one_side_offloads_before_the_other_reloads() -> None:
 
 
 @pytest.mark.parametrize(("shared", "needed"), [(False, True), (True, False)])
-def test_nothing_moves_without_need(shared: bool, needed: bool) -> None:
+def test_no_offload_without_shared_gpus_or_generation(shared: bool, needed: bool) -> None:
     """Fails if disjoint pools, or a replay that generates nothing, pay for switches."""
     calls: list[str] = []
     m = StepMetrics(1)
@@ -95,7 +95,7 @@ def test_nothing_moves_without_need(shared: bool, needed: bool) -> None:
     assert calls == [] and "time/switch_s" not in m.stage.report()
 
 
-def test_a_switch_is_a_stage() -> None:
+def test_a_switch_is_timed_as_a_stage() -> None:
     """Fails if the time of a switch is not reported, or the stages inside the block cannot be measured."""
     m = StepMetrics(1)
     with sharing([], shared=True).for_rollout(m), m.stage("rollout"):

@@ -1,4 +1,4 @@
-"""Timers that add up, and metrics that any JSON reader can read."""
+"""Test the stage timers and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Clock:
         return self.now
 
 
-def test_stages_add_up_and_what_is_missing_shows() -> None:
-    """If it fails, the step's time is reported as accounted for when it is not."""
+def test_stage_times_add_up_to_the_accounted_share() -> None:
+    """If it fails, time/accounted_share hides time outside the stages."""
     clock = Clock()
     timers = StageTimers(clock)
     for stage, seconds in (("rollout", 2.0), ("train", 3.0), ("rollout", 1.0)):
@@ -37,13 +37,13 @@ def test_stages_add_up_and_what_is_missing_shows() -> None:
 
 
 def test_stages_do_not_nest() -> None:
-    """If it fails, nested stages count the same seconds twice and the shares exceed 1."""
+    """If it fails, nested stages count the same seconds twice."""
     timers = StageTimers(Clock())
     with pytest.raises(RuntimeError, match="do not nest"), timers("a"), timers("b"):
         pass
 
 
-def test_a_stage_that_fails_is_still_timed() -> None:
+def test_a_failed_stage_is_timed() -> None:
     """If it fails, an exception leaves the stage open and the next step cannot start."""
     clock = Clock()
     timers = StageTimers(clock)
@@ -55,7 +55,7 @@ def test_a_stage_that_fails_is_still_timed() -> None:
     assert timers.report()["time/a_s"] == 1.0
 
 
-def test_lines_are_json_whatever_the_number(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_written_as_null(tmp_path: Path) -> None:
     """If it fails, one NaN makes metrics.jsonl unreadable."""
     file = tmp_path / "m" / "metrics.jsonl"
     writer = MetricsWriter(file, keep_through=-1)
@@ -69,8 +69,8 @@ def test_lines_are_json_whatever_the_number(tmp_path: Path) -> None:
     assert read_metrics(file) == lines
 
 
-def test_a_resumed_run_reports_each_step_once(tmp_path: Path) -> None:
-    """If it fails, steps after the checkpoint stand twice in the file, or a half-written last line breaks it."""
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """If it fails, steps after the checkpoint occur twice in the file, or a truncated last line makes it unreadable."""
     file = tmp_path / "metrics.jsonl"
     for keep, steps in ((-1, (0, 1, 2, 3)), (2, (3, 4))):
         writer = MetricsWriter(file, keep_through=keep)
@@ -86,8 +86,8 @@ def test_a_resumed_run_reports_each_step_once(tmp_path: Path) -> None:
     ("line", "problem"),
     [('{"step": 2, "lo', "JSON"), ("\0\0\0", "JSON"), ("[]", "no step"), ('{"step": "2"}', "no step")],
 )
-def test_a_garbled_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
-    """If it fails, a resume ends in a parser's traceback, or a line in the middle is dropped without a word."""
+def test_a_corrupted_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    """If it fails, a resume raises a JSON error, or silently drops a corrupted line."""
     file = tmp_path / "metrics.jsonl"
     text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
     file.write_text(text)
@@ -95,31 +95,31 @@ def test_a_garbled_line_is_named(tmp_path: Path, line: str, problem: str) -> Non
         MetricsWriter(file, keep_through=3)
     assert file.read_text() == text
     MetricsWriter(file, keep_through=-1).close()
-    assert file.read_text() == "", "who starts anew needs none of it"
+    assert file.read_text() == "", "a run from step 0 truncates the file"
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    """If it fails, a disk that is full ends the run in a traceback, or the file's end hides the first error."""
+    """If it fails, a full disk raises an OSError, or closing the file hides the first error."""
     file = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(file, keep_through=-1)
     writer.write(1, {"loss/total": 1.0})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written: .*File too large"):
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl.*File too large"):
             writer.write(2, {"loss/total": 2.0})
         writer.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(file.read_bytes().split(b"\n")[-1]) == 10, "what a resume cuts"
+    assert len(file.read_bytes().split(b"\n")[-1]) == 10, "a resume removes the truncated line"
     assert read_metrics(file) == [{"step": 1, "loss/total": 1.0}]
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(CheckpointError, match="taken cannot be"):
-        MetricsWriter(tmp_path / "taken", keep_through=0)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/folder"):
+        MetricsWriter(tmp_path / "folder", keep_through=0)
 
 
-def test_lines_and_the_cut_reach_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, a power cut costs the lines of a checkpoint, or brings back given-up ones."""
+def test_lines_and_the_truncated_file_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a power loss removes lines of a committed checkpoint, or restores discarded lines."""
     flushed: list[tuple[str, int]] = []
 
     def fsync(descriptor: int) -> None:
@@ -136,7 +136,7 @@ def test_lines_and_the_cut_reach_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("response", "reference", "right"),
+    ("response", "reference", "correct"),
     [
         ("8+7=15,3+4+1=08;825", "825", True),
         ("8+7=15;825 ", "work ;825", True),
@@ -146,8 +146,8 @@ def test_lines_and_the_cut_reach_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
         ("", "825", False),
     ],
 )
-def test_exact_match(response: str, reference: str, right: bool) -> None:
-    """If it fails, the accuracy that the run reports is not the share of right answers."""
-    assert is_correct(response, reference, ";") is right
+def test_exact_match(response: str, reference: str, correct: bool) -> None:
+    """If it fails, eval/accuracy is not the share of correct answers."""
+    assert is_correct(response, reference, ";") is correct
     assert final_answer("a;b; c ", ";") == "c"
     assert final_answer("abc", ";") is None

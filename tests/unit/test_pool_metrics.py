@@ -1,4 +1,4 @@
-"""What a step says of each pool, and whom its line names."""
+"""Test the per-pool metrics and the bottleneck in the step line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(rollout_s: float, teacher_s: float, train_s: float, step_s: float) -
         ("sync", (6.0, 1.0, 3.0, 10.0), "rollout", 0.6),
         ("sync", (3.0, 1.0, 6.0, 10.0), "actor", 0.6),
         ("sync", (2.0, 5.0, 3.0, 10.0), "teacher", 0.5),
-        # the engines work beside the training, and are still not done when it is
+        # the engines overlap with training and finish after it
         ("one_step_off", (3.0, 0.5, 6.0, 10.0), "rollout", 0.3),
         ("two_step_off", (0.2, 2.0, 7.0, 10.0), "teacher", 0.2),
         ("stream", (1.0, 0.1, 8.0, 10.0), "rollout", 0.1),
@@ -36,10 +36,10 @@ def numbers(rollout_s: float, teacher_s: float, train_s: float, step_s: float) -
         ("one_step_off", (0.0, 0.0, 9.0, 10.0), "actor", 0.9),
     ],
 )
-def test_the_line_names_the_pool_that_holds_the_others_up(
+def test_the_step_line_names_the_bottleneck(
     scheduler: str, times: tuple[float, float, float, float], pool: str, share: float
 ) -> None:
-    """Fails if the step line sends its reader to give GPUs to a pool that has enough."""
+    """Fails if the step line names the wrong pool as the bottleneck."""
     m = numbers(*times)
     m |= shares(m, scheduler)
     assert bottleneck(m, scheduler) == (pool, pytest.approx(share))
@@ -51,8 +51,8 @@ def test_the_line_names_the_pool_that_holds_the_others_up(
 
 
 @pytest.mark.parametrize("stage", ["eval", "checkpoint", "record"])
-def test_an_evaluation_or_a_checkpoint_changes_nobody_s_part(stage: str) -> None:
-    """Fails if a step with one of them names another pool than the steps around it."""
+def test_an_evaluation_or_a_save_does_not_change_the_bottleneck(stage: str) -> None:
+    """Fails if a step with an evaluation, a save or a recording names another bottleneck than its neighbors."""
     usual = numbers(0.6, 0.1, 1.2, 2.0)
     with_more = usual | {f"time/{stage}_s": 20.0, "time/step_s": 22.0}
     assert shares(with_more, "one_step_off") == pytest.approx(shares(usual, "one_step_off"))
@@ -61,14 +61,14 @@ def test_an_evaluation_or_a_checkpoint_changes_nobody_s_part(stage: str) -> None
     assert busy == pytest.approx(0.25 if stage == "eval" else 0.5 / 22.0)
 
 
-def test_a_reference_is_the_actors_work() -> None:
-    """Fails if a step whose actor computes a reference for longest is said to wait for another pool."""
+def test_reference_time_counts_for_the_actor() -> None:
+    """Fails if the time of the reference model is not counted for the actor."""
     m = numbers(3.0, 0.5, 2.5, 10.0) | {"time/reference_s": 2.5}
     assert bottleneck(shares(m, "sync"), "sync") == ("actor", pytest.approx(0.5))
 
 
-def test_an_engine_counts_what_its_passes_move_and_read() -> None:
-    """Fails if a pass is said to move sequences that still wait, or a prompt is read twice."""
+def test_an_engine_counts_the_tokens_of_its_passes() -> None:
+    """Fails if a forward pass counts waiting sequences, or a prompt is counted twice."""
     now = [0.0]
     meter = PassMeter(2, clock=lambda: now[0])
 
@@ -77,13 +77,13 @@ def test_an_engine_counts_what_its_passes_move_and_read() -> None:
 
     for n_prompt in (7, 5, 3):
         meter.added(n_prompt)
-    meter.time_pass(one_pass)  # two of three begin
+    meter.time_pass(one_pass)  # two of three sequences start
     meter.finished(1)
-    now[0] += 0.125  # which is handed over
-    meter.time_pass(one_pass)  # the third begins
+    now[0] += 0.125  # the gap before the next pass
+    meter.time_pass(one_pass)  # the third sequence starts
     now[0] += 5.0
     meter.paused(12)
-    meter.time_pass(one_pass)  # 12 tokens are read again
+    meter.time_pass(one_pass)  # 12 tokens are prefilled again
     usage = meter.pop_usage()
     assert (usage.busy_s, usage.gap_s) == (1.5, 0.125) and usage.response_lengths.tolist() == [1]
     rows = np.array([[1, 2, 12, 0.5], [1, 2, 3, 0.5], [1, 2, 12, 0.5]])
@@ -97,12 +97,12 @@ def test_an_engine_counts_what_its_passes_move_and_read() -> None:
     now[0] += 5.0
     meter.added(1)
     meter.time_pass(one_pass)
-    assert meter.pop_usage().gap_s == 0.0  # nothing was left to be moved
+    assert meter.pop_usage().gap_s == 0.0  # no sequence was running
     assert meter.pop_usage().products[0, 0] == 0
 
 
-def test_the_pool_s_numbers_are_sums_and_quantiles() -> None:
-    """Fails if the tuner fits its rates to other passes than the engines made."""
+def test_rollout_numbers_are_sums_and_quantiles() -> None:
+    """Fails if the tuner's inputs do not match the forward passes of the engines."""
     row = np.array([1.0, 3.0, 10.0, 0.5])
     engines = [
         EngineUsage(0.5, 0.25, np.outer(row, row), np.array([10, 20], np.int32)),
@@ -118,8 +118,8 @@ def test_the_pool_s_numbers_are_sums_and_quantiles() -> None:
     assert LENGTH_MEAN not in idle and idle["perf/pass_n"] == 0
 
 
-def test_the_heaviest_group_is_the_one_with_most_tokens() -> None:
-    """Fails if the training's rate is taken per token of another group than the one that the step waits for."""
+def test_group_tokens_max_is_the_largest_group() -> None:
+    """Fails if perf/group_tokens_max is not the token count of the slowest data-parallel group."""
     batch = [scored(2, 0), scored(1, 1), scored(2, 1)]
     m = step_numbers(batch, TrainStats(1.0, 1), SyncReport(8, 0), version=0)
     assert m["perf/group_tokens_max"] == 15

@@ -1,4 +1,4 @@
-"""A run's folder: never overwritten, checkpoints whole or absent."""
+"""Test the run folder: locking, refusals, resume, rewind, branches, samples and exports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save(folder: RunFolder, step: int) -> Path:
 
 
 def resumed_step(folder: RunFolder) -> int | None:
-    """Where a run of this folder goes on; its student's files are looked at, too."""
+    """Return the step from which a run of this folder resumes, and check the student's files."""
     loaded: list[Path] = []
     state = folder.resume(loaded.append)
     if state is None:
@@ -49,24 +49,25 @@ def resumed_step(folder: RunFolder) -> int | None:
     return state.step
 
 
-def test_a_folder_with_a_run_is_refused_or_resumed(tmp_path: Path) -> None:
-    """If it fails, a second run overwrites the first, or resumes with other settings unnoticed."""
+def test_a_folder_of_another_run_is_refused_or_resumed(tmp_path: Path) -> None:
+    """If it fails, a second run overwrites the first, or silently resumes with other settings."""
     run_dir = tmp_path / "run"
     open_folder(config(run_dir, "actor.optim.lr=0.5"))
-    open_folder(config(run_dir))  # nothing had come of the first one yet: its wrong config may be corrected
+    open_folder(config(run_dir))  # the first run has no results yet, so its config may be corrected
     (run_dir / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="resume=auto") as caught:
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(run_dir))
     assert caught.value.key == "trainer.run_dir"
     open_folder(config(run_dir, "trainer.resume=auto", "trainer.total_steps=9", "teacher.server_port=1"))
-    with pytest.raises(ConfigError, match="started with 1e-06") as caught:
+    with pytest.raises(ConfigError, match="1e-06") as caught:
         open_folder(config(run_dir, "trainer.resume=auto", "actor.optim.lr=0.1"))
     assert caught.value.key == "actor.optim.lr"
-    with pytest.raises(ConfigError, match="scored by teacher"):
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(run_dir, "trainer.resume=auto"), fingerprint="other")
+    assert caught.value.key == "teacher.server_port"
 
 
-def test_the_end_of_the_run_is_free_only_where_it_changes_nothing(tmp_path: Path) -> None:
+def test_total_steps_may_change_only_if_the_schedule_allows_it(tmp_path: Path) -> None:
     """If it fails, a resumed run trains its remaining steps at learning rates of another schedule."""
     run_dir = tmp_path / "run"
     settings = ("actor.optim.schedule=cosine", "trainer.resume=auto")
@@ -78,17 +79,18 @@ def test_the_end_of_the_run_is_free_only_where_it_changes_nothing(tmp_path: Path
     assert caught.value.key == "trainer.total_steps"
 
 
-def test_two_live_runs_never_share_a_folder(tmp_path: Path) -> None:
-    """If it fails, a second start of the same command mixes its metrics and checkpoints with the first's."""
+def test_two_running_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+    """If it fails, two runs of the same command write metrics and checkpoints into one folder."""
     first = open_folder(config(tmp_path / "run"))
-    with pytest.raises(ConfigError, match="another run"):
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(tmp_path / "run"))
+    assert caught.value.key == "trainer.run_dir"
     del first
     open_folder(config(tmp_path / "run"))
 
 
 def test_a_damaged_teacher_file_is_named(tmp_path: Path) -> None:
-    """If it fails, a resume ends in a parser's traceback."""
+    """If it fails, a resume raises a JSON error."""
     folder = open_folder(config(tmp_path / "run"))
     folder.metrics_file.write_text("{}\n")
     (tmp_path / "run" / "teacher.json").write_text("{")
@@ -126,31 +128,33 @@ def test_the_end_of_a_run_may_change_with_a_constant_schedule_only(tmp_path: Pat
 
 
 def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
-    """If it fails, a run writes into a folder of other files."""
+    """If it fails, a run writes into a folder that belongs to something else."""
     (tmp_path / "x").write_text("mine")
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(tmp_path))
+    assert caught.value.key == "trainer.run_dir"
     other = tmp_path / "other_tool"
     other.mkdir()
     (other / "config.yaml").write_text("theirs")
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(other))
+    assert caught.value.key == "trainer.run_dir"
     assert (other / "config.yaml").read_text() == "theirs"
-    with pytest.raises(ConfigError, match="it is a file"):
-        open_folder(config(tmp_path / "x"))
-    with pytest.raises(ConfigError, match="cannot be written"):
-        open_folder(config(tmp_path / "x" / "y"))
+    for not_a_folder in (tmp_path / "x", tmp_path / "x" / "y"):
+        with pytest.raises(ConfigError) as caught:
+            open_folder(config(not_a_folder))
+        assert caught.value.key == "trainer.run_dir"
 
 
 def run_with_checkpoints(run_dir: Path, *overrides: str) -> list[Path]:
-    """A run that came to step 6 and saved 2, 4 and 6; nobody holds it any more."""
+    """Write a run that ended at step 6 with checkpoints 2, 4 and 6, and return the checkpoint folders."""
     folder = open_folder(config(run_dir, "trainer.keep_last=9", *overrides))
     folder.metrics_file.write_text("{}\n")
     return [save(folder, step) for step in (2, 4, 6)]
 
 
-def test_auto_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
-    """Fails if a resume ignores a checkpoint, uses a damaged one, or leaves the pointer at what it did not use."""
+def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path) -> None:
+    """Fails if a resume ignores a checkpoint, uses a damaged one, or leaves `latest` at a skipped one."""
     auto = config(tmp_path / "run", "trainer.resume=auto", "trainer.keep_last=9")
     assert resumed_step(open_folder(auto)) is None
     *_, newest = run_with_checkpoints(tmp_path / "run")
@@ -168,22 +172,25 @@ def test_auto_goes_on_from_the_newest_undamaged_one(tmp_path: Path) -> None:
         (path / "trainer.json").unlink()
     with pytest.raises(CheckpointError, match=r"step_00000005.*step_00000004.*step_00000002"):
         open_folder(auto)
-    with pytest.raises(ConfigError, match="holds a run"):
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(tmp_path / "run"))
+    assert caught.value.key == "trainer.run_dir"
 
 
-def test_exactly_the_named_checkpoint_of_the_same_run(tmp_path: Path) -> None:
-    """Fails if going back to an earlier step is not possible, loses the later ones at once, or mixes both futures."""
+def test_rewinding_to_a_named_checkpoint(tmp_path: Path) -> None:
+    """Fails if a run cannot be rewound, or later checkpoints are deleted before the next save or kept after it."""
     run_dir = tmp_path / "run"
     two, four, six = run_with_checkpoints(run_dir)
     again = ("trainer.keep_last=9", f"trainer.resume={four}")
-    with pytest.raises(ConfigError, match="started with 1e-06"):
+    with pytest.raises(ConfigError, match="1e-06") as caught:
         open_folder(config(run_dir, *again, "actor.optim.lr=0.1"))
-    with pytest.raises(ConfigError, match="scored by teacher"):
+    assert caught.value.key == "actor.optim.lr"
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(run_dir, *again), fingerprint="other")
+    assert caught.value.key == "teacher.server_port"
     assert (two.parent / "latest").read_text() == "step_00000006\n", "a refused run changes nothing"
     folder = open_folder(config(run_dir, *again))
-    assert folder.store.newest() == six, "nor does one that has not loaded it yet"
+    assert folder.store.newest() == six, "nothing is discarded before the checkpoint is loaded"
     assert resumed_step(folder) == 4
     assert folder.store.newest() == four and six.is_dir()
     save(folder, 7)
@@ -191,44 +198,46 @@ def test_exactly_the_named_checkpoint_of_the_same_run(tmp_path: Path) -> None:
     assert not six.exists()
 
 
-def test_a_branch_goes_its_own_way(tmp_path: Path) -> None:
-    """Fails if a new run cannot begin with the checkpoint of another, or changes that other run."""
+def test_a_branch_does_not_modify_the_original_run(tmp_path: Path) -> None:
+    """Fails if a new run cannot start from the checkpoint of another run, or modifies that run."""
     two, *_ = run_with_checkpoints(tmp_path / "run", "actor.optim.lr=0.5")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     branch = ("trainer.keep_last=9", f"trainer.resume={two}")
-    with pytest.raises(ConfigError, match="started with 0.5") as caught:
+    with pytest.raises(ConfigError, match="0.5") as caught:
         open_folder(config(tmp_path / "branch", *branch))
     assert caught.value.key == "actor.optim.lr"
     branch = (*branch, "actor.optim.lr=0.5")
-    with pytest.raises(ConfigError, match="scored by teacher"):
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(tmp_path / "branch", *branch), fingerprint="other")
-    assert not (tmp_path / "branch").exists(), "a refused run leaves no trace"
+    assert caught.value.key == "teacher.server_port"
+    assert not (tmp_path / "branch").exists(), "a refused run writes nothing"
     assert resumed_step(open_folder(config(tmp_path / "branch", *branch))) == 2
-    assert resumed_step(open_folder(config(tmp_path / "branch", *branch))) == 2, "nothing had come of the first start"
+    assert resumed_step(open_folder(config(tmp_path / "branch", *branch))) == 2, "the first start has no results yet"
     folder = open_folder(config(tmp_path / "branch", *branch))
     folder.metrics_file.write_text("{}\n")
     del folder
-    with pytest.raises(ConfigError, match="holds a run"):
+    with pytest.raises(ConfigError) as caught:
         open_folder(config(tmp_path / "branch", *branch))
+    assert caught.value.key == "trainer.run_dir"
     auto = config(tmp_path / "branch", "trainer.resume=auto", "actor.optim.lr=0.5")
     folder = open_folder(auto)
-    assert resumed_step(folder) == 2, "a branch without a checkpoint of its own does not begin at step 0"
+    assert resumed_step(folder) == 2, "a branch without its own checkpoint does not start at step 0"
     save(folder, 3)
     del folder
     assert resumed_step(open_folder(auto)) == 3
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_a_folder_that_was_to_be_a_branch_can_begin_anew(tmp_path: Path) -> None:
-    """Fails if a run that was told to begin at step 0 begins with the checkpoint of an earlier, failed start."""
+def test_a_failed_branch_can_restart_at_step_0(tmp_path: Path) -> None:
+    """Fails if a run with trainer.resume=never starts from the checkpoint of an earlier, failed start."""
     two, *_ = run_with_checkpoints(tmp_path / "run")
     open_folder(config(tmp_path / "branch", f"trainer.resume={two}"))
     assert resumed_step(open_folder(config(tmp_path / "branch"))) is None
     assert resumed_step(open_folder(config(tmp_path / "branch", "trainer.resume=auto"))) is None
 
 
-def test_what_is_no_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
-    """Fails if a mistyped trainer.resume starts a run at step 0, or a damaged checkpoint is used since it was named."""
+def test_an_invalid_checkpoint_path_is_refused(tmp_path: Path) -> None:
+    """Fails if a mistyped trainer.resume starts at step 0, or a named but damaged checkpoint is used."""
     two, four, six = run_with_checkpoints(tmp_path / "run")
     empty = tmp_path / "step_00000001"
     empty.mkdir()
@@ -250,50 +259,50 @@ def test_what_is_no_checkpoint_cannot_be_resumed_from(tmp_path: Path) -> None:
     assert resumed_step(open_folder(config(tmp_path / "new", f"trainer.resume={link}"))) == 6
 
 
-def test_a_commit_lets_old_ones_go(tmp_path: Path) -> None:
-    """Fails if trainer.keep_last or trainer.keep_every does nothing."""
+def test_a_commit_prunes_old_checkpoints(tmp_path: Path) -> None:
+    """Fails if trainer.keep_last or trainer.keep_every has no effect."""
     folder = open_folder(config(tmp_path / "run", "trainer.keep_last=1", "trainer.keep_every=2"))
     for step in (1, 2, 3):
         save(folder, step)
     assert [path.name[-1] for path in folder.store.committed()] == ["2", "3"]
 
 
-def test_an_infinite_token_loss_is_still_json(tmp_path: Path) -> None:
-    """If it fails, the lines that people want to look at most are those that no JSON reader takes."""
+def test_an_infinite_token_loss_is_written_as_null(tmp_path: Path) -> None:
+    """If it fails, lines with infinite losses, the most interesting ones, are invalid JSON."""
     folder = open_folder(config(tmp_path / "run"))
     folder.write_token_losses(3, [TokenRecord(7, 0, [5, 6], {"total": [0.5, float("inf")]})])
     (line,) = (tmp_path / "run" / "token_losses" / "step_00000003.jsonl").read_text().splitlines()
-    wanted = {"prompt_id": 7, "sample_index": 0, "response_ids": [5, 6], "values": {"total": [0.5, None]}}
-    assert json.loads(line, parse_constant=pytest.fail) == wanted
+    expected = {"prompt_id": 7, "sample_index": 0, "response_ids": [5, 6], "values": {"total": [0.5, None]}}
+    assert json.loads(line, parse_constant=pytest.fail) == expected
 
 
-def test_a_going_back_can_be_replaced(tmp_path: Path) -> None:
-    """Fails if the checkpoint that was named last is not the one that counts, or a damaged one is passed over."""
+def test_a_later_rewind_replaces_an_earlier_one(tmp_path: Path) -> None:
+    """Fails if the checkpoint that was named last is not used, or a damaged one is silently skipped."""
     run_dir = tmp_path / "run"
     two, four, six = run_with_checkpoints(run_dir)
     for named in (four, two):
         open_folder(config(run_dir, f"trainer.resume={named}", "trainer.keep_last=9"))
     auto = config(run_dir, "trainer.resume=auto", "trainer.keep_last=9")
     (two / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="step_00000002: manifest.json is missing"):
+    with pytest.raises(CheckpointError, match="step_00000002: manifest.json"):
         open_folder(auto)
     open_folder(config(run_dir, f"trainer.resume={six}", "trainer.keep_last=9"))
     assert resumed_step(open_folder(auto)) == 6
     assert not (run_dir / "going_back").exists()
 
 
-def test_an_export_that_is_not_there_leaves_the_old_one(tmp_path: Path) -> None:
-    """Fails if an exchange that cannot be made costs the export that there was."""
+def test_a_missing_new_export_keeps_the_old_one(tmp_path: Path) -> None:
+    """Fails if a failed replacement deletes the old export."""
     folder = open_folder(config(tmp_path / "run"))
     (folder.root / "export").mkdir()
     (folder.root / "export" / "config.json").write_text("old")
-    with pytest.raises(CheckpointError, match="export cannot be written: .*No such file"):
+    with pytest.raises(CheckpointError, match="export.*No such file"):
         folder.publish_export()
     assert (folder.root / "export" / "config.json").read_text() == "old"
 
 
-def test_what_an_evaluation_writes_is_whole_and_goes_with_its_step(tmp_path: Path) -> None:
-    """Fails if a full disk ends in a traceback or half a file, or answers of a given-up step stay for good."""
+def test_samples_are_written_atomically_and_discarded_with_their_step(tmp_path: Path) -> None:
+    """Fails if a full disk leaves a partial file, or samples of discarded steps are kept."""
     folder = open_folder(config(tmp_path / "run"))
     sample = Sample(1, [1], [2], "x" * 400, "y", correct=False)
     record = TokenRecord(7, 0, [5, 6], {"total": [0.5, 0.25]})
@@ -303,7 +312,7 @@ def test_what_an_evaluation_writes_is_whole_and_goes_with_its_step(tmp_path: Pat
 
     def on_a_full_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
-        with pytest.raises(CheckpointError, match=r"samples/step_00000006\.jsonl cannot be written: .*File too large"):
+        with pytest.raises(CheckpointError, match=r"samples/step_00000006\.jsonl.*File too large"):
             folder.write_samples(6, [sample])
 
     assert in_child(on_a_full_disk) == 0
@@ -318,13 +327,13 @@ def test_what_an_evaluation_writes_is_whole_and_goes_with_its_step(tmp_path: Pat
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
-    """Fails if the user is told that the folder cannot be written, or that another run holds it."""
+def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """Fails if the error blames permissions or another run."""
 
     def flock(descriptor: object, how: int) -> None:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ConfigError, match="its file system cannot lock files") as caught:
+    with pytest.raises(ConfigError, match="file system") as caught:
         open_folder(config(tmp_path / "run"))
     assert caught.value.key == "trainer.run_dir"

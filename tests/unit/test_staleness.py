@@ -1,4 +1,4 @@
-"""What a stream may admit and which prompts a step takes: nothing too old, nothing twice, nothing lost, no deadlock."""
+"""Test the stream scheduler: staleness bound, no lost or repeated prompt, no deadlock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gkd.config.schedulers import staleness_bound
 from gkd.pipeline.staleness import StreamScheduler
 
 
-def test_each_scheduler_promises_a_bound() -> None:
-    """Fails if the loop checks another bound than the one that is documented."""
+def test_staleness_bound_of_each_scheduler() -> None:
+    """Fails if the loop checks another bound than the documented one."""
     bounds = {"sync": 0, "one_step_off": 1, "two_step_off": 2, "stream": 3}
     for name, bound in bounds.items():
         config = load_config(
@@ -24,7 +24,7 @@ def test_each_scheduler_promises_a_bound() -> None:
 
 
 def scheduler_of(sizes: list[int], bound: int, n_steps: int, next_batch: int = 0) -> StreamScheduler:
-    """Batch b has the positions 10 b, 10 b + 1, ...; as many as sizes, over and over, say."""
+    """Return a scheduler whose batch b has sizes[b % len(sizes)] positions: 10 b, 10 b + 1, ..."""
     return StreamScheduler(
         lambda batch: [10 * batch + i for i in range(sizes[batch % len(sizes)])], bound, n_steps, next_batch
     )
@@ -37,37 +37,40 @@ def scheduler_of(sizes: list[int], bound: int, n_steps: int, next_batch: int = 0
     st.integers(1, 8),
     st.randoms(use_true_random=False),
 )
-def test_every_prompt_is_trained_on_once_and_in_time(sizes: list[int], bound: int, n_steps: int, rng: Random) -> None:
-    """Fails if a step trains on a prompt that is too old, twice on one, on none, or waits for ever: whatever the order
-    and the moment in which the prompts finish, whichever version really began them, and however many each step takes.
+def test_every_prompt_is_trained_once_within_the_bound(sizes: list[int], bound: int, n_steps: int, rng: Random) -> None:
+    """Fails if a prompt exceeds the staleness bound, is repeated or lost, or a step waits forever.
+
+    This holds for any order and time in which the prompts finish, any version that starts them, and any batch sizes.
     """
     scheduler = scheduler_of(sizes, bound, n_steps)
     of_step = [sizes[step % len(sizes)] for step in range(n_steps)]
     admitted: list[int] = []
-    begun: dict[int, int] = {}  # position -> version that really began it
-    written_by: dict[int, int] = {}
+    begun: dict[int, int] = {}  # position -> version that started it
+    policy_version: dict[int, int] = {}
     trained: list[int] = []
     for step in range(n_steps):
         admitted += scheduler.admit_new(step)
-        assert len(admitted) == sum(of_step[: step + bound + 1]), "as much in flight as the bound allows, and no more"
-        for position in admitted:  # an engine may begin some of what it has now, and the rest under a later version
+        assert len(admitted) == sum(of_step[: step + bound + 1]), (
+            "exactly as many prompts in flight as the bound allows"
+        )
+        for position in admitted:  # an engine may start some prompts now and others with a later version
             if position not in begun and rng.random() < 0.5:
                 begun[position] = step
         while (batch := scheduler.choose(step)) is None:
-            assert scheduler.unfinished, "it waits, and nothing is left to wait for"
+            assert scheduler.unfinished, "the step waits although no prompt is pending"
             position = rng.choice(scheduler.unfinished)
-            written_by[position] = begun.setdefault(position, step)
-            scheduler.finish(position, written_by[position])
+            policy_version[position] = begun.setdefault(position, step)
+            scheduler.finish(position, policy_version[position])
         assert len(batch) == len(set(batch)) == of_step[step]
-        assert all(step - written_by[position] <= bound for position in batch)
+        assert all(step - policy_version[position] <= bound for position in batch)
         scheduler.remove(batch)
         trained += batch
     assert sorted(trained) == admitted and len(admitted) == sum(of_step)
     assert scheduler.unfinished == [] and not scheduler.admit_new(n_steps)
 
 
-def test_what_finishes_first_is_taken_first_unless_something_is_due() -> None:
-    """Fails if short answers wait for long ones without need, or an old one is left to grow too old."""
+def test_prompts_are_taken_in_finishing_order_unless_one_is_due() -> None:
+    """Fails if short responses wait for long ones without need, or a prompt exceeds the staleness bound."""
     scheduler = scheduler_of([2], 1, 100)
     assert scheduler.admit_new(0) == [0, 1, 10, 11]
     for position in (11, 1):
@@ -78,16 +81,16 @@ def test_what_finishes_first_is_taken_first_unless_something_is_due() -> None:
     assert scheduler.admit_new(1) == [20, 21]
     for position in (20, 21):
         scheduler.finish(position, 1)
-    assert scheduler.choose(1) is None, "0 and 10 were begun by version 0, and may not wait for step 2"
+    assert scheduler.choose(1) is None, "0 and 10 were started with version 0 and must not wait for step 2"
     scheduler.finish(10, 0)
     assert scheduler.choose(1) is None
-    scheduler.finish(0, 1)  # an engine had it in its queue until version 1 came: it may wait
+    scheduler.finish(0, 1)  # it was queued until version 1, so it may wait
     assert scheduler.choose(1) == [10, 20]
     assert scheduler.unfinished == []
 
 
 def test_a_prompt_that_finishes_twice_or_was_never_admitted_is_an_error() -> None:
-    """Fails if a doubled answer takes another prompt's place in a batch."""
+    """Fails if a duplicate response replaces another prompt in a batch."""
     scheduler = scheduler_of([2], 0, 100)
     scheduler.admit_new(0)
     scheduler.finish(0, 0)
@@ -96,9 +99,9 @@ def test_a_prompt_that_finishes_twice_or_was_never_admitted_is_an_error() -> Non
             scheduler.finish(position, 0)
 
 
-def test_a_resumed_scheduler_goes_on_where_it_was() -> None:
-    """Fails if positions that were trained on are begun again, or those before the end of the run are not."""
+def test_a_resumed_scheduler_continues_at_its_position() -> None:
+    """Fails if trained positions are admitted again, or positions before the end of the run are not admitted."""
     scheduler = scheduler_of([2], 1, 5, next_batch=3)
-    scheduler.admit([11], 2)  # one that was unfinished
+    scheduler.admit([11], 2)  # unfinished at the checkpoint
     assert scheduler.admit_new(2) == [30, 31] and scheduler.admit_new(2) == []
     assert scheduler.admit_new(3) == [40, 41] and scheduler.admit_new(4) == [] and scheduler.next_batch == 5

@@ -1,4 +1,4 @@
-"""What the teacher is said to have done: against a count by hand, and against the simulator's own questions."""
+"""Test the teacher's measured work against a brute-force count and against simulated requests."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def busy_s(numbers: dict[str, float], workers: int) -> float:
     st.floats(1, 10),
 )
 @settings(deadline=None, max_examples=60)
-def test_the_teacher_s_work_is_that_of_its_open_questions(asked: list[tuple[float, list[float]]], end_s: float) -> None:
-    """Fails if questions that wait for a worker count as work, or two workers' work as one's, or a neighbour's."""
+def test_teacher_work_matches_its_open_requests(requests: list[tuple[float, list[float]]], end_s: float) -> None:
+    """Fails if queue time counts as work, or requests are counted for the wrong number of workers or the wrong step."""
     now = [0.5]
     meter = TeacherMeter(0, clock=lambda: now[0])
     assert meter.end_step() == {}
-    meter.add([scored(ScoreTimes(t, tuple(t + s for s in after)), *[7] * len(after)) for t, after in asked])
+    meter.add([scored(ScoreTimes(t, tuple(t + s for s in after)), *[7] * len(after)) for t, after in requests])
     now[0] = end_s
     got = meter.end_step()
-    spans = [(t, t + s) for t, after in asked for s in after]
+    spans = [(t, t + s) for t, after in requests for s in after]
     at = np.unique([0.5, end_s, *(t for span in spans for t in span if 0.5 < t < end_s)])
     n_open = np.array([sum(a <= left and b > left for a, b in spans) for left in at[:-1]])
     for workers in (1, 2, 4, 8):
@@ -54,8 +54,8 @@ def test_the_teacher_s_work_is_that_of_its_open_questions(asked: list[tuple[floa
         assert (got[SEQUENCES], got[TOKENS]) == (n_done, 7 * n_done)
 
 
-def test_scores_of_a_checkpoint_are_no_work() -> None:
-    """Fails if a resumed step reports a teacher that took no time, or stops the run."""
+def test_restored_scores_do_not_count_as_work() -> None:
+    """Fails if restored scores, which have no times, count as work or raise an error."""
     now = [0.0]
     meter = TeacherMeter(0, clock=lambda: now[0])
     meter.end_step()
@@ -67,14 +67,14 @@ def test_scores_of_a_checkpoint_are_no_work() -> None:
     assert meter.end_step() == {busy_name(1): 2.0, SEQUENCES: 1.0, TOKENS: 9.0}
 
 
-def test_a_step_is_told_when_all_its_questions_are_known() -> None:
-    """Fails if a step's work is told before the batches that were asked about beside it have come."""
+def test_a_step_is_reported_when_all_its_requests_are_known() -> None:
+    """Fails if a step's work is reported before all batches that overlap with it are known."""
     now = [0.0]
     meter = TeacherMeter(1, clock=lambda: now[0])
     meter.end_step()
     meter.add([scored(ScoreTimes(0.0, (2.0,)), 3)])
     now[0] = 4.0
-    assert meter.end_step() == {}, "the next batch's questions are not known yet"
+    assert meter.end_step() == {}, "the requests of the next batch are not known yet"
     meter.add([scored(ScoreTimes(1.0, (6.0,)), 4)])
     now[0] = 8.0
     assert meter.end_step() == {busy_name(1): 4.0, busy_name(2): 5.0, SEQUENCES: 1.0, TOKENS: 3.0}
@@ -82,8 +82,8 @@ def test_a_step_is_told_when_all_its_questions_are_known() -> None:
     assert meter.end_step() == {busy_name(1): 2.0, SEQUENCES: 1.0, TOKENS: 4.0}
 
 
-class Watched:
-    """A simulated run's questions go through the meter, batch by batch, as those of a real one do."""
+class MeteredRun:
+    """Feed the requests of a simulated run to the meter, batch by batch, as a real run does."""
 
     def __init__(self, scheduler: str, bound: int, workers: int, rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rates, self.ends, self.lists = rates, list[float](), list[list[ScoredChunk]]()
@@ -94,10 +94,10 @@ class Watched:
         at = iter([0.0, *self.ends])
         meter = TeacherMeter(bound, clock=lambda: next(at))
         meter.end_step()
-        self.told = []
+        self.reported = []
         for batch in self.lists[: len(self.ends)]:
             meter.add(batch)
-            self.told.append(meter.end_step())
+            self.reported.append(meter.end_step())
 
     def _stream(self, bound: int, workers: int) -> None:
         watched = self
@@ -106,64 +106,64 @@ class Watched:
             def _finish(self, position: int, number: int, at_s: float) -> None:
                 super()._finish(position, number, at_s)
                 tokens = int(self._lengths[position].sum() + WORK.prompt_tokens)
-                asked[position] = scored(ScoreTimes(at_s, (self._scored_s[position],)), tokens)
+                requests[position] = scored(ScoreTimes(at_s, (self._scored_s[position],)), tokens)
 
             def _batch(self, step: int, chosen: list[int]) -> tuple[np.ndarray, np.ndarray]:
-                watched.lists.append([asked[position] for position in chosen])
+                watched.lists.append([requests[position] for position in chosen])
                 return super()._batch(step, chosen)
 
             def _sync(self, trained_s: float) -> float:
                 watched.ends.append(trained_s)
                 return super()._sync(trained_s)
 
-        asked: dict[int, ScoredChunk] = {}
+        requests: dict[int, ScoredChunk] = {}
         Run(bound, Sizes(2, 3, workers), WORK, self.rates, 40, 0).outcome(4)
 
     def _batches(self, scheduler: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
         chunks, answer, rates = list[ScoredChunk](), batches._answer, self.rates
 
-        class Asked(Teacher):
+        class RecordingTeacher(Teacher):
             def score(self, asked_s: float, tokens: tuple[float, ...]) -> float:  # type: ignore[override]
                 done_s = super().score(asked_s, tokens)
                 chunks.append(scored(ScoreTimes(asked_s, (done_s,)), int(sum(tokens))))
                 return done_s
 
         def answered(number: int, step: int, start_s: float, *others: object) -> object:
-            if step > len(self.ends):  # nothing is answered when weights are pushed, so the step's batch begins then
+            if step > len(self.ends):  # no generation overlaps with a push, so the step's batch starts then
                 self.ends.append(start_s - rates.sync_s - rates.other_s)
             made = answer(number, step, start_s, *others)  # type: ignore[arg-type]
             self.lists.append(chunks[:])
             chunks.clear()
             return made
 
-        monkeypatch.setattr(batches, "Teacher", Asked)
+        monkeypatch.setattr(batches, "Teacher", RecordingTeacher)
         monkeypatch.setattr(batches, "_answer", answered)
         batches.run(scheduler, Sizes(2, 3, workers), WORK, rates, n_steps=36, warm_up=4, seed=0)
 
 
 @pytest.mark.parametrize(("scheduler", "bound"), [("sync", 0), ("one_step_off", 1), ("two_step_off", 2)])
 @pytest.mark.parametrize(("workers", "slower"), [(1, 0.6), (1, 2.0), (2, 4.0)])
-def test_a_batch_s_teacher_did_what_the_simulation_says(
+def test_measured_work_matches_the_simulation_of_batches(
     scheduler: str, bound: int, workers: int, slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if waiting behind another step's questions counts as work."""
+    """Fails if the time behind another step's requests counts as work."""
     _compare(scheduler, bound, workers, slower, monkeypatch)
 
 
 @pytest.mark.parametrize("bound", [1, 3])
 @pytest.mark.parametrize(("workers", "slower"), [(1, 0.2), (1, 1.0), (2, 2.0)])
-def test_a_stream_s_teacher_did_what_the_simulation_says(
+def test_measured_work_matches_the_simulation_of_a_stream(
     bound: int, workers: int, slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fails if a stream's waiting questions count as work, or one that is not known yet is left out."""
+    """Fails if queue time of a stream's requests counts as work, or a later request is not counted."""
     _compare("stream", bound, workers, slower, monkeypatch)
 
 
 def _compare(scheduler: str, bound: int, workers: int, slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = replace(RATES, score_s=slower * RATES.score_s, score_token_s=slower * RATES.score_token_s)
-    told = Watched(scheduler, bound, workers, rates, monkeypatch).told
-    counted = [m for m in told[bound + 4 :] if m]  # a stream's teacher may have nothing to do in a step
-    assert not any(told[:bound]) and len(counted) >= 25
+    reported = MeteredRun(scheduler, bound, workers, rates, monkeypatch).reported
+    counted = [m for m in reported[bound + 4 :] if m]  # the teacher of a stream may be idle in a step
+    assert not any(reported[:bound]) and len(counted) >= 25
     measured = sum(busy_s(m, workers) for m in counted)
     true = sum(m[SEQUENCES] * rates.score_s + m[TOKENS] * rates.score_token_s for m in counted)
     assert measured == pytest.approx(true, rel=0.03)

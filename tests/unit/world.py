@@ -122,9 +122,7 @@ class World:
     def record_finished(
         self, recording: Recording, *, wait: bool, timeout_s: float | None = None
     ) -> dict[str, FileDigest] | None:
-        if (
-            self._recording_scored and self.scores_fail
-        ):  # a copy: a raised error keeps references to the frames of the run
+        if self._recording_scored and self.scores_fail:  # raise a copy: a raised error keeps the frames of the run
             raise type(self.scores_fail)(str(self.scores_fail))
         self._recording_left -= 1
         return None if self._recording_left >= 0 and not wait else recording.refs
