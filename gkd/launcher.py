@@ -16,19 +16,19 @@ from gkd.actor import worker as actor_worker
 from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
-from gkd.cluster.calls import all_there, gather
+from gkd.cluster.calls import gather, wait_all
 from gkd.cluster.hang import hang_report
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
-from gkd.cluster.shared_pools import guest_pool
+from gkd.cluster.shared_pools import colocated_pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.errors import GkdError, RankTimeout
-from gkd.gpu_map import collect as survey
-from gkd.gpu_map.report import place_table
+from gkd.gpu_map import collect
+from gkd.gpu_map.report import gpu_report
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
@@ -94,9 +94,13 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     rollout = RolloutPool(rollout_workers, config, actor.dp_size)
     startup.watch(actor_slots.named(actor_workers) | rollout_slots.named(rollout_workers))
     # Each rank reports its GPU before it builds its model; the GPU map is made meanwhile.
-    asked = [
-        survey.Asked(actor_slots.spec, config.actor.tp, [w.place.remote(not on_cpu) for w in actor_workers]),
-        survey.Asked(rollout_slots.spec, 1, [w.place.remote(not on_cpu) for w in rollout_workers], shares_with(config)),
+    calls = [
+        collect.PlacementCalls(
+            actor_slots.spec, config.actor.tp, [w.placement.remote(not on_cpu) for w in actor_workers]
+        ),
+        collect.PlacementCalls(
+            rollout_slots.spec, 1, [w.placement.remote(not on_cpu) for w in rollout_workers], shares_with(config)
+        ),
     ]
     # Both pools build at the same time; they first need each other for the weight-sync groups.
     building = rollout.init_model(plan.device, plan.eos_ids)
@@ -106,7 +110,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         building = {}
     actor.check_run_dir(plan.folder.root, startup.left_s())
     building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
-    _record_places(config, plan, asked, startup.left_s())
+    _record_placement(config, plan, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
     is_local = plan.derived.is_local_teacher
     if is_local:
@@ -171,10 +175,10 @@ def make_cluster(config: Config, *, on_cpu: bool) -> Cluster:
 
 
 def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, Pool]:
-    """Reserve the pools and return them by name. Raises as `Cluster.make_pools` and `guest_pool`."""
+    """Reserve the pools and return them by name. Raises as `Cluster.make_pools` and `colocated_pool`."""
     pools = cluster.make_pools(pools_in_order(config), timeout_s)
     if config.trainer.colocate:
-        pools[ROLLOUT] = guest_pool(pools[ACTOR], pool_specs(config)[1], timeout_s)
+        pools[ROLLOUT] = colocated_pool(pools[ACTOR], pool_specs(config)[1], timeout_s)
     return pools
 
 
@@ -183,16 +187,16 @@ def shares_with(config: Config) -> str:
     return ACTOR if config.trainer.colocate else ""
 
 
-def _record_places(config: Config, plan: Plan, asked: Sequence[survey.Asked], timeout_s: float) -> None:
+def _record_placement(config: Config, plan: Plan, calls: Sequence[collect.PlacementCalls], timeout_s: float) -> None:
     """Log the table of ranks and GPUs, and write it to the run folder.
 
-    Raises ClusterError, as `survey.check_can_run`; CheckpointError: the run folder cannot be written.
+    Raises ClusterError, as `collect.check_can_run`; CheckpointError: the run folder cannot be written.
     """
     teacher, found = teacher_rows(config.teacher, plan.device)
-    table = survey.survey(plan.device, asked, teacher, timeout_s=timeout_s, found=found, cluster=config.cluster)
+    table = collect.make_gpu_map(plan.device, calls, teacher, timeout_s=timeout_s, found=found, cluster=config.cluster)
     plan.folder.write_places(table.to_json())
-    log.log(logging.WARNING if table.verdicts else logging.INFO, "GPU placement:\n%s", place_table(table))
-    survey.check_can_run(table)
+    log.log(logging.WARNING if table.findings else logging.INFO, "GPU placement:\n%s", gpu_report(table))
+    collect.check_can_run(table)
 
 
 def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:
@@ -205,7 +209,7 @@ def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: fl
     for i, (endpoint, node) in enumerate(zip(endpoints, nodes, strict=True)):
         if node not in heads:
             heads[node] = fetching[_endpoint_name(i)] = endpoint.lm_head.remote()
-    all_there(fetching, "fetching the teacher's LM head", timeout_s)
+    wait_all(fetching, "fetching the teacher's LM head", timeout_s)
     return [heads[node] for node in nodes]
 
 

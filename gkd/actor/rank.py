@@ -20,8 +20,8 @@ from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.offload import OffloadController
 from gkd.actor.rank_memory import RankMemory
-from gkd.cluster.assignment import free_port, this_place
-from gkd.cluster.gpu_table import RankPlace
+from gkd.cluster.assignment import free_port, this_placement
+from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.config.derived import derive
 from gkd.config.schema import Config
@@ -47,8 +47,8 @@ class ActorRank:
         self._phases = Phases()
         self._pending_moves: Moves | None = None  # started non-blocking; not waited for yet
 
-    def place(self, ask_driver: bool) -> RankPlace:
-        return this_place("actor", self._rank, ask_driver=ask_driver)
+    def placement(self, ask_driver: bool) -> RankPlacement:
+        return this_placement("actor", self._rank, ask_driver=ask_driver)
 
     @ray.method(concurrency_group=WATCH)
     def progress(self) -> Progress:
@@ -81,7 +81,7 @@ class ActorRank:
             address: host and port of rank 0.
             run_dir: trainer.run_dir as an absolute path of the driver.
         """
-        self._log.info(self.place(ask_driver=False).line())
+        self._log.info(self.placement(ask_driver=False).line())
         self._config, derived = config, derive(config)
         actor, trainer = config.actor, config.trainer
         timeout_s = max(trainer.init_timeout_s, trainer.stage_timeout_s) + _EXTRA_TIMEOUT_S

@@ -1,1 +1,1 @@
-"""Ray: resource pools, calls that never wait in silence, which rank sits where."""
+"""Runs the ranks on Ray: resource pools, calls with time-outs, start-up progress, hang reports, GPU placement."""

@@ -1,4 +1,4 @@
-"""Which rank sits on which GPU: what one process can say about itself."""
+"""Report the GPU placement of the calling process: its host, pid and visible GPUs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 
 import ray
 
-from gkd.cluster.gpu_table import RankPlace
-from gkd.cluster.gpus import machine_cards, visible_cards
-from gkd.cluster.processes import look_at
+from gkd.cluster.gpu_table import RankPlacement
+from gkd.cluster.gpus import machine_gpus, visible_gpus
+from gkd.cluster.processes import process_info
 
 
-def this_place(pool: str, rank: int, *, ask_driver: bool = False) -> RankPlace:
-    """The calling process's own place; makes no CUDA context.
+def this_placement(pool: str, rank: int, *, ask_driver: bool = False) -> RankPlacement:
+    """Return the placement of the calling process without creating a CUDA context.
 
     Args:
-        ask_driver: for what the driver knows of the GPUs; takes a second or so, 20 s at the worst.
+        ask_driver: query the driver for details of the GPUs. Takes about a second, and at most 20 s.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible_cards(visible, machine_cards() if ask_driver else ())
-    process = look_at(os.getpid())
+    gpus = visible_gpus(visible, machine_gpus() if ask_driver else ())
+    process = process_info(os.getpid())
     context = ray.get_runtime_context() if ray.is_initialized() else None
     ids = _ray_gpu_ids()
-    return RankPlace(
+    return RankPlacement(
         pool=pool,
         rank=rank,
         host=socket.gethostname(),
@@ -33,16 +33,16 @@ def this_place(pool: str, rank: int, *, ask_driver: bool = False) -> RankPlace:
         node=str(context.get_node_id()) if context is not None else "",
         started=process.started if process is not None else None,
         ray_gpu_ids=tuple(ids) if ids is not None else None,
-        current_device=_current_device() if ask_driver and cards else None,
-        cards=cards,
+        current_device=_current_device() if ask_driver and gpus else None,
+        gpus=gpus,
     )
 
 
 def sort_visible_gpus() -> None:
-    """Makes cuda:0, cuda:1, ... of this process the GPUs that Ray gave it, lowest first, at every start.
+    """Sort CUDA_VISIBLE_DEVICES, so that cuda:0, cuda:1, ... of this process are its GPUs in ascending order.
 
-    Ray 2.60 writes CUDA_VISIBLE_DEVICES from a set, whose order differs from process to process where Ray itself was
-    started with the variable. One that names other GPUs than Ray gave is left for the table to show.
+    Ray 2.60 writes the variable from a set. The order differs from process to process if Ray itself was started with
+    the variable. A value that names other GPUs than Ray assigned is not changed; the GPU map reports it.
     """
     ids, visible = _ray_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if ids and visible is not None and sorted(visible.split(",")) == sorted(ids):
@@ -50,7 +50,7 @@ def sort_visible_gpus() -> None:
 
 
 def _ray_gpu_ids() -> list[str] | None:
-    """What Ray gave this process, ascending; None: it is not Ray's."""
+    """Return the ids that Ray assigned to this process, ascending; None outside of Ray."""
     if not ray.is_initialized():
         return None
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
@@ -58,13 +58,13 @@ def _ray_gpu_ids() -> list[str] | None:
 
 
 def _current_device() -> int:
-    """Where this process's CUDA calls go unless told otherwise: 0 until it has begun to use CUDA."""
+    """Return the default CUDA device of this process; 0 before CUDA is initialized."""
     torch = sys.modules.get("torch")
     return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
 
 
 def free_port(host: str = "") -> int:
-    """A TCP port that was free a moment ago."""
+    """Return a TCP port that is free at the moment of the call."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -62,7 +62,7 @@ class Pending:
         return gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s)
 
 
-def all_there(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
+def wait_all(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
     """Waits for the ends of all calls; their results stay where they are. Raises as `gather`, but not their errors:
     whoever uses the results does.
     """

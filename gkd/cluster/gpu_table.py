@@ -1,19 +1,18 @@
-"""Where ranks sit: one row of the GPU table, what is wrong with it, and the document that holds all of it. Pure.
+"""Define the GPU map: one row per rank with its GPUs, the problems found, and the JSON document of both. Pure.
 
-On the road of one batch: before it begins. `assignment` fills a row, `verdicts` judges them, `place_table` shows them.
+`assignment` fills a row, `gpu_map.findings` finds the problems, `gpu_map.report` prints the map.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 import msgspec
 
 from gkd.errors import ClusterError
 
-TEACHER = "teacher"  # the pool of the rows that its server tells; not one of Ray's
+TEACHER = "teacher"  # the pool name of the rows from the teacher server's status; not a Ray pool
 
 Kind = Literal[
     "shared_gpu",
@@ -31,8 +30,8 @@ Kind = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One GPU. All but the id is None where no driver tells it, as on logical GPUs."""
+class GpuInfo:
+    """One GPU. All fields except the id are None if no driver reports them, as with logical GPUs."""
 
     id: str  # as in CUDA_VISIBLE_DEVICES
     uuid: str | None = None
@@ -41,12 +40,11 @@ class Card:
     numa_node: int | None = None
     memory_total_mib: int | None = None
     memory_free_mib: int | None = None
-    pids: tuple[int, ...] = ()  # processes that compute on it, as far as the driver shows them
+    pids: tuple[int, ...] = ()  # compute processes on it, as far as the driver lists them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """One row: where a rank runs, and which GPUs it was given and sees."""
+class RankPlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the map: where a rank runs, which GPUs it was assigned, and which it sees."""
 
     pool: str
     rank: int
@@ -54,12 +52,12 @@ class RankPlace:
     pid: int
     cuda_visible_devices: str | None  # None = unset
     local_rank: int | None = None  # among the pool's ranks of its node
-    name: str = ""  # of a teacher's worker
-    node: str = ""  # Ray's id of the node; empty: not Ray's process
-    started: int | None = None  # clock ticks after boot; tells two processes of one pid apart
-    ray_gpu_ids: tuple[str, ...] | None = None  # what Ray gave it; None: not Ray's process
-    current_device: int | None = None  # among `cards`; None: there is none, or nobody knows
-    cards: tuple[Card, ...] = ()  # that it sees, in its own order: its cuda:0, cuda:1, ...
+    name: str = ""  # of a teacher worker
+    node: str = ""  # Ray's node id; empty: not a Ray process
+    started: int | None = None  # clock ticks after boot; distinguishes two processes with the same pid
+    ray_gpu_ids: tuple[str, ...] | None = None  # assigned by Ray; None: not a Ray process
+    current_device: int | None = None  # index into `gpus`; None: no GPU, or unknown
+    gpus: tuple[GpuInfo, ...] = msgspec.field(default=(), name="cards")  # visible ones, in order: cuda:0, cuda:1, ...
 
     @property
     def label(self) -> str:
@@ -68,27 +66,27 @@ class RankPlace:
     def line(self) -> str:
         return (
             f"{self.pool} worker {self.rank}: CUDA_VISIBLE_DEVICES={self.cuda_visible_devices}, "
-            f"GPU count={len(self.cards)}, host={self.host}, pid={self.pid}"
+            f"GPU count={len(self.gpus)}, host={self.host}, pid={self.pid}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNeed:
-    """What the config wants of a pool: ranks r * tp ... (r + 1) * tp - 1 are one tensor-parallel group."""
+    """GPUs that the config requests for a pool. Ranks r * tp ... (r + 1) * tp - 1 form a tensor-parallel group."""
 
     name: str
     n_ranks: int
     gpus_per_rank: int
     tp: int = 1
-    shares_with: str = ""  # the pool whose GPUs these are
+    shares_with: str = ""  # the pool that owns these GPUs; empty: this pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is wrong, whom it is about, and what to do."""
+    """A problem, the affected ranks, and the fix."""
 
     kind: Kind
-    ranks: tuple[str, ...]  # labels; empty: nobody in particular
+    ranks: tuple[str, ...]  # labels; empty: not about particular ranks
     problem: str
     fix: str
 
@@ -96,31 +94,32 @@ class Finding:
         return f"{self.problem} Fix: {self.fix}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMap:
-    """The whole table with its verdicts; `gpus.json` of a run, and what `check_gpus --json` prints."""
+class GpuMap(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of all ranks with the problems found: `gpus.json` of a run, and the output of `check_gpus --json`."""
 
     device: str  # "cpu" | "cuda"
     pools: tuple[PoolNeed, ...]
-    rows: tuple[RankPlace, ...]
-    verdicts: tuple[Finding, ...]
-    notes: tuple[str, ...] = ()  # what was not looked at, and why; what is not wrong but could be better
+    rows: tuple[RankPlacement, ...]
+    findings: tuple[Finding, ...] = msgspec.field(name="verdicts")
+    notes: tuple[str, ...] = ()  # checks that were skipped, with the reason; possible improvements
     gpus: tuple[int, ...] = ()  # cluster.gpus, ascending
-    order: tuple[str, ...] = ()  # cluster.order; empty: of a table made before there was one
+    order: tuple[str, ...] = ()  # cluster.order; empty in files of older versions
     version: Literal[1] = 1
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def survey_of(data: bytes, where: str) -> GpuMap:
-    """Raises ClusterError: these bytes are no `GpuMap.to_json`."""
+def gpu_map_from_json(data: bytes, where: str) -> GpuMap:
+    """Decode a `GpuMap`.
+
+    Args:
+        where: name of the source, for the error.
+
+    Raises:
+        ClusterError: the bytes are not the output of `GpuMap.to_json`.
+    """
     try:
         return msgspec.json.decode(data, type=GpuMap)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ClusterError(f"{where} is not the GPU table of a run: {error}") from error
-
-
-def visible_ids(visible: str) -> tuple[str, ...]:
-    """The entries of a CUDA_VISIBLE_DEVICES that count: CUDA stops at the first that is empty or -1."""
-    return tuple(takewhile(lambda entry: entry not in ("", "-1"), (part.strip() for part in visible.split(","))))

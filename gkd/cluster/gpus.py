@@ -1,77 +1,72 @@
-"""The GPUs of this machine as its driver tells them, in bounded time and without a CUDA context.
-
-`nvidia-smi` and not its library: a call into a driver that is stuck never returns, a program can be left behind.
-"""
+"""List the GPUs of this machine with `nvidia-smi`, in bounded time and without a CUDA context."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from gkd.cluster.gpu_table import Card, visible_ids
+from gkd.cluster.gpu_table import GpuInfo
 from gkd.errors import ConfigError
 from gkd.log import get_logger
+from teacher_server.wire.nvidia_smi import SmiError, run_nvidia_smi, visible_ids
 
 log = get_logger("gpus")
 
 _LIMIT_S = 10.0
 _LEAST_GIB, _MOST_GIB = 2**-10, 2**20  # 1 MiB to 1 PiB
-_CARDS = "--query-gpu=index,uuid,name,pci.bus_id,memory.total,memory.free"
+_GPUS = "--query-gpu=index,uuid,name,pci.bus_id,memory.total,memory.free"
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
 _SYS = Path("/sys/bus/pci/devices")
 
 
-def machine_cards() -> list[Card]:
-    """All of them; empty where there is no nvidia-smi, or none that we may run (one that fails or hangs is
-    logged).
-    """
-    cards = parse_cards(_ask(_CARDS))
-    return with_processes(cards, _ask(_PROCESSES)) if cards else []
+def machine_gpus() -> list[GpuInfo]:
+    """Return all GPUs; empty if `nvidia-smi` is missing, may not be run, or fails (a failure is logged)."""
+    gpus = parse_gpus(_query(_GPUS))
+    return with_processes(gpus, _query(_PROCESSES)) if gpus else []
 
 
-def card_bytes(gpu_gib: float | None) -> int | None:
-    """Memory of the cards that a tool plans for: what was given, else this machine's smallest; None: it has none.
+def gpu_memory_bytes(gpu_gib: float | None) -> int | None:
+    """Return the memory per GPU that a tool plans with: the given size, else the smallest GPU here; None: no GPU.
 
     Raises:
-        ConfigError: `gpu_gib`, of `--gpu-gib`, is no size.
+        ConfigError: `gpu_gib` (from `--gpu-gib`) is out of range.
     """
     if gpu_gib is None:
-        sizes = [card.memory_total_mib for card in machine_cards() if card.memory_total_mib]
+        sizes = [gpu.memory_total_mib for gpu in machine_gpus() if gpu.memory_total_mib]
         return min(sizes) << 20 if sizes else None
     if not _LEAST_GIB <= gpu_gib <= _MOST_GIB:  # also true of NaN
-        fix = "give its size in GiB, for example 80."
-        raise ConfigError("--gpu-gib", gpu_gib, "no card has so much memory, or so little.", fix)
+        fix = "give the GPU's memory in GiB, for example 80."
+        raise ConfigError("--gpu-gib", gpu_gib, f"not between {_LEAST_GIB} and {_MOST_GIB} GiB.", fix)
     return round(gpu_gib * 2**30)
 
 
-def visible_cards(visible: str | None, machine: Sequence[Card]) -> tuple[Card, ...]:
-    """What a process with this CUDA_VISIBLE_DEVICES sees, in its order; ids as it names them.
+def visible_gpus(visible: str | None, machine: Sequence[GpuInfo]) -> tuple[GpuInfo, ...]:
+    """Return the GPUs that a process with this CUDA_VISIBLE_DEVICES sees, in its order and with its ids.
 
     Args:
-        machine: all cards; empty: nobody knows them, and every entry counts.
+        machine: all GPUs; empty if unknown: then every entry counts.
     """
     if visible is None:
         return tuple(machine)
     entries = visible_ids(visible)
     if not machine:
-        return tuple(Card(id=entry) for entry in entries)
+        return tuple(GpuInfo(id=entry) for entry in entries)
     found = (_find(entry, machine) for entry in entries)
-    return tuple(card for card in takewhile(lambda card: card is not None, found) if card is not None)
+    return tuple(gpu for gpu in takewhile(lambda gpu: gpu is not None, found) if gpu is not None)
 
 
-def parse_cards(listing: str) -> list[Card]:
-    """Cards of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`; "[N/A]" and the like are None."""
-    cards = []
+def parse_gpus(listing: str) -> list[GpuInfo]:
+    """Parse `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`; values in brackets ("[N/A]") become None."""
+    gpus = []
     for line in listing.splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == 6 and parts[0].isdecimal():
             index, uuid, name, bus, total, free = (None if part.startswith("[") else part for part in parts)
             assert index is not None
-            cards.append(
-                Card(
+            gpus.append(
+                GpuInfo(
                     id=index,
                     uuid=uuid,
                     name=name,
@@ -81,30 +76,33 @@ def parse_cards(listing: str) -> list[Card]:
                     memory_free_mib=_number(free),
                 )
             )
-    return cards
+    return gpus
 
 
-def with_processes(cards: Sequence[Card], listing: str) -> list[Card]:
-    """The cards with the processes of `nvidia-smi --query-compute-apps=gpu_uuid,pid`."""
+def with_processes(gpus: Sequence[GpuInfo], listing: str) -> list[GpuInfo]:
+    """Add the processes of `nvidia-smi --query-compute-apps=gpu_uuid,pid` to the GPUs."""
     pids: dict[str, list[int]] = {}
     for line in listing.splitlines():
         uuid, _, pid = (part.strip() for part in line.partition(","))
         if pid.isdecimal():
             pids.setdefault(uuid, []).append(int(pid))
-    return [replace(card, pids=tuple(pids.get(card.uuid or "", ()))) for card in cards]
+    return [replace(gpu, pids=tuple(pids.get(gpu.uuid or "", ()))) for gpu in gpus]
 
 
-def _find(entry: str, machine: Sequence[Card]) -> Card | None:
-    if entry.startswith("MIG-"):  # a part of a card; only the driver's own list knows of which
-        return Card(id=entry, uuid=entry)
-    for card in machine:
-        if card.id == entry or (entry.startswith("GPU-") and (card.uuid or "").startswith(entry)):
-            return replace(card, id=entry)
+def _find(entry: str, machine: Sequence[GpuInfo]) -> GpuInfo | None:
+    if entry.startswith("MIG-"):  # a slice of a GPU; --query-gpu does not list slices
+        return GpuInfo(id=entry, uuid=entry)
+    for gpu in machine:
+        if gpu.id == entry or (entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry)):
+            return replace(gpu, id=entry)
     return None
 
 
 def _numa_node(bus: str) -> int | None:
-    """nvidia-smi writes 00000000:18:00.0, the kernel 0000:18:00.0, and -1 for a machine without NUMA."""
+    """Return the NUMA node of a PCI address; None if unknown.
+
+    nvidia-smi writes 00000000:18:00.0, the kernel 0000:18:00.0; the kernel reports -1 without NUMA.
+    """
     file = _SYS / bus[-12:].lower() / "numa_node"
     try:
         node = int(file.read_text())
@@ -117,17 +115,9 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _ask(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+def _query(query: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    except (FileNotFoundError, PermissionError):
+        return run_nvidia_smi(query, "--format=csv,noheader,nounits", timeout_s=_LIMIT_S)
+    except SmiError as error:
+        log.warning("%s. The GPUs of this machine are unknown", error)
         return ""
-    except subprocess.TimeoutExpired:
-        log.warning("nvidia-smi does not answer within %.0f s: is the driver stuck? The GPUs stay unknown", _LIMIT_S)
-        return ""
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        log.warning("nvidia-smi ended with exit code %d: %s. The GPUs stay unknown", done.returncode, said)
-        return ""
-    return done.stdout

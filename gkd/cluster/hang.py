@@ -57,9 +57,9 @@ def describe(
     waited_for = [stack for stack in stacks if _is_late(stack.rank, late, found | set(names))]
     # A child that cannot be asked, as a helper of a library, says nothing of its rank.
     telling = [stack for stack in waited_for if stack.text or not stack.is_child]
-    waiting = [stack for stack in telling if stack.waits_for_others]
+    waiting = [stack for stack in telling if stack.in_collective]
     idle = [stack for stack in telling if stack.is_idle]
-    groups = _groups([stack for stack in telling if not stack.waits_for_others and not stack.is_idle], progress)
+    groups = _groups([stack for stack in telling if not stack.in_collective and not stack.is_idle], progress)
     others = [stack for stack in stacks if stack not in waited_for]
     lines = [f"node {node} did not say where its ranks are" for node in silent]
     # On a silent node there may be ranks that nobody has seen.

@@ -1,9 +1,9 @@
-"""Resource pools: which processes exist, on which node, holding which GPUs.
+"""Reserve resource pools on Ray, and start one process per slot.
 
-`placement` chooses the nodes. Each process then has a Ray placement group of its own, pinned to its node and reserved
-one after the other: a node gives out its lowest free GPUs first, so on each node the ids rise with the ranks, and from
-the first pool to the last; and no two processes can be given the same GPU. On CPU a "GPU" is one of Ray's logical GPUs:
-a process slot, so the same code, the same numbering and the same errors.
+`placement` chooses the nodes. Each process has its own Ray placement group, pinned to its node. The groups are reserved
+one after the other. A node assigns its lowest free GPUs first, so the ids ascend with the ranks and from the first pool
+to the last, and no two processes get the same GPU. On CPU, Ray's logical GPUs serve as process slots: the same code,
+numbering and errors.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from gkd.log import get_logger
 
 log = get_logger("pools")
 
-# A CPU share for helpers that mostly wait (scoring endpoints), so that they never block a pool.
+# CPU share of helpers that mostly wait (scoring endpoints), so that they never block a pool.
 HELPER_CPUS = 0.1
 
 _CONNECT_S = 10.0
-# Every process of the job can be asked where it stands, from its first moment on.
+# Every process of the job can report its stacks from its start.
 _JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.stacks.listen"}
 _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
-_SAY_S = 15.0  # between lines that say what is waited for
+_LOG_EVERY_S = 15.0  # between log lines while resources are not free
 _NO_RAY_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-_NODE_ID = "ray.io/node-id"  # a label that every node of Ray has
-_HTTP2_SETTINGS = 4  # the type of the first frame that a gRPC server sends, at once and unasked
+_NODE_ID = "ray.io/node-id"  # a label of every Ray node
+_HTTP2_SETTINGS = 4  # type of the first frame, which a gRPC server sends without a request
 
 
 class Cluster:
-    """A Ray cluster: one started here for this run, or an existing one joined by its address.
+    """A Ray cluster: started here for this run, or an existing one joined by its address.
 
-    `run` is a word that no other run has, whichever cluster it is on.
+    `run` is a unique id of this run.
 
     Args:
-        address: empty: start one.
-        n_slots: processes' GPUs in all, of which on CPU a cluster started here has so many.
-        cpus_a_slot: logical ones that it has for each, on CPU.
-        gpus: ids of the only GPUs that a cluster started here may give out; empty: all that the driver sees.
+        address: HOST:PORT; empty: start a cluster.
+        n_slots: GPUs of all processes; on CPU, the logical GPUs of a cluster started here.
+        cpus_a_slot: logical CPUs per slot, on CPU.
+        gpus: ids of the only GPUs that a cluster started here may assign; empty: all that the driver sees.
 
     Raises:
-        ClusterError: it can't be started or joined.
+        ClusterError: the cluster cannot be started or joined.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Cluster:
                 _check_answers(address)
                 ray.init(address=address, **common)
             elif on_cpu:
-                # Logical: on a machine with fewer cores than slots the processes share cores.
-                # "local", because without an address Ray would join whatever cluster runs on this machine.
+                # Logical CPUs: with fewer cores than slots, the processes share cores.
+                # "local", because without an address Ray would join a cluster that runs on this machine.
                 cpus, slots = math.ceil(n_slots * cpus_a_slot) + 2, len(gpus) or n_slots
                 with _visible(gpus):
                     ray.init("local", num_cpus=cpus, num_gpus=slots, object_store_memory=512 << 20, **local)
@@ -89,23 +89,28 @@ class Cluster:
                 with _visible(gpus):
                     ray.init("local", **local)
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-            said = " ".join(str(error).split())
+            problem = " ".join(str(error).split())
             fix = ""
-            if "Version mismatch" in said:
-                fix = " Fix: use an environment with the cluster's Ray and Python, or start Ray there with this one's."
+            if "Version mismatch" in problem:
+                fix = " Fix: use the Ray and Python versions of the cluster, or restart it with these."
             verb = "joined" if address else "started"
-            raise ClusterError(f"Ray could not be {verb} (cluster.ray_address = {address!r}): {said}{fix}") from error
+            raise ClusterError(
+                f"Ray could not be {verb} (cluster.ray_address = {address!r}): {problem}{fix}"
+            ) from error
         finally:
-            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own there
+            signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
 
     def make_pools(self, specs: Sequence[PoolSpec], timeout_s: float) -> dict[str, Pool]:
-        """Reserve all pools or none, the first with the lowest GPU ids; by name. Waits for what others hold now.
+        """Reserve all pools or none; return them by name. The first pool gets the lowest GPU ids.
+
+        Waits for resources that other jobs hold.
 
         Raises:
-            ClusterError: they can't be had, at once if they never can; shows what is wanted and what each node has.
+            ClusterError: the pools do not fit (raised at once), or are not free in time. Shows what is required and
+                what each node has.
         """
         fix = "lower the pool's n_gpus_per_node or nnodes"
-        deadline, said = time.monotonic() + timeout_s, -math.inf
+        deadline, logged = time.monotonic() + timeout_s, -math.inf
         while True:
             nodes = in_order(_nodes())
             if place([node.total for node in nodes], specs) is None:
@@ -113,7 +118,7 @@ class Cluster:
                 raise ClusterError(f"the pools do not fit into the cluster; {missing}. Fix: {fix}, or add nodes.")
             chosen = place([node.free for node in nodes], specs)
             if chosen is not None:
-                pools = _reserve(specs, [[nodes[i].id for i in its] for its in chosen], self.run)
+                pools = _reserve(specs, [[nodes[i].id for i in node_indices] for node_indices in chosen], self.run)
                 if pools is not None:
                     return pools
                 nodes = in_order(_nodes())
@@ -121,30 +126,30 @@ class Cluster:
             if left_s <= 0:
                 raise ClusterError(
                     f"the pools' GPUs and CPUs were not free within {timeout_s:.0f} s; {missing}. "
-                    f"Fix: {fix}, end what holds them, or wait longer (trainer.init_timeout_s)."
+                    f"Fix: {fix}, end the jobs that hold them, or wait longer (trainer.init_timeout_s)."
                 )
-            if time.monotonic() - said > _SAY_S:
-                waits = "waiting up to %.0f s (trainer.init_timeout_s) for GPUs or CPUs that others hold; %s"
+            if time.monotonic() - logged > _LOG_EVERY_S:
+                waits = "waiting up to %.0f s (trainer.init_timeout_s) for GPUs or CPUs that other jobs hold; %s"
                 log.warning(waits, left_s, missing)
-                said = time.monotonic()
+                logged = time.monotonic()
             time.sleep(min(_POLL_S, left_s))
 
     def close(self) -> None:
-        """Stop Ray if it was started here, else leave it; the pools are freed with the job in both cases."""
+        """Stop Ray if it was started here, else disconnect. The pools are freed in both cases."""
         ray.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Reserved slots; `spawn` puts one process into each."""
+    """Reserved slots; `spawn` starts one process in each."""
 
     spec: PoolSpec
     groups: list[PlacementGroup]  # by rank
-    run: str  # a word that no other run has
-    visible: tuple[str, ...] = ()  # by rank, CUDA_VISIBLE_DEVICES of a pool on another one's GPUs; empty: Ray's choice
+    run: str  # unique id of the run
+    visible: tuple[str, ...] = ()  # by rank: CUDA_VISIBLE_DEVICES of a colocated pool; empty: set by Ray
 
     def named(self, workers: Sequence[Any]) -> dict[str, Any]:
-        """What `spawn` gave, by the ranks' names."""
+        """Return the workers from `spawn` by the names of the ranks."""
         return {self.spec.rank_name(rank): worker for rank, worker in enumerate(workers)}
 
     def near(self, rank: int) -> PlacementGroupSchedulingStrategy:
@@ -164,7 +169,7 @@ class Pool:
         options = {"concurrency_groups": dict.fromkeys(concurrency_groups, 1)} if concurrency_groups else {}
         remote_class = ray.remote(**options)(worker_class) if options else ray.remote(worker_class)
         for rank in range(self.spec.world_size):
-            # Ray would hide all GPUs from a process that it gave none.
+            # Without this, Ray hides all GPUs from a process with num_gpus=0.
             shown = {"CUDA_VISIBLE_DEVICES": self.visible[rank], _NO_RAY_GPUS: "1"} if self.visible else {}
             handles.append(
                 remote_class.options(
@@ -180,23 +185,23 @@ class Pool:
 
 
 def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]], run: str) -> dict[str, Pool] | None:
-    """All slots on these nodes, by Ray's ids; None: someone was faster, and nothing is held.
+    """Reserve all slots on these nodes (Ray ids); None if another job was faster, with nothing reserved.
 
-    All or nothing, so that two jobs that start together never wait for each other's half.
+    All or nothing, so that two jobs that start together never deadlock with half of the resources each.
     """
     held: list[PlacementGroup] = []
     pools: dict[str, Pool] = {}
-    for spec, its in zip(specs, nodes, strict=True):
+    for spec, node_ids in zip(specs, nodes, strict=True):
         groups = []
         for rank in range(spec.world_size):
             group = placement_group(
                 [{"GPU": float(spec.gpus_per_worker), "CPU": 1.0 + spec.helper_cpus}],
                 strategy="STRICT_PACK",
                 name=f"{spec.name}_{rank}",
-                bundle_label_selector=[{_NODE_ID: its[rank // spec.workers_per_node]}],
+                bundle_label_selector=[{_NODE_ID: node_ids[rank // spec.workers_per_node]}],
             )
             held.append(group)
-            # One after the other: this is what makes the ids rise with the ranks.
+            # One after the other, so that the GPU ids ascend with the ranks.
             if not group.wait(timeout_seconds=_GRANT_S):
                 for taken in held:
                     remove_placement_group(taken)
@@ -207,7 +212,7 @@ def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]], run: str
 
 
 def _nodes() -> list[Node]:
-    """Those that live; one that has not said yet what is free has nothing."""
+    """Return the nodes that are alive; a node that has not reported its free resources counts as full."""
     free = available_resources_per_node()
     here = ray.get_runtime_context().get_node_id()
     return [
@@ -230,7 +235,7 @@ def _room(resources: Mapping[str, float]) -> Room:
 
 @contextmanager
 def _visible(gpus: Sequence[int]) -> Iterator[None]:
-    """Ray's daemons that are started in here give out these GPUs only, lowest first; none: what they would anyway."""
+    """Limit the Ray daemons that are started in this context to these GPUs; empty: no limit."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(gpus)))
@@ -244,21 +249,21 @@ def _visible(gpus: Sequence[int]) -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ClusterError, where ray.init would try for minutes: no Ray answers at this HOST:PORT."""
+    """Raise ClusterError if no Ray listens at HOST:PORT; ray.init itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
-        return  # "auto" and the like, of which Ray itself knows at once
+        return  # "auto" and the like: Ray itself fails at once
     problem = ""
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as probe:
-            if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):  # which begins with words of ours
+            if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):  # with TLS, the client sends first
                 head = probe.recv(9)  # [length: 3, type, flags, stream: 4]
                 if len(head) < 4 or head[3] != _HTTP2_SETTINGS:
-                    problem = "what listens there is not Ray"
+                    problem = "another program listens there, not Ray"
     except TimeoutError:
-        problem = f"what listens there says nothing for {_CONNECT_S:.0f} s, or nobody is there"
-    except (OSError, ValueError, OverflowError) as error:  # no name of a host, no number of a port
-        problem = f"nobody listens there ({error})"
+        problem = f"no reply within {_CONNECT_S:.0f} s"
+    except (OSError, ValueError, OverflowError) as error:  # invalid host name or port
+        problem = f"cannot connect ({error})"
     if problem:
         raise ClusterError(
             f"Ray could not be joined (cluster.ray_address = {address!r}): {problem}. "

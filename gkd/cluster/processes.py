@@ -12,7 +12,7 @@ class Process(NamedTuple):
     started: int  # clock ticks after boot
 
 
-def look_at(pid: int) -> Process | None:
+def process_info(pid: int) -> Process | None:
     """None: there is no such process, or it has ended and only its parent has not noticed."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -22,12 +22,12 @@ def look_at(pid: int) -> Process | None:
     return None if state in "ZX" else Process(int(parent), int(rest[17]))
 
 
-def root_among(pid: int, roots: Collection[int]) -> int | None:
+def nearest_ancestor(pid: int, roots: Collection[int]) -> int | None:
     """The nearest of `roots` that this process is or descends from; None: of none, or it does not live here."""
     while pid > 1:
         if pid in roots:
             return pid
-        process = look_at(pid)
+        process = process_info(pid)
         if process is None:
             return None
         pid = process.parent

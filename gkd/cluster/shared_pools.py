@@ -20,7 +20,7 @@ def _gpus() -> list[str]:
     return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-def guest_pool(owner: Pool, spec: PoolSpec, timeout_s: float) -> Pool:
+def colocated_pool(owner: Pool, spec: PoolSpec, timeout_s: float) -> Pool:
     """The slots of `spec`, each on as many neighbouring GPUs of the owner's ranks as it wants; nothing runs there yet.
 
     Args:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import BufferedRandom
 from pathlib import Path
 
-from gkd.cluster.processes import look_at
+from gkd.cluster.processes import process_info
 
 RANK_ENV = "GKD_RANK"  # of a rank's process and its children: which run's it is, and what it is called
 
@@ -51,7 +51,7 @@ class Frame:
         return inside.startswith("gkd/") if installed else "/gkd/" in self.file and _STDLIB not in self.file
 
     @property
-    def is_pythons(self) -> bool:
+    def is_stdlib(self) -> bool:
         """Of Python's own library."""
         return self.is_importlib or (_STDLIB in self.file and _PACKAGES not in self.file)
 
@@ -88,7 +88,7 @@ class RankStack:
         return "\n".join("".join(f"   {frame}\n" for frame in frames) for frames in kept)
 
     @property
-    def waits_for_others(self) -> bool:
+    def in_collective(self) -> bool:
         """Is every thread that counts inside of a collective, or at a rendezvous?"""
         return bool(self.threads) and all(_collective(frames) is not None for frames in self.threads)
 
@@ -132,7 +132,7 @@ def stacks_here(run: str) -> list[RankStack]:
     deadline = time.monotonic() + _ANSWER_S
     stacks = []
     for pid, rank, file, size, problem in asked:
-        process = look_at(pid)
+        process = process_info(pid)
         is_child = process is not None and found.get(process.parent) == rank
         stacks.append(_answer(pid, rank, file, size, problem, deadline, is_child))
     return sorted(stacks, key=lambda stack: (stack.rank, stack.is_child, stack.pid))
@@ -233,7 +233,7 @@ def _where(frames: list[Frame]) -> str:
     if caller is not None:
         return f"waits for other ranks in a collective, called at {caller}"
     # Not in Python's own library, whose innermost calls look alike whoever makes them.
-    inner = next((frame for frame in frames if not frame.is_pythons), frames[0])
+    inner = next((frame for frame in frames if not frame.is_stdlib), frames[0])
     ours = next((frame for frame in frames if frame.is_ours), None)
     return f"at {inner}" if ours is None or ours is inner else f"at {inner}, called at {ours}"
 

@@ -21,7 +21,7 @@ from gkd.log import get_logger
 
 log = get_logger("startup")
 
-TELL_S = 5.0
+LOG_EVERY_S = 5.0
 _AGAIN = 6  # times that long, and a line that has not changed is said again
 _ASK_S = 2.0
 _SLOWEST = 4  # ranks named in a line
@@ -35,10 +35,10 @@ class Startup(AbstractContextManager["Startup"]):
         timeout_s: from now until all are up; `left_s` says what is left of it.
     """
 
-    def __init__(self, timeout_s: float, tell_s: float = TELL_S) -> None:
+    def __init__(self, timeout_s: float, log_every_s: float = LOG_EVERY_S) -> None:
         self.timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._tell_s = tell_s
+        self._tell_s = log_every_s
         self._ranks: dict[str, Any] = {}
         self._silent: list[str] = []
         self._known: dict[str, Progress] = {}

@@ -1,1 +1,1 @@
-"""Reports which rank is on which GPU, and what is wrong with the assignment."""
+"""Reports which rank is on which GPU, and finds problems of the placement."""

@@ -1,39 +1,41 @@
-"""Ask every rank where it sits, and make the table of it. Training does it at its start, `check_gpus` without one."""
+"""Collect the placement of every rank and make the GPU map, at the start of training and for `check_gpus`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from gkd.cluster.assignment import sort_visible_gpus, this_place
+from msgspec import structs
+
+from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.calls import gather
-from gkd.cluster.gpu_table import Finding, GpuMap, PoolNeed, RankPlace
+from gkd.cluster.gpu_table import Finding, GpuMap, PoolNeed, RankPlacement
 from gkd.cluster.placement import PoolSpec
 from gkd.config.schema import ClusterConfig
 from gkd.errors import ClusterError
-from gkd.gpu_map.findings import judge
+from gkd.gpu_map.findings import find_problems
 
 
-class PlaceWorker:
-    """A rank of `check_gpus`: it sits where training's rank would, and does nothing but say where."""
+class PlacementProbe:
+    """Stand in for a training rank in `check_gpus`: same slot and environment, but only reports its placement."""
 
     def __init__(self, rank: int) -> None:
         sort_visible_gpus()
         self._rank = rank
 
-    def place(self, pool: str, ask_driver: bool) -> RankPlace:
-        return this_place(pool, self._rank, ask_driver=ask_driver)
+    def placement(self, pool: str, ask_driver: bool) -> RankPlacement:
+        return this_placement(pool, self._rank, ask_driver=ask_driver)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A pool whose ranks have been asked for their places and may not have answered yet."""
+class PlacementCalls:
+    """Pending placement calls on the ranks of a pool."""
 
     spec: PoolSpec
     tp: int  # ranks of one tensor-parallel group
-    refs: Sequence[Any]  # of RankPlace, by rank
-    shares_with: str = ""  # the pool whose GPUs these are
+    refs: Sequence[Any]  # by rank; each returns a RankPlacement
+    shares_with: str = ""  # the pool that owns these GPUs
 
     @property
     def need(self) -> PoolNeed:
@@ -47,65 +49,67 @@ class Asked:
         )
 
 
-def places(asked: Sequence[Asked], timeout_s: float) -> list[RankPlace]:
-    """Every rank's row, pool by pool. Raises ClusterError: a rank died or did not answer in time."""
-    refs = {pool.spec.rank_name(rank): ref for pool in asked for rank, ref in enumerate(pool.refs)}
-    per_node = {pool.spec.name: pool.spec.workers_per_node for pool in asked}
-    rows: list[RankPlace] = list(gather(refs, "where it sits", timeout_s).values())
-    return [replace(row, local_rank=row.rank % per_node[row.pool]) for row in rows]
+def _placements(calls: Sequence[PlacementCalls], timeout_s: float) -> list[RankPlacement]:
+    """Return every rank's row, pool by pool. Raises ClusterError if a rank died or did not reply in time."""
+    refs = {pool.spec.rank_name(rank): ref for pool in calls for rank, ref in enumerate(pool.refs)}
+    per_node = {pool.spec.name: pool.spec.workers_per_node for pool in calls}
+    rows: list[RankPlacement] = list(gather(refs, "GPU placement", timeout_s).values())
+    return [structs.replace(row, local_rank=row.rank % per_node[row.pool]) for row in rows]
 
 
-def survey(
+def make_gpu_map(
     device: str,
-    asked: Sequence[Asked],
-    teacher: Sequence[RankPlace],
+    calls: Sequence[PlacementCalls],
+    teacher: Sequence[RankPlacement],
     *,
     timeout_s: float,
     cluster: ClusterConfig,
     found: Sequence[Finding] = (),
 ) -> GpuMap:
-    """The table and its verdicts; blocks until every rank has answered.
+    """Make the GPU map and find its problems; blocks until every rank has replied.
 
     Args:
         device: of the ranks, "cpu" or "cuda".
-        teacher: its workers' rows.
-        cluster: which GPUs the ranks may use, and which pool comes first.
-        found: what else is known to be wrong.
+        calls: of all pools.
+        teacher: rows of the teacher workers.
+        cluster: the GPUs that the ranks may use, and the order of the pools.
+        found: other known problems.
 
     Raises:
-        ClusterError: a rank died or did not answer in time.
+        ClusterError: a rank died or did not reply in time.
     """
-    rows = (*places(asked, timeout_s), *teacher)
-    pools = tuple(pool.need for pool in asked)
+    rows = (*_placements(calls, timeout_s), *teacher)
+    pools = tuple(pool.need for pool in calls)
     gpus = tuple(sorted(cluster.gpus))
     return GpuMap(
         device=device,
         pools=pools,
         rows=rows,
-        verdicts=(*judge(rows, pools, gpus=gpus), *found),
-        notes=tuple(scattered(rows, gpus)),
+        findings=(*find_problems(rows, pools, gpus=gpus), *found),
+        notes=tuple(non_adjacent(rows, gpus)),
         gpus=gpus,
         order=tuple(cluster.order),
     )
 
 
-def scattered(rows: Sequence[RankPlace], gpus: Sequence[int]) -> Iterator[str]:
-    """Ranks whose GPUs have others between them: Ray gives out the lowest free ones, wherever they are."""
+def non_adjacent(rows: Sequence[RankPlacement], gpus: Sequence[int]) -> Iterator[str]:
+    """Yield a note for each rank whose GPUs are not adjacent: Ray assigns the lowest free GPUs."""
     for row in rows:
         ids = [int(gpu) for gpu in row.ray_gpu_ids or () if gpu.isdecimal()]
         between = [gpu for gpu in gpus or range(max(ids, default=0) + 1) if ids and min(ids) < gpu < max(ids)]
         if others := [gpu for gpu in between if gpu not in ids]:
             yield (
-                f"{row.label} works on GPUs {','.join(map(str, ids))} and not on {','.join(map(str, others))} between "
-                "them, which may slow it down: they were not free"
+                f"{row.label} uses GPUs {','.join(map(str, ids))}. GPUs {','.join(map(str, others))} between them were "
+                "not free; this may slow down communication"
             )
 
 
 def check_can_run(table: GpuMap) -> None:
-    """Raises ClusterError: two ranks on one real GPU, which NCCL refuses or waits on for ever, or one outside of
-    cluster.gpus, where the teacher may be.
+    """Raise ClusterError if two ranks share a real GPU, or a rank uses a GPU outside of cluster.gpus.
+
+    NCCL fails or hangs with two ranks on one GPU. GPUs outside of cluster.gpus may belong to the teacher.
     """
     kinds = ("outside_gpus", "shared_gpu") if table.device == "cuda" else ("outside_gpus",)
-    fatal = [str(verdict) for verdict in table.verdicts if verdict.kind in kinds]
+    fatal = [str(finding) for finding in table.findings if finding.kind in kinds]
     if fatal:
         raise ClusterError(" ".join(fatal))

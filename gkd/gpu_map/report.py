@@ -1,10 +1,10 @@
-"""A `GpuMap` as text for people. Pure."""
+"""Format a `GpuMap` as a human-readable table. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gkd.cluster.gpu_table import Card, GpuMap, RankPlace
+from gkd.cluster.gpu_table import GpuInfo, GpuMap, RankPlacement
 
 _HEADS = (
     *("POOL", "RANK", "LOCAL", "HOST", "PID", "CUDA_VISIBLE_DEVICES", "RAY'S IDS", "VISIBLE", "CURRENT"),
@@ -12,19 +12,27 @@ _HEADS = (
 )
 
 
-def place_table(survey: GpuMap) -> str:
-    """One row a rank, then what the settings say, notes and verdicts; as wide as it has to be."""
-    rows = [_HEADS, *(_cells(row) for row in survey.rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    gpus, order = ",".join(map(str, survey.gpus)) or "all", ", then ".join(survey.order)
-    told = [f"cluster.gpus: {gpus}; the low ids go to: {order}"] if order else []
-    notes = [f"note: {_printable(note)}" for note in survey.notes]
-    verdicts = [f"WRONG {verdict.kind}: {_printable(str(verdict))}" for verdict in survey.verdicts]
-    return "\n".join([*table, *told, *notes, *(verdicts or ["nothing is wrong with it"])])
+def gpu_report(gpu_map: GpuMap) -> str:
+    """Format one row per rank, then the settings, notes and findings. Columns without a value are left out."""
+    rows = [_cells(row) for row in gpu_map.rows]
+    columns = [
+        (head, *cells)
+        for head, *cells in zip(_HEADS, *rows, strict=True)
+        if not cells or any(cell != "-" for cell in cells)
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+    gpus, order = ",".join(map(str, gpu_map.gpus)) or "all", ", then to ".join(gpu_map.order)
+    settings = [f"cluster.gpus: {gpus}. Lowest GPU ids go to {order}."] if order else []
+    notes = [f"note: {_printable(note)}" for note in gpu_map.notes]
+    findings = [f"WRONG {finding.kind}: {_printable(str(finding))}" for finding in gpu_map.findings]
+    return "\n".join([*table, *settings, *notes, *(findings or ["no problems found"])])
 
 
-def _cells(row: RankPlace) -> tuple[str, ...]:
+def _cells(row: RankPlacement) -> tuple[str, ...]:
     visible = row.cuda_visible_devices
     cells = (
         row.pool,
@@ -34,27 +42,27 @@ def _cells(row: RankPlace) -> tuple[str, ...]:
         str(row.pid),
         "unset" if visible is None else visible or "empty",
         ",".join(row.ray_gpu_ids) if row.ray_gpu_ids is not None else "-",
-        str(len(row.cards)),
+        str(len(row.gpus)),
         _text(row.current_device),
-        _each(row.cards, lambda card: card.name),
-        _each(row.cards, lambda card: card.uuid),
-        _each(row.cards, lambda card: card.pci_bus),
-        _each(row.cards, lambda card: card.numa_node),
-        _each(row.cards, _memory),
+        _each(row.gpus, lambda gpu: gpu.name),
+        _each(row.gpus, lambda gpu: gpu.uuid),
+        _each(row.gpus, lambda gpu: gpu.pci_bus),
+        _each(row.gpus, lambda gpu: gpu.numa_node),
+        _each(row.gpus, _memory),
     )
     return tuple(_printable(cell) for cell in cells)
 
 
-def _each(cards: Iterable[Card], what: Callable[[Card], object]) -> str:
-    """One for each card, or one for all if they are alike."""
-    texts = [_text(what(card)) for card in cards]
+def _each(gpus: Iterable[GpuInfo], field: Callable[[GpuInfo], object]) -> str:
+    """Format a field of every GPU; a single value if all are equal."""
+    texts = [_text(field(gpu)) for gpu in gpus]
     return ", ".join(texts if len(set(texts)) > 1 else texts[:1]) or "-"
 
 
-def _memory(card: Card) -> str | None:
-    if card.memory_free_mib is None or card.memory_total_mib is None:
+def _memory(gpu: GpuInfo) -> str | None:
+    if gpu.memory_free_mib is None or gpu.memory_total_mib is None:
         return None
-    return f"{card.memory_free_mib / 1024:.1f} of {card.memory_total_mib / 1024:.1f} GiB"
+    return f"{gpu.memory_free_mib / 1024:.1f} of {gpu.memory_total_mib / 1024:.1f} GiB"
 
 
 def _text(value: object) -> str:
@@ -62,5 +70,5 @@ def _text(value: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """A teacher's worker chooses its name: it must not steer the terminal."""
+    """Replace control characters: a teacher worker chooses its name, and must not control the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)

@@ -1,6 +1,6 @@
-"""Where the teacher's workers sit: its server's status as rows of the GPU table.
+"""Convert the teacher server's status to rows of the GPU map.
 
-The only thing that is known of the teacher's processes: they belong to no Ray and to no pool of ours.
+Teacher workers are not Ray processes, so the server's status is the only source for their GPUs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import os
 import socket
 from dataclasses import replace
 
-from gkd.cluster.gpu_table import TEACHER, Card, Finding, RankPlace
-from gkd.cluster.gpus import machine_cards
+from msgspec import structs
+
+from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, RankPlacement
+from gkd.cluster.gpus import machine_gpus
 from gkd.config.schema import TeacherConfig
 from gkd.errors import TeacherError
 from gkd.teacher.client import load_keys
@@ -20,34 +22,34 @@ from teacher_server.wire.protocol import ID_BYTES, ErrorReply, ProtocolError, St
 from teacher_server.wire.status import ServerStatus, decode_status
 
 _LIMIT_S = 5.0
-_AGAIN_S = 1.0  # a lost question costs this much
+_RESEND_S = 1.0  # delay if a request is lost
 
 
 def ask_status(teacher: TeacherConfig) -> ServerStatus:
-    """Who works there; blocks for some seconds at most.
+    """Request the status of the teacher server; blocks for a few seconds at most.
 
     Raises:
-        TeacherUnavailable: nobody answers.
-        TeacherError: it answered something else.
-        ConfigError: the address or teacher.keys cannot be used.
+        TeacherUnavailable: no reply in time.
+        TeacherError: the reply is an error or malformed.
+        ConfigError: the address or teacher.keys is invalid.
     """
     limit_s = min(_LIMIT_S, teacher.outage_budget_s)
     clock = OutageClock(outage_budget_s=limit_s, stall_budget_s=limit_s)
     link = TeacherLink(teacher.server_ip, teacher.server_port, clock, load_keys(teacher.keys))
-    question = StatusRequest(request_id=os.urandom(ID_BYTES))
+    request = StatusRequest(request_id=os.urandom(ID_BYTES))
     next_s = 0.0
     try:
         link.begin()
         while True:
-            if link.connected and clock.now_s >= next_s and link.send([requests.encode(question)]):
-                next_s = clock.now_s + _AGAIN_S
+            if link.connected and clock.now_s >= next_s and link.send([requests.encode(request)]):
+                next_s = clock.now_s + _RESEND_S
             for reply, frames in link.listen(POLL_S).messages:
-                if getattr(reply, "request_id", None) != question.request_id:
+                if getattr(reply, "request_id", None) != request.request_id:
                     continue
                 if isinstance(reply, StatusReply):
                     return decode_status(reply, frames)
-                said = reply.text if isinstance(reply, ErrorReply) else type(reply).__name__
-                raise TeacherError(f"teacher {link.address}: asked for its status, it answered: {said}")
+                problem = reply.text if isinstance(reply, ErrorReply) else type(reply).__name__
+                raise TeacherError(f"teacher {link.address}: unexpected reply to a status request: {problem}")
             if (gone := link.unavailable("the server's status")) is not None:
                 raise gone
     except ProtocolError as error:
@@ -56,14 +58,14 @@ def ask_status(teacher: TeacherConfig) -> ServerStatus:
         link.close()
 
 
-def worker_places(status: ServerStatus) -> list[RankPlace]:
-    """One row a worker, by host and name, with what it says of its GPUs."""
-    rows: list[RankPlace] = []
+def worker_placements(status: ServerStatus) -> list[RankPlacement]:
+    """Return one row per worker, by host and name, with the GPUs that the worker reports."""
+    rows: list[RankPlacement] = []
     by_name = sorted(status.workers, key=lambda worker: (worker.host, len(worker.name), worker.name))  # w2.0, w10.0
     for rank, worker in enumerate(by_name):
-        gpus = tuple(Card(id=gpu.id, uuid=gpu.uuid or None, name=gpu.name or None) for gpu in worker.gpus)
+        gpus = tuple(GpuInfo(id=gpu.id, uuid=gpu.uuid or None, name=gpu.name or None) for gpu in worker.gpus)
         rows.append(
-            RankPlace(
+            RankPlacement(
                 pool=TEACHER,
                 rank=rank,
                 local_rank=sum(row.host == worker.host for row in rows),
@@ -72,46 +74,47 @@ def worker_places(status: ServerStatus) -> list[RankPlace]:
                 pid=worker.pid,
                 cuda_visible_devices=worker.cuda_visible_devices,
                 current_device=0 if worker.device.startswith("cuda") else None,
-                cards=gpus,
+                gpus=gpus,
             )
         )
     return rows
 
 
-def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlace], list[Finding]]:
-    """The rows of its workers, or why there are none; blocks for some seconds at most. A local teacher has none: it is
-    where the actor's ranks are.
+def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlacement], list[Finding]]:
+    """Return the rows of the teacher workers, or the finding that explains why there are none.
+
+    Blocks for a few seconds at most. A local teacher has no workers: it runs in the actor's ranks.
 
     Args:
-        device: of the ranks; with "cuda", what this machine's driver knows of the workers' GPUs is added.
+        device: of the ranks; with "cuda", details from this machine's driver are added.
 
     Raises:
-        ConfigError: the address or teacher.keys cannot be used.
+        ConfigError: the address or teacher.keys is invalid.
     """
     if teacher.backend == "local":
         return [], []
     try:
-        rows = worker_places(ask_status(teacher))
+        rows = worker_placements(ask_status(teacher))
     except TeacherError as error:
         silent = Finding(
             kind="teacher_silent",
             ranks=(),
-            problem=f"nobody can tell which GPUs are the teacher's: {error}.",
-            fix="start it, or correct teacher.server_ip, teacher.server_port and teacher.keys.",
+            problem=f"the teacher's GPUs are unknown: {error}.",
+            fix="start the teacher server, or correct teacher.server_ip, teacher.server_port and teacher.keys.",
         )
         return [], [silent]
-    return with_known_cards(rows, socket.gethostname(), machine_cards()) if device == "cuda" else rows, []
+    return with_driver_info(rows, socket.gethostname(), machine_gpus()) if device == "cuda" else rows, []
 
 
-def with_known_cards(rows: list[RankPlace], host: str, machine: list[Card]) -> list[RankPlace]:
-    """The rows with all that `host`'s driver knows of their GPUs; those of other hosts as they are."""
-    known = {card.uuid: card for card in machine if card.uuid}
+def with_driver_info(rows: list[RankPlacement], host: str, machine: list[GpuInfo]) -> list[RankPlacement]:
+    """Add the driver's details to the GPUs of the rows on `host`; rows of other hosts are not changed."""
+    known = {gpu.uuid: gpu for gpu in machine if gpu.uuid}
     return [
-        replace(
+        structs.replace(
             row,
-            cards=tuple(
-                replace(known[card.uuid], id=card.id) if row.host == host and card.uuid in known else card
-                for card in row.cards
+            gpus=tuple(
+                replace(known[gpu.uuid], id=gpu.id) if row.host == host and gpu.uuid in known else gpu
+                for gpu in row.gpus
             ),
         )
         for row in rows

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from gkd.cluster.gpu_table import visible_ids
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
+from teacher_server.wire.nvidia_smi import visible_ids
 
 
 def resolve_device(config: Config) -> str:

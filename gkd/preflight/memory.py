@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from gkd.cluster.gpus import machine_cards, visible_cards
+from gkd.cluster.gpus import machine_gpus, visible_gpus
 from gkd.config.schema import ClusterConfig, Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check
@@ -69,7 +69,7 @@ def smallest_gpu(cluster: ClusterConfig) -> int | None:
     if cluster.ray_address:
         return None
     if cluster.gpus:
-        gpus = visible_cards(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_cards())
+        gpus = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), machine_gpus())
         found = [gpu.memory_total_mib for gpu in gpus if gpu.id in map(str, cluster.gpus)]
         known = [mib << 20 for mib in found if mib]
         return min(known) if len(known) == len(cluster.gpus) else None

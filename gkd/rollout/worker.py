@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import ray
 import torch
 
-from gkd.cluster.assignment import sort_visible_gpus, this_place
-from gkd.cluster.gpu_table import RankPlace
+from gkd.cluster.assignment import sort_visible_gpus, this_placement
+from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.config.derived import derive
 from gkd.config.schema import Config
@@ -62,8 +62,8 @@ class RolloutWorker:
         self._phases = Phases()
         self._loop: EngineLoop | None = None  # of the open stream
 
-    def place(self, ask_driver: bool) -> RankPlace:
-        return this_place("rollout", self._rank, ask_driver=ask_driver)
+    def placement(self, ask_driver: bool) -> RankPlacement:
+        return this_placement("rollout", self._rank, ask_driver=ask_driver)
 
     @ray.method(concurrency_group=WATCH)
     def progress(self) -> Progress:
@@ -76,7 +76,7 @@ class RolloutWorker:
         Args:
             run_dir: trainer.run_dir as an absolute path on the driver.
         """
-        self._log.info(self.place(ask_driver=False).line())
+        self._log.info(self.placement(ask_driver=False).line())
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
         self._phases.enter("starting vLLM")
         with self._diagnosed("building the engine"):

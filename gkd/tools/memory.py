@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.gpus import card_bytes
+from gkd.cluster.gpus import gpu_memory_bytes
 from gkd.config.check import check_config
 from gkd.config.derived import derive
 from gkd.config.load import load_config, parse_overrides
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     try:
-        gpu_bytes = card_bytes(_gib_number(args.gpu_gib))
+        gpu_bytes = gpu_memory_bytes(_gib_number(args.gpu_gib))
         config = load_config(args.config, args.overrides)
         check_config(config)
         models = read_models(config)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.gpus import card_bytes
+from gkd.cluster.gpus import gpu_memory_bytes
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schedulers import AHEAD, STREAM
@@ -72,7 +72,7 @@ class _Measured:
 
 
 def _ranked(args: argparse.Namespace) -> int:
-    gpu_bytes = card_bytes(args.gpu_gib)
+    gpu_bytes = gpu_memory_bytes(args.gpu_gib)
     measured = _calibrated(args) if args.calibrate else _read(args)
     run = measured.run
     check_memory = None if gpu_bytes is None else _memory_check(run.config, gpu_bytes)

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gkd.cluster.gpus import card_bytes
+from gkd.cluster.gpus import gpu_memory_bytes
 from gkd.footprint import footprint
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.footprint_case import SIZES, Case, Measured, case_config, measure, save_model
@@ -110,7 +110,7 @@ def rollout(device: str) -> Part:
         )
     found = json.loads(done.stdout.splitlines()[-1])
     if device == "cuda":  # it takes its share; the context in it is not torch's
-        card = card_bytes(None)
+        card = gpu_memory_bytes(None)
         assert card is not None, "nvidia-smi does not tell the card's memory"
         wanted = round(config.rollout.gpu_memory_utilization * card) - predicted.parts["context"]
     else:

@@ -25,7 +25,7 @@ from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster, Pool
 from gkd.errors import ClusterError
-from gkd.gpu_map.collect import PlaceWorker
+from gkd.gpu_map.collect import PlacementProbe
 from gkd.launcher import worker_env
 from tests.dist.ray_nodes import NodeSpec, Place, my_place, ray_nodes
 
@@ -125,9 +125,9 @@ def test_processes_are_in_the_slots_of_their_ranks(cluster: Cluster) -> None:
     """
     specs = [PoolSpec("actor", 1, 2, gpus_per_worker=1), PoolSpec("rollout", 1, 1, gpus_per_worker=4)]
     with reserved(cluster, specs) as pools:
-        workers = {name: pool.spawn(PlaceWorker, worker_env(on_cpu=True)) for name, pool in pools.items()}
+        workers = {name: pool.spawn(PlacementProbe, worker_env(on_cpu=True)) for name, pool in pools.items()}
         all_workers = {f"{name} {i}": (w, name) for name, its in workers.items() for i, w in enumerate(its)}
-        rows = gather({label: w.place.remote(name, False) for label, (w, name) in all_workers.items()}, "place", 60)
+        rows = gather({label: w.placement.remote(name, False) for label, (w, name) in all_workers.items()}, "place", 60)
         assert {label: (row.label, row.cuda_visible_devices) for label, row in rows.items()} == {
             "actor 0": ("actor 0", "0"),
             "actor 1": ("actor 1", "1"),

@@ -68,7 +68,7 @@ def hung(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[RankTim
     workers = slots.spawn(Rank, worker_env(on_cpu=True), concurrency_groups=CONCURRENCY_GROUPS)
     actor, told = ActorPool(workers, config), []
     gather({n: w.node_id.remote() for n, w in slots.named(workers).items()}, "process", 240)  # imports take their time
-    startup = Startup(timeout_s=4, tell_s=0.5)
+    startup = Startup(timeout_s=4, log_every_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gkd.cluster.startup.log.info", lambda text, *args: told.append(text % args))
         with pytest.raises(RankTimeout) as raised, startup:

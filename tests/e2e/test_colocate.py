@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gkd.cluster.gpu_table import survey_of
+from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import Lab
 from tests.e2e.exactness import differences
@@ -38,9 +38,9 @@ def test_it_trains_as_with_slots_for_both(run: Path, base_run: Path) -> None:
 
 def test_both_are_on_one_slot(run: Path) -> None:
     """Fails if the engine has a slot of its own, or the table takes the two for a mistake."""
-    table = survey_of((run / "gpus.json").read_bytes(), "gpus.json")
+    table = gpu_map_from_json((run / "gpus.json").read_bytes(), "gpus.json")
     assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "0"), ("rollout 0", "0")]
-    assert table.verdicts == ()
+    assert table.findings == ()
 
 
 def test_the_states_move_around_every_call(run: Path) -> None:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from gkd.cluster.assignment import free_port
-from gkd.cluster.gpu_table import survey_of
-from gkd.gpu_map.running import look_again
+from gkd.cluster.gpu_table import gpu_map_from_json
+from gkd.gpu_map.running import refresh
 from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
@@ -72,12 +72,12 @@ def test_what_each_pool_did_is_counted(base_run: Path) -> None:
 
 def test_who_sat_where_is_kept(base_run: Path) -> None:
     """If it fails, a run cannot tell afterwards, or `check_gpus --running` beside it, which rank had which GPU."""
-    table = survey_of((base_run / "gpus.json").read_bytes(), "gpus.json")
+    table = gpu_map_from_json((base_run / "gpus.json").read_bytes(), "gpus.json")
     assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "0"), ("rollout 0", "1")]
-    assert [row.pool for row in table.rows[2:]] == ["teacher"] and table.verdicts == ()
+    assert [row.pool for row in table.rows[2:]] == ["teacher"] and table.findings == ()
 
     def ended() -> list[tuple[str, tuple[str, ...]]]:
-        return [(v.kind, v.ranks) for v in look_again(table, table.rows[0].host, [], []).verdicts]
+        return [(v.kind, v.ranks) for v in refresh(table, table.rows[0].host, [], []).findings]
 
     # Ray's processes end by themselves, within seconds of the run's own.
     wait_until(lambda: len(ended()) == 2, 20.0, "the ranks' end")

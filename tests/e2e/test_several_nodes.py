@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gkd.cluster.gpu_table import survey_of
+from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.metrics.writer import read_metrics
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.e2e.conftest import Lab
@@ -32,7 +32,7 @@ def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
         done = lab.train_run(run_dir, teacher_port, *same, *pools, timeout_s=400)
     assert done.returncode == 0, done.stderr[-4000:]
     assert differences(one_node, run_dir) == []
-    table = survey_of((run_dir / "gpus.json").read_bytes(), "gpus.json")
+    table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
     ranks = [row for row in table.rows if row.pool != "teacher"]
     assert [(row.label, row.local_rank, row.ray_gpu_ids) for row in ranks] == [
         ("actor 0", 0, ("0",)),
@@ -43,7 +43,7 @@ def test_a_training_over_three_nodes(lab: Lab, teacher_port: int) -> None:
     ]
     nodes = [row.node for row in ranks]
     assert nodes[0] == nodes[1] and nodes[2] == nodes[3] and len({nodes[0], nodes[2], nodes[4]}) == 3
-    assert table.verdicts == () and table.gpus == (0, 1)
+    assert table.findings == () and table.gpus == (0, 1)
     lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
     assert sorted(lines) == [0, 1, 2, 3, 4]
     assert all(lines[step]["optim/grad_norm"] > 0 and lines[step]["rollout/sequences"] == 12 for step in range(1, 5))

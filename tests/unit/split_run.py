@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gkd.cluster.gpu_table import TEACHER, Card, GpuMap, RankPlace
+from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, RankPlacement
 from gkd.config.derived import derive
 from gkd.config.load import config_yaml, load_config
 from gkd.config.schedulers import staleness_bound
@@ -45,9 +45,9 @@ def write_run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config_yaml(config))
-    row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "cards": (Card(id="0"),)}
-    rows = tuple(RankPlace(pool=TEACHER, rank=i, **row) for i in range(workers))  # type: ignore[arg-type]
-    (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, verdicts=()).to_json())
+    row = {"host": "h", "pid": 1, "cuda_visible_devices": None, "gpus": (GpuInfo(id="0"),)}
+    rows = tuple(RankPlacement(pool=TEACHER, rank=i, **row) for i in range(workers))  # type: ignore[arg-type]
+    (folder / "gpus.json").write_bytes(GpuMap(device="cpu", pools=(), rows=rows, findings=()).to_json())
     metrics, tuner = (MetricsWriter(folder / f"{name}.jsonl", -1) for name in ("metrics", "tuner"))
     rng = np.random.default_rng(0)
     draw = lengths or (lambda rng, n: np.clip(rng.lognormal(3.5, 0.6, n), 1, 300).astype(int))

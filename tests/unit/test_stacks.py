@@ -57,7 +57,7 @@ def stack(rank: str, text: str, problem: str = "") -> RankStack:
 def test_what_a_stack_means(text: str, waits: bool, idle: bool, where: str) -> None:
     """Fails if a rank that waits is taken for the one it waits for, or the reverse."""
     one = stack("actor rank 0", text)
-    assert (one.waits_for_others, one.is_idle) == (waits, idle)
+    assert (one.in_collective, one.is_idle) == (waits, idle)
     assert one.where().startswith(where)
 
 
@@ -79,7 +79,7 @@ def test_a_checkout_called_like_the_package_is_not_the_package(file: str, ours: 
 def test_a_rank_is_not_waiting_if_one_of_its_threads_is_not() -> None:
     """Fails if the thread that keeps everybody waiting hides behind another one of its process."""
     both = stack("actor rank 0", IN_A_COLLECTIVE + "\n" + ABOVE_A_COLLECTIVE)
-    assert not both.waits_for_others
+    assert not both.in_collective
     assert both.where().count(";") == 1
 
 

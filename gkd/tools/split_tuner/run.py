@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gkd.cluster.gpu_table import TEACHER, survey_of
+from gkd.cluster.gpu_table import TEACHER, gpu_map_from_json
 from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schedulers import STREAM, staleness_bound
@@ -200,12 +200,14 @@ def _teacher(folder: Path, workers: int, gpus_per_worker: int, notes: list[str])
     """Return the number of teacher workers, and the GPUs of each."""
     table = folder / PLACES
     rows = (
-        [row for row in survey_of(table.read_bytes(), str(table)).rows if row.pool == TEACHER] if table.exists() else []
+        [row for row in gpu_map_from_json(table.read_bytes(), str(table)).rows if row.pool == TEACHER]
+        if table.exists()
+        else []
     )
     if not rows and not workers:
         problem = f"{PLACES} of {folder} lists no teacher workers."
         raise ConfigError("--teacher-workers", 0, problem, "give the number of workers that the teacher server had.")
-    per_worker = gpus_per_worker or max((len(row.cards) for row in rows), default=0)
+    per_worker = gpus_per_worker or max((len(row.gpus) for row in rows), default=0)
     if not per_worker:
         notes.append(f"a teacher worker has one GPU: {PLACES} does not list them")
     return workers or len(rows), per_worker or 1

@@ -1,0 +1,42 @@
+"""Run `nvidia-smi` with a time limit, and read CUDA_VISIBLE_DEVICES. Used by the trainer and by the teacher server.
+
+The program is used and not NVML: a call into a driver that is stuck never returns, but a program can be abandoned.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from itertools import takewhile
+
+
+class SmiError(Exception):
+    """`nvidia-smi` exists but timed out or failed; the text gives the reason."""
+
+
+class SmiTimeout(SmiError):
+    """`nvidia-smi` did not finish in time."""
+
+
+def run_nvidia_smi(*args: str, timeout_s: float) -> str:
+    """Return the output of `nvidia-smi`; empty if there is no such program, or no permission to run it.
+
+    Raises:
+        SmiTimeout: it did not finish in time.
+        SmiError: it ended with an error.
+    """
+    try:
+        done = subprocess.run(["nvidia-smi", *args], capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (FileNotFoundError, PermissionError):
+        return ""
+    except subprocess.TimeoutExpired as error:
+        raise SmiTimeout(
+            f"nvidia-smi {args[0]} did not finish within {timeout_s:.0f} s: the driver may hang"
+        ) from error
+    if done.returncode:
+        raise SmiError(f"nvidia-smi {args[0]}: exit code {done.returncode}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def visible_ids(visible: str) -> tuple[str, ...]:
+    """Return the valid entries of a CUDA_VISIBLE_DEVICES: CUDA stops at the first that is empty or -1."""
+    return tuple(takewhile(lambda entry: entry not in ("", "-1"), (part.strip() for part in visible.split(","))))
