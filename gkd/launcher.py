@@ -135,12 +135,12 @@ def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> Ra
     """Return the error with a hang report, and log the stacks of the ranks that the others wait for."""
     log.error("%s; collecting the stacks of all ranks", str(error))
     try:
-        report = hang_report(run, startup.names, startup.ask(), error.late)
+        report = hang_report(run, startup.names, startup.poll(), error.late)
         file = plan.folder.write_stacks(report.stacks)
     except (GkdError, RayError, RuntimeError, OSError) as trouble:
         log.error("no hang report: %s: %s", type(trouble).__name__, str(trouble))
         return RankTimeout(str(error), error.late, diagnosed=True)
-    log.error("stacks of the ranks that the others wait for:\n%s", report.telling)
+    log.error("stacks of the ranks that the others wait for:\n%s", report.excerpt)
     text = "\n  ".join([str(error), *report.lines, f"stacks of all ranks: {file}"])
     return RankTimeout(text, error.late, diagnosed=True)
 

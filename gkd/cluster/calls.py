@@ -1,7 +1,7 @@
-"""Wait for calls on many Ray actors without ever waiting in silence or for ever.
+"""Wait for calls on many Ray actors, with a time limit and typed errors.
 
-The first failure is raised at once (the other ranks of a collective may then hang until their own
-time-out); whoever has not answered in time is named.
+The first failure is raised at once; the other ranks of a collective may then hang until their own time-out. A time-out
+names the ranks that have not replied.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Key = TypeVar("Key")
 
 
 def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-    """Results by name, in the order of `refs`.
+    """Wait for all calls and return the results by name, in the order of `refs`.
 
     Args:
-        refs: name of the rank or engine -> the ObjectRef of its answer.
+        refs: name of the rank or engine -> ObjectRef of its result.
         what: the stage, for messages: "train_step".
 
     Raises:
-        GkdError: the typed error a worker raised, as it raised it.
-        ClusterError: a worker died, or failed in an unforeseen way (with its traceback).
-        RankTimeout: one has not answered in time; names all such.
+        GkdError: the typed error that a worker raised.
+        ClusterError: a worker died or raised another error (with its traceback).
+        RankTimeout: ranks have not replied in time; names them.
     """
     deadline = time.monotonic() + timeout_s
     names = {ref: name for name, ref in refs.items()}
@@ -44,27 +44,31 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
 
 
 class Pending:
-    """Calls that are under way on many actors. Whoever has one waits for it: what a call failed with comes out there.
+    """Pending calls on many actors. Call `wait` on each: it raises the error of a failed call.
 
     Args:
-        refs, what, timeout_s: as of `gather`.
+        refs, what, timeout_s: as in `gather`.
     """
 
     def __init__(self, refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
         self._refs, self._what, self._timeout_s = dict(refs), what, timeout_s
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Results by name; returns and raises as `gather`. Harmless when repeated, also after a RankTimeout.
+        """Wait as `gather` does. May be repeated, also after a RankTimeout.
 
         Args:
-            timeout_s: from now; None = what it was made with.
+            timeout_s: from now; None = the limit given to the constructor.
         """
         return gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s)
 
 
 def wait_all(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
-    """Waits for the ends of all calls; their results stay where they are. Raises as `gather`, but not their errors:
-    whoever uses the results does.
+    """Wait until all calls have finished, without fetching their results.
+
+    Errors of the calls are not raised here, but where the results are used.
+
+    Raises:
+        RankTimeout: calls have not finished in time; names them.
     """
     _, pending = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s, fetch_local=False)
     late = sorted(name for name, ref in refs.items() if ref in pending)
@@ -73,12 +77,12 @@ def wait_all(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
 
 
 def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, list[Any]]:
-    """All items of some calls' streaming generators, by name; their content stays where it is.
+    """Collect the refs of all items of streaming generators, by name, without fetching the items.
 
-    A call that fails has its error as its last item; see `fetch`.
+    The last item of a failed call is its error; see `fetch`.
 
     Raises:
-        RankTimeout: one has not ended in time; names it.
+        RankTimeout: generators have not ended in time; names them.
     """
     deadline = time.monotonic() + timeout_s
     items: dict[str, list[Any]] = {name: [] for name in streams}
@@ -97,12 +101,12 @@ def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
 
 
 def all_done(refs: Collection[Any]) -> bool:
-    """Have all of them finished, well or badly?"""
+    """Return whether all calls have finished or failed."""
     return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs) if refs else True
 
 
 def fetch(ref: Any, what: str) -> Any:
-    """`ray.get` of something finished, with the worker's own error instead of Ray's wrapping."""
+    """Return the result of a finished call; raise the worker's own error instead of Ray's wrapper."""
     try:
         return ray.get(ref)
     except RayTaskError as error:

@@ -1,4 +1,4 @@
-"""Ranks that do not answer: ask every node for their stacks, and tell those that wait from those they wait for."""
+"""Diagnose a hang: collect the stacks of all ranks, and separate waiting ranks from those that they wait for."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gkd.cluster.progress import Progress
 from gkd.cluster.stacks import RankStack, stacks_here
 
-_NODES_S = 30.0  # a process has to start on each
-_NAMED = 8  # ranks told one by one
+_NODES_S = 30.0  # includes the start of a process on each node
+_NAMED = 8  # ranks that are listed one by one
 
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """Who hangs."""
+    """The ranks that hang, with their stacks."""
 
-    lines: list[str]  # for people: the ranks that others wait for, and where they are
-    telling: str  # stacks of the first few of those
-    stacks: str  # of all ranks, whole
+    lines: list[str]  # human-readable: the ranks that others wait for, and their location in the code
+    excerpt: str  # stacks of the first few of these ranks
+    stacks: str  # complete stacks of all ranks
 
 
 def hang_report(run: str, names: Sequence[str], progress: Mapping[str, Progress], late: Sequence[str]) -> HangReport:
-    """Takes the stacks of all ranks of this run; seconds, `_NODES_S` at the worst. Arguments as of `describe`.
+    """Collect the stacks of all ranks of this run, and describe them as `describe` does.
+
+    Takes seconds, at most `_NODES_S`.
 
     Args:
         run: see `stacks.rank_env`.
@@ -45,47 +47,48 @@ def describe(
     stacks: Sequence[RankStack],
     silent: Sequence[str] = (),
 ) -> HangReport:
-    """The report, from what is known.
+    """Make the report.
 
     Args:
-        names: of the ranks that there should be, as in `stacks.RANK_ENV`.
-        progress: of those that have told how far they are.
-        late: whose answers are missing, see `RankTimeout`.
-        silent: nodes that could not be asked.
+        names: of all expected ranks, as in `stacks.RANK_ENV`.
+        progress: of the ranks that have reported it.
+        late: names of the ranks or calls without a reply, see `RankTimeout`.
+        silent: nodes that did not reply.
     """
     found = {stack.rank for stack in stacks}
-    waited_for = [stack for stack in stacks if _is_late(stack.rank, late, found | set(names))]
-    # A child that cannot be asked, as a helper of a library, says nothing of its rank.
-    telling = [stack for stack in waited_for if stack.text or not stack.is_child]
-    waiting = [stack for stack in telling if stack.in_collective]
-    idle = [stack for stack in telling if stack.is_idle]
-    groups = _groups([stack for stack in telling if not stack.in_collective and not stack.is_idle], progress)
-    others = [stack for stack in stacks if stack not in waited_for]
-    lines = [f"node {node} did not say where its ranks are" for node in silent]
-    # On a silent node there may be ranks that nobody has seen.
+    late_stacks = [stack for stack in stacks if _is_late(stack.rank, late, found | set(names))]
+    # A child without a stack, such as a helper process of a library, is no evidence about its rank.
+    candidates = [stack for stack in late_stacks if stack.text or not stack.is_child]
+    waiting = [stack for stack in candidates if stack.in_collective]
+    idle = [stack for stack in candidates if stack.is_idle]
+    groups = _groups([stack for stack in candidates if not stack.in_collective and not stack.is_idle], progress)
+    others = [stack for stack in stacks if stack not in late_stacks]
+    lines = [f"node {node}: no stacks received" for node in silent]
+    # Ranks without a stack may be on a silent node.
     missing = [name for name in names if name not in found] if not silent else []
-    lines += _limited([f"{name}: has no process: Ray has not started it" for name in missing])
+    lines += _limited([f"{name}: no process (not started by Ray)" for name in missing])
     lines += _limited([_group_line(group, progress) for group in groups])
     if waiting:
-        lines.append(f"{_counted(waiting)} wait for others, the first: {_line(waiting[0], progress)}")
+        lines.append(f"waiting in a collective: {_counted(waiting)}; first: {_line(waiting[0], progress)}")
     if idle:
-        lines.append(f"{_counted(idle)} wait for their next call")
+        lines.append(f"idle: {_counted(idle)}")
     if others:
-        lines.append(f"{_counted(others)} are not late")
+        lines.append(f"not late: {_counted(others)}")
     firsts = [group[0] for group in groups] or waiting[:1]
     shown = [_head(stack, progress) + stack.shown() for stack in firsts[:_NAMED]]
     return HangReport(lines, "\n".join(shown), "\n".join(_head(s, progress) + s.text for s in stacks))
 
 
 def _is_late(rank: str, late: Sequence[str], ranks: Collection[str]) -> bool:
-    """True for all of them if one of the late ones is called by a name that no rank has."""
+    """Return whether the rank may be late; true for all ranks if a late name matches no rank."""
     in_words = [{word for word in ranks if re.search(rf"\b{re.escape(word)}\b", name)} for name in late]
     return not all(in_words) or not late or any(rank in words for words in in_words)
 
 
 def _groups(stacks: Sequence[RankStack], progress: Mapping[str, Progress]) -> list[list[RankStack]]:
-    """Those at the same place together; first those that cannot answer, then the small groups: what many ranks wait
-    for, by whatever call, few do not.
+    """Group stacks by location in the code: processes without a stack first, then the smallest groups.
+
+    Many ranks at one location probably wait for the few that are elsewhere.
     """
     groups: dict[str, list[RankStack]] = defaultdict(list)
     for stack in sorted(stacks, key=lambda stack: -progress[stack.rank].for_s if stack.rank in progress else 0.0):
@@ -95,12 +98,12 @@ def _groups(stacks: Sequence[RankStack], progress: Mapping[str, Progress]) -> li
 
 def _group_line(group: Sequence[RankStack], progress: Mapping[str, Progress]) -> str:
     first = _line(group[0], progress)
-    return first if len(group) == 1 else f"{_counted(group)}, the first: {first}"
+    return first if len(group) == 1 else f"{_counted(group)}; first: {first}"
 
 
 def _line(stack: RankStack, progress: Mapping[str, Progress]) -> str:
     at = progress.get(stack.rank)
-    phase = f"{at.phase} for {at.for_s:.0f} s" if at is not None else "has not said how far it is"
+    phase = f"{at.phase} for {at.for_s:.0f} s" if at is not None else "no progress reported"
     return f"{stack.rank} ({stack.host}, pid {stack.pid}): {phase}; {stack.where()}"
 
 
@@ -118,10 +121,10 @@ def _limited(lines: list[str]) -> list[str]:
 
 
 def _all_stacks(run: str) -> tuple[list[RankStack], list[str]]:
-    """(stacks, addresses of nodes that did not answer)."""
-    ask: Any = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
+    """Return (stacks, addresses of nodes that did not reply)."""
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)(stacks_here)
     refs = {
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(run): node
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(run): node
         for node in ray.nodes()
         if node["Alive"]
     }

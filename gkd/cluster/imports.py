@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside of it there is no garbage collection; what is alive at its end is never looked at by a later one.
+    """Disable garbage collection during imports, and exclude all objects that exist at the end from later collections.
 
-    To import vLLM makes more than a million objects, which stay as long as the process does. The collector walks all of
-    them again and again as they become more, in vain, for seconds. For imports alone: cyclic garbage
-    that is there at the end is never freed.
+    The import of vLLM creates more than a million objects that live as long as the process. The collector traverses
+    them repeatedly without effect, for seconds. Use it only for imports: cyclic garbage that exists at the end is never
+    freed.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -22,6 +22,6 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # or libraries in C++ that count what is left of them find all of it
+        atexit.register(gc.unfreeze)  # otherwise C++ libraries that count their live objects at exit report leaks
         if was_on:
             gc.enable()

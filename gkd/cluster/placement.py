@@ -1,7 +1,6 @@
-"""Which node each part of each pool goes to: a pure choice from what the nodes have, so that it is the same at every
-start and can be tested without a cluster.
+"""Choose the nodes of each pool from the resources of the nodes. `pools` requests exactly this choice from Ray.
 
-On the road of one batch: before it begins. `pools` asks Ray for exactly what is chosen here.
+A pure function: the result is the same at every start, and can be tested without a cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _ROUNDING = 1e-6  # Ray counts CPUs in units of 1e-4
 
 
 class Room(NamedTuple):
-    """What a node has, or has left."""
+    """Total or free resources of a node."""
 
     gpus: float
     cpus: float
@@ -24,11 +23,11 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node of the cluster that lives."""
+    """A live node of the cluster."""
 
     id: str  # Ray's
     address: str
-    port: int = 0  # of its daemon; tells nodes of one address apart
+    port: int = 0  # of its daemon; distinguishes nodes with the same address
     total: Room
     free: Room
     is_drivers: bool = False
@@ -39,7 +38,7 @@ class PoolSpec:
     """`nnodes` x `workers_per_node` processes of `gpus_per_worker` GPUs (or process slots) each.
 
     Args:
-        helper_cpus: of each process's helpers, reserved with the one CPU of its own.
+        helper_cpus: CPUs for the helpers of each process, reserved in addition to its own CPU.
     """
 
     name: str
@@ -62,17 +61,17 @@ class PoolSpec:
 
     @property
     def each_node(self) -> Room:
-        """What it takes of each of its nodes."""
+        """Return the resources that the pool requires on each of its nodes."""
         return Room(self.workers_per_node * self.gpus_per_worker, self.workers_per_node * (1.0 + self.helper_cpus))
 
 
 def in_order(nodes: Sequence[Node]) -> list[Node]:
-    """The driver's node, whose folders a run on one node needs, then by address: 10.0.0.9 before 10.0.0.10."""
+    """Sort by address (10.0.0.9 before 10.0.0.10), with the driver's node first: a single-node run needs its folders."""
 
     def key(node: Node) -> tuple[bool, int, int, str, int, str]:
         try:
             address = ipaddress.ip_address(node.address)
-        except ValueError:  # a host's name
+        except ValueError:  # a host name
             return not node.is_drivers, 99, 0, node.address, node.port, node.id
         return not node.is_drivers, address.version, int(address), "", node.port, node.id
 
@@ -80,18 +79,25 @@ def in_order(nodes: Sequence[Node]) -> list[Node]:
 
 
 def place(rooms: Sequence[Room], pools: Sequence[PoolSpec]) -> list[list[int]] | None:
-    """For each pool the rooms that it takes, ascending, each at most once; None: they do not fit.
+    """Choose the nodes of each pool.
 
-    As few rooms as possible hold more than one pool. Of all such choices it is the one that gives the earliest rooms to
-    the first pool, then to the next, so that pools do not interleave where they need not.
+    As few nodes as possible hold more than one pool. Among these choices, the first pool gets the earliest nodes, then
+    the next pool, so pools interleave only if necessary.
+
+    Args:
+        rooms: resources of the nodes.
+
+    Returns:
+        For each pool its node indices, ascending, each at most once; None if the pools do not fit.
     """
     wanted = tuple(pool.nnodes for pool in pools)
-    # least[i][left]: rooms shared at least where `left` nodes of each pool are to be found in rooms[i:]; absent: none.
+    # least[i][left]: minimum number of shared nodes if `left` nodes of each pool are taken from rooms[i:]; absent if
+    # impossible.
     least: list[dict[tuple[int, ...], int]] = [{(0,) * len(pools): 0}]
     for room in reversed(rooms):
         after, here = least[0], {}
         for left in product(*(range(count + 1) for count in wanted)):
-            costs = [after[rest] + (len(guests) > 1) for guests, rest in _choices(room, pools, left) if rest in after]
+            costs = [after[rest] + (len(chosen) > 1) for chosen, rest in _choices(room, pools, left) if rest in after]
             if costs:
                 here[left] = min(costs)
         least.insert(0, here)
@@ -101,51 +107,52 @@ def place(rooms: Sequence[Room], pools: Sequence[PoolSpec]) -> list[list[int]] |
     left = wanted
     for i, room in enumerate(rooms):
         after, best = least[i + 1], least[i][left]
-        guests, left = next(
-            (guests, rest)
-            for guests, rest in _choices(room, pools, left)
-            if rest in after and after[rest] + (len(guests) > 1) == best
+        chosen, left = next(
+            (chosen, rest)
+            for chosen, rest in _choices(room, pools, left)
+            if rest in after and after[rest] + (len(chosen) > 1) == best
         )
-        for pool in guests:
+        for pool in chosen:
             taken[pool].append(i)
     return taken
 
 
 def shortage(nodes: Sequence[Node], pools: Sequence[PoolSpec], *, free: bool) -> str:
-    """What is wanted, who is short of it, and what each node has; one line.
+    """Describe in one line what is required, which pool lacks resources, and what each node has.
 
     Args:
-        free: counts what the nodes have left, and not all that they have.
+        free: compare with the free resources instead of the total.
     """
     rooms = [node.free if free else node.total for node in nodes]
     each = ", ".join(f"{pool.name} {_nodes(pool.nnodes)} with {_amounts(pool.each_node)} each" for pool in pools)
     fits = {pool.name: sum(_holds(room, [pool]) for room in rooms) for pool in pools}
     short = [pool for pool in pools if fits[pool.name] < pool.nnodes]
-    that = "that free" if free else "that"
-    who = "; ".join(f"{pool.name} is short: {fits[pool.name]} of {_nodes(pool.nnodes)} has {that}" for pool in short)
+    that = "these free" if free else "these"
+    missing = "; ".join(f"{pool.name}: {fits[pool.name]} of {_nodes(pool.nnodes)} has {that}" for pool in short)
     if not short and place(rooms, pools) is None:
-        who = f"each could be had alone, not {' and '.join(pool.name for pool in pools)} together"
+        missing = f"each pool fits alone, but not {' and '.join(pool.name for pool in pools)} together"
     elif not short:
-        who = "there was room, and someone else took it or gave it back meanwhile"
+        missing = "the free resources changed during the attempt"
     has = "; ".join(
         f"{node.address}{' (this one)' if node.is_drivers else ''}: GPU {node.total.gpus:g} ({node.free.gpus:g} free), "
         f"CPU {node.total.cpus:g} ({node.free.cpus:g} free)"
         for node in nodes
     )
-    return f"wanted: {each}; {who}. The cluster has {_nodes(len(nodes))}: {has or 'none'}"
+    return f"required: {each}; {missing}. The cluster has {_nodes(len(nodes))}: {has or 'none'}"
 
 
 def _choices(
     room: Room, pools: Sequence[PoolSpec], left: tuple[int, ...]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(pools that go into this room, what is left of each then), best first: the earliest, alone or with others, then
-    those without it, then none.
+    """Yield (pools placed on this node, remaining nodes of each pool), in order of preference.
+
+    Choices with the earliest pool come first, alone before with others; the empty choice comes last.
     """
-    open_ = [i for i, count in enumerate(left) if count]
-    sets = [guests for count in range(1, len(open_) + 1) for guests in combinations(open_, count)]
-    for guests in (*sorted(sets, key=lambda guests: guests[0]), ()):  # a stable sort: fewer guests first
-        if _holds(room, [pools[i] for i in guests]):
-            yield guests, tuple(n - (i in guests) for i, n in enumerate(left))
+    unplaced = [i for i, count in enumerate(left) if count]
+    sets = [chosen for count in range(1, len(unplaced) + 1) for chosen in combinations(unplaced, count)]
+    for chosen in (*sorted(sets, key=lambda chosen: chosen[0]), ()):  # a stable sort: fewer chosen first
+        if _holds(room, [pools[i] for i in chosen]):
+            yield chosen, tuple(n - (i in chosen) for i, n in enumerate(left))
 
 
 def _holds(room: Room, pools: Sequence[PoolSpec]) -> bool:

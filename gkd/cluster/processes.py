@@ -1,4 +1,4 @@
-"""Which processes of this machine live, and whose children they are; from /proc."""
+"""Look up live processes of this machine and their ancestors in /proc."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class Process(NamedTuple):
 
 
 def process_info(pid: int) -> Process | None:
-    """None: there is no such process, or it has ended and only its parent has not noticed."""
+    """Return the parent and start time of a process; None if it does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    state, parent, *rest = text.rpartition(")")[2].split()  # the name before it may hold anything
+    state, parent, *rest = text.rpartition(")")[2].split()  # the name may contain any character
     return None if state in "ZX" else Process(int(parent), int(rest[17]))
 
 
 def nearest_ancestor(pid: int, roots: Collection[int]) -> int | None:
-    """The nearest of `roots` that this process is or descends from; None: of none, or it does not live here."""
+    """Return the process itself or its nearest ancestor in `roots`; None if there is none, or the process ended."""
     while pid > 1:
         if pid in roots:
             return pid

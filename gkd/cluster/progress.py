@@ -1,4 +1,4 @@
-"""How far a process has come with its start: what a rank says of itself while another method of it runs."""
+"""Track the phase of a rank (start-up, training), so that it can be queried while another method runs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-# Concurrency group of the method that tells it; the pools are spawned with it.
+# Concurrency group of the method that returns the progress; the pools are spawned with it.
 WATCH = "watch"
 
-PROCESS_UP, UP = "process up", "up"
+PROCESS_UP, UP = "process started", "ready"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     phase: str
-    for_s: float  # how long it has been in it
+    for_s: float  # time since the phase began
 
 
 class Phases:
-    """Keeps the phase that this rank is in. `enter` is called by the thread that works, `now` by any."""
+    """The current phase of this rank. `enter` is called by the working thread, `now` by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class Phases:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """In this phase, and then up again."""
+        """Enter the phase, and return to `UP` at the end."""
         self.enter(phase)
         try:
             yield
@@ -44,10 +44,11 @@ class Phases:
             self.enter(UP)
 
     def now(self, finer: dict[str, str] | None = None) -> Progress:
-        """
+        """Return the current phase.
+
         Args:
-            finer: function -> phase, for code that is not ours and tells nothing: the innermost of these functions that
-                the working thread is in names the phase.
+            finer: function name -> phase, for library code that reports no phase. The innermost of these functions on
+                the stack of the working thread gives the phase.
         """
         phase = self._phase
         frame = sys._current_frames().get(self._thread) if finer and self._thread is not None else None

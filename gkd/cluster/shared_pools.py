@@ -1,7 +1,7 @@
-"""A pool on the GPUs of another one: its processes sit beside the other's ranks and see the same cards.
+"""Make a pool on the GPUs of another pool (`trainer.colocate`).
 
-Ray gives a GPU to one process at a time, or parts of it by numbers that say nothing of memory. So the guests ask Ray
-for none, and are told which ones their hosts were given.
+Ray assigns a GPU to one process, or fractions of it that have no relation to memory. The processes of the colocated
+pool therefore request no GPU from Ray; CUDA_VISIBLE_DEVICES names the GPUs of the ranks that own them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ def _gpus() -> list[str]:
 
 
 def colocated_pool(owner: Pool, spec: PoolSpec, timeout_s: float) -> Pool:
-    """The slots of `spec`, each on as many neighbouring GPUs of the owner's ranks as it wants; nothing runs there yet.
+    """Return the slots of `spec`, each on adjacent GPUs of the owner's ranks. Starts no process.
 
     Args:
-        owner: one GPU a rank, as many of them as `spec` wants, and on each node a multiple of what a guest wants. Its
-            slots have CPUs for the guests.
+        owner: pool with one GPU per rank, as many as `spec` requires, and on each node a multiple of
+            `spec.gpus_per_worker`. Its slots have CPUs for both pools.
 
     Raises:
-        ClusterError: Ray does not say which GPUs they are.
+        ClusterError: Ray does not report the GPUs.
     """
-    wanted = spec.gpus_per_worker
-    asked: dict[str, Any] = {
+    n_gpus = spec.gpus_per_worker
+    calls: dict[str, Any] = {
         owner.spec.rank_name(rank): _gpus.options(scheduling_strategy=owner.near(rank)).remote()
         for rank in range(owner.spec.world_size)
     }
-    ids = [gpu for given in gather(asked, "which GPUs it has", timeout_s).values() for gpu in given]
-    firsts = range(0, spec.world_size * wanted, wanted)
-    visible = tuple(",".join(ids[first : first + wanted]) for first in firsts)
+    ids = [gpu for assigned in gather(calls, "GPU ids", timeout_s).values() for gpu in assigned]
+    firsts = range(0, spec.world_size * n_gpus, n_gpus)
+    visible = tuple(",".join(ids[first : first + n_gpus]) for first in firsts)
     return Pool(spec, [owner.groups[first] for first in firsts], owner.run, visible)

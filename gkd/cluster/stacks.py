@@ -1,7 +1,7 @@
-"""Where does a process stand that hangs? Its Python stacks, taken from outside of it. Pure but for /proc.
+"""Collect the Python stacks of processes that hang, from outside. Uses /proc and a signal.
 
-Every process of a job `listen`s: on a signal, a handler in C writes the stacks of all threads into a file in memory,
-also while the interpreter is held by a call that never returns. Whoever may read /proc/PID/fd reads that file.
+Every process of a job calls `listen`. On a signal, a C handler writes the stacks of all threads to a file in memory,
+even while a call that never returns holds the interpreter. Any process that may read /proc/PID/fd can read the file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from gkd.cluster.processes import process_info
 
-RANK_ENV = "GKD_RANK"  # of a rank's process and its children: which run's it is, and what it is called
+RANK_ENV = "GKD_RANK"  # set for a rank's process and its children: RUN/RANK
 
 _SIGNAL = signal.SIGUSR2
 _FILE = "gkd_stacks"
-_ANSWER_S = 3.0  # a process that runs writes its stacks at once
+_DUMP_S = 3.0  # a running process writes its stacks at once
 _POLL_S = 0.05
 _STATES = {
     "T": "stopped by a signal",
@@ -32,7 +32,7 @@ _STATES = {
 _PACKAGES, _STDLIB = "/site-packages/", "/lib/python3"
 _FRAME = re.compile(r'  File "(.+)", line (\d+|\?+) in (.+)')
 
-_file: BufferedRandom | None = None  # open for as long as the process lives
+_file: BufferedRandom | None = None  # open until the process ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Of this package; the folder of a checkout may be called gkd, too, and hold the libraries as well."""
+        """Return whether the file is part of this package. A checkout folder named gkd may contain libraries, too."""
         _, installed, inside = self.file.rpartition(_PACKAGES)
         return inside.startswith("gkd/") if installed else "/gkd/" in self.file and _STDLIB not in self.file
 
     @property
     def is_stdlib(self) -> bool:
-        """Of Python's own library."""
+        """Return whether the file is part of Python's standard library."""
         return self.is_importlib or (_STDLIB in self.file and _PACKAGES not in self.file)
 
     @property
@@ -68,13 +68,13 @@ class RankStack:
     host: str
     pid: int
     command: str
-    text: str  # as faulthandler writes it; empty: it did not answer
-    problem: str = ""  # why not
+    text: str  # output of faulthandler; empty if there is none
+    problem: str = ""  # reason for an empty or incomplete text
     is_child: bool = False  # of the rank's own process
 
     @property
     def threads(self) -> list[list[Frame]]:
-        """Those worth a look, innermost frame first: all that run this project's code, else the main thread."""
+        """Return the threads that run this project's code, else the main thread; innermost frame first."""
         threads = [
             [Frame(*match.groups()) for match in map(_FRAME.match, block.splitlines()) if match]
             for block in self.text.split("\n\n")
@@ -83,73 +83,73 @@ class RankStack:
         return [frames for frames in threads if any(f.is_ours for f in frames)] or threads[-1:]
 
     def shown(self) -> str:
-        """`threads`, outermost frame last."""
+        """Format `threads`, outermost frame last."""
         kept = ([frame for frame in frames if not frame.is_importlib] for frames in self.threads)
         return "\n".join("".join(f"   {frame}\n" for frame in frames) for frames in kept)
 
     @property
     def in_collective(self) -> bool:
-        """Is every thread that counts inside of a collective, or at a rendezvous?"""
+        """Return whether all relevant threads are inside a collective or a rendezvous."""
         return bool(self.threads) and all(_collective(frames) is not None for frames in self.threads)
 
     @property
     def is_idle(self) -> bool:
-        """Has it nothing to do but to wait for its next call?"""
+        """Return whether the process waits for its next Ray call."""
         threads = self.threads
         return bool(threads) and all(f.function == "main_loop" and "/ray/" in f.file for f, *_ in threads)
 
     def where(self) -> str:
-        """One line for people."""
+        """Describe in one line where the process is in the code."""
         if self.is_idle:
-            return "waits for its next call"
+            return "idle"
         if not self.threads:
-            return self.problem or "it runs no Python code"
+            return self.problem or "runs no Python code"
         return "; ".join(_where(frames) for frames in self.threads)
 
 
 def rank_env(run: str, rank: str) -> dict[str, str]:
-    """The environment by which a rank's processes are known.
+    """Return the environment variable that identifies the processes of a rank.
 
     Args:
-        run: a word that no other run has.
+        run: unique id of the run.
     """
     return {RANK_ENV: f"{run}/{rank}"}
 
 
 def listen() -> None:
-    """Have this process write its stacks when it is asked; a second call changes nothing."""
+    """Make this process write its stacks on the signal. Repeated calls have no effect."""
     global _file
     if _file is None:
-        # Its name says whose it is: the environment that others can read is lost where a process changes its title.
+        # The file name identifies the rank: a process that changes its title overwrites its readable environment.
         _file = os.fdopen(os.memfd_create(f"{_FILE}:{os.environ.get(RANK_ENV, '')}"), "w+b")
         faulthandler.register(_SIGNAL, file=_file, all_threads=True, chain=False)
 
 
 def stacks_here(run: str) -> list[RankStack]:
-    """Of all processes of this run's ranks on this machine, a rank's own before its children; takes seconds at most."""
+    """Return the stacks of this run's processes on this machine, each rank before its children. Takes seconds."""
     found = _ranks_of(run)
-    asked = [(pid, rank, *_ask(pid)) for pid, rank in found.items()]
-    deadline = time.monotonic() + _ANSWER_S
+    requests = [(pid, rank, *_request_stacks(pid)) for pid, rank in found.items()]
+    deadline = time.monotonic() + _DUMP_S
     stacks = []
-    for pid, rank, file, size, problem in asked:
+    for pid, rank, file, size, problem in requests:
         process = process_info(pid)
         is_child = process is not None and found.get(process.parent) == rank
-        stacks.append(_answer(pid, rank, file, size, problem, deadline, is_child))
+        stacks.append(_read_stack(pid, rank, file, size, problem, deadline, is_child))
     return sorted(stacks, key=lambda stack: (stack.rank, stack.is_child, stack.pid))
 
 
 def _ranks_of(run: str) -> dict[int, str]:
-    """pid -> rank."""
+    """Return {pid: rank} of the run's processes on this machine."""
     found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        whose = _whose(folder)
-        if whose.startswith(f"{run}/"):
-            found[int(folder.name)] = whose.removeprefix(f"{run}/")
+        owner = _owner(folder)
+        if owner.startswith(f"{run}/"):
+            found[int(folder.name)] = owner.removeprefix(f"{run}/")
     return found
 
 
-def _whose(folder: Path) -> str:
-    """What `rank_env` says of this process; empty: it is none of a rank, has ended, or is another user's."""
+def _owner(folder: Path) -> str:
+    """Return RUN/RANK of a process; empty if it belongs to no rank, has ended, or has another user."""
     try:
         for link in (folder / "fd").iterdir():
             _, marked, name = os.readlink(link).partition(f"memfd:{_FILE}:")
@@ -162,8 +162,8 @@ def _whose(folder: Path) -> str:
     return next((os.fsdecode(v.removeprefix(mark)) for v in variables if v.startswith(mark)), "")
 
 
-def _ask(pid: int) -> tuple[Path | None, int, str]:
-    """(the file that it writes into, how much is in it now, why it can't be asked)."""
+def _request_stacks(pid: int) -> tuple[Path | None, int, str]:
+    """Send the signal. Return (file with the stacks, its size before, reason if there is no file)."""
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if f"memfd:{_FILE}:" in os.readlink(link):
@@ -171,22 +171,22 @@ def _ask(pid: int) -> tuple[Path | None, int, str]:
                 os.kill(pid, _SIGNAL)
                 return link, size, ""
     except OSError as error:
-        return None, 0, f"it can't be asked: {error.strerror}"
-    # To a process that does not listen the signal would be the end.
-    return None, 0, "it takes no questions: it has not come that far, or runs none of this project's code"
+        return None, 0, f"stacks not accessible: {error.strerror}"
+    # The signal would end a process that has not called `listen`.
+    return None, 0, "no stack handler: still starting, or runs none of this project's code"
 
 
-def _answer(
+def _read_stack(
     pid: int, rank: str, file: Path | None, size: int, problem: str, deadline: float, is_child: bool
 ) -> RankStack:
     text = ""
     while file is not None and not problem:
         now = _read(file, size)
-        if now and now == text:  # nothing more has come
+        if now and now == text:  # complete
             break
         text = now
         if time.monotonic() > deadline:
-            problem = f"it does not answer: {_state(pid)}"
+            problem = f"no stacks received: {_state(pid)}"
         time.sleep(_POLL_S)
     return RankStack(rank, socket.gethostname(), pid, _command(pid), text, problem, is_child)
 
@@ -196,7 +196,7 @@ def _read(file: Path, start: int) -> str:
         with file.open("rb") as stream:
             stream.seek(start)
             return stream.read().decode(errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 
@@ -212,12 +212,12 @@ def _state(pid: int) -> str:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "it has ended"
+        return "has ended"
     return _STATES.get(state, f"state {state}")
 
 
 def _collective(frames: list[Frame]) -> Frame | None:
-    """The innermost frame of this project, if what it called waits for other ranks."""
+    """Return this project's innermost frame if it is inside a collective, else None."""
     for frame in frames:
         if frame.is_ours:
             return None
@@ -231,16 +231,16 @@ def _collective(frames: list[Frame]) -> Frame | None:
 def _where(frames: list[Frame]) -> str:
     caller = _collective(frames)
     if caller is not None:
-        return f"waits for other ranks in a collective, called at {caller}"
-    # Not in Python's own library, whose innermost calls look alike whoever makes them.
+        return f"in a collective, called at {caller}"
+    # Skip the standard library: its innermost frames are the same for all callers.
     inner = next((frame for frame in frames if not frame.is_stdlib), frames[0])
     ours = next((frame for frame in frames if frame.is_ours), None)
     return f"at {inner}" if ours is None or ours is inner else f"at {inner}, called at {ours}"
 
 
 def _short(file: str) -> str:
-    """From the package on: `gkd/actor/worker.py`, `torch/cuda/__init__.py`."""
-    for border in (_PACKAGES, _STDLIB):
-        if border in file:
-            return file.rpartition(border)[2].lstrip(".0123456789/")
+    """Return the path from the package on: `gkd/actor/worker.py`, `torch/cuda/__init__.py`."""
+    for parent in (_PACKAGES, _STDLIB):
+        if parent in file:
+            return file.rpartition(parent)[2].lstrip(".0123456789/")
     return "gkd/" + file.rpartition("/gkd/")[2] if "/gkd/" in file else file

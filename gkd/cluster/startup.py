@@ -1,6 +1,4 @@
-"""The start of all ranks, seen by the driver: one deadline for all of it, and a line now and then that says who is how
-far.
-"""
+"""Watch the start of all ranks from the driver: one deadline for all of them, and log lines with their progress."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ from gkd.log import get_logger
 log = get_logger("startup")
 
 LOG_EVERY_S = 5.0
-_AGAIN = 6  # times that long, and a line that has not changed is said again
-_ASK_S = 2.0
+_REPEAT_EVERY = 6  # an unchanged line is logged again after this many intervals
+_POLL_S = 2.0
 _SLOWEST = 4  # ranks named in a line
-_EARLY_S = 0.1  # Ray's waits are of whole milliseconds, so that they may end before the deadline
+_EARLY_S = 0.1  # Ray waits in whole milliseconds, so a wait may end before the deadline
 
 
 class Startup(AbstractContextManager["Startup"]):
-    """Inside of it, a thread asks every rank how far it is, and logs it when that has changed, else now and then.
+    """Context manager with a thread that polls the progress of every rank and logs changes.
 
     Args:
-        timeout_s: from now until all are up; `left_s` says what is left of it.
+        timeout_s: from now until all ranks are ready; `left_s` returns the remaining time.
     """
 
     def __init__(self, timeout_s: float, log_every_s: float = LOG_EVERY_S) -> None:
@@ -43,32 +41,32 @@ class Startup(AbstractContextManager["Startup"]):
         self._silent: list[str] = []
         self._known: dict[str, Progress] = {}
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._tell, name="startup", daemon=True)
+        self._thread = threading.Thread(target=self._log_progress, name="startup", daemon=True)
 
     def left_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def watch(self, ranks: Mapping[str, Any]) -> None:
-        """From now on, these too: name -> the Ray handle of a process with a method `progress`."""
-        self._ranks = self._ranks | dict(ranks)  # not in place: the thread reads it
+        """Watch these processes too: name -> Ray handle with a method `progress`."""
+        self._ranks = self._ranks | dict(ranks)  # a new dict: the thread reads the old one
 
     def expect(self, names: Sequence[str]) -> None:
-        """There should be processes of these names, too, which tell nobody how far they are."""
+        """Add names of expected processes that do not report progress."""
         self._silent = [*self._silent, *names]
 
     @property
     def names(self) -> list[str]:
-        """Of all processes that there should be."""
+        """Return the names of all expected processes."""
         return [*self._ranks, *self._silent]
 
-    def ask(self, timeout_s: float = _ASK_S) -> dict[str, Progress]:
-        """How far every rank is, as far as it answers in time: one that does not is where it was when it last did."""
+    def poll(self, timeout_s: float = _POLL_S) -> dict[str, Progress]:
+        """Return the progress of every rank. A rank without a reply in time keeps its last known progress."""
         refs = {handle.progress.remote(): name for name, handle in self._ranks.items()}
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
         for ref in done:
             try:
                 self._known[refs[ref]] = ray.get(ref)
-            except RayError:  # it has died: whoever waits for its work raises that
+            except RayError:  # it died; the call that waits for its result raises the error
                 self._known.pop(refs[ref], None)
         return dict(self._known)
 
@@ -80,45 +78,48 @@ class Startup(AbstractContextManager["Startup"]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(_ASK_S + 1.0)
+        self._thread.join(_POLL_S + 1.0)
         if isinstance(error, RankTimeout) and self.left_s() < _EARLY_S:
-            text = f"not all ranks were up within trainer.init_timeout_s = {self.timeout_s:g} s: {error}"
-            raise RankTimeout(
-                text
-            ) from error  # of whomever it was waiting for first: any rank may be the one that hangs
+            # Without `late`: the call that timed out is only the first one waited for; any rank may be the cause.
+            text = f"trainer.init_timeout_s = {self.timeout_s:g}: not all ranks were ready in time: {error}"
+            raise RankTimeout(text) from error
 
-    def _tell(self) -> None:
-        told: dict[str, str] = {}
+    def _log_progress(self) -> None:
+        logged: dict[str, str] = {}
         ticks = 0
         while not self._ended.wait(self._tell_s):
             ticks += 1
             try:
-                progress = self.ask()
+                progress = self.poll()
             except (RayError, RuntimeError, ConnectionError) as error:
                 if not self._ended.is_set():
-                    log.warning("nobody knows how far the ranks are: %s", str(error))
+                    log.warning("start-up progress is not available: %s", str(error))
                 return
             phases = {name: at.phase for name, at in progress.items()}
-            if not self._ended.is_set() and (phases != told or ticks % _AGAIN == 0):
+            if not self._ended.is_set() and (phases != logged or ticks % _REPEAT_EVERY == 0):
                 log.info("%s; %.0f s left", summary(list(self._ranks), progress), self.left_s())
-                told = phases
+                logged = phases
 
 
 def summary(names: Sequence[str], progress: Mapping[str, Progress]) -> str:
-    """How many ranks are up, how many are in which other phase, and the slowest of each.
+    """Format the number of ready ranks, and the slowest ranks of each other phase.
 
     Args:
-        names: of all ranks; one that is missing in `progress` has no process that answers.
+        names: of all ranks. A rank that is missing in `progress` has no process that replies.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups[progress[name].phase if name in progress else "process not up"].append(name)
+        groups[progress[name].phase if name in progress else "process starting"].append(name)
     n_up = len(groups.pop(UP, []))
-    parts = [f"{len(ranks)} {phase} ({_some(ranks, progress)})" for phase, ranks in groups.items()]
-    return ", ".join([f"{n_up} of {len(names)} ranks are up", *parts])
+    parts = [_group(ranks, phase, progress) for phase, ranks in groups.items()]
+    return f"start-up {n_up}/{len(names)} ready" + (f": {'; '.join(parts)}" if parts else "")
 
 
-def _some(ranks: Sequence[str], progress: Mapping[str, Progress]) -> str:
+def _group(ranks: Sequence[str], phase: str, progress: Mapping[str, Progress]) -> str:
+    """Format e.g. "rollout engine 0 importing vLLM (3 s)" or "9 loading weights (actor rank 8 8 s, ...)"."""
+    if len(ranks) == 1:
+        return f"{ranks[0]} {phase}" + (f" ({progress[ranks[0]].for_s:.0f} s)" if ranks[0] in progress else "")
     slowest = sorted(ranks, key=lambda name: -progress[name].for_s if name in progress else 0.0)[:_SLOWEST]
     named = [f"{name} {progress[name].for_s:.0f} s" if name in progress else name for name in slowest]
-    return ", ".join(named) + (", ..." if len(ranks) > _SLOWEST else "")
+    more = ", ..." if len(ranks) > _SLOWEST else ""
+    return f"{len(ranks)} {phase} ({', '.join(named)}{more})"

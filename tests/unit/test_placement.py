@@ -1,4 +1,4 @@
-"""Which node each part of each pool goes to, against every choice there is."""
+"""Compare the choice of nodes with all possible choices."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def shared(chosen: list[list[int]] | tuple[tuple[int, ...], ...]) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(ROOMS, st.lists(SPECS, min_size=1, max_size=2))
-def test_the_choice_against_all_choices(has: list[Room], specs: list[PoolSpec]) -> None:
-    """Fails if a pool that would fit is refused, one gets a node twice, too much is put on a node, or two pools share
-    one without need.
+def test_choice_against_all_choices(has: list[Room], specs: list[PoolSpec]) -> None:
+    """Fails if pools that fit are refused, a pool gets a node twice, a node is overloaded, or a node is shared
+    without need.
     """
     every = product(*(combinations(range(len(has)), spec.nnodes) for spec in specs))
     possible = [chosen for chosen in every if fits(chosen, has, specs)]
     chosen = place(has, specs)
     assert (chosen is None) == (not possible)
     if chosen is not None:
-        assert tuple(map(tuple, chosen)) in possible  # that is also: so many different ones, ascending
+        assert tuple(map(tuple, chosen)) in possible  # also checks that the indices are distinct and ascending
         assert shared(chosen) == min(map(shared, possible))
         assert place(has, specs) == chosen
 
 
 def test_the_first_pool_gets_the_first_nodes() -> None:
-    """Fails if cluster.order does not decide, pools interleave, or nodes are shared that need not be."""
+    """Fails if cluster.order is ignored, pools interleave, or nodes are shared without need."""
     actor, rollout = pool("actor", 2, 4), pool("rollout", 1, 8)
     assert place(rooms(8, 8, 8), [actor, rollout]) == [[0, 1], [2]]
     assert place(rooms(8, 8, 8), [rollout, actor]) == [[0], [1, 2]]
@@ -73,8 +73,8 @@ def test_the_first_pool_gets_the_first_nodes() -> None:
     assert place(rooms(8.5, 3.9), [pool("actor", 1, 4), pool("rollout", 1, 4)]) == [[0], [0]]
 
 
-def test_a_large_cluster_is_no_work() -> None:
-    """Fails if choosing takes so long on hundreds of nodes that it cannot be done anew while waiting."""
+def test_large_cluster_is_fast() -> None:
+    """Fails if the choice among hundreds of nodes is too slow to be repeated while waiting."""
     chosen = place(rooms(*[8] * 256), [pool("actor", 8, 8), pool("rollout", 16, 8)])
     assert chosen == [list(range(8)), list(range(8, 24))]
 
@@ -85,7 +85,7 @@ def node(address: str, gpus: tuple[float, float] = (8, 8), **known: object) -> N
 
 
 def test_nodes_are_sorted_by_number() -> None:
-    """Fails if 10.0.0.10 comes before 10.0.0.9, or the order depends on the one in which Ray names them."""
+    """Fails if 10.0.0.10 comes before 10.0.0.9, or the result depends on the order in which Ray lists the nodes."""
     addresses = ["10.0.0.10", "10.0.0.9", "9.255.0.1", "fd00::2", "a-name", "10.0.1.1"]
     nodes = [*map(node, addresses), node("10.0.2.0", is_drivers=True), node("10.0.0.9", port=1)]
     want = ["10.0.2.0", "9.255.0.1", "10.0.0.9", "10.0.0.9", "10.0.0.10", "10.0.1.1", "fd00::2", "a-name"]
@@ -94,17 +94,19 @@ def test_nodes_are_sorted_by_number() -> None:
         assert [node.port for node in in_order(given_)][2:4] == [0, 1]
 
 
-def test_what_is_said_of_a_shortage() -> None:
-    """Fails if someone who cannot have his pools does not see what is wanted, who is short, or what each node has."""
+def test_description_of_a_shortage() -> None:
+    """Fails if the text lacks the requirements, the pool that lacks resources, or the resources of each node."""
     nodes = [node("10.0.0.1", (8, 2), is_drivers=True), node("10.0.0.2", (4, 4))]
     specs = [PoolSpec("actor", 2, 4, 1, helper_cpus=0.1), PoolSpec("rollout", 1, 2, gpus_per_worker=2)]
-    assert shortage(nodes, specs, free=True) == (
-        "wanted: actor 2 nodes with 4 GPUs and 4.4 CPUs each, rollout 1 node with 4 GPUs and 2 CPUs each; "
-        "actor is short: 1 of 2 nodes has that free. The cluster has 2 nodes: "
-        "10.0.0.1 (this one): GPU 8 (2 free), CPU 16 (15.5 free); 10.0.0.2: GPU 4 (4 free), CPU 16 (15.5 free)"
-    )
+    text = shortage(nodes, specs, free=True)
+    required, short, has = text.partition(";")[0], text.partition(";")[2].partition(".")[0], text.partition(". ")[2]
+    for token in ("actor 2 nodes", "4 GPUs", "4.4 CPUs", "rollout 1 node", "2 CPUs"):
+        assert token in required, text
+    assert "actor: 1 of 2 nodes" in short and "rollout" not in short
+    for token in ("2 nodes", "10.0.0.1 (", "GPU 8 (2 free)", "CPU 16 (15.5 free)", "10.0.0.2: GPU 4 (4 free)"):
+        assert token in has, text
     together = shortage(nodes[1:], [pool("actor", 1, 4), pool("rollout", 1, 4)], free=False)
-    assert "each could be had alone, not actor and rollout together. The cluster has 1 node: 10.0.0.2" in together
-    taken = shortage(nodes, [PoolSpec("actor", 2, 4, 1)], free=False)
-    assert "each; there was room, and someone else took it or gave it back meanwhile. The cluster has 2" in taken
-    assert "rollout is short: 0 of 1 node has that. The cluster has 0 nodes: none" in shortage([], specs, free=False)
+    assert "actor and rollout" in together and " of 1 node" not in together
+    freed = shortage(nodes, [PoolSpec("actor", 2, 4, 1)], free=False)
+    assert " of 2 nodes" not in freed and "10.0.0.2" in freed
+    assert "rollout: 0 of 1 node" in shortage([], specs, free=False)
