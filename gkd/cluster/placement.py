@@ -66,7 +66,7 @@ class PoolSpec:
 
 
 def in_order(nodes: Sequence[Node]) -> list[Node]:
-    """Sort by address (10.0.0.9 before 10.0.0.10), with the driver's node first: a single-node run needs its folders."""
+    """Sort by address (10.0.0.9 before 10.0.0.10), the driver's node first: a single-node run needs its folders."""
 
     def key(node: Node) -> tuple[bool, int, int, str, int, str]:
         try:
