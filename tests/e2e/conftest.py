@@ -1,4 +1,4 @@
-"""A student and a teacher with a vocabulary of 32003 (odd, so that TP pads it), prompts, and one teacher server."""
+"""Make a student and a teacher with 32003 token ids (odd, so that TP pads them), prompts and a teacher server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lab:
     heldout: Path
 
     def command(self, run_dir: Path, port: int, *overrides: str) -> list[str]:
-        """`python -m gkd.main_gkd` with a config of a few small steps; later overrides win."""
+        """Return a `python -m gkd.main_gkd` command with a few small steps. Later overrides take precedence."""
         settings = [
             f"data.train_files=[{self.train}]",
             f"data.val_files=[{self.heldout}]",
@@ -67,7 +67,7 @@ class Lab:
     def train_run(
         self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 280.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run it to its end; its output is in the result."""
+        """Run the command to its end and return the exit code and the output."""
         command = self.command(run_dir, port, *overrides)
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -90,14 +90,14 @@ def make_lab(root: Path, *, student: Mapping[str, int] = MappingProxyType({})) -
 
 @pytest.fixture(scope="session")
 def teacher_port(lab: Lab) -> Iterator[int]:
-    # Each sequence alone, so that what it is worth does not depend on what arrives beside it: runs repeat to the bit.
+    # One sequence per batch, so that scores do not depend on concurrent requests and runs are bit-exact.
     with ServerProcess(lab.teacher, lab.root, options=("--max-batch-tokens", "2")) as server:
         yield server.port
 
 
 @pytest.fixture(scope="session")
 def base_run(lab: Lab, teacher_port: int) -> Path:
-    """Four steps on one actor rank and one engine, every sync verified, a checkpoint every second step."""
+    """Run four steps on one actor rank and one engine: every sync verified, a checkpoint every second step."""
     run_dir = lab.root / "base_run"
     done = lab.train_run(
         run_dir, teacher_port, "trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always"
@@ -111,7 +111,7 @@ def _words(rng: np.random.Generator) -> str:
 
 
 def _save_model(folder: Path, *, seed: int, layers: int, hidden_size: int = 64, intermediate_size: int = 96) -> None:
-    """Random, but peaked enough that the top 64 of 32003 hold a good part of the mass, and never all of it."""
+    """Save a random model whose top 64 of 32003 probabilities hold much of the mass, but never all of it."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

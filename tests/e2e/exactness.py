@@ -1,4 +1,4 @@
-"""What two runs must have in common to be the same run, to the bit; and what a stream must have trained on."""
+"""Compare two runs bit-exactly, and check which sequences a run was trained on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gkd.data.sampler import PromptSampler
 from gkd.metrics.writer import read_metrics
 from gkd.types import Prompt, Rollout
 
-# Times, memory, what was verified, and a mean over chunks in the order in which they came.
-_OTHERWISE = ("time/", "perf/", "memory/", "weight_sync/verified_tensors", "teacher/topk_mass")
+# Times, memory, the number of verified tensors, and a mean over chunks in their order of arrival.
+_NOT_COMPARED = ("time/", "perf/", "memory/", "weight_sync/verified_tensors", "teacher/topk_mass")
 
 
 def differences(one: Path, other: Path, *, export: bool = True, through: int | None = None) -> list[str]:
-    """What differs between two run folders: steps, numbers of a step, or weights of the export.
+    """Return the differences between two run folders: steps, metrics of a step, or exported weights.
 
     Args:
-        through: the last step that is compared; None: all. What comes after the newest checkpoint is made again.
+        through: the last step to compare; None: all. Steps after the newest checkpoint are repeated by a resume.
     """
     lines = [
         [line for line in read_metrics(run / "metrics.jsonl") if through is None or line["step"] <= through]
@@ -31,22 +31,23 @@ def differences(one: Path, other: Path, *, export: bool = True, through: int | N
     ]
     steps = [[int(line["step"]) for line in run] for run in lines]
     found = [f"steps {steps[1]}, expected {steps[0]}"] if steps[0] != steps[1] else []
-    wanted_lines, got_lines = ({int(line["step"]): line for line in run} for run in lines)
-    for step in sorted(wanted_lines.keys() & got_lines.keys()):
-        wanted, got = wanted_lines[step], got_lines[step]
-        for key in sorted(wanted.keys() | got.keys()):
-            if not key.startswith(_OTHERWISE) and wanted.get(key) != got.get(key):
-                found.append(f"step {step}: {key} {got.get(key)!r}, expected {wanted.get(key)!r}")
+    expected_lines, got_lines = ({int(line["step"]): line for line in run} for run in lines)
+    for step in sorted(expected_lines.keys() & got_lines.keys()):
+        expected, got = expected_lines[step], got_lines[step]
+        for key in sorted(expected.keys() | got.keys()):
+            if not key.startswith(_NOT_COMPARED) and expected.get(key) != got.get(key):
+                found.append(f"step {step}: {key} {got.get(key)!r}, expected {expected.get(key)!r}")
     return found + (_different_weights(one, other) if export else [])
 
 
 def check_taken(run_dir: Path, *, n_steps: int, n_prompts: int, whole: bool = True) -> list[list[Rollout]]:
-    """What the steps were trained on, by trainer.record_batches: the prompts in their order, each sequence once, none
-    left out. Raises AssertionError.
+    """Return the sequences of each step, read from the recorded batches.
+
+    Assert that the prompts are in the sampler's order and that each sequence was trained on exactly once.
 
     Args:
         n_prompts: rows of the training file.
-        whole: False: a stream that was cut short may have begun prompts that no step took.
+        whole: False: prompts may be missing, because an interrupted stream starts prompts that no step takes.
     """
     config = load_config(run_dir / "config.yaml")
     n, size = config.rollout.n, config.trainer.global_batch_size
@@ -62,13 +63,13 @@ def check_taken(run_dir: Path, *, n_steps: int, n_prompts: int, whole: bool = Tr
             (prompt,) = order.take(first + rollout.sample_index // n, 1)
             assert rollout.prompt_id == prompt.prompt_id
             seen[first * n + rollout.sample_index] += 1
-    wanted = range(n_steps * size * n)
-    assert set(seen.values()) == {1} and (not whole or seen.keys() == set(wanted)), f"lost, or taken twice: {seen}"
+    expected = range(n_steps * size * n)
+    assert set(seen.values()) == {1} and (not whole or seen.keys() == set(expected)), f"lost or repeated: {seen}"
     return taken
 
 
 def check_stream(run_dir: Path, *, n_steps: int, n_prompts: int, max_staleness: int) -> None:
-    """Every sequence of a stream's prompts once, and none older than promised. Raises AssertionError."""
+    """Assert that a stream trained on each sequence once and never exceeded the staleness bound."""
     for step, batch in enumerate(check_taken(run_dir, n_steps=n_steps, n_prompts=n_prompts)):
         for rollout in batch:
             spans = rollout.version_spans
@@ -87,10 +88,10 @@ def _recorded(run_dir: Path, step: int) -> list[Rollout]:
 
 
 def _different_weights(one: Path, other: Path) -> list[str]:
-    wanted, got = (load_file(run / "export" / "model.safetensors") for run in (one, other))
-    if wanted.keys() != got.keys():
+    expected, got = (load_file(run / "export" / "model.safetensors") for run in (one, other))
+    if expected.keys() != got.keys():
         return ["the exports have different tensors"]
-    return [f"weights of {name}" for name in wanted if not torch.equal(_bits(wanted[name]), _bits(got[name]))]
+    return [f"weights of {name}" for name in expected if not torch.equal(_bits(expected[name]), _bits(got[name]))]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
-"""`python -m tests.e2e.kill_matrix [--json FILE]`: kill -9 everywhere, resume, compare to the bit.
+"""Kill runs with SIGKILL at many points, resume them, and compare them bit-exactly with an uninterrupted run.
 
-By hand; an hour or so, or half of one with the layouts in two commands. In each layout one run is left alone. Others
-are killed again and again: at every point of a step (`tests.e2e.killed_main`), every victim, and at random times; each
-time they are resumed with trainer.resume=auto, from the newest checkpoint that was committed. In the end their metrics
-and exported weights must be those of the first, bit for bit, no step twice and none left out. The batches of a `stream`
-depend on timing: there, each prompt must have been trained on once, none too old, and a replay of the recorded batches,
-without a kill, must be the killed run, bit for bit.
+    python -m tests.e2e.kill_matrix [--json FILE]
+
+Not run in CI: it takes about an hour, or half an hour with the layouts in two commands. In each layout one run is not
+interrupted. The others are killed repeatedly: at every point of a step (`tests.e2e.killed_main`), every kind of victim,
+and at random times. Each is resumed with trainer.resume=auto from its newest committed checkpoint. In the end its
+metrics and exported weights must equal those of the uninterrupted run bit for bit, without a missing or repeated step.
+The batches of a `stream` depend on timing. There, each prompt must be trained on once and within the staleness bound,
+and an uninterrupted replay of the recorded batches must equal the killed run bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from tests.service.harness import ServerProcess
 
 N_STEPS = 16
 MAX_STALENESS = 2  # of the stream
-KILLS_OF_A_RUN = 8  # then it may end
+KILLS_OF_A_RUN = 8  # then the run may finish
 SETTINGS = (
     f"trainer.total_steps={N_STEPS}",
     "trainer.save_every=1",
@@ -52,12 +54,12 @@ LAYOUTS = {
         f"trainer.max_staleness={MAX_STALENESS}",
         "trainer.n_gpus_per_node=2",
         "rollout.n_gpus_per_node=2",
-        "rollout.max_num_seqs=4",  # so that weights come in the middle of responses
+        "rollout.max_num_seqs=4",  # so that weight syncs occur in the middle of responses
         "trainer.record_batches=true",
     ),
 }
 LAUNCH_S = 240.0
-ORPHANS_S = 90.0  # Ray's daemons notice a lost driver by themselves
+ORPHANS_S = 90.0  # Ray's daemons end on their own after the driver died
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Kill:
 
     @property
     def exit_code(self) -> int:
-        """Of the driver. If another process dies, it ends by itself, with an error."""
+        """Exit code of the driver: -9 if it is killed, 1 if it stops because another process died."""
         return 1 if self.victim in VICTIMS else -9
 
 
@@ -82,18 +84,18 @@ class Outcome:
 
     @property
     def killed(self) -> bool:
-        """False: the run was over before."""
+        """False if the run finished before the kill."""
         return self.exit_code != 0
 
 
-# In the first second of a run, before it has anything; each begins a run folder.
+# Kills in the first second of a run, before it has results. Each needs a new run folder.
 FIRST_KILLS = tuple(Kill(f"{edge}_replace", nth, 0.0, "all") for nth in (1, 2) for edge in ("before", "after"))
 
 
 def kills_at_points() -> Iterator[Kill]:
-    """Every point with every process, early and late in it; the other victims in the stages that use them."""
+    """Yield kills of all processes at every point, and of single processes in the stages that use them."""
     for point in POINTS:
-        # Renames come thick and fast at the start: the later ones are those of checkpoints. There is one export.
+        # The first renames belong to the start of the run, the later ones to checkpoints. There is one export.
         for nth in (2, 9) if "rename" in point or "replace" in point else (1,) if "export" in point else (3,):
             yield Kill(point, nth, 0.0, "all")
     for stage in ("rollout", "teacher", "train", "weight_sync", "checkpoint"):
@@ -108,7 +110,7 @@ def kills_at_points() -> Iterator[Kill]:
 
 
 def random_kills(count: int, step_s: float, seed: int) -> list[Kill]:
-    """At any time of the first three steps after a start, anybody; two thirds of them everybody at once."""
+    """Return kills at random times in the first three steps after a start. Two thirds of them kill all processes."""
     rng = random.Random(seed)
     victims = ("all",) * 8 + ("driver", "driver", *VICTIMS)
     return [Kill("data", 1, round(rng.uniform(0.0, 3 * step_s), 3) + 1e-3, rng.choice(victims)) for _ in range(count)]
@@ -124,10 +126,10 @@ class Runs:
         folder.mkdir(exist_ok=True)
 
     def launch(self, run_dir: Path, kill: Kill | None, *more: str) -> tuple[int, str]:
-        """Runs until its end or the kill. The exit code, and what it wrote.
+        """Run until the end or the kill, and return the exit code and the output.
 
-        Returns when no process of it is left; but after a kill of the driver alone it returns at once, so that the next
-        launch meets what the driver left behind.
+        Wait until no process of the run is left, except after a kill of the driver alone: then the next launch has to
+        cope with the leftover processes.
         """
         command = self._lab.command(run_dir, self._port, *self._settings, *more)
         if kill is not None:
@@ -154,7 +156,7 @@ class Runs:
         return code, log.read_text()
 
     def wait_for_orphans(self, when: str) -> None:
-        """Raises RuntimeError if anything of any launch is still there after a while."""
+        """Raise RuntimeError if a process of any launch is alive after ORPHANS_S seconds."""
         _, alive = psutil.wait_procs(self._orphans.values(), timeout=ORPHANS_S)
         self._orphans.clear()
         if alive:
@@ -162,10 +164,10 @@ class Runs:
 
 
 def torture(runs: Runs, base: Path | None, run_dir: Path, kills: Sequence[Kill]) -> list[Outcome]:
-    """One run with all these kills, resumed to its end. Raises AssertionError where it is not the base run.
+    """Interrupt one run with all these kills, resume it to its end, and assert that it equals the base run.
 
     Args:
-        base: None: there is none, since no two runs are the same (`stream`).
+        base: None: not compared, because no two runs of a `stream` are equal.
     """
     outcomes: list[Outcome] = []
     for kill in (*kills, None):
@@ -173,7 +175,7 @@ def torture(runs: Runs, base: Path | None, run_dir: Path, kills: Sequence[Kill])
         code, log = runs.launch(run_dir, kill)
         resumed = _resumed_from(log)
         assert resumed in (committed, None), (
-            f"{kill}: went on from step {resumed}, and step {committed} was committed:\n{log[-3000:]}"
+            f"{kill}: resumed from step {resumed}, but step {committed} was committed:\n{log[-3000:]}"
         )
         if kill is None:
             assert code == 0, f"the run could not be finished after {kills}: exit code {code}\n{log[-3000:]}"
@@ -198,13 +200,11 @@ def torture(runs: Runs, base: Path | None, run_dir: Path, kills: Sequence[Kill])
 
 
 def check_replay(runs: Runs, run_dir: Path) -> None:
-    """Train again on the batches of a finished run, however often it was killed. Raises AssertionError where numbers or
-    weights are others.
-    """
+    """Replay the batches of a finished run and assert that metrics and weights are bit-exact."""
     again = run_dir.with_name(f"{run_dir.name}_again")
     code, log = runs.launch(again, None, f"trainer.replay={run_dir / 'batches'}", "trainer.record_batches=false")
     assert code == 0, log[-3000:]
-    # An evaluation beside a stream runs in other company in the engine, so its answers may differ by rounding.
+    # An evaluation during a stream shares engine batches with other sequences, so its responses may differ by rounding.
     found = [text for text in differences(run_dir, again) if ": eval/" not in text]
     assert not found, f"{run_dir}, trained again: {found}"
 
@@ -215,7 +215,7 @@ def _committed(run_dir: Path) -> int:
 
 
 def _resumed_from(log: str) -> int | None:
-    """Step of the checkpoint that a launch went on from; 0: it began anew; None: it died before it came to that."""
+    """Return the step from which a launch resumed; 0: it started at step 0; None: it died before that."""
     for line in log.splitlines():
         if "resumed from " in line:
             return int(line.rsplit("step ", 1)[1])
@@ -229,11 +229,11 @@ def _tail(log: Path) -> str:
 def in_layout(
     layout: str, lab: Lab, port: int, root: Path, kills: Sequence[Kill], n_random: int, file: Path | None
 ) -> None:
-    """All kills of a layout, in as many runs as it takes; `file` gets what is shown so far after each."""
+    """Apply all kills of a layout in several runs, and update `file` after each run."""
     runs = Runs(lab, port, root, (*SETTINGS, *LAYOUTS[layout]))
     base = root / "base"
     code, log = runs.launch(base, None)
-    assert code == 0, f"the run that is left alone failed:\n{log[-4000:]}"
+    assert code == 0, f"the uninterrupted run failed:\n{log[-4000:]}"
     is_stream = layout == "stream"
     times = sorted(line["time/step_s"] for line in read_metrics(base / "metrics.jsonl")[1:])
     pending = [*kills, *random_kills(n_random, times[len(times) // 2], seed=len(layout))]
@@ -248,8 +248,8 @@ def in_layout(
         if is_stream:
             check_stream(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN, max_staleness=MAX_STALENESS)
             check_replay(runs, run_dir)
-        assert done[0].killed, f"a whole run never came to {done[0].kill}"
-        # What came after the end of this run is tried at the start of the next.
+        assert done[0].killed, f"the run never reached {done[0].kill}"
+        # Kills that this run did not reach are applied at the start of the next.
         n_killed = sum(o.killed for o in done)
         pending = [*chain[max(n_killed, len(first[:1])) :], *pending[KILLS_OF_A_RUN:]]
         first = first[1:]
@@ -257,7 +257,7 @@ def in_layout(
         if file is not None:
             _write(file, layout, outcomes)
         n_runs += 1
-        print(f"{layout}: run {n_runs} equal to the bit after {n_killed} kills; {len(pending)} to go", flush=True)
+        print(f"{layout}: run {n_runs} bit-exact after {n_killed} kills; {len(pending)} kills left", flush=True)
 
 
 def main() -> int:
@@ -275,7 +275,7 @@ def main() -> int:
         lab = make_lab(root)
         with ServerProcess(lab.teacher, root, options=("--max-batch-tokens", "2")) as server:
             for name in names:
-                # One layout is killed at every point; all of them at random times, and where ranks save together.
+                # One layout is killed at every point, all layouts at random times and during a save.
                 everywhere = name == "one_rank" and not args.no_points
                 kills = [*FIRST_KILLS, *kills_at_points()] if everywhere else [Kill("checkpoint", 3, 0.03, "actor")]
                 in_layout(name, lab, server.port, root / name, kills, args.random, args.json)
@@ -290,7 +290,7 @@ def _write(file: Path, layout: str, outcomes: Sequence[Outcome]) -> None:
         "settings": [*SETTINGS, *LAYOUTS[layout]],
         "kills": len(outcomes),
         "kills_at_random_times": n_random,
-        "bit_equal": len(outcomes),  # or this would not have come so far
+        "bit_equal": len(outcomes),  # a difference raises an error
         "outcomes": [asdict(o) for o in outcomes],
     }
     file.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,7 +1,9 @@
-"""`python -m tests.e2e.killed_main POINT NTH AFTER_S VICTIM -- <arguments of gkd.main_gkd>`: the real run, and its end.
+"""Run gkd.main_gkd and kill it with SIGKILL at a given point.
 
-The NTH time that the run comes to POINT, a clock of AFTER_S starts; when it is over, VICTIM is killed with SIGKILL:
-`all` processes of the run, the `driver` alone, an `actor` rank or a rollout `engine`. 0 seconds: right there.
+    python -m tests.e2e.killed_main POINT NTH AFTER_S VICTIM -- <arguments of gkd.main_gkd>
+
+VICTIM is killed AFTER_S seconds after the NTH visit of POINT (0: immediately). It is `all` processes of the run, the
+`driver` alone, an `actor` rank or a rollout `engine`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gkd.metrics.writer import MetricsWriter, StageTimers
 from gkd.run.folder import RunFolder
 
 STAGES = ("data", "switch", "rollout", "teacher", "train", "weight_sync", "checkpoint", "eval")
-# Every place where the run makes something visible under its final name, and the two ends of the road.
+# All calls that make a file visible under its final name, the metrics writer, and the export.
 CALLS: dict[str, tuple[Any, str]] = {
     "metrics": (MetricsWriter, "write"),
     "export": (RunFolder, "publish_export"),
@@ -35,7 +37,7 @@ VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}
 
 
 class Killer:
-    """Counts the visits of one point, and kills at the one that is meant."""
+    """Count the visits of one point, and kill the victim at the n-th."""
 
     def __init__(self, point: str, nth: int, after_s: float, victim: str) -> None:
         self._point, self._left, self._after_s, self._victim = point, nth, after_s, victim
@@ -63,7 +65,7 @@ class Killer:
             # Ray titles its actors by their class, and by their method while one runs.
             chosen = [p for p in family if title in " ".join(p.cmdline())]
             if not chosen:
-                os._exit(70)  # nobody would see an exception in this thread
+                os._exit(70)  # an exception in this thread would go unnoticed
             chosen[0].kill()
             return
         if self._victim == "all":
@@ -71,12 +73,12 @@ class Killer:
                 try:
                     process.kill()
                 except psutil.NoSuchProcess:
-                    continue  # went while we were counting
+                    continue  # it has ended since the list was made
         os.kill(me.pid, signal.SIGKILL)
 
 
 def install(killer: Killer) -> None:
-    """Makes the run report its points."""
+    """Wrap the run's functions so that each reports its point to the killer."""
     enter_stage = StageTimers.__call__
 
     def stage(self: StageTimers, name: str) -> Any:

@@ -1,5 +1,6 @@
-"""The driver handles references: what goes through it does not grow with tokens or scores. `tests.bench.driver_bytes`
-says what is counted.
+"""Test that the driver handles references only: its traffic does not grow with tokens or scores.
+
+`tests.bench.driver_bytes` lists the counted bytes.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import pytest
 from tests.e2e.conftest import Lab
 
 LIMIT = 100  # bytes a sequence
-# The same on the wire, with Ray's own bookkeeping of calls and handles, which is most of it: 273 were measured.
+# The same on the wire, including Ray's bookkeeping of calls and handles, which dominates: 273 were measured.
 TCP_LIMIT = 400
 CONTROL = 50_000
 
 
 @pytest.mark.e2e
-@pytest.mark.slow  # a figure; CI has the sizes of what goes through the driver in tests/unit/test_inline_bytes.py
-def test_a_sequence_costs_the_driver_a_hundred_bytes_at_most(lab: Lab, teacher_port: int) -> None:
-    """Fails if tokens or scores go through the driver, fetched or not: at some size it then decides a step's time."""
+@pytest.mark.slow  # CI checks the sizes in tests/unit/test_inline_bytes.py
+def test_driver_traffic_is_at_most_100_bytes_per_sequence(lab: Lab, teacher_port: int) -> None:
+    """Fails if tokens or scores pass through the driver, which would become the bottleneck of large steps."""
     command = lab.command(
         lab.root / "run_driver_bytes", teacher_port, "trainer.n_gpus_per_node=2", "data.max_response_length=48"
     )
@@ -34,10 +35,10 @@ def test_a_sequence_costs_the_driver_a_hundred_bytes_at_most(lab: Lab, teacher_p
     more = large["n_sequences"] - small["n_sequences"]
     assert more == 64
     growth = {name: (large[name] - small[name]) / more for name in control}
-    # The prompts' own tokens, which the driver reads from the file and sends on, are in written_bytes.
+    # written_bytes include the prompt tokens, which the driver reads from the file and sends on.
     assert growth["read_bytes"] + growth["written_bytes"] <= LIMIT
     assert growth["tcp_bytes"] <= TCP_LIMIT
-    # Nothing comes unasked, either; the sizes of chunks do, and are gone when they are read.
+    # Inline results are limited to chunk sizes, which are released when they are read.
     assert large["inline_bytes"] <= LIMIT * large["n_sequences"]
 
     assert large["n_sequences"] == short["n_sequences"]
@@ -48,4 +49,4 @@ def test_a_sequence_costs_the_driver_a_hundred_bytes_at_most(lab: Lab, teacher_p
         assert abs(large[name] - short[name]) < 0.02 * longer, f"{name} grow with the responses"
 
     for name in ("read_bytes", "inline_bytes", "tcp_bytes"):
-        assert control[name] >= CONTROL, f"a result that went through the driver was not seen in {name}"
+        assert control[name] >= CONTROL, f"{name} missed a result that passed through the driver"

@@ -1,4 +1,4 @@
-"""The whole loop on the FSDP2 backend: Ray, vLLM, the ZMQ teacher server, two actor ranks that share every weight."""
+"""Test the whole loop on the FSDP2 backend: Ray, vLLM, the ZMQ teacher server, two actor ranks that shard weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # CI has the adapters in tests/dist/test_fsdp_student.py
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # CI covers adapters in tests/dist/test_fsdp_student.py
 
 
-def test_adapters_are_trained_and_their_sum_is_synced(lab: Lab, teacher_port: int) -> None:
-    """If it fails, ranks do not export together, or engines and the export hold other weights than the sum.
+def test_adapters_are_trained_and_merged_weights_are_synced(lab: Lab, teacher_port: int) -> None:
+    """If it fails, ranks do not export together, or engines and the export do not hold the merged weights.
 
-    What adapters learn is compared with peft's in tests/dist/test_fsdp_student.py.
+    tests/dist/test_fsdp_student.py compares the trained adapters with peft's.
     """
     run_dir = lab.root / "fsdp_run"
     done = lab.train_run(

@@ -1,4 +1,4 @@
-"""The whole loop with the teacher on the actor's ranks: Ray, vLLM, Megatron-core or fully_shard, no teacher server."""
+"""Test the whole loop with a local teacher on the actor's ranks: Ray, vLLM, Megatron-core or fully_shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.conftest import Lab
 pytestmark = pytest.mark.e2e
 
 TOLERANCE = 1e-5
-UNUSED_PORT = 15555  # the default; a local teacher has none
+UNUSED_PORT = 15555  # the default; a local teacher does not use it
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -27,9 +27,9 @@ def train(lab: Lab, name: str, *overrides: str) -> Path:
     return run_dir
 
 
-def test_losses_are_those_of_the_server(lab: Lab, base_run: Path) -> None:
-    """If it fails, the two teachers say different things of the same answers, or a score reaches another sequence."""
-    # All three roles on one slot, in turns.
+def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path) -> None:
+    """If it fails, local and served scores of the same responses differ, or scores are assigned to other sequences."""
+    # All three roles share one slot.
     run_dir = train(lab, "local_run", "trainer.colocate=true", "memory.timeline=true")
     found, expected = losses(run_dir), losses(base_run)
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
@@ -38,7 +38,7 @@ def test_losses_are_those_of_the_server(lab: Lab, base_run: Path) -> None:
     lines, served = (read_metrics(folder / "metrics.jsonl") for folder in (run_dir, base_run))
     names = [{name for line in each for name in line if name.startswith("teacher/")} for each in (lines, served)]
     assert names[0] == names[1] >= {"teacher/topk_mass", "teacher/score_bytes"}
-    assert all(line["memory/train/before_onload"] == 0 for line in lines if line["step"]), "the student is away"
+    assert all(line["memory/train/before_onload"] == 0 for line in lines if line["step"]), "the student is offloaded"
 
 
 @pytest.mark.slow
@@ -51,10 +51,10 @@ def test_losses_are_those_of_the_server(lab: Lab, base_run: Path) -> None:
     ],
     ids=["stages", "fsdp2", "mixture"],
 )
-def test_losses_on_two_ranks_are_those_of_the_server(
+def test_local_losses_on_two_ranks_equal_those_of_the_server(
     lab: Lab, teacher_port: int, request: pytest.FixtureRequest, overrides: tuple[str, ...]
 ) -> None:
-    """If it fails, a signal, a mixture or a layout is scored otherwise by the ranks than by the server."""
+    """If it fails, local scores of a signal, a mixture or a layout differ from those of the server."""
     name = request.node.callspec.id
     served = lab.root / f"served_{name}"
     settings = ("trainer.n_gpus_per_node=2", "trainer.total_steps=3")
@@ -72,16 +72,16 @@ def test_losses_on_two_ranks_are_those_of_the_server(
     [("actor.pp=2",), ("actor.strategy=fsdp2", "teacher.update_ema=0.5", "teacher.signal=hidden")],
     ids=["copy", "average"],
 )
-def test_a_teacher_that_follows_its_student_is_there_again_after_a_resume(
+def test_a_refreshed_teacher_is_restored_by_a_resume(
     lab: Lab, request: pytest.FixtureRequest, overrides: tuple[str, ...]
 ) -> None:
-    """If it fails, a refresh is lost, late or partial; or a resumed run is taught by another teacher."""
+    """If it fails, a teacher refresh is lost, late or partial, or a resumed run has other teacher weights."""
     name = f"following_{request.node.callspec.id}"
     settings = ("teacher.update_interval=2", "trainer.n_gpus_per_node=2", "trainer.total_steps=6", *overrides)
     whole = train(lab, name, *settings, "trainer.save_every=3", "trainer.keep_last=9")
     first = losses(whole)
     if "copy" in name:
-        # The teacher has just become the student: there is nothing to learn at step 3, and something again at step 4.
+        # The refresh made the teacher equal to the student, so the loss is 0 at step 3 and positive at step 4.
         assert abs(first[3]) < 1e-6 < first[4] < first[2]
     start = whole / "checkpoints" / "step_00000003"  # between two refreshes
     again = losses(train(lab, f"{name}_again", *settings, f"trainer.resume={start}"))
@@ -89,8 +89,8 @@ def test_a_teacher_that_follows_its_student_is_there_again_after_a_resume(
 
 
 @pytest.mark.slow
-def test_a_local_run_resumes_and_replays_to_the_bit(lab: Lab) -> None:
-    """If it fails, recorded scores are asked for again, or a resumed run is scored otherwise."""
+def test_a_run_with_a_local_teacher_resumes_and_replays_bit_exactly(lab: Lab) -> None:
+    """If it fails, recorded scores are computed again, or a resumed run gets other scores."""
     settings = ("trainer.save_every=2", "trainer.record_batches=true")
     whole = train(lab, "recorded", *settings, "trainer.keep_last=9", "actor.strategy=fsdp2")
     first = losses(whole)

@@ -1,4 +1,4 @@
-"""The whole loop with a mixture of experts on two actor ranks that share them."""
+"""Test the whole loop with expert parallelism on two actor ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ N_LAYERS, N_EXPERTS = 2, 4
 
 
 def _save_experts(lab: Lab) -> Path:
-    """A student with the tokenizer of the other one."""
+    """Save a mixture-of-experts student with the tokenizer of the dense one."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -46,7 +46,7 @@ def _save_experts(lab: Lab) -> Path:
 
 
 def test_experts_of_two_ranks_reach_the_engine_and_the_export(lab: Lab, teacher_port: int) -> None:
-    """Fails if actor.ep is not wired through: an expert stays on its rank, or a resumed run gets another's."""
+    """Fails if actor.ep has no effect, an expert is not synced or exported, or a resume loads the wrong experts."""
     run_dir, student = lab.root / "experts_run", _save_experts(lab)
     overrides = [f"model.path={student}", "trainer.n_gpus_per_node=2", "actor.ep=2", "weight_sync.verify=always"]
     for end in (["trainer.total_steps=3"], ["trainer.total_steps=4", "trainer.resume=auto"]):

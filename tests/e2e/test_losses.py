@@ -1,4 +1,4 @@
-"""Other losses and other signals of the teacher, through the whole loop with every real part."""
+"""Test losses and teacher signals through the whole loop with real components."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXACT = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.
 
 @pytest.fixture(scope="module")
 def hidden_run(lab: Lab, teacher_port: int) -> dict[int, dict[str, Any]]:
-    """JSD on the teacher's hidden states and LM head: TP 2, several chunks."""
+    """Run JSD on the teacher's hidden states and LM head: TP 2, several chunks."""
     run_dir = lab.root / "run_hidden"
     layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1")
     done = lab.train_run(run_dir, teacher_port, *EXACT, "teacher.signal=hidden", *layout)
@@ -32,7 +32,7 @@ def hidden_run(lab: Lab, teacher_port: int) -> dict[int, dict[str, Any]]:
 
 
 def test_hidden_states_train(hidden_run: dict[int, dict[str, Any]]) -> None:
-    """If it fails, the teacher's LM head does not reach the actor, or what is made of it does not teach."""
+    """If it fails, the teacher's LM head does not reach the actor, or its logits do not reduce the KL."""
     for step in (1, 2):
         m = hidden_run[step]
         assert m["loss/total"] == pytest.approx(m["loss/jsd"]) and m["loss/total"] > 0
@@ -52,10 +52,10 @@ def test_hidden_states_train(hidden_run: dict[int, dict[str, Any]]) -> None:
         ),
     ],
 )
-def test_other_roads_of_the_whole_distribution_train_the_same(
+def test_other_signals_of_the_full_distribution_train_the_same(
     hidden_run: dict[int, dict[str, Any]], lab: Lab, teacher_port: int, settings: tuple[str, ...]
 ) -> None:
-    """If it fails, a signal's road (client, endpoint, LM head, chunks, layout) changes the teacher's distribution."""
+    """If it fails, the data flow of a signal (client, endpoint, LM head, chunks, layout) changes the distribution."""
     run_dir = lab.root / f"run_{abs(hash(settings))}"
     done = lab.train_run(run_dir, teacher_port, *EXACT, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -67,8 +67,8 @@ def test_other_roads_of_the_whole_distribution_train_the_same(
 
 
 @pytest.mark.slow
-def test_sampled_tokens_alone_train_as_the_whole_distribution_would(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a teacher that tells one number a token teaches something else than one that tells all."""
+def test_sampled_logprobs_train_like_the_full_distribution(lab: Lab, teacher_port: int) -> None:
+    """If it fails, training on the teacher's sampled logprobs differs from the same loss on the full distribution."""
     settings = ("distill.loss=k3", "actor.optim.lr=0.002", "rollout.n=8", "trainer.total_steps=2", "eval.metric=none")
     lines = {}
     for signal in ("sampled", "hidden"):
@@ -86,8 +86,8 @@ def test_sampled_tokens_alone_train_as_the_whole_distribution_would(lab: Lab, te
 
 
 @pytest.mark.slow
-def test_the_dataset_alone_trains(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a step without any rollout breaks the loop."""
+def test_training_on_dataset_responses_alone(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a step without rollouts breaks the loop."""
     run_dir = lab.root / "run_dataset"
     losses = "distill.losses=[{name: forward_kl}, {name: sft, weight: 0.1}]"
     done = lab.train_run(run_dir, teacher_port, losses, "distill.on_policy_share=0", "trainer.total_steps=3")
@@ -100,7 +100,7 @@ def test_the_dataset_alone_trains(lab: Lab, teacher_port: int) -> None:
 
 
 def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a term of a mixture, the adaptive top-k, or GKD's lambda is not what trains."""
+    """If it fails, a term of a mixture, the adaptive top-k, or GKD's lambda has no effect."""
     run_dir = lab.root / "run_mixture"
     done = lab.train_run(
         run_dir,
@@ -119,16 +119,16 @@ def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int)
     lines = steps_of(run_dir)
     for step in (1, 2, 3):
         m = lines[step]
-        assert m["weight_sync/verified_tensors"] > 0, "both engines hold what the actor exported, or the run had ended"
-        # Three of six prompts are answered twice by the student, the other three once by the dataset.
+        assert m["weight_sync/verified_tensors"] > 0, "the digests of both engines were compared with the actor's"
+        # Three of six prompts have two student responses, the other three one dataset response.
         assert m["rollout/sequences"] == 9
         assert m["rollout/on_policy_sequences"] == 6
         assert 0 < m["teacher/topk_mass"] < 0.9
-        assert m["loss/importance_weight"] == pytest.approx(1.0, abs=0.02), "the actor and the engine are one model"
+        assert m["loss/importance_weight"] == pytest.approx(1.0, abs=0.02), "actor and engine have the same weights"
         assert m["loss/importance_clipped"] == 0.0
         assert m["loss/sft"] > 0 and m["loss/k3"] > 0 and m["loss/reverse_kl"] > 0
         terms = m["loss/reverse_kl"] + 0.5 * m["loss/k3"] + 0.25 * m["loss/sft"]
-        assert m["loss/total"] < terms, "k3 and sft cover a part of the tokens each, and are divided by all"
+        assert m["loss/total"] < terms, "k3 and sft cover a part of the tokens each, but are divided by all tokens"
     assert lines[3]["eval/kl"] < lines[0]["eval/kl"]
     kept = [json.loads(line) for line in (run_dir / "token_losses" / "step_00000003.jsonl").read_text().splitlines()]
     assert [record["sample_index"] for record in kept] == [0, 1, 2, 3, 4], "from both data-parallel groups, in order"

@@ -1,4 +1,4 @@
-"""The whole loop with a reference that holds the student: Ray, vLLM, Megatron-core or adapters, the teacher server."""
+"""Test the whole loop with a KL penalty to a reference model: Ray, vLLM, Megatron-core or adapters, teacher server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(lab: Lab, name: str, port: int, *overrides: str) -> dict[int, dict[str
 
 
 def distance(student: Path, initial: Path) -> float:
-    """KL(student || initial) over the whole vocabulary, at every token of some random sequences; nats a token."""
+    """Return KL(student || initial) in nats per token, over the whole vocabulary, on random sequences."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(2, VOCAB, (16, 12), generator=torch.Generator().manual_seed(5))
@@ -39,9 +39,10 @@ def distance(student: Path, initial: Path) -> float:
     return float((log_q.exp() * (log_q - log_p)).sum(-1).mean())
 
 
-def test_a_reference_holds_the_student(lab: Lab, teacher_port: int, base_run: Path) -> None:
-    """If it fails, the reference is another model than the initial student, its logprobs reach other tokens, its term
-    does not train, or an evaluation has it."""
+def test_a_reference_keeps_the_student_close(lab: Lab, teacher_port: int, base_run: Path) -> None:
+    """If it fails, the reference is not the initial student, its logprobs are misaligned, its term does not train, or
+    an evaluation includes it.
+    """
     lines = train(lab, "held", teacher_port)
     kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
     assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
@@ -50,7 +51,7 @@ def test_a_reference_holds_the_student(lab: Lab, teacher_port: int, base_run: Pa
             assert m["loss/total"] == pytest.approx(m["loss/forward_kl"] + WEIGHT * kl[step], rel=1e-5), step
             assert m["time/reference_s"] > 0 and m["loss/importance_weight"] == pytest.approx(1.0, abs=0.05)
     free = steps_of(base_run)
-    # Where the term is 0 to the second order, nothing else has changed either.
+    # In the first step the term is 0 to second order, so all other metrics are unchanged.
     assert lines[1]["loss/total"] == pytest.approx(free[1]["loss/total"], abs=1e-5)
     assert lines[0]["eval/kl"] == pytest.approx(free[0]["eval/kl"], abs=1e-6)
     held, loose = (distance(lab.root / name / "export", lab.student) for name in ("held", "base_run"))
@@ -58,9 +59,10 @@ def test_a_reference_holds_the_student(lab: Lab, teacher_port: int, base_run: Pa
 
 
 @pytest.mark.slow
-def test_adapters_are_held_to_what_they_began_at(lab: Lab, teacher_port: int) -> None:
-    """If it fails, the actor without its adapters is not the initial student, dataset responses count as its own, or
-    the reference is called beside a training step where the next batch is answered meanwhile."""
+def test_adapters_use_the_base_model_as_reference(lab: Lab, teacher_port: int) -> None:
+    """If it fails, the actor without adapters is not the initial student, dataset responses count as on-policy, or the
+    reference runs during a training step under a prefetching scheduler.
+    """
     layout = ("trainer.n_gpus_per_node=2", "trainer.scheduler=one_step_off", "actor.offload_train=true")
     mixture = ("distill.on_policy_share=0.5", "distill.losses=[{name: jsd}, {name: k3}, {name: sft, weight: 0.1}]")
     adapters = ("actor.strategy=fsdp2", "actor.lora.rank=8")
@@ -68,15 +70,16 @@ def test_adapters_are_held_to_what_they_began_at(lab: Lab, teacher_port: int) ->
     kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
     assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
     moved = [set(name for name in line if name.startswith("time/reference/")) for line in lines.values()]
-    # Brought to the device, and left there for the training step.
+    # The states are reloaded and stay on the device for the training step.
     expected = {f"time/reference/{name}" for name in ("onload", "execute", "barrier_wait_s")}
     assert all(names == expected for names in moved[1:]), moved
 
 
 @pytest.mark.slow
-def test_a_reference_beside_a_local_teacher_resumes_and_replays_to_the_bit(lab: Lab) -> None:
-    """If it fails, something of the reference was in the run and not in its settings; or it cannot take turns with
-    engines and a teacher on the same ranks."""
+def test_a_reference_with_a_local_teacher_resumes_and_replays_bit_exactly(lab: Lab) -> None:
+    """If it fails, a resume or replay uses another reference, or the reference cannot share GPUs with engines and a
+    local teacher.
+    """
     local = ("teacher.backend=local", f"teacher.path={lab.teacher}", "trainer.n_gpus_per_node=2", "actor.pp=2")
     local = (*local, "trainer.colocate=true", "rollout.n_gpus_per_node=2", f"reference.path={lab.teacher}")
     lines = train(

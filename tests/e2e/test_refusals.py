@@ -1,4 +1,4 @@
-"""Wrong input is refused with one line and exit code 2 (1 for a missing teacher) before any process starts."""
+"""Test that preflight refuses invalid input with one line and exit code 2 (1 for a missing teacher)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.e2e
 
 
 def refused(lab: Lab, port: int, *overrides: str) -> GkdError:
-    """What preflight says; nothing may be written."""
+    """Return the error of preflight, and assert that it wrote nothing."""
     run_dir = lab.root / "refused"
     command = lab.command(run_dir, port, *overrides)
     with pytest.raises(GkdError) as caught:
         preflight(load_config(None, command[command.index("--config") + 2 :]))
-    assert not run_dir.exists(), "a refused run must leave no trace"
+    assert not run_dir.exists(), "a refused run must write nothing"
     return caught.value
 
 
@@ -37,7 +37,7 @@ def copy_model(lab: Lab, name: str) -> Path:
 
 
 def test_a_wrong_model_folder(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a missing or damaged model is found by a rank minutes later, or by nobody."""
+    """If it fails, a missing or damaged model is found minutes later or not at all."""
     truncated = copy_model(lab, "truncated")
     weights = truncated / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -67,14 +67,14 @@ def test_a_wrong_model_folder(lab: Lab, teacher_port: int) -> None:
 
 
 def test_an_index_that_names_an_absent_file(lab: Lab, teacher_port: int) -> None:
-    """If it fails, an incomplete download passes until the missing shard is needed."""
+    """If it fails, an incomplete download is accepted until the missing shard is loaded."""
     folder = copy_model(lab, "half")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
     assert "model-2.safetensors" in str(refused(lab, teacher_port, f"model.path={folder}"))
 
 
-def test_layouts_the_model_cannot_have(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a layout that cannot split the model starts all its processes first."""
+def test_unsupported_layouts(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a layout that cannot split the model fails only after all processes have started."""
     error = refused(lab, teacher_port, "trainer.n_gpus_per_node=3", "actor.tp=3")
     assert isinstance(error, ConfigError) and error.key == "actor.tp" and "heads" in str(error)
     error = refused(lab, teacher_port, "trainer.n_gpus_per_node=3", "actor.pp=3")
@@ -90,7 +90,7 @@ def test_sequences_longer_than_the_model(lab: Lab, teacher_port: int) -> None:
 
 
 def test_prompt_files(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a wrong prompt file is found after the pools have started."""
+    """If it fails, an invalid prompt file is found only after the pools have started."""
     error = refused(lab, teacher_port, "data.train_files=[absent.jsonl]")
     assert isinstance(error, ConfigError) and error.key == "data.train_files"
     error = refused(lab, teacher_port, "data.prompt_key=question")
@@ -101,8 +101,8 @@ def test_prompt_files(lab: Lab, teacher_port: int) -> None:
     assert isinstance(error, ConfigError) and error.key == "data.answer_key"
 
 
-def test_another_tokenizer(lab: Lab, teacher_port: int) -> None:
-    """If it fails, teacher and student speak of different words under the same ids, silently."""
+def test_different_tokenizers(lab: Lab, teacher_port: int) -> None:
+    """If it fails, teacher and student may silently use the same ids for different tokens."""
     folder = copy_model(lab, "other_words")
     text = json.loads((folder / "tokenizer.json").read_text())
     vocab = text["model"]["vocab"]
@@ -112,14 +112,14 @@ def test_another_tokenizer(lab: Lab, teacher_port: int) -> None:
     assert isinstance(error, ConfigError) and "tokenizer" in str(error)
 
 
-def test_more_topk_than_there_are_ids(lab: Lab, teacher_port: int) -> None:
-    """If it fails, the teacher refuses each sequence in the middle of the first step."""
+def test_topk_above_the_vocabulary_size(lab: Lab, teacher_port: int) -> None:
+    """If it fails, the teacher rejects every sequence in the first step."""
     error = refused(lab, teacher_port, "teacher.topk=40000")
     assert isinstance(error, ConfigError) and error.key == "teacher.topk" and "32003" in str(error)
 
 
-def test_no_teacher_there(lab: Lab) -> None:
-    """If it fails, a forgotten server is a hang instead of an address and a command."""
+def test_missing_teacher_server(lab: Lab) -> None:
+    """If it fails, a missing server causes a hang instead of an error with an address and a command."""
     port = free_port("127.0.0.1")
     began = time.monotonic()
     error = refused(lab, port, "teacher.outage_budget_s=3")
@@ -128,15 +128,16 @@ def test_no_teacher_there(lab: Lab) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_the_command_line_says_it_in_one_line(lab: Lab, teacher_port: int) -> None:
-    """If it fails, users get a traceback, or a shell script cannot tell a wrong config from a failed run."""
+def test_the_command_line_prints_one_line(lab: Lab, teacher_port: int) -> None:
+    """If it fails, users get a traceback, or the exit code does not distinguish a config error from a failed run."""
     done = lab.train_run(lab.root / "refused", teacher_port, "actor.tpp=2")
     assert done.returncode == 2
-    assert done.stderr.strip() == "config error: actor.tpp = 2: there is no such key. Fix: did you mean actor.tp?"
+    (line,) = done.stderr.strip().splitlines()
+    assert "actor.tpp = 2" in line and line.endswith("actor.tp?")
 
 
 def _resize(folder: Path, vocab_size: int) -> None:
-    """Cut or pad the embedding; the tokenizer stays."""
+    """Truncate or pad the embedding, without changing the tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -145,8 +146,8 @@ def _resize(folder: Path, vocab_size: int) -> None:
     model.save_pretrained(folder)
 
 
-def test_vocabularies_that_do_not_fit(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a sampled id that the teacher or the embedding does not have stops the run at a random step."""
+def test_mismatched_vocabularies(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a sampled id outside the teacher's vocabulary or the embedding stops the run at a random step."""
     wide = copy_model(lab, "wide")
     _resize(wide, 32064)
     error = refused(lab, teacher_port, f"model.path={wide}")
@@ -157,8 +158,8 @@ def test_vocabularies_that_do_not_fit(lab: Lab, teacher_port: int) -> None:
     assert isinstance(error, ConfigError) and error.key == "model.path" and "32002" in str(error)
 
 
-def test_a_padded_teacher_vocabulary_is_cut_to_the_shared_ids(lab: Lab) -> None:
-    """If it fails, models of one tokenizer and differently padded embeddings (Qwen2.5 1.5B and 7B) cannot be paired."""
+def test_a_padded_teacher_vocabulary_is_truncated_to_the_shared_ids(lab: Lab) -> None:
+    """If it fails, models of one tokenizer with different embedding padding (Qwen2.5 1.5B and 7B) cannot be paired."""
     padded = lab.root / "padded_teacher"
     shutil.copytree(lab.teacher, padded)
     _resize(padded, 32064)
@@ -169,7 +170,7 @@ def test_a_padded_teacher_vocabulary_is_cut_to_the_shared_ids(lab: Lab) -> None:
 
 
 def test_a_teacher_without_tokenizer(lab: Lab) -> None:
-    """If it fails, the error blames the student's tokenizer, or nothing compares the two."""
+    """If it fails, the error names the student's tokenizer, or the tokenizers are not compared."""
     bare = lab.root / "bare_teacher"
     shutil.copytree(lab.teacher, bare)
     for file in bare.glob("*token*"):

@@ -1,6 +1,6 @@
-"""Schedulers that answer batches ahead: as stale as they promise, and resumed the same run, to the bit.
+"""Test the prefetching schedulers: staleness and bit-exact resume.
 
-In full, with kills: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off`. Streams: `test_stream.py`.
+With kills: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off`. Streams: `test_stream.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FEW = "eval.max_prompts=4"
 @pytest.mark.parametrize(
     ("scheduler", "ahead"), [("one_step_off", 1), pytest.param("two_step_off", 2, marks=pytest.mark.slow)]
 )
-def test_a_resumed_run_ahead_is_the_same_run(scheduler: str, ahead: int, lab: Lab, teacher_port: int) -> None:
-    """If it fails, batches that were in flight at a checkpoint are lost, answered by other weights, or trained twice;
-    or a run ahead is not as stale as its name says.
+def test_a_resumed_prefetching_run_is_bit_exact(scheduler: str, ahead: int, lab: Lab, teacher_port: int) -> None:
+    """If it fails, batches in flight at a checkpoint are lost, generated with other weights, or trained twice, or the
+    staleness is not that of the scheduler.
     """
     settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", f"trainer.total_steps={N_STEPS}", FEW)
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
@@ -48,10 +48,10 @@ def test_a_resumed_run_ahead_is_the_same_run(scheduler: str, ahead: int, lab: La
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["one_step_off", "two_step_off", "stream"])
-def test_a_lost_teacher_loses_nothing_that_is_in_flight(scheduler: str, lab: Lab) -> None:
-    """If it fails, an outage hangs the run, or costs the work since the last checkpoint or the rollouts in flight."""
+def test_a_teacher_failure_keeps_rollouts_in_flight(scheduler: str, lab: Lab) -> None:
+    """If it fails, an outage hangs the run, or loses steps since the last checkpoint or rollouts in flight."""
     run_dir, port = lab.root / f"outage_{scheduler}", free_port("127.0.0.1")
-    # More finished prompts in a stream than the endpoint has threads, and all of them wait for the teacher.
+    # The stream has more finished prompts than the endpoint has threads, and all of them wait for the teacher.
     settings = (f"trainer.scheduler={scheduler}", "trainer.record_batches=true", "teacher.n_server_workers=2")
     brief = ("trainer.total_steps=60", "teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
     with ServerProcess(lab.teacher, lab.root, port=port) as server:

@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.split --calibrate` with every real part."""
+"""Test `python -m gkd.tools.split --calibrate` with real components."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_a_calibration_is_two_runs_and_a_ranking(lab: Lab, teacher_port: int) ->
     assert told["run"]["sizes"] == {"dp": 1, "engines": 1, "workers": 1} and told["run"]["steps"] == 16
     rates = told["run"]["rates"]
     assert rates["pass_s"] + rates["sequence_s"] > 0 and rates["train_token_s"] > 0 and rates["score_token_s"] > 0
-    # Each candidate is one of actor, rollout, teacher that share out six slots.
+    # Each candidate divides six slots among actor, rollout and teacher.
     assert {sum(_gpus(c["split"])) for c in told["ranking"]} == {6} and len(told["ranking"]) == 4 * told["n_splits"]
     for concurrency in (16, 4):
         steps = _steps(folder / f"max_num_seqs_{concurrency}")
         assert max(step["perf/pass_bb"] / step["perf/pass_b"] for step in steps) <= concurrency
     assert not list(folder.glob("*/checkpoints")) + list(folder.glob("*/*export"))
-    # The step beside which the simulation is printed is of the first run alone.
+    # The measured step that is printed next to the simulation is from the first run alone.
     assert told["run"]["measured_scheduler"] == "sync" and told["run"]["measured_steps"] == 8
 
 

@@ -1,4 +1,4 @@
-"""`trainer.scheduler: stream` with real engines: what is trained on over a kill, how old it is, and the same again."""
+"""Test `trainer.scheduler: stream` with real engines: prompts and staleness across a kill, and an exact replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = (
     "trainer.scheduler=stream",
     "trainer.max_staleness=1",
     f"trainer.total_steps={N_STEPS}",
-    "rollout.max_num_seqs=4",  # so that weights come in the middle of responses
+    "rollout.max_num_seqs=4",  # so that weight syncs occur in the middle of responses
     "trainer.record_batches=true",
     "eval.max_prompts=4",
     "trainer.save_every=1",
@@ -23,14 +23,16 @@ SETTINGS = (
 
 
 @pytest.mark.slow
-def test_a_killed_stream_loses_nothing_and_can_be_trained_again(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a resumed stream loses prompts or repeats them, or a run cannot be made again from its batches."""
+def test_a_killed_stream_loses_no_prompt_and_can_be_replayed(lab: Lab, teacher_port: int) -> None:
+    """If it fails, a resumed stream loses or repeats prompts, or a run cannot be replayed from its batches."""
     runs = Runs(lab, teacher_port, lab.root / "stream_logs", SETTINGS)
     run_dir = lab.root / "stream"
     code, log = runs.launch(run_dir, Kill("train", 4, 0.0, "all"))
     assert code == -9, log[-3000:]
     latest = (run_dir / "checkpoints" / "latest").read_text().strip()
-    assert list((run_dir / "checkpoints" / latest / "in_flight").iterdir()), "nothing was in flight: it shows nothing"
+    assert list((run_dir / "checkpoints" / latest / "in_flight").iterdir()), (
+        "nothing was in flight, so nothing was tested"
+    )
     code, log = runs.launch(run_dir, None)
     assert code == 0 and "resumed from" in log, log[-3000:]
     check_stream(run_dir, n_steps=N_STEPS, n_prompts=N_TRAIN, max_staleness=1)
