@@ -66,7 +66,7 @@ def checkpoint_part(rounds: int) -> Part:
         write(folder / "beside", 0, snapshot)  # memory and files are made once
         n_bytes = sum(piece.data.nbytes for piece in snapshot.pieces)
         snapshot.release()
-        # Who goes first finds the disk and the caches as the round before left them; that must not favour one of them.
+        # The order alternates, because the first measurement starts with the disk and caches of the previous round.
         found = [_round(student, step, writer, folder, save_first=i % 2 == 1) for i in range(rounds)]
     return _part(found, n_bytes)
 
@@ -184,7 +184,7 @@ def _read_all(folder: Path, snapshot: Snapshot) -> None:
 
 
 def _drop(path: Path) -> bool:
-    """Asks the kernel to forget a file's pages; whether it did, as far as it says so."""
+    """Ask the kernel to drop a file's cached pages. Return whether it reports that it did."""
     with path.open("rb") as file:
         os.fsync(file.fileno())  # only clean pages can go
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

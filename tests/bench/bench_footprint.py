@@ -1,11 +1,10 @@
-"""The memory of real ranks beside what `gkd.footprint` says of them, on a model of 113 million parameters.
+"""Compare the memory of real ranks with the prediction of `gkd.footprint`, on a model of 113 million parameters.
 
     python -m tests.bench.bench_footprint [--only megatron,fsdp2,...] [--json FILE] [--device cuda]
 
-Memory is counted from after the imports. A ratio is predicted / measured, of the rank that is furthest off; the goal is
+Memory is counted from after the imports. A ratio is predicted / measured, of the rank with the largest error. The goal:
 0.85 to 1.15. A run replaces the parts of the JSON file that it measured. Half an hour on an idle core; the processes
-take up to 5 GB together. With --device cuda (one card, cases of one rank) torch's allocator is asked; that has not been
-run.
+take up to 5 GB together. With --device cuda (one GPU, cases of one rank) torch's allocator is read (not tested).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The losses on CPU, measured: time and memory of forward + backward, beside what people write instead.
+"""Measure the losses on CPU: time and memory of forward + backward, compared with common implementations.
 
     python -m tests.bench.bench_loss [--only topk_32000,head] [--json FILE] [--rounds N] [--quick]
 

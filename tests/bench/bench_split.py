@@ -1,10 +1,10 @@
-"""Is the split tuner right? One run's metrics predict the step times of all other splits; then those are measured.
+"""Compare the split tuner's predictions, made from the metrics of one run, with the measured step times of all splits.
 
     python -m tests.bench.bench_split [--json docs/results/split_cpu.json] [--steps 14] [--calibrate-from stream]
 
-The real loop with its real schedulers and Ray actors in pools of eight process slots; the stages hold for the time that
-so many tokens would take (`tests.bench.timed_roles`). The tuner sees one run's folder, as a user's would, and never the
-times that the stages were told.
+The loop, the schedulers and the Ray actors are real, in pools of eight logical GPUs. Each stage sleeps for the time
+that its number of tokens would take (`tests.bench.timed_roles`). The tuner reads one run folder, as for a user, and
+never the configured times.
 """
 
 from __future__ import annotations

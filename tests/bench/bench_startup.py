@@ -1,11 +1,11 @@
-"""The start of the pools on this machine: both at once, as training does it, against one after the other.
+"""Measure the start of the pools on this machine: concurrently, as in training, and one after the other.
 
     python -m tests.bench.bench_startup [--only tiny,larger] [--json FILE] [--rounds N]
 
 Real processes, Megatron-core and vLLM, with a model of 2 million parameters and with one of 200 million; one actor rank
-and one engine, so that on two cores neither waits for the other's. From the first process to the last one that is up,
-Ray itself not counted: its agents, which import for some seconds after `ray.init` has returned, are waited for. What
-they cost where nobody waits for them is a figure of its own.
+and one engine, so that on two cores each has its own. The time runs from the first process until all are ready. It
+excludes Ray: the benchmark waits for Ray's agents, which import for some seconds after `ray.init` has returned. Their
+cost without this wait is reported separately.
 """
 
 from __future__ import annotations

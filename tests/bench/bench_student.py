@@ -1,4 +1,4 @@
-"""The student on CPU, measured: steps beside plain Hugging Face ones, packing, checkpoints.
+"""Measure the student on CPU: training steps compared with plain Hugging Face ones, packing, checkpoints.
 
     python -m tests.bench.bench_student [--only speed,packing,checkpoint] [--json FILE] [--rounds N]
 

@@ -1,4 +1,4 @@
-"""The teacher server, measured: what it costs beside a bare engine, a bare socket and a bare proxy.
+"""Measure the overhead of the teacher server relative to a bare engine, a bare socket and a bare proxy.
 
     python -m tests.bench.bench_teacher [--only transport,load] [--json FILE] [--markdown FILE] [--quick]
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown is not None and args.json is None:
         parser.error("--markdown shows what is in the JSON file: give --json, too")
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = "1"  # of this process and its children, who read them when they import numpy or torch
+        os.environ[variable] = "1"  # for this process and its children, which read it when they import numpy or torch
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # children end with their contexts
     where, results, missed = machine(), {}, 0
     for name in names:

@@ -1,4 +1,4 @@
-"""What the benchmark commands have in common: which parts to run, and what becomes of the results."""
+"""Select the parts of a benchmark and write its results. Shared by all benchmark commands."""
 
 from __future__ import annotations
 

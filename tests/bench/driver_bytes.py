@@ -1,22 +1,22 @@
-"""How many bytes of each sequence go through the driver: batches of two sizes and two lengths, with every real part.
+"""Count the bytes per sequence that pass through the driver, for batches of two sizes and two lengths.
 
     python -m tests.bench.driver_bytes --config X.yaml key=value ...
 
-Takes the arguments of `gkd.main_gkd` (a teacher server must be up), starts the run's pools, sends some batches down the
-road rollout -> scores -> train step, and prints one JSON object: for each batch its name and these numbers. Last
-comes "control": a result of 50,000 bytes that is left to Ray's own limit, and then fetched.
+Accepts the arguments of `gkd.main_gkd` (a teacher server must be running), starts the run's pools, processes some
+batches (rollout, scores, train step), and prints one JSON object: for each batch its name and these numbers. The last
+entry, "control", is a result of 50,000 bytes that Ray may inline and that is then fetched.
 
 - read_bytes, written_bytes: data and metadata of every object that this process deserialised (results that it
   fetched) or serialised (arguments that are not handles, puts). Counted in Ray's own serialiser, so nothing
-  that becomes a Python object here, or was one, is left out. A handle is no such object.
-- inline_bytes: growth of Ray's in-process store, which is where a result is that came to the driver and not to an
-  object store, whether or not anybody fetches it; measured while all of the batch's handles are held.
+  that becomes a Python object here, or was one, is missed. Handles are not counted.
+- inline_bytes: growth of Ray's in-process store, which holds the results that were sent to the driver instead of an
+  object store, fetched or not. It is measured while all handles of the batch are alive.
 - tcp_bytes: received and acknowledged by the other end, of all TCP connections of this process (TCP_INFO): Ray's calls
   with their arguments, and its bookkeeping of handles. Not counted: the Unix socket to the local Ray daemon, which
   carries names of objects; the objects themselves are in shared memory.
 
-Greedy answers (`GreedyReport`) and `eval.keep_token_losses` bring samples to the driver for people to read; they are no
-part of a step and are not in these batches.
+Greedy responses (`GreedyReport`) and `eval.keep_token_losses` send human-readable samples to the driver. They do not
+belong to a step and are not in these batches.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def measure(roles: Roles, prompts: Sequence[Prompt], n: int, counters: Counters)
 
 
 def control(counters: Counters) -> dict[str, int]:
-    """What the counters make of a result that does go through this process."""
+    """Return the counts of a result that does pass through this process."""
     before = counters.look()
     ref = ray.remote(lambda: bytes(50_000)).options(num_cpus=0.1).remote()
     ray.wait([ref])

@@ -1,6 +1,6 @@
-"""One measurement of `bench_footprint`: the memory of real ranks of a student that train, beside what was predicted.
+"""Measure one case of `bench_footprint`: the memory of a student's ranks in training, and the prediction.
 
-The ranks are processes of their own, as in training; each says how its memory has grown since its imports and since it
+The ranks are separate processes, as in training. Each reports the growth of its memory since its imports and since it
 joined torch.distributed.
 """
 
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Growth of one rank, bytes, beside the prediction of the rank that stands for it."""
+    """Growth of one rank in bytes, and the prediction for its type of rank."""
 
     rank: int
     state: int  # after the last step, everything momentary gone
@@ -91,12 +91,12 @@ def measure(case: Case, folder: Path, *, device: str = "cpu", timeout_s: float =
 
 
 def _as_metered(part: RankFootprint) -> RankFootprint:
-    """No weights are sent to engines here, and torch's allocator knows no CUDA context."""
+    """Remove the weight sync, which does not run here, and the CUDA context, which torch's allocator does not count."""
     return replace(part, parts={k: size for k, size in part.parts.items() if k not in ("weight_sync", "context")})
 
 
 def case_config(case: Case, folder: Path, device: str) -> Config:
-    """Micro-batches of 2 sequences of 256 tokens, two in a step, unless the case says otherwise."""
+    """Write a config with two micro-batches of 2 sequences of 256 tokens per step, except for the case's settings."""
     path = folder / "config.yaml"
     path.write_text(
         json.dumps(

@@ -1,7 +1,7 @@
-"""What a process holds in memory of its own, now and at its peak. Linux only.
+"""Measure the private memory of a process, now and at its peak. Linux only.
 
 Allocations of 64 KiB and more are mapped one by one (`ENVIRONMENT`) and go back to the kernel when they are freed, so
-what is resident is what is alive. On CUDA torch's allocator is asked instead.
+resident memory equals live memory. On CUDA, torch's allocator is read instead.
 """
 
 from __future__ import annotations

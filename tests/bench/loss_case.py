@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one forward and backward pass; memcpy: of one copy of [rows, vocabulary] float32 to memory in use."""
+    """Time and memory of one forward and backward pass, or of one copy of [rows, vocabulary] float32 (memcpy)."""
 
     seconds: float
     extra_bytes: int  # peak beyond the inputs and their gradients
@@ -76,7 +76,7 @@ def _pass(case: Case, meter: PeakMeter) -> Measured:
         loss = _LOSSES[case.kind](case.variant, *inputs, targets)
         gradients = torch.autograd.grad(loss, inputs)
         seconds = time.perf_counter() - start
-    # A gradient that took its input's place is no memory beyond the inputs.
+    # A gradient that overwrites its input needs no additional memory.
     own = [g for g, x in zip(gradients, inputs, strict=True) if g.data_ptr() != x.data_ptr()]
     return Measured(seconds, meter.peak_bytes - sum(g.nbytes for g in own), float(loss.detach()))
 

@@ -1,9 +1,9 @@
-"""One measurement of `bench_memory`: a model that goes away and comes back, in a process of its own.
+"""Measure one case of `bench_memory`: offloads and reloads of a model, in a separate process.
 
     python -m tests.bench.memory_case '{"how": "states", "device": "cpu", "sizes": {...}, "rounds": 10}'
 
-prints a JSON line. Between two switches somebody else uses the device: blocks of many sizes come and go, as activations
-and an engine's buffers do.
+prints a JSON line. Between two switches, blocks of many sizes are allocated and freed on the device, like activations
+and the buffers of an engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(slots=True)
 class Measured:
-    """Of each switch pair: seconds to come, to compute, to go. Bytes of the device where nothing else is said."""
+    """Seconds of each reload, computation and offload. Sizes are bytes on the device unless noted otherwise."""
 
     n_bytes: int
     on_s: list[float] = field(default_factory=list)
@@ -226,9 +226,9 @@ def _nothing() -> None:
 
 
 def share_of_copy(measured: Measured) -> tuple[float, float]:
-    """What a switch reaches of the bandwidth of one pinned copy, (to the device, to the host); medians."""
-    come, go = (measured.n_bytes / median(seconds) for seconds in (measured.on_s, measured.off_s))
-    return come / measured.copy_to_device, go / measured.copy_to_host
+    """Return the median share of a pinned copy's bandwidth that a reload and an offload reach."""
+    reload_rate, offload_rate = (measured.n_bytes / median(seconds) for seconds in (measured.on_s, measured.off_s))
+    return reload_rate / measured.copy_to_device, offload_rate / measured.copy_to_host
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def make_student(backend: str, folder: Path, *, dtype: torch.dtype = torch.float
 
 
 class PlainStep:
-    """What people write: the HF model, autograd, torch's AdamW. The LM head sees the loss rows alone, as ours does."""
+    """Baseline: the HF model, autograd, torch's AdamW. Its LM head computes the loss rows only, as ours does."""
 
     def __init__(
         self, folder: Path, batches: list[MicroBatch], dtype: torch.dtype = torch.float32, device: str = "cpu"

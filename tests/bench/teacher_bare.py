@@ -130,5 +130,5 @@ def _has_credit(credit: tuple[int, int] | None, n_tokens: int, n_sequences: int)
 
 
 def worker_credit(max_batch_tokens: int, n_streams: int) -> tuple[int, int]:
-    """What a worker of this server holds at most, with a client that keeps to its advice."""
+    """Return the maximum load of a worker, with a client that respects the server's credit."""
     return CREDIT_BATCHES * max_batch_tokens, n_streams

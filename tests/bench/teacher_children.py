@@ -1,4 +1,4 @@
-"""Processes of a benchmark: each runs one function, answers through a pipe, and dies with whoever started it."""
+"""Run functions of a benchmark in child processes that reply through a pipe and end with their parent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Serve = Callable[..., None]  # (its end of the pipe, the arguments given to Chil
 
 
 class Child:
-    """Runs `serve(pipe, *args)` in a fresh process until the context ends; what it raises is raised here.
+    """Run `serve(pipe, *args)` in a new process until the context ends. Errors of the child are raised here.
 
-    Only the main thread may make one: the kernel kills the child when the thread that made it ends.
+    Only the main thread may create one: the kernel kills the child when the thread that created it ends.
 
     Args:
-        goodbye_s: how long a child that reads its pipe may take to end by itself.
+        goodbye_s: seconds that the child may take to end after the pipe is closed, before it is killed.
     """
 
     def __init__(self, serve: Serve, *args: Any, goodbye_s: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class Child:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._pipe.close()  # to be read as the end
+        self._pipe.close()  # the child reads the end of the pipe
         self._process.join(timeout=self._goodbye_s)
         self._process.kill()
         self._process.join(timeout=5.0)
@@ -54,7 +54,7 @@ class Child:
         self._pipe.send(question)
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """Raises RuntimeError if the child failed, has ended or is late."""
+        """Return the child's next reply. Raise RuntimeError if the child failed, has ended or timed out."""
         if not self._pipe.poll(timeout_s):
             raise RuntimeError(f"child {self._name}: no answer in {timeout_s:g} s")
         try:
@@ -79,6 +79,6 @@ def _run(pipe: Connection, parent_pid: int, serve: Serve, args: tuple[Any, ...])
     except EOFError:  # the parent has closed the pipe
         return
     except BaseException as error:
-        with contextlib.suppress(BrokenPipeError):  # then nobody is there to be told
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended
             pipe.send(error)
         raise

@@ -1,7 +1,7 @@
-"""The clients of the load benchmark: each a process that keeps a few requests under way and notes how long each took.
+"""Run the clients of the load benchmark: each process keeps a few requests in flight and records their latencies.
 
-Both kinds send the same requests and get answers of the same size: the trainer's `ZmqTeacher`, which
-ends with validated arrays, and a bare DEALER, which looks at nothing and so can ask an echo as well.
+Both kinds send the same requests and receive replies of the same size: the trainer's `ZmqTeacher`, which returns
+validated arrays, and a bare DEALER socket, which does not parse replies and so also works with an echo server.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Task(NamedTuple):
     kind: Literal["teacher", "bare"]
     port: int
     k: int
-    start_s: float  # before it the clients warm up
+    start_s: float  # end of the warm-up
     stop_s: float
 
 
-class Told(NamedTuple):
-    latencies_s: np.ndarray  # [n] of the requests answered between start and stop
+class Measured(NamedTuple):
+    latencies_s: np.ndarray  # [n] of the requests completed between start and stop
     cpu_s: float  # of this client in that time
 
 
@@ -48,11 +48,11 @@ def serve_client(pipe: Connection, seed: int) -> None:
         task: Task = pipe.recv()
         clock = _Clock(task)
         (_ask_teacher if task.kind == "teacher" else _ask_bare)(task, sequences, clock)
-        pipe.send(clock.told())
+        pipe.send(clock.measured())
 
 
 class _Clock:
-    """Notes answers; `told` says what fell between start and stop."""
+    """Record replies. `measured` returns those between start and stop."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -60,22 +60,22 @@ class _Clock:
         self._cpu: list[tuple[float, float]] = []
 
     def note(self, sent_s: float) -> bool:
-        """False when the time is up."""
+        """Record one reply. Return False when the time is over."""
         now_s = time.monotonic()
         self._done.append((now_s, now_s - sent_s))
         if len(self._done) % 16 == 0:
             self._cpu.append((now_s, time.process_time()))
         return now_s < self._task.stop_s
 
-    def told(self) -> Told:
+    def measured(self) -> Measured:
         inside = [took for when, took in self._done if self._task.start_s <= when < self._task.stop_s]
         when, cpu = np.array(self._cpu).T
         used = np.interp([self._task.start_s, self._task.stop_s], when, cpu)
-        return Told(np.array(inside), float(used[1] - used[0]))
+        return Measured(np.array(inside), float(used[1] - used[0]))
 
 
 def _ask_teacher(task: Task, sequences: list[Rollout], clock: _Clock) -> None:
-    """A future's callback asks for the next one, in the client's own thread: nobody waits for a thread switch."""
+    """Submit each request in the callback of an earlier one, in the client's own thread, to avoid thread switches."""
     ended = threading.Semaphore(0)
     with connect(task.port, k=task.k, n_vocab=VOCAB, n_in_flight=IN_FLIGHT, wire="fp16") as teacher:
 
@@ -98,7 +98,7 @@ def _ask_teacher(task: Task, sequences: list[Rollout], clock: _Clock) -> None:
         for _ in range(IN_FLIGHT):
             ended.acquire()
         for future in futures.values():
-            future.result()  # raises what went wrong
+            future.result()  # raises the request's error
 
 
 def _ask_bare(task: Task, sequences: list[Rollout], clock: _Clock) -> None:
@@ -106,7 +106,7 @@ def _ask_bare(task: Task, sequences: list[Rollout], clock: _Clock) -> None:
     socket = context.socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{task.port}")
     tokens = [np.concatenate([one.prompt_ids, one.response_ids]) for one in sequences]
-    sent: list[float] = []  # answers of the server may change places: then two latencies are exchanged
+    sent: list[float] = []  # replies may be reordered: then two latencies are swapped
 
     def ask() -> None:
         row = tokens[len(sent) % _N_KINDS]

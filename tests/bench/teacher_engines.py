@@ -1,4 +1,4 @@
-"""Part `engines`: tokens/s through a real server and client, beside the same engine with nothing around it."""
+"""Part `engines`: compare tokens/s through a real server and client with the same engine called directly."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Lane(Protocol):
 
 
 class ChildLane:
-    """What all lanes with processes share."""
+    """Base class of the lanes that use child processes."""
 
     name = ""
     n_sequences = N_SEQUENCES

@@ -1,4 +1,4 @@
-"""Part `load`: eight clients against a server with the trivial engine, beside the same traffic through a bare proxy."""
+"""Part `load`: compare eight clients of a server with the trivial engine with the same traffic through a bare proxy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.bench.teacher_clients import (
     N_RESPONSE,
     N_TOKENS,
     VOCAB,
+    Measured,
     Task,
-    Told,
     answer_frames,
     serve_client,
     serve_echo_proxy,
@@ -77,7 +77,7 @@ def load(rounds: int, seconds: float) -> Part:
     medians = {name: Sample(*map(statistics.median, zip(*of, strict=True))) for name, of in samples.items()}
 
     def ratio(target: Target, base: Target) -> float:
-        """Of requests/s, round by round."""
+        """Return the median ratio of requests/s over the rounds."""
         pairs = zip(samples[target.name], samples[base.name], strict=True)
         return statistics.median(a.per_s / b.per_s for a, b in pairs)
 
@@ -163,10 +163,10 @@ def _measure(clients: list[Child], target: Target, seconds: float) -> Sample:
     before = [_cpu_s(target.broker_pid), sum(map(_cpu_s, target.worker_pids))]
     time.sleep(max(0.0, task.stop_s - time.monotonic()))
     used = [_cpu_s(target.broker_pid) - before[0], sum(map(_cpu_s, target.worker_pids)) - before[1]]
-    told: list[Told] = [client.answer() for client in clients]
-    latencies = np.concatenate([one.latencies_s for one in told])
+    measured: list[Measured] = [client.answer() for client in clients]
+    latencies = np.concatenate([one.latencies_s for one in measured])
     p50, p99 = np.percentile(latencies, [50, 99])
-    clients_cpu = sum(one.cpu_s for one in told) / seconds
+    clients_cpu = sum(one.cpu_s for one in measured) / seconds
     return Sample(len(latencies) / seconds, float(p50), float(p99), clients_cpu, used[0] / seconds, used[1] / seconds)
 
 

@@ -1,4 +1,4 @@
-"""What every lane of the transport benchmark carries: the top-64 logprobs of 64 sequences of 1024 response tokens."""
+"""Make the payload of the transport benchmark: top-64 logprobs of 64 sequences of 1024 response tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.service.messages import make_scores
 N_SEQUENCES, N_ROWS, K, VOCAB = 64, 1024, 64, 151_936
 N_PROMPT = 32
 N_ENTRIES = N_ROWS * K  # of a sequence
-WINDOW = 64  # messages under way at most, in every lane that pipelines
+WINDOW = 64  # maximum number of messages in flight, in every lane that pipelines
 
 
 class Packed(NamedTuple):
@@ -34,7 +34,7 @@ class Packed(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Of all frames, the header included."""
+        """Size of all frames, including the header."""
         return len(replies.encode(self.head)) + sum(frame.nbytes for frame in self.frames)
 
 
@@ -93,5 +93,5 @@ def make_all_packed() -> list[Packed]:
 
 
 def make_head(index: int) -> ScoreReply:
-    """Of the answer to `make_tokens(index)`."""
+    """Return the header of the reply to `make_tokens(index)`."""
     return make_topk_head(N_ROWS, K, digest=token_digest(make_tokens(index)))

@@ -1,4 +1,4 @@
-"""What the compact wire costs in the divergence: fp16 logprobs against the same KL in float64.
+"""Measure the error of the compact wire format in the divergence: fp16 logprobs against the same KL in float64.
 
 For teacher logits l and student logits s over V ids at a temperature, with the teacher's top-64 and one
 more class for all other ids,

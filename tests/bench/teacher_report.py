@@ -1,4 +1,4 @@
-"""What a part of the benchmark found, and the three ways to show it: table, JSON, markdown."""
+"""Represent the results of a benchmark part, and print them as table, JSON or Markdown."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Part:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on and a reader may want to compare; nothing that names a host."""
+    """Return the hardware and software versions that affect the results, without host names."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -79,7 +79,7 @@ def machine() -> dict[str, Any]:
 
 
 class Observer:
-    """How long a part took, and how much of the machine others used meanwhile; a quiet machine says 0.0x."""
+    """Measure the duration of a part and the CPU share of other processes (below 0.1 on an idle machine)."""
 
     def __init__(self) -> None:
         self._start_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
@@ -132,7 +132,7 @@ def merge_json(file: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_markdown(parts: Mapping[str, Any]) -> str:
-    """Of the JSON's parts, as `as_json` made them."""
+    """Return the Markdown report of the parts in the JSON file (see `as_json`)."""
     lines = [
         "# The teacher server, measured",
         "",

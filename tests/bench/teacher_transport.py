@@ -33,7 +33,7 @@ def transport(rounds: int) -> Part:
     medians = {kind: statistics.median(_rate(run) for run in of_kind) for kind, of_kind in runs.items()}
 
     def ratio(kind: type[Lane], other: type[Lane]) -> float:
-        """Of entries/s, round by round."""
+        """Return the median ratio of entries/s over the rounds."""
         pairs = zip(runs[kind], runs[other], strict=True)
         return statistics.median(_rate(run) / _rate(base) for run, base in pairs)
 

@@ -45,19 +45,19 @@ class Stages:
     sigma: float
 
     def length(self, seed: int, index: int, longest: int) -> int:
-        """Of one response, by its seed as in the product."""
+        """Return the length of one response, seeded as in a real run."""
         drawn = np.random.default_rng([seed, index]).lognormal(np.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma)
         return int(np.clip(np.rint(drawn), 1, longest))
 
 
 class Clock:
-    """Sleeps so that passes that follow one another end on time, though each sleep may be a little late."""
+    """Sleep until consecutive passes should end, so that the delays of single sleeps do not add up."""
 
     def __init__(self) -> None:
         self._until = 0.0
 
     def start(self) -> None:
-        """What was before is no part of what follows."""
+        """Restart the schedule now."""
         self._until = time.perf_counter()
 
     def hold(self, seconds: float) -> None:
@@ -66,7 +66,10 @@ class Clock:
 
 
 class TimedEngine(RolloutEngine):
-    """First come, first served, so many at a time, a token each a pass; the same answers whoever writes them."""
+    """Engine that runs up to max_num_seqs sequences first-in, first-out, with one token per pass.
+
+    Responses depend on the seed only, not on the engine.
+    """
 
     def __init__(self, config: Config, stages: Stages, meeting: Any) -> None:
         self.policy_version = 0
@@ -85,8 +88,8 @@ class TimedEngine(RolloutEngine):
     def add(
         self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> None:
-        for place, prompt in zip(prompt_indices, prompts, strict=True):
-            for index in range(place * sampling.n, (place + 1) * sampling.n):
+        for position, prompt in zip(prompt_indices, prompts, strict=True):
+            for index in range(position * sampling.n, (position + 1) * sampling.n):
                 n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))
                 self._meter.added(len(prompt.token_ids))

@@ -1,8 +1,8 @@
-"""The loss's two passes over the logits on a CUDA device, beside the least that the memory allows.
+"""Compare the loss's two passes over the logits on a CUDA device with the lower bound of the memory bandwidth.
 
     python -m tests.gpu.bench_loss_cuda [--json docs/results/loss_cuda.json] [--rounds 20]
 
-The floor: the logits are read twice and the gradient is written once, at the bandwidth that a large copy reaches in the
+The bound: the logits are read twice and the gradient is written once, at the bandwidth that a large copy reaches in the
 same run. Everything is in place, as in training. About a minute, 8 GB of GPU memory at the default size.
 """
 
@@ -27,13 +27,13 @@ CONFIGURATIONS = [(block, warps) for block in (4096, 8192, 16384) for warps in (
 
 
 def copy_bytes_per_ms(logits: Tensor, rounds: int) -> float:
-    """Bytes read and written a millisecond by a copy of the logits."""
+    """Return the bytes that a copy of the logits reads and writes per millisecond."""
     other = torch.empty_like(logits)
     return 2 * logits.nbytes / median_ms(lambda: other.copy_(logits), rounds)
 
 
 def passes_ms(kernels: RowKernels, logits: Tensor, rounds: int) -> dict[str, float]:
-    """Time of each pass. The second overwrites the logits, which changes no time: no branch looks at a value."""
+    """Return the time of each pass. The second overwrites the logits, but no branch depends on their values."""
     n = len(logits)
     log_normalizer, _ = kernels.statistics(logits, 1.0)
     arguments = {

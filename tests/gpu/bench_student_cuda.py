@@ -1,4 +1,4 @@
-"""Training steps of a random Qwen3-shaped student on one GPU: share of the card's peak, beside HF + AdamW.
+"""Measure training steps of a random Qwen3-shaped student on one GPU: share of the peak, compared with HF + AdamW.
 
     python -m tests.gpu.bench_student_cuda [--peak-tflops 989] [--tokens 8192] [--json docs/results/student_cuda.json]
 
@@ -38,7 +38,7 @@ SIZES = {
 
 
 def useful_flops(lengths: Sequence[int], n_loss_tokens: int) -> float:
-    """Of one step. The LM head is multiplied with the loss rows alone."""
+    """Return the useful FLOPs of one step. The LM head computes the loss rows only."""
     s = SIZES
     q, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
     layer = s["hidden_size"] * (2 * q + 2 * kv + 3 * s["intermediate_size"])

@@ -1,4 +1,4 @@
-"""Where a frozen model's weights live on a CUDA device. Run by hand where there is one: pytest -m gpu tests/gpu
+"""Test the memory of a frozen model's weights on a CUDA device. Not run in CI: pytest -m gpu tests/gpu
 
 One rank. What this does not prove: several ranks over NCCL, and how fast the copies are.
 """
@@ -28,7 +28,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    """As an actor's ranks: NCCL alone, so nothing may travel in host memory."""
+    """Join a group with NCCL only, as the actor's ranks do, so host tensors cannot be communicated."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     yield
@@ -40,7 +40,7 @@ def shards_of(model: Any) -> list[torch.Tensor]:
 
 
 def pinned_by_torch() -> int:
-    """Bytes that torch's own allocator of pinned memory has taken, rounding and cache included."""
+    """Return the bytes of torch's pinned-memory allocator, including rounding and cache."""
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
@@ -51,8 +51,9 @@ def pinned_by_torch() -> int:
 def test_weights_stay_where_the_setting_says(
     tmp_path: Path, kind: str, float32_weights: bool, cpu_offload: bool
 ) -> None:
-    """Fails if a refresh or a load leaves weights on the GPU, or in memory that copies wait for; if a call keeps
-    memory; or if pinned memory is more than the shards."""
+    """Fails if a refresh or a load leaves weights on the GPU or in pageable memory, a call leaks memory, or pinned
+    memory exceeds the shards.
+    """
     folder = make_hf_folder(tmp_path / "model", kind)
     before, runs = pinned_by_torch(), len(host_block._PINNED)
     model = build(folder, device=CUDA, dtype=torch.bfloat16, float32_weights=float32_weights, cpu_offload=cpu_offload)
@@ -80,7 +81,7 @@ def test_weights_stay_where_the_setting_says(
     assert at_home() and torch.cuda.memory_allocated() == held
     for a, b in zip(first, again, strict=True):  # the same weights as before
         np.testing.assert_allclose(a[0], b[0], atol=0.1)
-    assert model.score([], PLAIN) == []  # a rank without a share
+    assert model.score([], PLAIN) == []  # a rank without sequences
     assert len(host_block._PINNED) - runs == int(cpu_offload)
     if cpu_offload:
         sizes = [shard.nbytes for shard in shards_of(model)]

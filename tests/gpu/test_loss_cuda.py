@@ -1,4 +1,4 @@
-"""The loss on a CUDA device, at the size of a real vocabulary. Run by hand where there is one: pytest -m gpu tests/gpu
+"""Test the loss on a CUDA device with real vocabulary sizes. Not run in CI: pytest -m gpu tests/gpu
 
 What this does not prove: Megatron on CUDA, NCCL, vLLM on CUDA.
 """
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_logits(dtype: torch.dtype) -> Tensor:
-    """[N, V], rows of a wider matrix, some tokens impossible."""
+    """Return [N, V] logits: rows of a wider matrix, with some tokens at -inf."""
     torch.manual_seed(0)
     logits = (torch.randn(N, V + PADDING, device="cuda") * 4).to(dtype)[:, :V]
     logits[0, : V // 2] = -torch.inf
@@ -28,7 +28,7 @@ def make_logits(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_statistics_on_cuda_equal_float64(dtype: torch.dtype, temperature: float) -> None:
-    """Would break if the machine's exponential or the order of its sums cost more than float32's own rounding."""
+    """Fails if the GPU's exponential or summation order has a larger error than float32 rounding."""
     from gkd.loss.triton_rows import TritonRows
 
     logits = make_logits(dtype)
@@ -43,7 +43,7 @@ def test_statistics_on_cuda_equal_float64(dtype: torch.dtype, temperature: float
 @pytest.mark.parametrize("n_ids", [0, 1, K, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_on_cuda_equals_float64(dtype: torch.dtype, n_ids: int, in_place: bool) -> None:
-    """Would break if a thread overwrote a logit before another had read it, or a value at an id after it was stored."""
+    """Fails if a thread overwrites a logit before another reads it, or a value at an id after it was stored."""
     from gkd.loss.triton_rows import TritonRows
 
     temperature, logits = 0.9, make_logits(dtype)
@@ -70,7 +70,7 @@ def test_gradient_on_cuda_equals_float64(dtype: torch.dtype, n_ids: int, in_plac
 
 
 def test_rows_beyond_32_bits_on_cuda() -> None:
-    """Would break if the place of a row were a 32-bit number: 8192 rows of 300,000 columns have more than 2^31."""
+    """Fails if row offsets are 32-bit: 8192 rows of 300,000 columns have more than 2^31 elements."""
     from gkd.loss.triton_rows import TritonRows
 
     rows = 2**31 // V + 3
@@ -89,7 +89,7 @@ def test_rows_beyond_32_bits_on_cuda() -> None:
 
 @pytest.mark.parametrize("choice", ["torch", "triton"])
 def test_logprobs_on_cuda_equal_float64(choice: str) -> None:
-    """Would break if the loss on GPUs were not the loss that the CPU tests check, whichever kernels it runs on."""
+    """Fails if the loss on GPUs differs from the one that the CPU tests check, with any kernels."""
     from gkd.loss.row_kernels import row_kernels
     from gkd.loss.vocab_parallel import VocabShard, vocab_parallel_logprobs
 

@@ -1,4 +1,4 @@
-"""States that move between a GPU and pinned host memory. Needs one GPU with 6 GiB free."""
+"""Test offload and reload between a GPU and pinned host memory. Needs one GPU with 6 GiB free."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_all_of_it_goes_and_comes_back_to_the_byte() -> None:
     states = States(CUDA, lambda: found)
     held = torch.cuda.memory_allocated(CUDA)
     for cycle in range(200):
-        found[PARAMS][0].add_(1.0)  # a kernel that has just been begun when the copy is
+        found[PARAMS][0].add_(1.0)  # a kernel that is still running when the copy is issued
         states.offload(non_blocking=cycle % 2 == 0).wait()
         assert torch.cuda.memory_allocated(CUDA) < held - 5 * N + (1 << 20)
         states.reload(non_blocking=True)
-        found[PARAMS][0].sub_(1.0)  # has to wait for the copy by itself
+        found[PARAMS][0].sub_(1.0)  # must wait for the copy without an explicit synchronization
         assert torch.cuda.memory_allocated(CUDA) == held
     states.settle()
     again = [tensor.double().sum() for kind in (PARAMS, OPTIMIZER) for tensor in found[kind]]
@@ -47,7 +47,7 @@ def test_all_of_it_goes_and_comes_back_to_the_byte() -> None:
 
 
 def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
-    """Fails if a reload that runs out of memory loses what it had not yet brought, or keeps what it has taken."""
+    """Fails if a reload that runs out of memory loses states, or keeps GPU memory."""
     found = tensors()
     sums = [tensor.double().sum().item() for tensor in found[PARAMS]]
     states = States(CUDA, lambda: found)
@@ -74,7 +74,7 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
 
 
 def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
-    """Fails if CUDA words a lack of page-locked memory in a way that is not recognised, or does not recover from it."""
+    """Fails if an out-of-memory error of pinned memory is not recognized, or CUDA does not recover from it."""
     with pytest.raises(MemoryError, match="of pinned host memory"):
         host_slabs(1, 1 << 46, pinned=True)
     assert host_slabs(1, 1 << 20, pinned=True)[0].is_pinned()
@@ -82,7 +82,7 @@ def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp2"])
 def test_a_student_trains_the_same(tmp_path: Path, backend: str) -> None:
-    """Fails if on a GPU a student misses something after its states have been away, or a byte of them is another."""
+    """Fails if an offload and reload on a GPU changes or loses a state of the student."""
     from gkd.data.batching import make_micro_batches
     from tests.bench.student_case import make_student, save_model, sequences
     from tests.dist.student_cases import changed_by_a_move

@@ -1,4 +1,4 @@
-"""Times on the device, by CUDA events."""
+"""Measure device times with CUDA events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def median_ms(action: Callable[[], Any], rounds: int, *, warm_up: int = 5) -> float:
-    """Median time of one call; the first calls, which compile and allocate, do not count."""
+    """Return the median time of one call. The first calls, which compile and allocate, are discarded."""
     for _ in range(warm_up):
         action()
     times = []
