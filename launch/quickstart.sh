@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The first run, on any machine with Python 3.11: install, make two small models, start the teacher server, distil,
-# evaluate, print a table. Ctrl-C at any moment leaves no process behind.
+# Quickstart on any machine with Python 3.11: install, make two small models, start the teacher server, distill,
+# evaluate, print a table. Ctrl-C leaves no process.
 #   bash launch/quickstart.sh [--help]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

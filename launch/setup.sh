@@ -5,7 +5,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${GKD_VENV:-$root/.venv}"
 
-# Asked for pip, not for python: an interrupted `python -m venv` leaves a python without pip behind.
+# Checks pip, not python: an interrupted `python -m venv` leaves a python without pip.
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$venv/made-by-gkd" ]; then
         echo "setup: $venv was not made by this script and has no pip; run its python -m ensurepip, or set GKD_VENV" >&2

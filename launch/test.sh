@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set-up, then the checks and the tests that CI runs. Arguments go to pytest:
-#   bash launch/test.sh                      everything but `slow`, `bench` and `gpu`
+# Set up, then run the checks and the tests of CI. Arguments go to pytest:
+#   bash launch/test.sh                      everything except `slow`, `bench` and `gpu`
 #   bash launch/test.sh tests/unit -k loss   some of it
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -21,7 +21,7 @@ checks() {
     "$bin/mypy" || bad=1
     return $bad
 }
-# They run while the tests do; their output is kept together.
+# The checks run concurrently with the tests; their output is kept together.
 report="$(mktemp)"
 trap 'rm -f "$report"' EXIT
 checks >"$report" 2>&1 &
@@ -29,7 +29,7 @@ checks_pid=$!
 
 failed=0
 workers="$(nproc)"
-pytest -n "$((workers < 4 ? workers : 4))" || failed=1 # tests/conftest.py: which worker does what
+pytest -n "$((workers < 4 ? workers : 4))" || failed=1 # tests/conftest.py assigns tests to workers
 wait "$checks_pid" || failed=1
 cat "$report"
 exit $failed

@@ -57,7 +57,7 @@ def describe(
     """
     found = {stack.rank for stack in stacks}
     late_stacks = [stack for stack in stacks if _is_late(stack.rank, late, found | set(names))]
-    # A child without a stack, such as a helper process of a library, is no evidence about its rank.
+    # A child without a stack, such as a helper process of a library, does not show what its rank does.
     candidates = [stack for stack in late_stacks if stack.text or not stack.is_child]
     waiting = [stack for stack in candidates if stack.in_collective]
     idle = [stack for stack in candidates if stack.is_idle]

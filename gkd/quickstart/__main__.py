@@ -1,7 +1,7 @@
-"""`python -m gkd.quickstart`: models, teacher server, training, evaluation, table. launch/quickstart.sh installs first.
+"""Run the quickstart: make models, start the teacher server, train, evaluate, print a table.
 
-Each part is the command a user would type, run as a process of its own; this file only starts them in order, and
-takes all of them down at the end, on an error, and on Ctrl-C.
+Each part is a command that a user can type, run as a separate process. This module starts them in order and stops all
+of them at the end, on an error, and on Ctrl-C. launch/quickstart.sh installs the dependencies first.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ RUNS = Path("runs/quickstart")
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bash launch/quickstart.sh",
-        description="Distil a small student on this machine, end to end, with the real parts; minutes on two cores.",
+        description="Distill a small student on this machine with the real components; takes minutes on two cores.",
         epilog="key=value arguments override configs/quickstart_cpu.yaml (quickstart_gpu.yaml where torch sees two "
         "GPUs), e.g. trainer.total_steps=20",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for python -m gkd.main_gkd")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="write the summary there too")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="also write the summary to this file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, _as_interrupt)
-    signal.signal(signal.SIGINT, _as_interrupt)  # also where a shell started it in the background with SIGINT ignored
+    signal.signal(signal.SIGINT, _as_interrupt)  # a shell that starts it in the background ignores SIGINT
     began = float(os.environ.get("GKD_QUICKSTART_BEGAN", time.time()))
     try:
         with processes.process_family():
@@ -45,7 +45,7 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; everything that was started is stopped", file=sys.stderr)
+        print("interrupted; all started processes are stopped", file=sys.stderr)
         return 130
     return 0
 
@@ -55,7 +55,7 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     run_dir = RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
     RUNS.mkdir(parents=True, exist_ok=True)
 
-    _say(1, "two small models: a teacher that adds, a student that does not yet (made once)")
+    _say(1, "two small models: a teacher that can add, a student that cannot yet (made once)")
     processes.run([python, "-m", "gkd.quickstart.make_models", "--out", str(MODELS)], "making the models")
 
     _say(2, "teacher server")
@@ -67,21 +67,21 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     )
     processes.wait_for_file(ready, server, f"the teacher server (log: {log})", timeout_s=180)
     port = json.loads(ready.read_text())["port"]
-    print(f"    up on 127.0.0.1:{port}, log in {log}", flush=True)
+    print(f"    ready on 127.0.0.1:{port}, log in {log}", flush=True)
 
-    # The teacher stays on the CPU in both: it is tiny, and the pools take the GPUs.
+    # The teacher is on the CPU with both configs: it is tiny, and the pools use the GPUs.
     import torch
 
     config = f"configs/quickstart_{'gpu' if torch.cuda.device_count() >= 2 else 'cpu'}.yaml"
     _say(3, f"training: python -m gkd.main_gkd --config {config}")
     processes.run(
         [python, "-m", "gkd.main_gkd", "--config", config]
-        # What this file relies on comes last, so no override changes it.
+        # Settings that this module relies on come last, so no override changes them.
         + [*overrides, f"trainer.run_dir={run_dir}", f"teacher.server_port={port}", "eval.metric=exact_match"],
         "training",
     )
 
-    _say(4, "checks: teacher's greedy accuracy by transformers, then 50 answers of the export against the engine's")
+    _say(4, "checks: greedy accuracy of the teacher with transformers; 50 responses of the export against the engine")
     from gkd.quickstart.addition import read_jsonl
     from gkd.quickstart.evaluate import greedy_accuracy
 
@@ -97,7 +97,7 @@ def _run(overrides: list[str], began: float, results: Path | None) -> None:
     print(f"\n{summary.as_table(result)}\n")
     print(f"student    {run_dir / 'export'} (Hugging Face format)")
     print(f"metrics    {run_dir / 'metrics.jsonl'}")
-    print(f"answers    {samples}")
+    print(f"responses  {samples}")
     print(f"summary    {RUNS / 'summary.json'}")
 
 

@@ -1,14 +1,14 @@
-"""The quickstart's task: three-digit addition written out column by column, carries included.
+"""Generate the quickstart's task: three-digit addition, written column by column with carries.
 
-The project makes this data itself, so a first run needs no download. A prompt and its worked response:
+The data are generated, so a first run needs no download. A prompt and its worked response:
 
     358+467=    8+7=15,5+6+1=12,3+4+1=08;825
 
 Units first; every column is `a+b(+1 if carried)=` and a two-digit sum whose first digit is the carry; after the
-semicolon stands the answer. The task is small enough for a model of half a million parameters, and hard enough
-that a student that only knows the format gets it wrong: one slipped digit or carry and the answer is off.
+semicolon is the answer. The task is small enough for a model with half a million parameters. It is hard enough that a
+student that has only learned the format fails: one wrong digit or carry makes the answer wrong.
 
-Stands before the road of one batch: it writes the prompt files that `gkd.data.prompts` reads.
+Writes the prompt files that `gkd.data.prompts` reads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gkd.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LOWEST, HIGHEST = 100, 999  # operands always have three digits, so all prompts have the same length
-N_PAIRS = (HIGHEST - LOWEST + 1) * (HIGHEST - LOWEST + 2) // 2  # unordered pairs, a pair of equals included
+LOWEST, HIGHEST = 100, 999  # three digits, so all prompts have the same length
+N_PAIRS = (HIGHEST - LOWEST + 1) * (HIGHEST - LOWEST + 2) // 2  # unordered pairs, including pairs of equal numbers
 
 EOS_TOKEN = "<eos>"
 PAD_TOKEN = "<pad>"
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def response(self) -> str:
-        """The worked solution, without the end-of-sequence token."""
+        """Return the worked solution, without the end-of-sequence token."""
         columns = []
         carry = 0
         for a, b in zip(reversed(str(self.left)), reversed(str(self.right)), strict=True):
@@ -64,10 +64,10 @@ class Problem:
 
 
 def extract_answer(response_text: str) -> str | None:
-    """The final answer of a worked response, or None if the response is not one.
+    """Return the final answer of a worked response, or None if the response is malformed.
 
-    The answer is what follows the one semicolon: three or four digits and nothing else. A model that rambles on or
-    never ends its solution has given no answer, so None never equals a reference answer.
+    The answer is the text after the only semicolon: three or four digits and nothing else. None never equals a
+    reference answer.
     """
     _, semicolon, tail = response_text.partition(";")
     well_formed = bool(semicolon) and tail.isascii() and tail.isdigit() and len(tail) in (3, 4)
@@ -75,13 +75,13 @@ def extract_answer(response_text: str) -> str | None:
 
 
 def make_problems(seed: int, n_train: int, n_heldout: int) -> tuple[list[Problem], list[Problem]]:
-    """Draw train and held-out problems: the same for the same arguments, and disjoint by construction.
+    """Draw train and held-out problems. Deterministic, and disjoint by construction.
 
-    All of them are one draw without replacement from the *unordered* operand pairs, so a held-out 358+467 has
-    neither 358+467 nor 467+358 in the train split. The held-out problems are drawn first.
+    All problems are one draw without replacement from the *unordered* operand pairs: if 358+467 is held out, neither
+    358+467 nor 467+358 is in the train split. The held-out problems are drawn first.
 
     Returns: (train, held-out).
-    Raises: ConfigError if a size is not positive or the two together exceed the `N_PAIRS` there are.
+    Raises: ConfigError if a size is not positive or the two together exceed `N_PAIRS`.
     """
     for key, size in (("n_train", n_train), ("n_heldout", n_heldout)):
         if size < 1:
@@ -94,7 +94,7 @@ def make_problems(seed: int, n_train: int, n_heldout: int) -> tuple[list[Problem
             "make one of the two splits smaller.",
         )
     rng = random.Random(seed)
-    drawn: dict[tuple[int, int], Problem] = {}  # keyed by the unordered pair; a dict keeps the order of the draw
+    drawn: dict[tuple[int, int], Problem] = {}  # keyed by the unordered pair, in the order of the draw
     while len(drawn) < n_heldout + n_train:
         left, right = rng.randint(LOWEST, HIGHEST), rng.randint(LOWEST, HIGHEST)
         drawn.setdefault((min(left, right), max(left, right)), Problem(left, right))
@@ -103,16 +103,16 @@ def make_problems(seed: int, n_train: int, n_heldout: int) -> tuple[list[Problem
 
 
 def write_jsonl(problems: list[Problem], path: Path) -> None:
-    """Write one `{"prompt", "answer"}` object a line; the worked response stays out: distillation never sees it."""
+    """Write one `{"prompt", "answer"}` object per line, without the worked response: distillation does not use it."""
     with path.open("w", encoding="utf-8") as file:
         for problem in problems:
             file.write(json.dumps({"prompt": problem.prompt, "answer": problem.answer}) + "\n")
 
 
 def read_jsonl(path: Path) -> list[Problem]:
-    """Read back what `write_jsonl` wrote.
+    """Read a file of `write_jsonl`.
 
-    Raises: DataError if the file is missing, or naming the line that is not an addition with its right answer.
+    Raises: DataError if the file is missing, or if a line is not an addition with its correct answer (names the line).
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -134,10 +134,10 @@ def _parse_row(line: str, where: str) -> Problem:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a byte, so any text round-trips, and no token is added to a text unasked.
+    """Build a tokenizer with one token per byte. Any text round-trips, and no special tokens are added.
 
     Ids 0 and 1 are `<pad>` and `<eos>`; the 256 byte symbols follow. `save_pretrained` writes a folder that
-    `AutoTokenizer.from_pretrained` loads. It has no chat template: prompts are used as they stand.
+    `AutoTokenizer.from_pretrained` loads. It has no chat template.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Does the exported model, loaded by transformers, answer like the rollout engine did?"""
+"""Compare greedy responses of the exported model in transformers with those of the rollout engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def count_equal(export: Path, samples: Path) -> tuple[int, int]:
-    """(samples answered token for token alike, samples), greedily, in float32.
+    """Return (samples with identical tokens, samples), decoded greedily in float32.
 
     Args:
         export: Hugging Face folder of the trained student.
-        samples: `samples/step_N.jsonl` of the run: the engine's own greedy answers after the last sync.
+        samples: `samples/step_N.jsonl` of the run: greedy responses of the engine after the last weight sync.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -22,11 +22,11 @@ def count_equal(export: Path, samples: Path) -> tuple[int, int]:
     with torch.inference_mode():
         for line in lines:
             prompt = torch.tensor([line["prompt_ids"]])
-            answer = model.generate(
+            output = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=len(line["response_ids"]),
                 do_sample=False,
             )
-            equal += answer[0, prompt.shape[1] :].tolist() == line["response_ids"]
+            equal += output[0, prompt.shape[1] :].tolist() == line["response_ids"]
     return equal, len(lines)

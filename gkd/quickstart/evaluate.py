@@ -1,9 +1,8 @@
-"""Greedy accuracy on the addition task, by plain Hugging Face decoding.
+"""Measure greedy accuracy on the addition task with plain Hugging Face decoding.
 
     python -m gkd.quickstart.evaluate MODEL_DIR --problems DIR/heldout.jsonl
 
-The yardstick of the quickstart: it shares no code with the engines of the road of one batch, so it can tell
-whether a checkpoint that they wrote really got better.
+It shares no code with the rollout engines, so it checks a trained model independently.
 
 Shape letters: B prompts of a batch, P longest prompt of it, R response tokens decoded so far.
 """
@@ -25,19 +24,19 @@ from gkd.quickstart.addition import Problem, build_tokenizer, extract_answer, re
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MAX_RESPONSE_TOKENS = 40  # the longest right response has 32 tokens with its end-of-sequence token
+MAX_RESPONSE_TOKENS = 40  # the longest correct response has 32 tokens, including end-of-sequence
 
 
 @dataclass(frozen=True, slots=True)
 class GreedyScore:
     """Shares of the problems, each in [0, 1]."""
 
-    accuracy: float  # the response ends, is well-formed and has the right answer
-    well_formed: float  # the response ends and has an answer, right or wrong
+    accuracy: float  # the response ends, is well-formed and has the correct answer
+    well_formed: float  # the response ends and has an answer, correct or not
 
 
 def greedy_accuracy(model: PreTrainedModel | str | Path, problems: Sequence[Problem], batch_size: int = 256) -> float:
-    """The accuracy of `greedy_score`, which see."""
+    """Return the accuracy of `greedy_score`."""
     return greedy_score(model, problems, batch_size).accuracy
 
 
@@ -49,14 +48,14 @@ def greedy_score(
     Args:
         model: a Hugging Face causal language model with the task's own tokenizer, or the folder of one with any
             tokenizer (it is then loaded from there).
-        problems: what to solve.
+        problems: to be solved.
         batch_size: prompts decoded together; the result does not depend on it.
 
     Raises: DataError if there are no problems; ConfigError on a batch size below 1; ModelError if the folder cannot
         be loaded.
     """
     if not problems:
-        raise DataError("greedy_score got no problems: an accuracy over nothing means nothing")
+        raise DataError("greedy_score: no problems given")
     if batch_size < 1:
         raise ConfigError("batch_size", batch_size, "a batch needs at least one prompt.", "set it to 1 or more.")
     tokenizer: PreTrainedTokenizerBase
@@ -108,7 +107,7 @@ def greedy_decode(
         token = output.logits[:, -1].argmax(dim=-1)  # [B]
         written.append(token)
         ended |= token == eos_id
-        # A row that has ended goes on decoding with the others; what it writes after its end is cut off below.
+        # A row that has ended continues to decode with the others; tokens after its end are removed below.
         inputs = token[:, None]
         mask = torch.cat([mask, mask.new_ones(len(prompt_ids), 1)], dim=1)
         positions = positions[:, -1:] + 1
@@ -129,7 +128,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m gkd.quickstart.evaluate", description="Greedy accuracy of a model."
     )
@@ -143,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     except GkdError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{options.model}: {score.accuracy:.1%} of {len(problems)} right, {score.well_formed:.1%} well-formed")
+    print(f"{options.model}: {score.accuracy:.1%} of {len(problems)} correct, {score.well_formed:.1%} well-formed")
     return 0
 
 

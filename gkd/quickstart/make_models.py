@@ -1,21 +1,21 @@
-"""Makes what the CPU quickstart runs on: a teacher that can add, a student that cannot yet, and their prompts.
+"""Make the quickstart's models and prompts: a teacher that can add, and a student that cannot yet.
 
     python -m gkd.quickstart.make_models --out DIR [--force] [--threads 1]
 
-Both are Qwen3 models trained here from scratch, at the same time in two processes, on worked solutions:
+Both are Qwen3 models, trained here from scratch on worked solutions, concurrently in two processes:
 
-- the teacher until it solves (nearly) everything,
-- the student only until it knows the format, so that its worked solutions are whole but mostly wrong.
+- the teacher until it solves nearly all problems,
+- the student only until it has learned the format, so that its solutions are well-formed but mostly wrong.
 
-Both stop by measured greedy accuracy on validation problems, never after a fixed number of steps, so a machine with
-other arithmetic gets models of the same strength; the accuracy in `models.json` is then measured on the held-out
-problems, which nothing was trained on or stopped by. A second call with the same recipe does nothing.
+Training stops at a measured greedy accuracy on validation problems, not after a fixed number of steps, so machines with
+different floating-point arithmetic get models of the same quality. The accuracy in `models.json` is measured on the
+held-out problems. A second call with the same recipe does nothing.
 
     DIR/teacher/  DIR/student/    Hugging Face folders: float32 safetensors, tokenizer, generation config
-    DIR/train.jsonl  DIR/heldout.jsonl    {"prompt", "answer"} a line
-    DIR/models.json    the cache key, the recipe and what was measured
+    DIR/train.jsonl  DIR/heldout.jsonl    one {"prompt", "answer"} per line
+    DIR/models.json    the cache key, the recipe and the measurements
 
-What is left out: checkpoints and resuming; a minute's work is simply done again.
+There are no checkpoints: training takes about a minute.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from gkd.quickstart.addition import build_tokenizer, make_problems, write_jsonl
 from gkd.quickstart.evaluate import greedy_score
 from gkd.quickstart.pretrain import ModelRecipe
 
-# What a finished result consists of, besides `models.json`.
+# Files of a finished result, in addition to `models.json`.
 PRODUCTS = ("teacher/model.safetensors", "student/model.safetensors", "train.jsonl", "heldout.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything the result depends on; a part of the cache key."""
+    """All parameters of the result; part of the cache key."""
 
     teacher: ModelRecipe = ModelRecipe(
         hidden_size=128,
@@ -79,13 +79,13 @@ class Recipe:
     )
     data_seed: int = 0
     n_train: int = 16384
-    n_validation: int = 256  # the last ones of the train split; neither model is trained on them
+    n_validation: int = 256  # the last problems of the train split; not used for training
     n_heldout: int = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a finished model turned out to be; goes to `models.json`."""
+    """Measurements of a finished model, for `models.json`."""
 
     n_parameters: int
     seed: int
@@ -99,15 +99,15 @@ class Measured:
 def make_models(
     out: Path, *, recipe: Recipe | None = None, force: bool = False, threads: int = 1, in_process: bool = False
 ) -> Path:
-    """Make the models and the prompt files in `out`, unless what this recipe makes is already there.
+    """Make the models and the prompt files in `out`, unless the result of this recipe already exists.
 
-    `out` appears whole or not at all: everything is written to a folder beside it, which is then renamed.
+    `out` is complete or absent: all files are written to a temporary folder in the same parent, which is then renamed.
 
     Args:
-        out: the folder to make; an older result of this function in its place is replaced.
+        out: the new folder; an older result of this function is replaced.
         recipe: the default `Recipe()` if None.
-        force: make everything anew even if it is already there.
-        threads: torch threads a process.
+        force: make everything again even if it already exists.
+        threads: torch threads per process.
         in_process: train one model after the other in this process (for tests and debuggers).
 
     Returns: `out`.
@@ -118,12 +118,10 @@ def make_models(
     out = out.absolute()
     key = cache_key(recipe)
     if not force and _is_complete(out, key):
-        print(f"{out}: already made by this recipe; --force makes it anew", flush=True)
+        print(f"{out}: already made with this recipe; use --force to make it again", flush=True)
         return out
     if out.exists() and any(out.iterdir()) and not (out / "models.json").is_file():
-        raise ConfigError(
-            "out", str(out), "the folder holds something else.", "name a new folder, or empty this one yourself."
-        )
+        raise ConfigError("out", str(out), "the folder has other content.", "choose a new folder, or empty this one.")
 
     started = time.monotonic()
     work = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -144,13 +142,13 @@ def make_models(
         (work / "models.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         _replace_folder(work, out)
     finally:
-        shutil.rmtree(work, ignore_errors=True)  # nothing is left of it after the rename
+        shutil.rmtree(work, ignore_errors=True)  # does not exist after the rename
     print(f"{out}: made in {time.monotonic() - started:.0f} s", flush=True)
     return out
 
 
 def cache_key(recipe: Recipe) -> str:
-    """A digest of the recipe's parameters and of the source that carries it out."""
+    """Return a digest of the recipe and of the source code that uses it."""
     digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
     for source in (addition.__file__, evaluate.__file__, pretrain.__file__, __file__):
         digest.update(Path(source).read_bytes())
@@ -159,7 +157,7 @@ def cache_key(recipe: Recipe) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a training process is told."""
+    """Arguments of a training process."""
 
     role: str  # "teacher" | "student"
     recipe: Recipe
@@ -179,13 +177,13 @@ def _train_role(job: _Job) -> Measured:
     )
     model.save_pretrained(job.folder)
     build_tokenizer().save_pretrained(job.folder)
-    # Measured on the folder, not on the object: what the quickstart starts from is what was saved.
+    # Measured on the saved model, because the quickstart starts from it.
     score = greedy_score(job.folder, heldout)
     low, high = model_recipe.min_accuracy, model_recipe.max_accuracy
     if not (low <= score.accuracy <= high and score.well_formed >= model_recipe.min_well_formed):
         raise ModelError(
-            f"the {job.role} solves {score.accuracy:.1%} of the held-out ones, {score.well_formed:.1%} well-formed; "
-            f"it was to solve {low:.0%} to {high:.0%}, {model_recipe.min_well_formed:.0%} well-formed. "
+            f"the {job.role} solves {score.accuracy:.1%} of held-out problems, {score.well_formed:.1%} well-formed; "
+            f"required: {low:.0%} to {high:.0%}, {model_recipe.min_well_formed:.0%} well-formed. "
             f"Fix: change {job.role}.stop_accuracy or {job.role}.seed in the recipe."
         )
     measured = Measured(
@@ -202,29 +200,31 @@ def _train_role(job: _Job) -> Measured:
 
 
 def _train_in_parallel(jobs: list[_Job]) -> Iterator[tuple[str, Measured]]:
-    """Run each job in a process of its own; the first error stops the others and is raised here."""
-    context = multiprocessing.get_context("spawn")  # a forked child would inherit torch's thread pool in any state
+    """Run each job in a separate process. The first error stops the others and is raised here."""
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # a forked child would inherit torch's thread pool in an undefined state
     os.environ["OMP_NUM_THREADS"] = str(jobs[0].threads)  # read when a child first loads torch
     processes = []
-    roles: dict[Connection, str] = {}  # of the processes still at work, by the pipe that will bring the result
+    roles: dict[Connection, str] = {}  # of the running processes, by the pipe for their result
     try:
         for job in jobs:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_child, args=(job, theirs), name=job.role, daemon=True)
             process.start()
-            theirs.close()  # the child holds the only writing end, so its death is an end of file here
+            theirs.close()  # the child has the only writing end, so its death is an end of file here
             processes.append(process)
             roles[ours] = job.role
         while roles:
             for answer in multiprocessing.connection.wait(list(roles)):
-                assert isinstance(answer, Connection)  # what was put in; the stub also allows sockets and handles
+                assert isinstance(answer, Connection)  # the type stub also allows sockets and handles
                 role = roles[answer]
                 try:
                     result: Measured | GkdError = answer.recv()
                 except EOFError:
                     raise ClusterError(
                         f"the process that trains the {role} died without a result; its output is above. "
-                        "Fix: if it ran out of memory, close something else and run this again."
+                        "Fix: if it ran out of memory, free some and run this again."
                     ) from None
                 if isinstance(result, GkdError):
                     raise result
@@ -237,9 +237,9 @@ def _train_in_parallel(jobs: list[_Job]) -> Iterator[tuple[str, Measured]]:
 
 
 def _child(job: _Job, answer: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the parent ends this process in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the parent terminates this one
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    disable_progress_bar()  # two processes' bars for files of 2 MB would only cut through the progress lines
+    disable_progress_bar()  # progress bars of two processes would break the log lines
     try:
         answer.send(_train_role(job))
     except GkdError as error:
@@ -247,7 +247,7 @@ def _child(job: _Job, answer: Connection) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Blocks until the parent is gone, even by SIGKILL, and then ends this process."""
+    """Block until the parent has ended, also by SIGKILL; then end this process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -255,16 +255,16 @@ def _exit_with_parent() -> None:
 
 
 def _is_complete(out: Path, key: str) -> bool:
-    """Whether `out` holds a finished result made under this cache key."""
+    """Return whether `out` has a finished result with this cache key."""
     try:
         report = json.loads((out / "models.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # absent or damaged: made anew
+        return False  # missing or damaged: make it again
     return isinstance(report, dict) and report.get("key") == key and all((out / name).exists() for name in PRODUCTS)
 
 
 def _replace_folder(new: Path, out: Path) -> None:
-    """Put `new` in the place of `out`: a reader finds the old result, none for an instant, or the new, never a mix."""
+    """Replace `out` by `new`. A reader finds the old result, none for an instant, or the new one, but never a mix."""
     old = out.with_name(f"{new.name}.old")
     if out.exists():
         out.rename(old)
@@ -273,12 +273,12 @@ def _replace_folder(new: Path, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m gkd.quickstart.make_models", description="Make the quickstart's models."
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--force", action="store_true", help="make everything anew even if it is already there")
+    parser.add_argument("--out", type=Path, required=True, help="new folder")
+    parser.add_argument("--force", action="store_true", help="make everything again even if it already exists")
     parser.add_argument("--threads", type=int, default=1, help="torch threads for each of the two processes")
     options = parser.parse_args(arguments)
     try:
@@ -293,6 +293,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Python dies of SIGTERM on the spot; as an exit it unwinds: the children end, the half-made folder is removed.
+    # By default SIGTERM ends Python at once. As an exit it unwinds: children end, the temporary folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""Trains one of the quickstart's small models from scratch until a measured accuracy says stop.
+"""Train a small quickstart model from scratch until it reaches a measured accuracy.
 
-A plain transformers + torch loop, there only to give the quickstart something to distil; the trainer proper is
-`gkd.trainer`. `gkd.quickstart.make_models` calls it once for the teacher and once for the student.
+A plain transformers + torch loop that only makes models for the quickstart; the distillation trainer is `gkd.trainer`.
+`gkd.quickstart.make_models` calls it once for the teacher and once for the student.
 
 Shape letters: B sequences of a batch, S padded sequence length, V vocabulary.
 """
@@ -19,12 +19,12 @@ from gkd.errors import ModelError
 from gkd.quickstart.addition import Problem, build_tokenizer
 from gkd.quickstart.evaluate import greedy_score
 
-HEAD_DIM = 32  # the smallest that vLLM's CPU attention takes
-N_KEY_VALUE_HEADS = 2  # grouped-query attention, and still one key/value head a rank under TP2
+HEAD_DIM = 32  # the smallest that vLLM's CPU attention supports
+N_KEY_VALUE_HEADS = 2  # grouped-query attention, with one key/value head per rank at TP2
 MAX_POSITIONS = 256
-# Three times the library default: matrices this narrow start too quiet with 0.02 and take twice as many steps to learn.
+# Three times the library default: with 0.02, matrices this narrow need twice as many steps.
 INITIALIZER_RANGE = 0.06
-IGNORED = -100  # the label that torch's cross entropy leaves out
+IGNORED = -100  # label that torch's cross entropy ignores
 PROGRESS_EVERY_S = 5.0
 
 
@@ -37,30 +37,30 @@ class ModelRecipe:
     n_layers: int
     n_heads: int
     seed: int
-    # Sequences an optimizer step. Small, because a step's time is all arithmetic at this size.
+    # Sequences per optimizer step.
     batch_size: int = 32
     peak_lr: float = 3e-3
     warmup_steps: int = 30
-    # The rate stays at its peak until this validation accuracy is seen, then falls over `decay_steps` to
-    # `final_lr_share * peak_lr`. Started by accuracy, because a decay that starts too early freezes a model that still
-    # has a rule to learn; how many steps that takes differs by hundreds between seeds. None: no decay.
+    # The learning rate stays at its peak until this validation accuracy is measured, then falls over `decay_steps` to
+    # `final_lr_share * peak_lr`. Started by accuracy, because a decay that starts too early stops the learning;
+    # the required number of steps differs by hundreds between seeds. None: no decay.
     decay_from_accuracy: float | None = None
     decay_steps: int = 120
     final_lr_share: float = 0.05
-    # Training stops at the first evaluation with validation accuracy >= stop_accuracy, but never before the end of a
-    # decay that the recipe asks for; reaching the limit is an error.
+    # Training stops at the first evaluation with validation accuracy >= stop_accuracy, but not before the end of a
+    # requested decay; reaching the limit is an error.
     eval_every: int = 25
     stop_accuracy: float
     step_limit: int
     # The finished model's greedy accuracy on the held-out problems must lie in this band.
     min_accuracy: float
     max_accuracy: float
-    # The least share of responses that must end and be well-formed, at the stop and on the held-out problems.
+    # Minimum share of responses that end and are well-formed, at the stop and on the held-out problems.
     min_well_formed: float = 0.9
 
 
 def build_model(recipe: ModelRecipe, vocab_size: int) -> Qwen3ForCausalLM:
-    """A freshly initialised float32 Qwen3 with tied embeddings. Seeds torch's global generator."""
+    """Return a randomly initialized float32 Qwen3 with tied embeddings. Seeds torch's global generator."""
     tokenizer = build_tokenizer()
     torch.manual_seed(recipe.seed)
     model = Qwen3ForCausalLM(
@@ -88,12 +88,12 @@ def build_model(recipe: ModelRecipe, vocab_size: int) -> Qwen3ForCausalLM:
 def train_from_scratch(
     role: str, recipe: ModelRecipe, train: list[Problem], validation: list[Problem]
 ) -> tuple[Qwen3ForCausalLM, int, float]:
-    """Train a fresh model on worked solutions until its validation accuracy says stop.
+    """Train a new model on worked solutions until it reaches the validation accuracy of the recipe.
 
     Cross entropy of the response tokens, end-of-sequence included, averaged over the batch; AdamW without decay.
 
-    Returns: the model, the steps it took, its validation accuracy.
-    Raises: ModelError if `recipe.step_limit` comes first.
+    Returns: the model, the number of steps, its validation accuracy.
+    Raises: ModelError if `recipe.step_limit` is reached first.
     """
     tokenizer = build_tokenizer()
     model = build_model(recipe, len(tokenizer))
@@ -134,16 +134,16 @@ def train_from_scratch(
             if decays and decay_start is None:
                 decay_start = step
     raise ModelError(
-        f"the {role} reached a validation accuracy of {accuracy:.1%} in {recipe.step_limit} steps and was to reach "
+        f"the {role} reached a validation accuracy of {accuracy:.1%} in {recipe.step_limit} steps; required: "
         f"{recipe.stop_accuracy:.1%}. Fix: raise {role}.step_limit in the recipe, or try another {role}.seed."
     )
 
 
 def lr_share(recipe: ModelRecipe, step: int, decay_start: int | None) -> float:
-    """The share of the peak learning rate at a step (the first is 1): warm-up, plateau, linear decay, floor.
+    """Return the share of the peak learning rate at a step (from 1): warm-up, plateau, linear decay, minimum.
 
     Args:
-        decay_start: the step after which the decay begins; None while it has not been started.
+        decay_start: the step after which the decay begins; None before it has started.
     """
     if decay_start is None:
         return min(1.0, step / recipe.warmup_steps)
@@ -151,10 +151,10 @@ def lr_share(recipe: ModelRecipe, step: int, decay_start: int | None) -> float:
 
 
 def _batches(train: list[Problem], batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless shuffled (tokens, labels), both [B, S] int64; labels are IGNORED outside the response."""
+    """Yield shuffled (tokens, labels) endlessly, both [B, S] int64; labels are IGNORED outside the response."""
     tokenizer = build_tokenizer()
     if tokenizer.eos_token_id is None or tokenizer.pad_token_id is None:
-        raise ModelError("the quickstart's tokenizer lost its end-of-sequence or padding token")
+        raise ModelError("the quickstart's tokenizer has no end-of-sequence or padding token")
     prompts = [tokenizer(problem.prompt)["input_ids"] for problem in train]
     responses = [tokenizer(problem.response)["input_ids"] + [tokenizer.eos_token_id] for problem in train]
     longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))

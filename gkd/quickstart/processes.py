@@ -1,8 +1,8 @@
-"""Children that never outlive their parent, whatever happens to either.
+"""Run child processes that never outlive their parent.
 
-The parent makes itself the reaper of its descendants (Linux: PR_SET_CHILD_SUBREAPER), so processes whose own parent
-died, Ray's daemons for instance, come back to it and `stop_all` finds them. A child is told to terminate when the
-parent dies (PR_SET_PDEATHSIG), so even `kill -9` of the parent leaves nothing behind for long.
+The parent becomes the reaper of its descendants (Linux: PR_SET_CHILD_SUBREAPER). It adopts orphans, such as Ray's
+daemons, so `stop_all` finds them. A child receives SIGTERM when the parent dies (PR_SET_PDEATHSIG), so even `kill -9`
+of the parent leaves no process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _GRACE_S = 15.0
 
 @contextmanager
 def process_family() -> Iterator[None]:
-    """Inside, this process adopts every orphan among its descendants; on the way out they are all stopped."""
+    """Adopt every orphan among the descendants of this process, and stop all descendants at the end."""
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        # A second Ctrl-C or SIGTERM must not interrupt the cleaning up.
+        # A second Ctrl-C or SIGTERM must not interrupt the cleanup.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         stop_all(psutil.Process().children())
         for number, handler in before.items():
@@ -40,10 +40,10 @@ def process_family() -> Iterator[None]:
 
 
 def start(command: Sequence[str], *, log: Path | None = None) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own, so that Ctrl-C reaches it through its parent, in order.
+    """Start a child in its own session, so that Ctrl-C reaches only the parent, which stops it.
 
     Args:
-        log: where its output goes; None = this terminal.
+        log: file for its output; None = this terminal.
     """
     output = None if log is None else log.open("wb")
     try:
@@ -60,10 +60,10 @@ def start(command: Sequence[str], *, log: Path | None = None) -> subprocess.Pope
 
 
 def run(command: Sequence[str], what: str) -> None:
-    """Run a child to its end.
+    """Run a child until it ends.
 
     Raises:
-        ClusterError: it failed; its own words are above on the terminal.
+        ClusterError: it failed; its own message is on the terminal.
     """
     code = start(command).wait()
     if code:
@@ -71,10 +71,10 @@ def run(command: Sequence[str], what: str) -> None:
 
 
 def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeout_s: float) -> None:
-    """Until the child has written `path`.
+    """Wait until the child has written `path`.
 
     Raises:
-        ClusterError: it ended before, or the time is over.
+        ClusterError: the child ended first, or the time limit was reached.
     """
     deadline = time.monotonic() + timeout_s
     while not path.exists():
@@ -86,10 +86,10 @@ def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeo
 
 
 def stop_all(processes: Sequence[psutil.Process], grace_s: float = _GRACE_S) -> None:
-    """SIGTERM and a bounded wait, so that each can stop its own children in order; SIGKILL to whatever is left.
+    """Send SIGTERM, wait at most `grace_s`, and send SIGKILL to the remaining processes.
 
-    That is: those of `processes` that did not end, and every descendant of this process, adopted orphans included.
-    Processes that are gone already are fine.
+    Killed are those of `processes` that did not end, and every descendant of this process, including adopted orphans.
+    Processes that have already ended are ignored.
     """
     for process in processes:
         _signal(process, signal.SIGTERM)
@@ -104,7 +104,7 @@ def _signal(process: psutil.Process, number: int) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        return  # it ended by itself, which is what was wanted
+        return  # already ended
 
 
 def _die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""What a quickstart run came to: read from what the run itself wrote, never assumed."""
+"""Summarize a quickstart run from the files that the run wrote."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STAGES = ("data", "rollout", "teacher", "train", "weight_sync", "eval", "checkpo
 
 
 def summarise(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s: float) -> dict[str, Any]:
-    """The keys of summary.json.
+    """Return the content of summary.json.
 
     Args:
         run_dir: a finished run with evaluations before the first and after the last step.
         teacher_accuracy: measured on the same held-out prompts.
-        export_match: e.g. "50/50", greedy answers of the export that equal the engine's.
+        export_match: e.g. "50/50": greedy responses of the export that equal those of the engine.
         wall_s: seconds since the quickstart was started, installation included.
 
     Raises:
@@ -27,7 +27,7 @@ def summarise(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s:
     """
     lines = read_metrics(run_dir / "metrics.jsonl")
     steps = [line for line in lines if "time/step_s" in line and line["step"] > 0]
-    # Where the teacher gave no distribution (k1-k3 alone, say) there is an estimate of the reverse KL instead.
+    # Without a teacher distribution (only k1-k3, for example) there is an estimate of the reverse KL instead.
     key = "eval/kl" if any("eval/kl" in line for line in lines) else "eval/reverse_kl"
     evaluated = [line for line in lines if key in line]
     if len(evaluated) < 2 or not steps:
@@ -53,12 +53,12 @@ def summarise(run_dir: Path, teacher_accuracy: float, export_match: str, wall_s:
 
 
 def as_table(summary: dict[str, Any]) -> str:
-    """For the terminal."""
+    """Format the summary for the terminal."""
     s = summary
     rows = [
         ("", "before", "after", "teacher"),
         (
-            "greedy accuracy, held out",
+            "held-out greedy accuracy",
             f"{s['student_accuracy_before']:.1%}",
             f"{s['student_accuracy_after']:.1%}",
             f"{s['teacher_accuracy']:.1%}",
@@ -70,7 +70,7 @@ def as_table(summary: dict[str, Any]) -> str:
     lines += [
         "",
         f"{s['steps']} steps in {s['training_s']:.0f} s ({shares}; {s['stage_time_accounted']:.1%} accounted for)",
-        f"export answers like the engine on {s['export_equals_engine']} prompts; {s['wall_s']:.0f} s in all",
+        f"identical responses of export and engine: {s['export_equals_engine']}; {s['wall_s']:.0f} s in total",
     ]
     return "\n".join(lines)
 

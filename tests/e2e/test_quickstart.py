@@ -1,4 +1,4 @@
-"""Ctrl-C in every part of the quickstart: it ends soon, says so, and leaves no process. Minutes: run by hand."""
+"""Test Ctrl-C in every part of the quickstart: it ends soon and leaves no process. Takes minutes: not run in CI."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the configs; models and runs of the quickstart go there too."""
+    """Return a working directory with the configs; the quickstart writes its models and runs there."""
     made = tmp_path_factory.mktemp("quickstart")
     (made / "configs").symlink_to(ROOT / "configs")
     return made
 
 
 def _strangers(folder: Path) -> list[str]:
-    """Command lines of processes that work in the folder or belong to a Ray that was started from it."""
+    """Return the command lines of processes in the folder, or of a Ray cluster that was started from it."""
     found = []
     for process in psutil.process_iter():
         try:
             if Path(process.cwd()) == folder:
                 found.append(" ".join(process.cmdline())[:100])
         except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # it ended meanwhile, or is not ours to look at
+            continue  # it has ended, or has another user
     return found
 
 
@@ -43,8 +43,8 @@ def _strangers(folder: Path) -> list[str]:
     ("seen", "then_s"), [("[1/4]", 8.0), ("[2/4]", 2.0), ("[3/4]", 9.0), ("step 5/", 0.0), ("[4/4]", 1.0)]
 )
 @pytest.mark.timeout(500)
-def test_an_interrupt_leaves_nothing(folder: Path, seen: str, then_s: float) -> None:
-    """If it fails, Ctrl-C leaves a teacher server, Ray daemons or half of a family behind."""
+def test_interrupt_leaves_no_process(folder: Path, seen: str, then_s: float) -> None:
+    """If it fails, Ctrl-C leaves a teacher server, Ray daemons or other processes running."""
     if seen == "[2/4]":
         subprocess.run([sys.executable, "-m", "gkd.quickstart.make_models", "--out", "models/quickstart"], cwd=folder,
                        check=True, capture_output=True, timeout=400)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A whole training over three nodes of Ray, simulated on one machine: the student on two, the engine on the third."""
+"""Test a training run on three simulated Ray nodes: the student on two, the engine on the third."""
 
 from __future__ import annotations
 

