@@ -70,8 +70,8 @@ def test_what_each_pool_did_is_counted(base_run: Path) -> None:
         assert m["perf/waited_rollout_share"] == pytest.approx(m["time/rollout_s"] / of_each_step_s)
 
 
-def test_who_sat_where_is_kept(base_run: Path) -> None:
-    """If it fails, a run cannot tell afterwards, or `check_gpus --running` beside it, which rank had which GPU."""
+def test_gpu_placement_is_recorded(base_run: Path) -> None:
+    """If it fails, gpus.json does not record which rank had which GPU, for later and for `check_gpus --running`."""
     table = gpu_map_from_json((base_run / "gpus.json").read_bytes(), "gpus.json")
     assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "0"), ("rollout 0", "1")]
     assert [row.pool for row in table.rows[2:]] == ["teacher"] and table.findings == ()
@@ -260,5 +260,5 @@ def test_an_interrupt_leaves_no_process(
 def environment(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
-    except psutil.Error:  # gone, or somebody else's
+    except psutil.Error:  # the process has ended, or belongs to another user
         return {}

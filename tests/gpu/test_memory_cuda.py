@@ -1,4 +1,4 @@
-"""Memory as a real CUDA allocator has it. Run by hand where there is one: pytest -m gpu tests/gpu
+"""Test the memory reports with a real CUDA allocator. Not run in CI: pytest -m gpu tests/gpu
 
 Needs 6 GiB of free GPU memory and an allocator without expandable segments, which would not fragment as is wanted here.
 """
@@ -37,7 +37,7 @@ PIECE, N_PIECES = 16 * MIB, 128
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """With an empty cache."""
+    """Yield with an empty cache."""
     torch.cuda.init()
     clear_memory(torch.device("cuda", torch.cuda.current_device()))
     yield torch.device("cuda", torch.cuda.current_device())
@@ -49,7 +49,7 @@ def block(n_bytes: int, device: torch.device) -> Tensor:
 
 
 def pieces(device: torch.device) -> list[Tensor]:
-    """Every other piece of one segment of 2 GiB, so that 1 GiB is free and no block of it larger than a piece."""
+    """Return every other piece of a 2 GiB segment: 1 GiB is free, in blocks of one piece each."""
     whole = block(PIECE * N_PIECES, device)
     del whole  # its segment stays in the cache, and the pieces are cut from it
     cut = [block(PIECE, device) for _ in range(N_PIECES)]
@@ -58,7 +58,7 @@ def pieces(device: torch.device) -> list[Tensor]:
 
 @contextmanager
 def limited(n_bytes: int, device: torch.device) -> Iterator[None]:
-    """This process may take so many bytes more from the device."""
+    """Limit this process to this many additional bytes of the device."""
     total = torch.cuda.mem_get_info(device)[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + n_bytes) / total, device)
     try:
@@ -68,7 +68,7 @@ def limited(n_bytes: int, device: torch.device) -> Iterator[None]:
 
 
 def test_what_is_in_use(device: torch.device) -> None:
-    """Fails if the line that users read shows other bytes than the allocator and the driver have."""
+    """Fails if the reported bytes differ from those of the allocator and the driver."""
     before = read_usage(device)
     assert used_device() == device and before.where == str(device)
     kept, gone = block(64 * MIB, device), block(192 * MIB, device)
@@ -83,7 +83,7 @@ def test_what_is_in_use(device: torch.device) -> None:
 
 
 def test_each_phase_has_its_own_peak(device: torch.device) -> None:
-    """Fails if a phase's peak is another's, or what it leaves is not what is in its tensors."""
+    """Fails if a phase reports another phase's peak, or its remaining bytes are not those of its tensors."""
     timeline, before = Timeline(device), torch.cuda.memory_allocated(device)
     with timeline.phase("training_step"):
         gone = block(512 * MIB, device)
@@ -115,7 +115,7 @@ def test_the_snapshot_adds_up_to_the_allocators_own_numbers(device: torch.device
 
 
 def test_a_block_that_another_stream_still_reads_is_not_free(device: torch.device) -> None:
-    """Fails if memory that a copy under way still needs is reported as free."""
+    """Fails if memory of a pending copy is reported as free."""
     torch.cuda.synchronize(device)
     side, lent = torch.cuda.Stream(device), block(256 * MIB, device)
     with torch.cuda.stream(side):
@@ -128,7 +128,7 @@ def test_a_block_that_another_stream_still_reads_is_not_free(device: torch.devic
 
 
 def test_fragmentation_made_on_purpose(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if a segment with a hole after each piece passes for healthy, or one without for fragmented."""
+    """Fails if a segment with a hole after each piece is not reported as fragmented, or one without holes is."""
     logger = logging.getLogger("test_memory_cuda")
     with caplog.at_level(logging.WARNING, logger.name):
         before = fragmentation(device)
@@ -188,7 +188,7 @@ def test_memory_in_pieces_is_told_from_too_little(device: torch.device, tmp_path
 
 
 def test_who_holds_memory_of_a_device(device: torch.device) -> None:
-    """Fails if, after an offload, a tensor that stayed on the GPU is not named, or one that left it is."""
+    """Fails if, after an offload, a tensor that is still on the GPU is not named, or an offloaded one is."""
     before = {holder.name for holder in holders(device)}
     model = torch.nn.Linear(1 << 10, 1 << 10, bias=False).to(device)
     model(torch.ones(1, 1 << 10, device=device)).sum().backward()

@@ -1,4 +1,4 @@
-"""From a run folder to rates: what was put in comes out, what cannot be known is said, what is wrong is refused."""
+"""Test that the split tuner reads exact rates from a run folder, reports unknown ones and refuses invalid input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_run_s_own_step_is_predicted(tmp_path: Path) -> None:
 
 
 def test_a_reference_s_pass_is_part_of_the_training(tmp_path: Path) -> None:
-    """Fails if more actor ranks are said to leave the time of a reference's pass, which they share, as it is."""
+    """Fails if the time of a reference's pass, which all actor ranks share, does not shrink with more ranks."""
     folder = write_run(tmp_path, settings(tmp_path), RATES)
     lines = lines_of(folder)
     for step in lines:
@@ -182,7 +182,7 @@ def test_roles_that_share_gpus_cannot_be_split(tmp_path: Path, shared: str) -> N
 
 
 def test_a_run_that_had_nothing_to_do_is_refused(tmp_path: Path) -> None:
-    """Fails if a replay's reader is told to update, or a number that is 0 ends in a traceback."""
+    """Fails if the error for a replay advises an update, or a value of 0 raises an unrelated error."""
     folder = write_run(tmp_path / "replay", settings(tmp_path, "trainer.replay=other/batches"), RATES)
     refused(folder, ConfigError, "trainer.replay")
     for name in ("perf/pass_n", "perf/teacher_busy_1_s", "perf/response_length_mean"):
@@ -259,7 +259,7 @@ def test_the_fit_finds_what_made_the_times(true: list[float], seed: int) -> None
     rng = np.random.default_rng(seed)
     x = np.stack([np.ones(200), rng.integers(1, 50, 200), rng.integers(0, 900, 200) * (rng.random(200) < 0.2)])
     y = np.array(true) @ x
-    # The sums have lost some digits of what is small beside the rest.
+    # The sums have lost some digits of the small terms.
     close = {"rtol": 1e-4, "atol": 1e-4 * max(1e-2, *true)}
     np.testing.assert_allclose(non_negative(x @ x.T, x @ y), true, **close)
     noisy = non_negative(x @ x.T, x @ (y + rng.normal(0, 1, 200)))

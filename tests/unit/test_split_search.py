@@ -1,4 +1,4 @@
-"""Which splits there are, which of them are simulated, and what of them is printed."""
+"""Test the enumeration of splits, the choice of those to simulate, and the printed table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def counts(config: Config, given: Hardware) -> set[tuple[int, int, int]]:
 
 
 def test_all_splits_of_one_node_are_there(tmp_path: Path) -> None:
-    """Fails if the best split may be one that nobody looked at."""
+    """Fails if the best split may be one that was not simulated."""
     expected = {(a, r, 8 - a - r) for a in range(1, 7) for r in range(1, 8 - a)}
     assert counts(settings(tmp_path), hardware(8)) == expected
     assert counts(settings(tmp_path), hardware(3)) == {(1, 1, 1)}
@@ -184,7 +184,7 @@ def test_what_the_checks_refuse_is_counted_and_said(tmp_path: Path) -> None:
 
 
 def test_splits_that_are_too_large_take_no_place_from_those_that_fit(tmp_path: Path) -> None:
-    """Fails if `no split fits` is said of hundreds because the fastest sixty do not."""
+    """Fails if `no split fits` is reported because only the fastest sixty of hundreds were checked."""
     config, given = settings(tmp_path), hardware(20)
     some = list(layout.splits(config, given))
     n_splits = len(some)

@@ -113,7 +113,7 @@ def test_sync_is_the_sum_and_the_others_are_the_longest() -> None:
     assert simulate("one_step_off", sizes, workload, slow).step_s == pytest.approx(train_s + 0.06)
     assert simulate("two_step_off", sizes, workload, slow).step_s == pytest.approx(train_s + 0.06)
     assert simulate("stream", sizes, workload, slow, max_staleness=2).step_s == pytest.approx(train_s + 0.06, rel=0.02)
-    # scores that are late are not there when the next step could begin; two steps off they come beside a training
+    # With one step off the next step waits for late scores. With two steps off they arrive during training.
     late = replace(RATES, score_s=1.0, train_s=0.5)
     train_s, scores_s = 0.5 + 880 * 2e-4, 2 * (1.0 + 110 * 1e-4)
     expected = (answers_s + scores_s - train_s - 0.06) / 2 + train_s + 0.06  # asked when its answers are there

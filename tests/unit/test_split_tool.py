@@ -57,7 +57,7 @@ def test_a_teacher_elsewhere_keeps_its_workers(folder: Path, capsys: pytest.Capt
 
 
 def test_splits_that_do_not_fit_into_memory_are_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if a split is recommended that runs out of memory, or nobody says that all of them would."""
+    """Fails if a split is recommended that runs out of memory, or it is not reported that all of them would."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(QWEN25_15B))
@@ -176,7 +176,7 @@ def calibrated(tmp_path: Path) -> list[str]:
 def test_a_calibration_compares_like_with_like(
     calibrated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fails if the measured step is of other settings than the simulated one beside it, wsd is refused, or a large
+    """Fails if the measured and the simulated step have different settings, wsd is refused, or a large
     student's checkpoints fill the disk.
     """
     launched = Launched()
