@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from teacher_server.wire.protocol import Signal
+
 if TYPE_CHECKING:
     import torch
 
@@ -91,6 +93,15 @@ class TeacherScores:
     )
     # [R] float32, nats, reference logprobs of the response tokens; added on the training ranks.
     reference_logprobs: np.ndarray | None = None
+
+
+# Field of `TeacherScores` that holds a signal's table.
+SIGNAL_FIELDS: dict[Signal, str] = {
+    "topk": "topk",
+    "sampled": "sampled_logprobs",
+    "logits": "logits",
+    "hidden": "hidden",
+}
 
 
 @dataclass(slots=True)

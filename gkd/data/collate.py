@@ -18,7 +18,7 @@ import torch
 from numpy.typing import DTypeLike
 
 from gkd.errors import DataError
-from gkd.types import MicroBatch, Rollout, TeacherScores, TokenTargets
+from gkd.types import SIGNAL_FIELDS, MicroBatch, Rollout, TeacherScores, TokenTargets
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class MicroBatches(Sequence[MicroBatch]):
     ) -> None:
         self._rollouts, self._scores, self._groups = rollouts, scores, groups
         self._packed, self._pad_id = packed, pad_id
-        for name in ("topk", "sampled_logprobs", "logits", "hidden", "reference_logprobs"):
+        for name in (*SIGNAL_FIELDS.values(), "reference_logprobs"):
             n = sum(getattr(score, name) is not None for score in scores or ())
             if scores is not None and n not in (0, len(scores)):
                 raise DataError(f"only {n} of the {len(scores)} sequences of a batch have a {name} table")

@@ -15,12 +15,12 @@ import numpy as np
 
 from gkd.errors import CheckpointError
 from gkd.run.disk import naming
-from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
+from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 _FORMAT = 1
 _REASONS = ("stop", "length")
 _TOPK = ("topk_ids", "topk_logprobs", "tail_mass", "counts")
-_SCORES = ("sampled_logprobs", "logits", "hidden")
+_SCORES = tuple(name for signal, name in SIGNAL_FIELDS.items() if signal != "topk")  # one array each
 _TABLES = ("format", "sequences", "spans", "prompt_ids", "response_ids", "rollout_logprobs")
 
 

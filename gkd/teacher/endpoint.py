@@ -22,10 +22,8 @@ from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import ScoreTimes
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.records import RecordingEndpoint, summary_of
-from gkd.types import Rollout, TeacherScores
+from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal, Wire
-
-_FIELDS: dict[Signal, str] = {"topk": "topk", "sampled": "sampled_logprobs", "hidden": "hidden"}
 
 
 class ScoringEndpoint(RecordingEndpoint):
@@ -129,7 +127,7 @@ class ScoringEndpoint(RecordingEndpoint):
                 for signal in self._signals:
                     future = self._submit(teacher, rollout, signal)
                     future.add_done_callback(functools.partial(_record_time, completed_s, index))
-                    requests.append((index, _FIELDS[signal], future))
+                    requests.append((index, SIGNAL_FIELDS[signal], future))
             for future in wait([future for *_, future in requests], return_when=FIRST_EXCEPTION).done:
                 future.result()  # raises the error that ended the wait
             tables: list[dict[str, Any]] = [{} for _ in rollouts]

@@ -24,7 +24,7 @@ from gkd.data.scatter import gather_results
 from gkd.handles import FileDigest, ScoreTimes
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
-from gkd.types import Rollout, TeacherScores
+from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 
 _SUMMARY = struct.Struct("<dq")
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def summary_of(scores: Sequence[TeacherScores], times: ScoreTimes | None = None)
     """Summarize the scores of a chunk."""
     n_bytes, masses = 0, []
     for score in scores:
-        arrays = [score.sampled_logprobs, score.logits, score.hidden]
+        arrays = [getattr(score, name) for signal, name in SIGNAL_FIELDS.items() if signal != "topk"]
         if score.topk is not None:
             arrays += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass, score.topk.counts]
             masses.append(float(np.exp(score.topk.topk_logprobs, dtype=np.float64).sum()))

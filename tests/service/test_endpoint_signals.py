@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ from gkd.errors import ConfigError, TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import ScoreSummary
-from gkd.types import Rollout, TeacherScores
-from teacher_server.wire.protocol import ScoreRequest
+from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
+from teacher_server.wire.protocol import ScoreRequest, Signal
 from tests.service.harness import ServerProcess, random_rollouts, wait_until
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
 from tests.service.scripted import Message, ScriptedServer, error
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.service
 CUT = 250  # ids that student and teacher share, of the tiny model's 300
 HIDDEN = 32
 TEMPERATURE = 0.7
-Signal = Literal["topk", "sampled", "logits", "hidden"]
 
 
 @contextmanager
@@ -76,8 +74,7 @@ def scored(
     assert len(scores) == len(rollouts)
     for rollout, score in zip(rollouts, scores, strict=True):
         validate_scores(score, rollout, CUT, signals, f"prompt {rollout.prompt_id}", HIDDEN)
-        tables = {"topk": score.topk, "sampled": score.sampled_logprobs, "logits": score.logits, "hidden": score.hidden}
-        assert {name for name, table in tables.items() if table is not None} == set(signals)
+        assert {name for name, field in SIGNAL_FIELDS.items() if getattr(score, field) is not None} == set(signals)
     return scores, ScoreSummary.decode(summary)
 
 

@@ -23,7 +23,7 @@ from gkd.data.scatter import map_selected
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.folder import TensorPlan, exhaust
 from gkd.log import get_logger
-from gkd.types import Rollout, TeacherScores, TeacherTopK
+from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK
 from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import Signal, Wire
@@ -141,7 +141,7 @@ class LocalTeacher:
             if isinstance(table, TopKScores):
                 fields["topk"] = TeacherTopK(table.ids, table.logprobs, table.tail, table.counts)
             else:
-                fields["sampled_logprobs" if signal == "sampled" else signal] = table
+                fields[SIGNAL_FIELDS[signal]] = table
         return TeacherScores(**fields)
 
 
