@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("gkd", "teacher_server", "tests", "launch", "docs", "README.md", "CONTRIBUTING.md")
 
 WORDS = {
-    "a process is no person": r"nobody|somebody|whoever|whomever|whom|(?<!those )who(?!-)",
+    "a process is no person": r"nobody|somebody|whoever|whomever|whom|(?<!those )who(?![-:=])",
     "anew": r"anew",
     "under way": r"under way",
     "at the most": r"at the most",

@@ -86,7 +86,7 @@ class _Case:
 
     @property
     def is_shared(self) -> bool:
-        """Whether an actor rank and an engine share one GPU."""
+        """True if an actor rank and an engine share one GPU."""
         return self.config.trainer.colocate and self.config.trainer.device != "cpu"
 
 

@@ -97,7 +97,7 @@ class ModelDims:
 
     @property
     def is_exact(self) -> bool:
-        """Whether `n_params` and the counts below cover all parameters of this architecture."""
+        """True if `n_params` and the counts below cover all parameters of this architecture."""
         return self.model_type in ARCHITECTURES
 
     @property

@@ -25,7 +25,7 @@ _BLOCKS = frozenset({"layers", "h", "blocks", "block"})
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a memory estimate reads from a model folder."""
+    """Data of a model folder that a memory estimate reads."""
 
     config_json: Mapping[str, Any]
     dims: ModelDims

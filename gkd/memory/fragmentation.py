@@ -58,7 +58,7 @@ class Fragmentation:
 
     @property
     def worth_a_warning(self) -> bool:
-        """Whether enough memory is free within used segments for the ratios to matter."""
+        """True if enough memory is free within used segments for the ratios to matter."""
         return self.free - self.releasable >= WORTH_A_WARNING
 
     def over(self, limit: float) -> bool:

@@ -123,7 +123,7 @@ def _storage(item: Any) -> torch.UntypedStorage | None:
         return None  # the tensor within a DTensor is found by itself
     try:
         return item.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # how torch says that a tensor, as vmap's, has none
+    except (NotImplementedError, RuntimeError):  # torch raises this for tensors without storage, like those of vmap
         return None
 
 

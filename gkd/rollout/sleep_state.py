@@ -17,7 +17,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 class SleepState:
-    """Which tags of one engine are asleep; identical on all its workers.
+    """The sleeping tags of one engine; identical on all its workers.
 
     Args:
         call: calls a method of all workers by name with positional arguments; returns their results.

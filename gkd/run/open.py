@@ -204,6 +204,6 @@ def _holds_run(root: Path) -> bool:
 
 
 def _has_results(root: Path) -> bool:
-    """Is there anything of a run to lose? A config alone is that of a run that never came to its first number."""
+    """Return whether a run has written a metrics line or a checkpoint."""
     metrics = root / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or CheckpointStore(root / CHECKPOINTS).has_any()

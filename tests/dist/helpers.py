@@ -131,7 +131,7 @@ def _child(
 
     torch.set_num_threads(1)
     try:
-        assert not missing, f"PRELOAD: the fork server could not import {missing}"  # it says nothing itself
+        assert not missing, f"PRELOAD: the fork server could not import {missing}"  # it prints nothing itself
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://127.0.0.1:{port}",

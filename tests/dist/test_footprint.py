@@ -1,4 +1,4 @@
-"""A real Megatron rank's memory, measured beside what was predicted. gloo, CPU."""
+"""Compare a real Megatron rank's memory with the prediction. gloo, CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TOKENS = ("data.max_prompt_length=64", "data.max_response_length=192", "actor.mi
 
 
 def test_memory_grows_as_predicted(tmp_path: Path) -> None:
-    """Fails if a real rank takes 15% more or less memory than the table says, built and within a training step: then a
-    tensor of the size of the model, or the activations of a layer's half, came or went.
+    """Fails if a real rank takes 15% more or less memory than the table predicts, after building and during a training
+    step: then a tensor of the size of the model, or the activations of half a layer, was added or removed.
     """
     save_model(tmp_path / "tied", tied=True, sizes=SIZES | SMALLER | {"num_attention_heads": 8})
     (found,) = measure(Case("activations", TOKENS), tmp_path, timeout_s=300.0)

@@ -1,6 +1,6 @@
 """Shards in one run of host memory: the same model, in no more bytes than it has. CPU, gloo, two ranks, nothing pinned.
 
-What this does not prove: that CUDA pins such a run, and that copies from it run beside the GPU (tests/gpu).
+What this does not prove: that CUDA pins such a run, and that copies from it overlap with the GPU (tests/gpu).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
 
 def _inside(model: torch.nn.Module, run: torch.Tensor) -> bool:
-    """Are all shards in the run, also after forward passes?"""
+    """Return whether all shards are in the block, also after forward passes."""
     locals_ = [param.to_local() for param in model.parameters()]  # type: ignore[attr-defined]
     return all(local.untyped_storage().data_ptr() == run.data_ptr() for local in locals_)
 

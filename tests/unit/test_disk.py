@@ -15,7 +15,7 @@ from tests.unit.kills import in_child
 
 @pytest.fixture
 def flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What has been flushed, relative to the test's folder, in order."""
+    """Return the flushed paths, relative to the test's folder, in order."""
     paths: list[str] = []
 
     def fsync(descriptor: int, flush: Callable[[int], None] = os.fsync) -> None:

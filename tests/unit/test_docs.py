@@ -10,6 +10,7 @@ import yaml
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from tests.structure import MAP_PAGE, ROOT, package_map, written_map
+from tests.wording import PLACES, files_of, hits_of
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -61,3 +62,9 @@ def test_the_package_map_is_current() -> None:
     """Fails if the map of packages differs from the packages: run python -m tests.structure --write-map."""
     page = MAP_PAGE.read_text()
     assert page == written_map(page, package_map())
+
+
+def test_the_listed_habits_of_wording_do_not_return() -> None:
+    """Fails if a docstring, comment or page has a habit that tests/wording.py lists: see its --list."""
+    files = files_of([ROOT / place for place in PLACES])
+    assert len(files) > 500 and not [hit for file in files for hit in hits_of(file)]

@@ -230,7 +230,7 @@ def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
 
 
 def test_the_room_of_the_kv_cache() -> None:
-    """Fails if the cache's room is not what utilization leaves beside weights, a forward pass and the context."""
+    """Fails if the cache's room is not what utilization leaves after weights, a forward pass and the context."""
     config = _config()
     engine = footprint(config, QWEN25_15B)[-1]
     room = kv_room_bytes(engine, 80 * GIB, config)

@@ -41,7 +41,7 @@ def _fixes(problem: str) -> dict[str, float]:
 )
 @pytest.mark.parametrize("gpu_bytes", [3 * GIB, 24 * GIB])
 def test_fixes_are_verified(overrides: tuple[str, ...], gpu_bytes: int) -> None:
-    """Fails if a fix is refused by check_config or by the model, or does not save what it says."""
+    """Fails if a fix is refused by check_config or by the model, or does not save what it promises."""
     config = _config(*overrides)
     before = footprint(config, QWEN25_15B)
     (problem, *_) = check(before, gpu_bytes, config, _refit)
@@ -69,7 +69,7 @@ def test_fixes_of_an_engine() -> None:
     config = _config("rollout.gpu_memory_utilization=0.5")
     (problem,) = [p for p in check(_refit(config), 10 * GIB, config, _refit) if p.startswith("rollout")]
     assert "rollout.gpu_memory_utilization 0.52: saves 0.20 GiB, enough" in problem
-    # 3 GPUs are no multiple of 2; 12 heads can be cut in 2, and the pool must have 6.
+    # 3 GPUs are not a multiple of 2; 12 heads can be cut in 2, and the pool must have 6.
     assert "rollout.tp 2 with rollout.n_gpus_per_node 6" in problem and "rollout.tp 2:" not in problem
 
 

@@ -1,4 +1,4 @@
-"""What is read of a model's folder: sizes that are left out, sizes that are none, and the files that count."""
+"""Read a model folder: missing sizes, invalid sizes, and the files that count."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _save(path: Path, **tensors: int) -> None:
 
 
 def test_only_files_that_are_loaded_count(tmp_path: Path) -> None:
-    """Fails if an adapter's or an older copy's file beside the weights is counted as a part of the model."""
+    """Fails if an adapter's or an older copy's file next to the weights is counted as a part of the model."""
     _save(tmp_path / "model.safetensors", a=3)
     _save(tmp_path / "adapter_model.safetensors", b=5)
     assert tensor_shapes(tmp_path) == {"a": (3,)}

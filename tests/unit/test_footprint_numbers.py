@@ -1,4 +1,4 @@
-"""Parts of a footprint against numbers worked out by hand, for Qwen2.5-1.5B, on CUDA unless a test says otherwise.
+"""Compare parts of a footprint with manually computed numbers: Qwen2.5-1.5B, on CUDA unless stated otherwise.
 
 Its letters: H 1536, 12 heads and 2 key heads of 128 (q 1536, kv 256), F 8960, V 151936, 28 layers, N 1543714304.
 """
@@ -64,7 +64,7 @@ def test_experts_on_cuda() -> None:
     [
         # One batch has 12 micro-batches. A stage of 7 layers keeps their inputs, what came in and what went out.
         (("trainer.n_gpus_per_node=4", "actor.pp=4"), [4 * 9, 3 * 9, 2 * 9, 1 * 9 + 1]),
-        # Chunks of 7 layers: of the first stage 5 are under way, of the second 3.
+        # Chunks of 7 layers: 5 of the first stage are in flight, 3 of the second.
         (("trainer.n_gpus_per_node=2", "actor.pp=2", "actor.vpp=2"), [5 * 9, 3 * 9 + 1]),
         # Of a single micro-batch each stage has one.
         (("trainer.n_gpus_per_node=2", "actor.pp=2", "trainer.global_batch_size=8"), [16 * 0.75, 17 * 0.75]),
@@ -172,7 +172,7 @@ def test_an_engine() -> None:
         (("data.val_files=[]",), 43),
         ((), 167),
         (("eval.max_prompts=90",), 43),
-        (("eval.max_prompts=0",), 256),  # nobody knows how many there are
+        (("eval.max_prompts=0",), 256),  # their number is unknown
         (("trainer.scheduler=one_step_off",), 210),
         (("trainer.scheduler=two_step_off", "data.val_files=[]"), 43),  # one batch at a time
         (("trainer.scheduler=stream", "data.val_files=[]"), 86),
@@ -184,19 +184,19 @@ def test_an_engine() -> None:
     ],
 )
 def test_sequences_of_an_engine(overrides: tuple[str, ...], n: int) -> None:
-    """Fails if a scheduler that has more under way, or an evaluation, is thought to need one batch's cache."""
+    """Fails if a prefetching scheduler, or an evaluation, is counted with the cache of one batch."""
     assert max_sequences(_config(*overrides)) == n
 
 
 @pytest.mark.parametrize("targets", ["[q_proj,nothing]", "[lm_head]"])
 def test_adapters_that_cannot_be(targets: str) -> None:
-    """Fails if the memory of adapters beside layers that a known architecture lacks is made up."""
+    """Fails if adapters of layers that an architecture lacks are counted."""
     with pytest.raises(ConfigError, match=r"actor\.lora\.targets"):
         _actor("actor.strategy=fsdp2", "actor.lora.rank=4", f"actor.lora.targets={targets}")
 
 
 def test_adapters_beside_experts() -> None:
-    """Fails if layers with experts are thought to have adapters beside their MLPs, which are no linear layers."""
+    """Fails if adapters are counted for expert MLPs, which are not linear layers."""
     shape = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}
     overrides = ("actor.strategy=fsdp2", "actor.lora.rank=4", "actor.lora.targets=[mlp.up_proj,q_proj]")
     n = 4 * ((48 + 80) + 3 * (48 + 48))

@@ -84,7 +84,7 @@ def test_resident_states_count_in_every_phase() -> None:
 def test_a_phase_that_does_not_fit_has_verified_fixes(
     gpu_bytes: int, overrides: tuple[str, ...], phase: str, fix: str
 ) -> None:
-    """Fails if a phase that does not fit is not reported, or a fix does not save what it says."""
+    """Fails if a phase that does not fit is not reported, or a fix does not save what it promises."""
     config = _config(*COLOCATED, *overrides)
     before = found_phases(config, gpu_bytes)
     (problem,) = [line for line in check(refit(config), gpu_bytes, config, refit) if f"({phase})" in line]

@@ -1,4 +1,4 @@
-"""Which package may import which, and which library may be imported where. Read from every file's syntax tree."""
+"""Check the order of packages, and which library may be imported where, on the syntax tree of every file."""
 
 from __future__ import annotations
 

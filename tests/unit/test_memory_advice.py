@@ -1,4 +1,4 @@
-"""What to change when memory is short: the table of remedies, and the rows that the reports and the docs print."""
+"""Check the advice for memory shortages: the table of remedies, and the rows that the reports and the docs print."""
 
 from __future__ import annotations
 

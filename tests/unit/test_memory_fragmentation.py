@@ -1,4 +1,4 @@
-"""Ratios of hand-made snapshots, beside numbers worked out by hand."""
+"""Compare ratios of constructed snapshots with manually computed numbers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_warning_takes_much_unused_in_pieces(used: int, free: list[int], over:
 
 
 def test_the_warning_says_what_to_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if fragmentation is found and nobody hears of it, or hears no remedy; or is told of it under the limit."""
+    """Fails if fragmentation is not reported, is reported without a remedy, or below the limit."""
     logger = logging.getLogger("test_memory_fragmentation")
     found = measure([segment((FREE, 600), (USED, 500), (FREE, 500))], "cuda:0")  # 0.4545, 0.6875
     monkeypatch.setattr("gkd.memory.fragmentation.fragmentation", lambda device: found)
@@ -118,7 +118,7 @@ def test_the_warning_says_what_to_do(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_every_tenth_step_is_looked_at(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if each step pays for a list of all blocks, none does, or a number is told twice."""
+    """Fails if each step pays for a list of all blocks, none does, or a number is reported twice."""
     logger, looks = logging.getLogger("test_memory_fragmentation"), []
     found = measure([segment((USED, 3), (FREE, 1))], "cuda:0")
 

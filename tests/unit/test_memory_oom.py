@@ -1,4 +1,4 @@
-"""Out of memory: torch's own texts, real failures of the host's allocators, and what the user is told."""
+"""Out of memory: torch's error texts, real failures of the host's allocators, and the report."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_what_torch_says_is_read() -> None:
 
 
 def test_a_cuda_error_as_the_user_reads_it(tmp_path: Path) -> None:
-    """Fails if the user is not told who else is on the GPU, which under a shared one is what matters most."""
+    """Fails if the report lacks other processes on the GPU, which matters most on a shared one."""
     shared = PLAIN.replace("Including non-PyTorch", "Process 4711 has 2.50 GiB memory in use. Including non-PyTorch")
     text = _report(torch.OutOfMemoryError(shared), tmp_path, torch.device("cuda", 0), "actor rank 0", "export", keys)
     first, second = text.splitlines()[:2]
@@ -109,12 +109,12 @@ def cut(elsewhere: int) -> Fragmentation:
         (4 * GIB, 0, 5 * GIB, 0, FRAGMENTATION),
         (4 * GIB, 2 * GIB, 2 * GIB, 1, SHORTAGE),  # what is in other pools does not help
         (MIB // 2, 0, MIB, MIB, FRAGMENTATION),  # a small tensor may use the small pools
-        (4 * GIB, 5 * GIB, 0, 0, UNCLEAR),  # it was there: somebody has let go meanwhile
+        (4 * GIB, 5 * GIB, 0, 0, UNCLEAR),  # enough is free now: some was released in the meantime
         (None, 0, 0, 0, UNCLEAR),
     ],
 )
 def test_shortage_or_fragmentation(asked: int | None, free: int, cached: int, elsewhere: int, expected: str) -> None:
-    """Fails if a user is told to defragment what is simply too little, or to buy memory that lies in pieces."""
+    """Fails if the advice is defragmentation for too little memory, or more memory for fragmentation."""
     request = Request(requested=asked, device_free=free, cached=cached)
     assert verdict(request, cut(elsewhere)) == expected
     if not elsewhere:
@@ -151,13 +151,13 @@ def keys(shortage: Shortage) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_a_real_failure_of_the_host_is_explained(tmp_path: Path, kind: str) -> None:
-    """Fails if the report lacks what was asked, who holds memory, the keys to change or the file; or if the file does
+    """Fails if the report lacks the request, the holders of memory, the keys to change or the file; or if the file does
     not say where it happened.
     """
     kept = [torch.ones(1 << 20)]  # no view of it, no owner but this frame, and the list
 
     def too_much() -> object:
-        held_here = torch.empty(512 << 20)  # 2 GiB that nobody touches: more than what other tests have left
+        held_here = torch.empty(512 << 20)  # 2 GiB that are never touched: more than other tests have left
         return torch.empty(2**50) if kind == "torch" else np.ones(2**50), held_here
 
     with (

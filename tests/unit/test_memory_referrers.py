@@ -1,4 +1,4 @@
-"""Who holds a tensor: real objects of the kinds that keep memory by mistake."""
+"""Find the holders of a tensor: real objects of the kinds that keep memory by mistake."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Slotted:
 
 
 def by_shape(*shapes: tuple[int, ...]) -> list[Holder]:
-    """Those of these shapes, which nobody else in the process uses."""
+    """Return the holders of tensors with these shapes, which are unique in the process."""
     return [holder for holder in holders(CPU) if holder.shape in shapes]
 
 
@@ -73,7 +73,7 @@ def failing() -> None:
 
 
 def test_a_model_and_its_optimizer_are_told_apart() -> None:
-    """Fails if, after an offload, nobody can tell a parameter that stayed from its gradient or Adam's moments."""
+    """Fails if the report does not tell a remaining parameter from its gradient or Adam's moments."""
     model = torch.nn.Linear(1009, 3, bias=False)
     model.register_buffer("mask", torch.ones(1009, 5))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -114,7 +114,7 @@ def test_whoever_refers_to_it_is_named() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone."""
+    """Keep only holders of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))

@@ -41,7 +41,7 @@ def one_slab(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_slab")
 def test_the_error_has_the_requested_bytes() -> None:
-    """Fails if nobody can tell how much memory the host would have had to have, and of which kind."""
+    """Fails if the error does not state how much host memory was needed, and of which kind."""
     with pytest.raises(MemoryError, match=r"300 bytes of pinned host memory \(3 pieces of 100"):
         host_slabs(3, 100, pinned=True)
     copies = HostCopies(CPU, slab_bytes=64)
@@ -51,7 +51,7 @@ def test_the_error_has_the_requested_bytes() -> None:
 
 
 def test_a_run_of_shards_that_cannot_be_pinned_is_the_host_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if CUDA's words for it are taken for an unknown error, and nobody explains the largest of all shortages."""
+    """Fails if CUDA's text for it is taken for an unknown error, so that the largest shortage has no diagnosis."""
 
     def refuse(address: int, n_bytes: int) -> None:
         raise RuntimeError("Registering memory failed with cudaError: 2. It's possible that this is asynchronous")
@@ -64,7 +64,7 @@ def test_a_run_of_shards_that_cannot_be_pinned_is_the_host_s(monkeypatch: pytest
 
 @pytest.mark.usefixtures("one_slab")
 def test_it_is_the_host_that_is_short(tmp_path: Path) -> None:
-    """Fails if the user is told to make room on a GPU that has it, or states without room on the host are lost."""
+    """Fails if the advice is to make room on a GPU that has it, or states without room on the host are lost."""
     first, weights = torch.ones(16), torch.arange(1000.0)
     states = States(CPU, lambda: {PARAMS: [first, weights]})
     states._kinds[PARAMS].buffer = buffer = HostBuffer(pinned=True, slab_bytes=64)

@@ -56,7 +56,7 @@ def test_all_of_it_goes_and_comes_back_to_the_bit() -> None:
     assert all(tensor.untyped_storage().nbytes() == 0 for tensors in role.found().values() for tensor in tensors)
     states.reload()
     assert states.device_bytes() == sizes and states.away() == [] and same(role.values(), before)
-    # Whoever has a view of a storage still has one.
+    # Views of a storage stay valid.
     role.step()
     other.step()
     assert same(role.values(), other.values())
@@ -191,7 +191,7 @@ def test_an_unknown_kind_of_states_is_an_error() -> None:
 
 
 def test_whoever_reads_the_states_is_asked_first() -> None:
-    """Fails if a checkpoint's copy that is under way would read released memory."""
+    """Fails if a checkpoint's pending copy would read released memory."""
     role, asked = Role(), []
 
     def settle() -> None:

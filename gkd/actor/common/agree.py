@@ -14,7 +14,7 @@ from gkd.errors import GkdError
 
 @dataclass(slots=True)
 class Agreement:
-    """What the ranks exchanged at the end of a block."""
+    """Result of the exchange between ranks at the end of a block."""
 
     largest: int = 0  # of the ranks' `count`
 

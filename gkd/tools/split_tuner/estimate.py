@@ -57,6 +57,6 @@ def estimate(
 
 
 def _longest(lengths: Lengths, n: np.ndarray) -> np.ndarray:
-    """[splits]: about the longest of so many responses."""
+    """[splits]: approximate maximum of this many response lengths."""
     typical = lengths.tokens.mean(0)
     return np.interp(100.0 * n / (n + 1), lengths.percent, typical)

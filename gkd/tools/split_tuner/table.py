@@ -55,7 +55,7 @@ def _row(name: str, candidate: Candidate, own: Candidate) -> tuple[str, ...]:
 
 
 def settings_of(candidate: Candidate, config: Config, hardware: Hardware) -> str:
-    """Return the settings of this split as `key=value` arguments, and as comments what only the user knows."""
+    """Return the settings of this split as `key=value` arguments, with comments on what the user has to choose."""
     split = candidate.split
     settings: dict[str, object] = {
         "trainer.scheduler": candidate.scheduler,
