@@ -33,7 +33,8 @@ def main() -> int:
         "--extra", choices=("cpu", "gpu"), help="default: as installed before, else gpu with at least two GPUs"
     )
     # Actor and rollout pool need a GPU each: with a single GPU the CPU build is used.
-    installed, _, installed_key = STAMP.read_text().partition("\n") if STAMP.is_file() else ("", "", "")
+    stamp = STAMP.read_text().splitlines() if STAMP.is_file() else []
+    installed, installed_key, checkout = [*stamp, "", "", ""][:3]
     extra = parser.parse_args().extra or installed or ("gpu" if n_gpus() >= 2 else "cpu")
     if sys.prefix == sys.base_prefix:
         print("install.py: run it with a virtual environment's python (launch/setup.sh does)", file=sys.stderr)
@@ -42,6 +43,10 @@ def main() -> int:
     if installed not in ("", extra):
         # pip would keep torch 2.13.0+cpu if 2.13.0 is requested: one environment has one kind of build.
         print(f"install.py: {sys.prefix} has the {installed} builds; set GKD_VENV to another folder", file=sys.stderr)
+        return 2
+    if checkout not in ("", str(ROOT)) and (Path(checkout) / "launch" / "install.py").is_file():
+        # The project is installed as a link to its checkout, and a running job of the other one would change its code.
+        print(f"install.py: {sys.prefix} belongs to {checkout}; set GKD_VENV to another folder", file=sys.stderr)
         return 2
     if installed_key == key:
         print(f"[setup] dependencies are installed ({extra})", flush=True)
@@ -53,7 +58,7 @@ def main() -> int:
         install_cpu(project)
     else:
         pip("torch, vLLM, Ray, Megatron-core and the project", "-e", f"{ROOT}[gpu,dev]")
-    STAMP.write_text(f"{extra}\n{key}")
+    STAMP.write_text(f"{extra}\n{key}\n{ROOT}\n")
     print(f"[setup] installed in {time.monotonic() - started:.0f} s", flush=True)
     return 0
 

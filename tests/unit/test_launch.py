@@ -50,6 +50,23 @@ def test_the_second_install_does_nothing(install: Any, monkeypatch: pytest.Monke
     assert run(install, monkeypatch) == 0 and install.calls
 
 
+def test_an_environment_belongs_to_one_checkout(
+    install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If it fails, setting up a second clone with the same GKD_VENV changes the code of the first one's running jobs."""
+    assert run(install, monkeypatch) == 0
+    second = tmp_path / "second"
+    for folder in (tmp_path / "gone", second):
+        install.STAMP.write_text("\n".join([*install.STAMP.read_text().splitlines()[:2], str(folder)]))
+        if folder == second:
+            (second / "launch").mkdir(parents=True)
+            (second / "launch" / "install.py").touch()
+            assert run(install, monkeypatch) == 2 and install.calls == []
+            assert str(second) in (err := capsys.readouterr().err) and "GKD_VENV" in err
+        else:
+            assert run(install, monkeypatch) == 0, "a checkout that no longer exists has no jobs"
+
+
 def test_environment_keeps_its_kind_of_build(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, an interrupted install ends as CPU torch under CUDA vLLM."""
     monkeypatch.setattr(install, "install_cpu", lambda project: (_ for _ in ()).throw(KeyboardInterrupt))
