@@ -53,7 +53,7 @@ def test_the_second_install_does_nothing(install: Any, monkeypatch: pytest.Monke
 def test_an_environment_belongs_to_one_checkout(
     install: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If it fails, setting up a second clone with the same GKD_VENV changes the code of the first one's running jobs."""
+    """If it fails, a second clone with the same GKD_VENV changes the code of the first one's running jobs."""
     assert run(install, monkeypatch) == 0
     second = tmp_path / "second"
     for folder in (tmp_path / "gone", second):
