@@ -19,6 +19,7 @@ from gkd.actor.megatron.layer_spec import local_name
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.megatron.model_config import transformer_config
 from gkd.errors import ConfigError, ModelError
+from gkd.hf.megatron_support import MEGATRON_ARCHITECTURES
 from tests.dist.megatron_reference import KINDS, MOE_KINDS, VOCAB, make_hf_folder
 
 ALL_KINDS = (*KINDS, "mistral", *MOE_KINDS)
@@ -212,7 +213,7 @@ def test_corrupt_and_absent_files(folders: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*qwen3, qwen2, llama, mistral, qwen3_moe.*actor.strategy=fsdp2"),
+        ({"model_type": "gpt2"}, f"gpt2.*{', '.join(MEGATRON_ARCHITECTURES)}.*actor.strategy=fsdp2"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
