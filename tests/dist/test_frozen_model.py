@@ -155,7 +155,7 @@ def test_bfloat16(root: Path, ranks: Any) -> None:
 def test_bad_input_is_one_error_on_all_ranks(ranks: Any, world_size: int) -> None:
     """Fails if a bad sequence of one rank leaves the others waiting in an all-gather, or affects the next call."""
     texts = {
-        "past the vocabulary": "vocabulary",
+        "past the vocabulary": "vocab_size",
         "negative": "negative",
         "empty response": "no tokens",
         "empty prompt": "no tokens",
