@@ -13,11 +13,15 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from tests.dist.ray_nodes import NodeSpec, ray_nodes
 from tests.service.harness import ServerProcess
 
 VOCAB = 32003
 EOS = 1
 N_TRAIN = 40
+# Options of a teacher server with one sequence per batch, so that scores do not depend on concurrent requests and runs
+# are bit-exact.
+ALONE = ("--max-batch-tokens", "2")
 N_HELDOUT = 52  # more than the 50 answers that an evaluation keeps
 
 
@@ -90,18 +94,26 @@ def make_lab(root: Path, *, student: Mapping[str, int] = MappingProxyType({})) -
 
 @pytest.fixture(scope="session")
 def teacher_port(lab: Lab) -> Iterator[int]:
-    # One sequence per batch, so that scores do not depend on concurrent requests and runs are bit-exact.
-    with ServerProcess(lab.teacher, lab.root, options=("--max-batch-tokens", "2")) as server:
+    with ServerProcess(lab.teacher, lab.root, options=ALONE) as server:
         yield server.port
 
 
 @pytest.fixture(scope="session")
+def shared_ray() -> Iterator[str]:
+    """Start one Ray for the runs that need not start their own, and return the setting with which a run joins it."""
+    with ray_nodes([NodeSpec(gpus=4, cpus=16)]) as address:
+        yield f"cluster.ray_address={address}"
+
+
+@pytest.fixture(scope="session")
 def base_run(lab: Lab, teacher_port: int) -> Path:
-    """Run four steps on one actor rank and one engine: every sync verified, a checkpoint every second step."""
+    """Run four steps on one actor rank and one engine: every sync verified, a checkpoint every second step.
+
+    The run starts a Ray of its own and may use GPUs 4 and 6.
+    """
     run_dir = lab.root / "base_run"
-    done = lab.train_run(
-        run_dir, teacher_port, "trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always"
-    )
+    settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
+    done = lab.train_run(run_dir, teacher_port, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
     return run_dir
 

@@ -29,6 +29,8 @@ def check(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=clean | env)
 
 
+# CI reads the placement of whole runs (test_loop.py), and runs the command over several nodes (dist/test_pools.py).
+@pytest.mark.slow
 def test_valid_placement(tmp_path: Path) -> None:
     """Fails if a rank is missing, a valid placement has findings, or Ray assigns GPUs outside of cluster.gpus."""
     options = ("--engine", "trivial", "--gpus", "7")

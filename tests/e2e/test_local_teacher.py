@@ -27,10 +27,13 @@ def train(lab: Lab, name: str, *overrides: str) -> Path:
     return run_dir
 
 
-def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path) -> None:
-    """If it fails, local and served scores of the same responses differ, or scores are assigned to other sequences."""
-    # All three roles share one slot.
-    run_dir = train(lab, "local_run", "trainer.colocate=true", "memory.timeline=true")
+def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path, shared_ray: str) -> None:
+    """If it fails, local and served scores of the same responses differ, scores are assigned to other sequences, or two
+    pipeline stages do not train like one rank.
+    """
+    # All three roles share two slots.
+    layout = ("trainer.n_gpus_per_node=2", "actor.pp=2", "rollout.n_gpus_per_node=2", "trainer.colocate=true")
+    run_dir = train(lab, "local_run", *layout, "memory.timeline=true", shared_ray)
     found, expected = losses(run_dir), losses(base_run)
     assert found.keys() == expected.keys() == {1, 2, 3, 4}
     for step, loss in expected.items():

@@ -73,7 +73,7 @@ def test_what_each_pool_did_is_counted(base_run: Path) -> None:
 def test_gpu_placement_is_recorded(base_run: Path) -> None:
     """If it fails, gpus.json does not record which rank had which GPU, for later and for `check_gpus --running`."""
     table = gpu_map_from_json((base_run / "gpus.json").read_bytes(), "gpus.json")
-    assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "0"), ("rollout 0", "1")]
+    assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "4"), ("rollout 0", "6")]
     assert [row.pool for row in table.rows[2:]] == ["teacher"] and table.findings == ()
 
     def ended() -> list[tuple[str, tuple[str, ...]]]:
@@ -130,7 +130,7 @@ def test_a_run_resumes_with_its_pools_split_anew(base_run: Path, lab: Lab, teach
 @pytest.mark.parametrize(
     "layout",
     [
-        # In CI the runs of test_losses.py have these layouts: TP 2; DP 2 and two engines.
+        # In CI: TP 2, DP 2 with two engines (test_losses.py), DP 2 (test_reference.py), PP 2 (test_local_teacher.py).
         pytest.param(
             ("trainer.n_gpus_per_node=2", "actor.tp=2", "rollout.n_gpus_per_node=2"),
             id="tp2-two-engines",
@@ -187,6 +187,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
     wait_until(reached, 200.0, f"step {step}")
 
 
+@pytest.mark.slow  # in CI a run of test_schedulers.py loses its teacher
 def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab) -> None:
     """If it fails, an outage hangs the run, skips batches, or costs the work since the last checkpoint."""
     run_dir, port = lab.root / "outage_run", free_port("127.0.0.1")
@@ -232,7 +233,8 @@ def test_an_interrupt_leaves_no_process(
     """If it fails, a stopped run keeps GPUs, ports or Ray daemons, or a thread of it starts another Ray."""
     run_dir = lab.root / f"interrupted_{number.name}_{scheduler}_{step}"
     # An engine of two workers, so that vLLM's own children have to go as well.
-    more = ("trainer.total_steps=60", "rollout.n_gpus_per_node=2", "rollout.tp=2", f"trainer.scheduler={scheduler}")
+    engine = ("rollout.n_gpus_per_node=2", "rollout.tp=2", "cluster.gpus=[6,4,2]")
+    more = ("trainer.total_steps=60", *engine, f"trainer.scheduler={scheduler}")
     mark = {"GKD_TEST_RUN": str(run_dir)}
     process = start(lab, run_dir, teacher_port, *more, "eval.max_prompts=2", env=mark)
     try:
@@ -255,6 +257,10 @@ def test_an_interrupt_leaves_no_process(
     _, left = psutil.wait_procs(begun, timeout=60)  # Ray's agents end by themselves, late on a busy machine
     assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
     assert "Traceback" not in stderr, stderr[-3000:]
+    if step is not None:
+        table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
+        placed = [(row.label, row.cuda_visible_devices) for row in table.rows if row.pool != "teacher"]
+        assert placed == [("actor 0", "2"), ("rollout 0", "4,6")] and table.findings == ()
 
 
 def environment(process: psutil.Process) -> dict[str, str]:

@@ -22,11 +22,11 @@ EXACT = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.
 
 
 @pytest.fixture(scope="module")
-def hidden_run(lab: Lab, teacher_port: int) -> dict[int, dict[str, Any]]:
+def hidden_run(lab: Lab, teacher_port: int, shared_ray: str) -> dict[int, dict[str, Any]]:
     """Run JSD on the teacher's hidden states and LM head: TP 2, several chunks."""
     run_dir = lab.root / "run_hidden"
     layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1")
-    done = lab.train_run(run_dir, teacher_port, *EXACT, "teacher.signal=hidden", *layout)
+    done = lab.train_run(run_dir, teacher_port, *EXACT, "teacher.signal=hidden", *layout, shared_ray)
     assert done.returncode == 0, done.stderr[-4000:]
     return steps_of(run_dir)
 
@@ -99,12 +99,13 @@ def test_training_on_dataset_responses_alone(lab: Lab, teacher_port: int) -> Non
     assert lines[3]["loss/forward_kl"] < lines[1]["loss/forward_kl"]
 
 
-def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int) -> None:
+def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int, shared_ray: str) -> None:
     """If it fails, a term of a mixture, the adaptive top-k, or GKD's lambda has no effect."""
     run_dir = lab.root / "run_mixture"
     done = lab.train_run(
         run_dir,
         teacher_port,
+        shared_ray,
         "distill.losses=[{name: reverse_kl, weight: 1.0}, {name: k3, weight: 0.5}, {name: sft, weight: 0.25}]",
         "distill.on_policy_share=0.5",
         "teacher.mass=0.2",

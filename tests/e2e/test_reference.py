@@ -39,11 +39,11 @@ def distance(student: Path, initial: Path) -> float:
     return float((log_q.exp() * (log_q - log_p)).sum(-1).mean())
 
 
-def test_a_reference_keeps_the_student_close(lab: Lab, teacher_port: int, base_run: Path) -> None:
+def test_a_reference_keeps_the_student_close(lab: Lab, teacher_port: int, base_run: Path, shared_ray: str) -> None:
     """If it fails, the reference is not the initial student, its logprobs are misaligned, its term does not train, or
-    an evaluation includes it.
+    an evaluation includes it; or two data-parallel ranks do not train like one.
     """
-    lines = train(lab, "held", teacher_port)
+    lines = train(lab, "held", teacher_port, "trainer.n_gpus_per_node=2", shared_ray)
     kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
     assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
     for step, m in lines.items():
@@ -51,6 +51,9 @@ def test_a_reference_keeps_the_student_close(lab: Lab, teacher_port: int, base_r
             assert m["loss/total"] == pytest.approx(m["loss/forward_kl"] + WEIGHT * kl[step], rel=1e-5), step
             assert m["time/reference_s"] > 0 and m["loss/importance_weight"] == pytest.approx(1.0, abs=0.05)
     free = steps_of(base_run)
+    assert lines.keys() == free.keys()
+    missing = {key for step in free for key in free[step].keys() - lines[step].keys()}
+    assert all("checkpoint" in key for key in missing), missing  # only the base run saves before its end
     # In the first step the term is 0 to second order, so all other metrics are unchanged.
     assert lines[1]["loss/total"] == pytest.approx(free[1]["loss/total"], abs=1e-5)
     assert lines[0]["eval/kl"] == pytest.approx(free[0]["eval/kl"], abs=1e-6)

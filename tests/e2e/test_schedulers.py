@@ -6,44 +6,73 @@ With kills: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gkd.cluster.assignment import free_port
 from gkd.metrics.writer import read_metrics
-from tests.e2e.conftest import N_TRAIN, Lab
+from tests.e2e.conftest import ALONE, N_TRAIN, Lab
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.test_loop import start, wait_for_step
 from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
-N_STEPS = 5
+N_STEPS = 10
 FEW = "eval.max_prompts=4"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("scheduler", "ahead"), [("one_step_off", 1), pytest.param("two_step_off", 2, marks=pytest.mark.slow)]
 )
-def test_a_resumed_prefetching_run_is_bit_exact(scheduler: str, ahead: int, lab: Lab, teacher_port: int) -> None:
-    """If it fails, batches in flight at a checkpoint are lost, generated with other weights, or trained twice, or the
-    staleness is not that of the scheduler.
+def test_a_resumed_prefetching_run_that_loses_its_teacher_is_bit_exact(
+    scheduler: str, ahead: int, lab: Lab, teacher_port: int, shared_ray: str
+) -> None:
+    """If it fails, batches in flight at a checkpoint are lost, generated with other weights, or trained twice, the
+    staleness is not that of the scheduler, or an outage hangs a run or loses steps.
     """
-    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", f"trainer.total_steps={N_STEPS}", FEW)
+    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, shared_ray)
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
-    done = lab.train_run(whole, teacher_port, *settings, "trainer.keep_last=9")
+    done = lab.train_run(whole, teacher_port, *settings, f"trainer.total_steps={N_STEPS}")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = {line["step"]: line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line}
     assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(N_STEPS)]
-    start = whole / "checkpoints" / "step_00000002"
-    state = json.loads((start / "trainer.json").read_text())
-    assert state == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}
-    assert len(list((start / "in_flight").iterdir())) == ahead
-    done = lab.train_run(rest, teacher_port, *settings, f"trainer.resume={start}")
+    begin = whole / "checkpoints" / "step_00000002"
+    assert _state(begin) == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}
+    assert len(list((begin / "in_flight").iterdir())) == ahead
+
+    # Another run resumes from step 2 and has many steps to go when its teacher is killed.
+    port, brief = free_port("127.0.0.1"), ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
+    with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE) as server:
+        process = start(lab, rest, port, *settings, *brief, "trainer.total_steps=60", f"trainer.resume={begin}")
+        wait_for_step(rest, 4, process)
+        server.kill()
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert f"127.0.0.1:{port}" in stderr and "TeacherUnavailable" in stderr and "failed, too" not in stderr
+    latest = rest / "checkpoints" / (rest / "checkpoints" / "latest").read_text().strip()
+    reached = _state(latest)["step"]
+    assert 4 <= reached < N_STEPS, "the teacher was killed too late for a comparison of what follows"
+    assert list((latest / "in_flight").iterdir())
+
+    with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE):
+        more = (f"trainer.total_steps={N_STEPS}", "trainer.resume=auto")
+        done = lab.train_run(rest, port, *settings, *brief, *more)
     assert done.returncode == 0, done.stderr[-4000:]
     again = {line["step"]: line for line in read_metrics(rest / "metrics.jsonl") if "loss/total" in line}
-    assert again.keys() == {3, 4, 5}
+    assert list(again) == list(range(3, N_STEPS + 1))
     assert [line["loss/total"] for line in again.values()] == [lines[step]["loss/total"] for step in again]
+    # weight_sync.verify: first = the sync at each start (not in a line) and the first one after a training step
+    verified = [step for step, line in again.items() if line["weight_sync/verified_tensors"] > 0]
+    assert verified == [3, reached + 1]
     assert not [text for text in differences(whole, rest) if "weights" in text or " loss/" in text]
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "trainer.json").read_text())
+    return state
 
 
 @pytest.mark.slow
