@@ -7,6 +7,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 bash launch/setup.sh
 bin="${GKD_VENV:-$root/.venv}/bin"
+workers="$(env -u OMP_NUM_THREADS nproc)" # nproc would take that variable for the number of cores
 export OMP_NUM_THREADS=1
 pytest() { "$bin/python" -m pytest -m "not slow and not bench and not gpu" "$@"; }
 if [ $# -gt 0 ]; then
@@ -28,7 +29,6 @@ checks >"$report" 2>&1 &
 checks_pid=$!
 
 failed=0
-workers="$(nproc)"
 pytest -n "$((workers < 4 ? workers : 4))" || failed=1 # tests/conftest.py assigns tests to workers
 wait "$checks_pid" || failed=1
 cat "$report"
