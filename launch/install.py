@@ -51,7 +51,7 @@ def main() -> int:
     if installed_key == key:
         print(f"[setup] dependencies are installed ({extra})", flush=True)
         return 0
-    STAMP.write_text(f"{extra}\n")  # records the kind before the first package; the key follows at the end
+    STAMP.write_text(f"{extra}\n\n{ROOT}\n")  # kind and checkout before the first package; the key follows at the end
     started = time.monotonic()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if extra == "cpu":

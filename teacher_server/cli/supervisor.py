@@ -163,7 +163,7 @@ class Supervisor:
 
     def _spawn(self, index: int, plan: WorkerPlan, n_started: int) -> tuple[subprocess.Popen[bytes], str]:
         name = f"w{index}.{n_started}"  # a new name per process: late events of the old one must not match the new
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[2])  # so that a worker finds the package, wherever it was started
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         argv = self._command.argv(plan, name)

@@ -186,6 +186,29 @@ def test_a_slot_that_is_repeatedly_excluded_ends_the_server(tmp_path: Path, monk
         broker.stop()
 
 
+class WritesItsPath(WorkerCommand):
+    """Start processes that write their PYTHONPATH to the file that takes the place of the broker's endpoint."""
+
+    def argv(self, plan: WorkerPlan, name: str) -> list[str]:
+        code = f"import os, time; open({self.endpoint!r}, 'w').write(os.environ['PYTHONPATH'] + '\\n'); time.sleep(60)"
+        return [sys.executable, "-c", code]
+
+
+def test_a_worker_finds_the_package_wherever_the_server_was_started(tmp_path: Path) -> None:
+    """Fails if workers of a server that is not installed cannot start, or import its modules as `log` or `wire`."""
+    plans = plan_workers(settings_of("--model", "m", "--device", "cpu"), FoundGpus((), "", {}))
+    broker, file = Broker("127.0.0.1", 0, f"ipc://{tmp_path}/workers"), tmp_path / "path"
+    broker.start()
+    supervisor = Supervisor(WritesItsPath(str(file), 1.0, "text"), plans, broker)
+    try:
+        wait_until(lambda: file.exists() and file.read_text().endswith("\n"), 20.0, "the worker's path")
+    finally:
+        supervisor.stop()
+        broker.stop()
+    first = Path(file.read_text().rstrip().split(os.pathsep)[0])
+    assert (first / "teacher_server" / "__main__.py").is_file()
+
+
 class FailsOnExit(WorkerCommand):
     """Start processes that never join and exit with code 1 on SIGUSR1, except the one of slot `stubborn`."""
 
