@@ -82,7 +82,8 @@ class Runner:
         run = self.pytest(first, tests, _BASELINE_LIMIT_S)
         self._copies.put(first)
         for i in range(1, self._jobs):
-            shutil.copytree(first, self._folder / str(i))  # with the bytecode of the first
+            # With the bytecode of the first, without the files of its tests.
+            shutil.copytree(first, self._folder / str(i), ignore=shutil.ignore_patterns("tmp"))
             self._copies.put(self._folder / str(i))
         return run
 
