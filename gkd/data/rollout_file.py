@@ -127,7 +127,8 @@ def _score_tables(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) 
                     raise CheckpointError(f"scores of {len(table)} tokens for a response of {n_tokens} tokens")
                 joined.setdefault(key, []).append(table)
     if not joined or any(len(parts) != len(rollouts) for parts in joined.values()):
-        raise CheckpointError("cannot record scores with different tables in one file")
+        names = ", ".join(sorted(joined)) or "none"
+        raise CheckpointError(f"cannot record scores with different tables in one file: {names}")
     return {key: np.concatenate(parts) for key, parts in joined.items()}
 
 

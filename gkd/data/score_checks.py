@@ -95,13 +95,13 @@ def validate_scores(
             _refuse_rows(where, ~np.isfinite(hidden.sum(1, dtype=np.float64)), "a hidden state is NaN or infinite")
     if with_reference:
         if scores.reference_logprobs is None:
-            raise TeacherError(f"{where}: reference logprobs are missing, but the loss requires them")
+            raise TeacherError(f"{where}: reference_logprobs are missing, but the loss requires them")
         _check_logprobs(f"{where}: the reference", "sampled", scores.reference_logprobs, n_rows)
 
 
 def _required(table: T | None, signal: Signal, where: str) -> T:
     if table is None:
-        raise TeacherError(f"{where}: the teacher's scores have no {signal} table, but the loss requires one")
+        raise TeacherError(f"{where}: the teacher's scores have no {signal!r} table, but the loss requires one")
     return table
 
 

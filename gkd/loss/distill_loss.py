@@ -219,13 +219,13 @@ class DistillLoss:
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return
         if self.spec.has_reference and targets.reference_logprobs is None:
-            raise DataError("the loss needs the reference's logprobs, and the micro-batch has none")
+            raise DataError("the loss needs reference_logprobs, and the micro-batch has none")
         if self.is_full_vocab:
             self._check_distribution(targets)
             return
         for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
             if signal in self.signals and table is None:
-                raise DataError(f"the loss needs the teacher's {signal} table, and the micro-batch has none")
+                raise DataError(f"the loss needs the teacher's {signal!r} table, and the micro-batch has none")
 
     def _check_distribution(self, targets: TokenTargets) -> None:
         hidden, logits, head = targets.hidden, targets.logits, self.teacher_head
@@ -237,7 +237,8 @@ class DistillLoss:
                     f"the teacher sent hidden states of size {hidden.shape[1]}, its LM head has {head.shape[1]}"
                 )
         elif logits is None:
-            raise DataError(f"the loss needs the teacher's {' and '.join(self.signals)}, and the micro-batch has none")
+            names = " and ".join(map(repr, self.signals))
+            raise DataError(f"the loss needs the teacher's {names}, and the micro-batch has none")
         elif logits.shape[1] < self.shard.n_valid:
             raise DataError(
                 f"the teacher sent {logits.shape[1]} logits per token, the student has {self.shard.n_valid}"

@@ -85,7 +85,7 @@ def topk_losses(
     losses = sampled_losses(spec, targets, student_sampled, targets.sampled_logprobs)
     if student_topk is not None:
         if targets.topk_ids is None or targets.topk_logprobs is None:
-            raise DataError("there are student logprobs of a top-k list, but the teacher sent no list")
+            raise DataError("the loss needs topk_ids and topk_logprobs of the teacher, and the micro-batch lacks one")
         listed = targets.topk_ids >= 0
         log_p = targets.topk_logprobs.to(student_topk.dtype)
         tables = outcome_tables(

@@ -81,7 +81,7 @@ def wait_for_file(path: Path, process: subprocess.Popen[bytes], what: str, timeo
         if process.poll() is not None:
             raise ClusterError(f"{what} ended with exit code {process.returncode} before it was ready")
         if time.monotonic() > deadline:
-            raise ClusterError(f"{what} was not ready within {timeout_s:.0f} s")
+            raise ClusterError(f"{what} was not ready within {timeout_s:g} s")
         time.sleep(0.1)
 
 

@@ -320,7 +320,10 @@ class Codec(Generic[M]):
         if not _BODY_AT < frame.nbytes <= MAX_HEADER_BYTES:
             raise ProtocolError(f"header of {frame.nbytes} bytes, expected {_BODY_AT + 1} to {MAX_HEADER_BYTES}")
         if frame[:3] != _MAGIC:
-            raise ProtocolError("not a teacher protocol message (bad magic). Is another service on this port?")
+            begin = bytes(frame[:3])
+            raise ProtocolError(
+                f"not a teacher protocol message: it begins with {begin!r}. Is another service on this port?"
+            )
         if frame[3] != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"protocol version {frame[3]} of the peer, this side has {PROTOCOL_VERSION}: upgrade one"

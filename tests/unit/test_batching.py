@@ -294,7 +294,7 @@ def _first_row(field: str) -> Callable[[TeacherScores], TeacherScores]:
         (_topk(lambda t: t.topk_ids.__setitem__((1, 0), t.topk_ids[1, 1])), "response position 1 .*repeated"),
         (_topk(lambda t: t.topk_logprobs.__setitem__(1, -0.1)), "response position 1 .*mass"),
         (lambda s: replace(s, topk=replace(s.topk, topk_ids=s.topk.topk_ids[:1])), "expected"),
-        (lambda s: replace(s, topk=None), "topk table"),
+        (lambda s: replace(s, topk=None), "'topk'"),
         (_first_row("sampled_logprobs"), r"sampled is float32 \[1\], expected float32 \[2\]"),
         (_first_row("logits"), r"logits is float16 \[1, 10000\], expected float32 or float16 \[2, 10000\]"),
         (_first_row("hidden"), r"hidden is float32 \[1, 5\], expected float32 \[2, 5\]"),

@@ -73,11 +73,11 @@ def test_a_failed_child_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="making tea .* 3"):
         processes.run([sys.executable, "-c", "raise SystemExit(3)"], "making tea")
     process = processes.start([sys.executable, "-c", "raise SystemExit(4)"], log=tmp_path / "log")
-    with pytest.raises(ClusterError, match="exit code 4"):
+    with pytest.raises(ClusterError, match="the server .* 4 "):
         processes.wait_for_file(tmp_path / "ready", process, "the server", timeout_s=30)
     sleeper = processes.start(["sleep", "300"])
     began = time.monotonic()
-    with pytest.raises(ClusterError, match="not ready within"):
+    with pytest.raises(ClusterError, match=r"the server .* 0\.3 s"):
         processes.wait_for_file(tmp_path / "ready", sleeper, "the server", timeout_s=0.3)
     assert time.monotonic() - began < 5
     sleeper.kill()

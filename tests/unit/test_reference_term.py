@@ -124,7 +124,8 @@ def test_an_evaluation_has_no_reference() -> None:
     loss = batch.loss(LossSpec(reference_weight=2.0), "topk")
     without = batch.targets("topk", 1.0)
     before = loss.report_names
-    with pytest.raises(DataError, match="no number"), loss.evaluating(None):
+    fault = DataError("of the evaluation")
+    with pytest.raises(DataError) as caught, loss.evaluating(None):
         assert (
             loss.report_names
             == loss.evaluation_names
@@ -133,13 +134,14 @@ def test_an_evaluation_has_no_reference() -> None:
         total, _ = loss.from_hidden(batch.hidden, batch.head, without)
         plain, _ = batch.loss(LossSpec(), "topk").from_hidden(batch.hidden, batch.head, without)
         assert float(total) == float(plain)
-        raise DataError("no number")
+        raise fault
+    assert caught.value is fault
     assert loss.report_names == before and "reference_kl" in before and loss.on_rows is None
     for compute in (
         lambda: loss.from_hidden(batch.hidden, batch.head, without),
         lambda: loss.from_logits(batch.hidden @ batch.head.T, without),
     ):
-        with pytest.raises(DataError, match="reference's logprobs"):
+        with pytest.raises(DataError, match="reference_logprobs"):
             compute()
 
 
@@ -170,19 +172,19 @@ def test_invalid_reference_logprobs_are_refused() -> None:
     """Fails if NaNs, logprobs of other tokens, or no logprobs reach the loss."""
     rollout, score = _rollout(4, 3), _scores(3)
     cases = {
-        "reference logprobs": None,
-        "the reference: sampled is float32 \\[2\\]": -np.ones(2, np.float32),
-        "the reference: sampled is float64": -np.ones(3),
-        "the reference: response position 1 .*NaN": np.array([-1, np.nan, -1], np.float32),
-        "the reference: response position 2 .*above 0": np.array([-1, -1, 1], np.float32),
+        "reference_logprobs": None,
+        "float32 \\[2\\]": -np.ones(2, np.float32),
+        "float64": -np.ones(3),
+        "response position 1 ": np.array([-1, np.nan, -1], np.float32),
+        "response position 2 ": np.array([-1, -1, 1], np.float32),
     }
     for text, logprobs in cases.items():
         bad = [replace(score, reference_logprobs=logprobs)]
-        with pytest.raises(TeacherError, match=f"actor rank 1: prompt 4, sample 4: .*{text}|{text}"):
+        with pytest.raises(TeacherError, match=f"actor rank 1: prompt 4, sample 4: .*{text}"):
             check_batch([rollout], bad, where="actor rank 1", n_vocab=9, signals=("sampled",), with_reference=True)
         check_batch([rollout], bad, where="actor rank 1", n_vocab=9, signals=("sampled",))
     with pytest.raises(DataError, match=r"\[1\].*\[2\]"):
         add_references([[score]], [[np.zeros(3, np.float32)] * 2])
     some = [replace(score, reference_logprobs=-np.ones(3, np.float32)), score]
-    with pytest.raises(DataError, match="only 1 of the 2 sequences of a batch have a reference_logprobs"):
+    with pytest.raises(DataError, match=" 1 of the 2 .*reference_logprobs"):
         make_micro_batches([rollout, rollout], some, micro_batch_size=2)
