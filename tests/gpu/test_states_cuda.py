@@ -75,7 +75,7 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
 
 def test_pinned_memory_that_runs_out_is_the_hosts() -> None:
     """Fails if an out-of-memory error of pinned memory is not recognized, or CUDA does not recover from it."""
-    with pytest.raises(MemoryError, match="of pinned host memory"):
+    with pytest.raises(MemoryError, match=str(1 << 46)):
         host_slabs(1, 1 << 46, pinned=True)
     assert host_slabs(1, 1 << 20, pinned=True)[0].is_pinned()
 

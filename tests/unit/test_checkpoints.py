@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -241,7 +242,7 @@ def test_a_manifest_cannot_list_files_outside_its_folder(store: CheckpointStore)
     folder = commit(store, 1)
     for name in ("../x", "/etc/hostname"):
         (folder / "manifest.json").write_bytes(Manifest(1, {name: digest_bytes(b"")}).to_bytes())
-        with pytest.raises(CheckpointError, match="outside"):
+        with pytest.raises(CheckpointError, match=re.escape(repr(name))):
             read_manifest(folder)
 
 
@@ -256,7 +257,7 @@ def test_a_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
     """Fails if a manually renamed folder resumes at the wrong step."""
     folder = commit(store, 1)
     other = shutil.copytree(folder, store.root / "step_00000002")
-    with pytest.raises(CheckpointError, match="is of step 1"):
+    with pytest.raises(CheckpointError, match="step 1"):
         verified(other)
 
 
@@ -355,26 +356,26 @@ def test_the_next_save_removes_leftovers(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    "text",
     [
-        ('{"step": 1}', "expected"),
-        ('{"step": 1, "sampler_position": 6, "unfinished": [], "epoch": 0}', "expected"),
-        ('{"step": true, "sampler_position": 6, "unfinished": []}', "counts"),
-        ('{"step": 1, "sampler_position": -6, "unfinished": []}', "counts"),
-        ('{"step": 1.0, "sampler_position": 6, "unfinished": []}', "counts"),
-        ('{"step": 1, "sampler_position": 6, "unfinished": 3}', "counts"),
-        ('{"step": 1, "sampler_position": 6, "unfinished": ["3"]}', "counts"),
-        ('{"step": 2, "sampler_position": 6, "unfinished": []}', "is of step 2"),
-        ("[]", "expected"),
-        ("{", "cannot be read"),
+        '{"step": 1}',
+        '{"step": 1, "sampler_position": 6, "unfinished": [], "epoch": 0}',
+        '{"step": true, "sampler_position": 6, "unfinished": []}',
+        '{"step": 1, "sampler_position": -6, "unfinished": []}',
+        '{"step": 1.0, "sampler_position": 6, "unfinished": []}',
+        '{"step": 1, "sampler_position": 6, "unfinished": 3}',
+        '{"step": 1, "sampler_position": 6, "unfinished": ["3"]}',
+        '{"step": 2, "sampler_position": 6, "unfinished": []}',
+        "[]",
+        "{",
     ],
 )
-def test_trainer_state_is_validated(tmp_path: Path, text: str, problem: str) -> None:
+def test_trainer_state_is_validated(tmp_path: Path, text: str) -> None:
     """Fails if a trainer.json of another version is accepted in part: the sampler would restart at its beginning."""
     folder = tmp_path / "step_00000001"
     folder.mkdir()
     (folder / "trainer.json").write_text(text)
-    with pytest.raises(CheckpointError, match=problem):
+    with pytest.raises(CheckpointError, match=r"step_00000001: trainer\.json"):
         read_state(folder)
 
 

@@ -108,8 +108,9 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match="--config"):
         load_config(file)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "absent.yaml")
+    assert (caught.value.key, caught.value.value) == ("--config", str(tmp_path / "absent.yaml"))
 
 
 @pytest.mark.parametrize(

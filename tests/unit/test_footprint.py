@@ -289,11 +289,11 @@ def test_damaged_weight_files(tmp_path: Path) -> None:
     """Fails if the headers of absent, truncated or foreign files end in a traceback."""
     other = json.dumps({**QWEN25_15B, "model_type": "olmo2"})
     folder = _folder(tmp_path / "model", other)
-    with pytest.raises(ModelError, match="neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         read_model_folder(folder, "model.path")
     for content in (b"", b"\xff" * 64, (20).to_bytes(8, "little") + b'{"a": {"dtype": "F32'):
         (folder / "model.safetensors").write_bytes(content)
-        with pytest.raises(ModelError, match="not a readable safetensors file"):
+        with pytest.raises(ModelError, match=f"{folder}/model.safetensors"):
             read_model_folder(folder, "model.path")
 
 
@@ -418,6 +418,6 @@ def test_the_command_counts_a_local_teacher(
     assert [rank["role"] for rank in ranks] == ["actor", "rollout"]
     assert "teacher_shards" in ranks[0]["parts"] and "teacher_shards" not in ranks[1]["parts"]
     assert _tool(*local, "--teacher", str(teacher)) == 2
-    assert "teacher.path is the teacher" in capsys.readouterr().err
+    assert "teacher.path" in capsys.readouterr().err
     preflight_memory.check_memory(_config(*local), "cuda", None)
     assert "teacher_shards" in logged.text

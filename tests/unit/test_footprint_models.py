@@ -142,8 +142,8 @@ def test_only_files_that_are_loaded_count(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"c": "model-00001-of-00002.safetensors"}}))
     assert tensor_shapes(tmp_path) == {"c": (7,)}
     index.write_text(json.dumps({"weight_map": {"c": "model-00002-of-00002.safetensors"}}))
-    with pytest.raises(ModelError, match=r"not in the folder: model-00002-of-00002\.safetensors"):
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors"):
         tensor_shapes(tmp_path)
     index.write_text("[]")
-    with pytest.raises(ModelError, match="not a safetensors index"):
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
         tensor_shapes(tmp_path)

@@ -102,7 +102,7 @@ def test_nvidia_smi_and_cuda_visible_devices_are_read(monkeypatch: pytest.Monkey
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}).ids == ()
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "2,-1,3"}).ids == ("2",)
     mig = find_gpus({})
-    with pytest.raises(SettingsError, match="MIG"):
+    with pytest.raises(SettingsError, match=r"--tensor-parallel-size 1\."):
         groups("--model", "/m", "--gpus", "MIG-cc-3,MIG-dd-4", "--tensor-parallel-size", "2", found=mig)
     with pytest.raises(SettingsError, match="GPU 1 .*MIG-cc-3"):
         groups("--model", "/m", "--gpus", "1", found=mig)

@@ -62,10 +62,10 @@ def _of_five_layers(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (_without("config.json"), "no config.json"),
-        (_without("model.safetensors"), "safetensors"),
-        (_without("tokenizer.json"), "tokenizer"),
-        (_of_five_layers, "missing"),
+        (_without("config.json"), r"config\.json"),
+        (_without("model.safetensors"), r"model\.safetensors"),
+        (_without("tokenizer.json"), r"tokenizer\.json"),
+        (_of_five_layers, r"model\.layers\.[234]"),
     ],
     ids=["config", "weights", "tokenizer", "layers"],
 )
@@ -88,5 +88,6 @@ def test_what_cannot_be_packed_or_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^teacher\.path = .*teacher\.backend=zmq") as caught:
         look(gemma2, "actor.packing=false")
     assert caught.value.key == "teacher.path"
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError) as caught:
         look(tmp_path / "nothing")
+    assert (caught.value.key, caught.value.value) == ("teacher.path", str(tmp_path / "nothing"))

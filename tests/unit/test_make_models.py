@@ -133,8 +133,8 @@ class ExitsWhenUnpickled:
 
 def test_death_of_a_training_process_is_an_error(tmp_path: Path) -> None:
     """If this fails, a training killed for memory blocks the caller forever."""
-    job = maker._Job("teacher", cast(Recipe, ExitsWhenUnpickled()), tmp_path / "teacher", threads=1)
-    with pytest.raises(ClusterError, match="teacher"):
+    job = maker._Job("teacher-7", cast(Recipe, ExitsWhenUnpickled()), tmp_path / "teacher", threads=1)
+    with pytest.raises(ClusterError, match="teacher-7"):
         list(maker._train_in_parallel([job]))
 
 
@@ -254,7 +254,7 @@ def test_score_of_nothing_is_refused(tmp_path: Path) -> None:
         greedy_accuracy(model, [])
     with pytest.raises(ConfigError, match="batch_size = 0"):
         greedy_accuracy(model, [Problem(100, 100)], batch_size=0)
-    with pytest.raises(ModelError, match="nowhere"):
+    with pytest.raises(ModelError, match=f"{tmp_path}/nowhere"):
         greedy_accuracy(tmp_path / "nowhere", [Problem(100, 100)])
 
 

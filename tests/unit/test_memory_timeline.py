@@ -72,7 +72,7 @@ def test_a_phase_that_raises_is_recorded_and_closed() -> None:
 def test_phases_do_not_nest() -> None:
     """Fails if an inner phase may reset the peak of the one around it."""
     timeline = Timeline(CPU)
-    with timeline.phase("train"), pytest.raises(RuntimeError, match="export begins inside phase train"):  # noqa: SIM117
+    with timeline.phase("train"), pytest.raises(RuntimeError, match="export.*train"):  # noqa: SIM117
         with timeline.phase("export"):
             pass
 

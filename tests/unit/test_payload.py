@@ -108,7 +108,7 @@ def test_counts_must_add_up() -> None:
     wrong[0] += 1
     frames[-1] = memoryview(wrong.tobytes())
     reply.checksums[-1] = checksum(frames[-1])
-    with pytest.raises(ProtocolError, match="counts"):
+    with pytest.raises(ProtocolError, match=f" {reply.n_entries + 1}, .* {reply.n_entries}"):
         unpack_topk(reply, frames)
 
 
@@ -163,7 +163,7 @@ def test_rows_survive_the_wire(dtype: RowDtype) -> None:
     np.testing.assert_array_equal(unpack_rows(reply, frames), expected)
     rows = rows.copy()
     rows[2, 3] = 0x7FC0 if dtype == "bfloat16" else np.nan
-    with pytest.raises(ProtocolError, match="NaN"):
+    with pytest.raises(ProtocolError, match="rows 0:"):
         unpack_rows(*rows_reply(rows, dtype))
 
 

@@ -117,11 +117,11 @@ def test_valid_folders(root: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "key", "text"),
     [
-        ("nothing", (), "reference.path", "nothing"),
-        ("cut", (), "reference.path", "safetensors"),
-        ("bare", (), "reference.path", "tokenizer"),
-        ("strange", (), "reference.path", "strange"),
-        ("gemma2", (), "actor.packing", "packing"),
+        ("nothing", (), "reference.path", ""),
+        ("cut", (), "reference.path", r"model\.safetensors"),
+        ("bare", (), "reference.path", r"tokenizer\.json"),
+        ("strange", (), "reference.path", "[0-9a-f]{12} .*[0-9a-f]{12}"),
+        ("gemma2", (), "actor.packing", ""),
         ("other", ("data.max_response_length=25",), "reference.path", "65 .* 64"),
         ("", ("data.max_response_length=25",), "model.path", "64"),
     ],
@@ -155,7 +155,7 @@ def test_a_resumed_run_has_the_same_reference(root: Path, tmp_path: Path) -> Non
     teacher = {"name": "t", "fingerprint": "f"}
     open_run_folder(settings, teacher | {"reference": marks[0]}).metrics_file.write_text("{}\n")
     open_run_folder(settings, teacher | {"reference": marks[0]})
-    with pytest.raises(ConfigError, match="reference") as caught:
+    with pytest.raises(ConfigError, match=marks[1][:12]) as caught:
         open_run_folder(settings, teacher | {"reference": marks[1]})
     assert caught.value.key == "model.path"
 

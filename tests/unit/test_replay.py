@@ -62,16 +62,17 @@ def test_rewinding_deletes_the_recorded_batches_of_discarded_steps(tmp_path: Pat
     assert len(list(batches.glob("step_*"))) == 4
 
 
-@pytest.mark.parametrize(
-    ("folder", "problem"), [("gone", "no such folder"), ("empty", "3 of the 3"), ("own", "own batches")]
-)
-def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, problem: str) -> None:
+@pytest.mark.parametrize("folder", ["gone", "empty", "own"])
+def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str) -> None:
     """Fails if a wrong folder is found only during the run, or a run overwrites the batches that it replays."""
-    (tmp_path / "empty").mkdir()
     named = tmp_path / "run" / "batches" if folder == "own" else tmp_path / folder
     trainer = make(tmp_path, World(), STEPS, f"trainer.replay={named}")
-    with pytest.raises(ConfigError, match=f"(?s)trainer.replay.*{problem}"):
+    if folder != "gone":
+        named.mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
         check_replay(trainer.config, 3, TEACHER)
+    assert (caught.value.key, caught.value.value) == ("trainer.replay", str(named))
+    assert ("3 of the 3" in caught.value.problem) == (folder == "empty")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +80,10 @@ def test_a_folder_without_batches_is_refused(tmp_path: Path, folder: str, proble
     [
         ("step_00000002", "1 of the 3.* step 2"),
         ("step_00000003", "1 of the 3.* step 3"),
-        ("step_00000002/batch_group_0.npz", "batch_group_0.npz is missing"),
-        ("step_00000002/manifest.json", "manifest.json is missing"),
-        ("config.yaml", "config.yaml is missing"),
-        ("teacher.json", "teacher.json is missing"),
+        ("step_00000002/batch_group_0.npz", r"batch_group_0\.npz"),
+        ("step_00000002/manifest.json", r"step_00000002: manifest\.json"),
+        ("config.yaml", r"config\.yaml"),
+        ("teacher.json", r"teacher\.json"),
     ],
 )
 def test_incomplete_batches_are_refused(tmp_path: Path, recorded: Path, removed: str, problem: str) -> None:
@@ -146,7 +147,7 @@ def test_hidden_states_of_a_refreshed_teacher_are_refused(before: int, now: int)
     def settings(interval: int, signal: str) -> Config:
         return load_config(None, [*local, f"teacher.update_interval={interval}", f"teacher.signal={signal}"])
 
-    with pytest.raises(ConfigError, match="LM head") as caught:
+    with pytest.raises(ConfigError, match=r"teacher\.update_interval is 2") as caught:
         _check_scores(settings(before, "hidden"), settings(now, "hidden"))
     assert caught.value.key == "trainer.replay"
     _check_scores(settings(before, "logits"), settings(now, "logits"))

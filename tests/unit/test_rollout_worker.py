@@ -266,7 +266,7 @@ def test_states_have_the_actor_s_names() -> None:
         with pytest.raises(ClusterError, match="'optimizer'"):
             move(["params", "optimizer"])
     made.open_stream(Sampling(1, 1.0, 1.0, 9, 0))
-    with pytest.raises(ClusterError, match="open stream"):
+    with pytest.raises(ClusterError, match="rollout engine 0 .*offload_states"):
         made.offload_states()
     made.close_stream()
     made.offload_states()
@@ -342,9 +342,9 @@ def test_an_out_of_memory_error_of_a_stream_is_explained_once(tmp_path: Path, mo
     monkeypatch.setattr(engine, "n_running", 1, raising=False)
     monkeypatch.setattr(engine, "step", out_of_memory, raising=False)
     made.open_stream(Sampling(1, 1.0, 1.0, 9, 0))
-    with pytest.raises(OutOfMemory, match="generating"):
+    with pytest.raises(OutOfMemory, match="rollout engine 0 "):
         list(made.stream(1))
-    with pytest.raises(OutOfMemory, match="generating"):
+    with pytest.raises(OutOfMemory, match="rollout engine 0 "):
         made.receive([], 1)
     assert len(list((tmp_path / "memory").iterdir())) == 1
 

