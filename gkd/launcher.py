@@ -40,6 +40,7 @@ from gkd.rollout.worker import RolloutWorker
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
+from gkd.teacher.window import throttle_warning, window_of_group
 from gkd.weight_sync.coordinator import WeightSync
 
 log = get_logger("launcher")
@@ -128,7 +129,8 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if is_local:
         return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s), sync, reference)
-    return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference)
+    remark = throttle_warning(config.teacher, plan.teacher)
+    return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference, remark)
 
 
 def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
@@ -229,14 +231,14 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> list[Any]:
     """Start one scoring endpoint per data-parallel group, on the node of its last pipeline stage."""
-    each = max(1, (config.teacher.n_server_workers or plan.teacher.n_streams) // actor.dp_size)
+    window = window_of_group(config.teacher, plan.teacher, actor.dp_size)
     # A thread scores one chunk at a time. One more thread than fills the window, so that it does not run half empty at
     # the end of a chunk. A stream's chunks are the samples of one prompt.
     per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
-    n_threads = -(-each // per_chunk) + 1
+    n_threads = -(-window.n_connections * window.n_per_connection // per_chunk) + 1
     env = worker_env(plan.device == "cpu")
     kind: type = ScoringEndpoint
-    args: tuple[Any, ...] = (config, plan.n_vocab, plan.teacher.fingerprint, each)
+    args: tuple[Any, ...] = (config, plan.n_vocab, plan.teacher.fingerprint, window)
     if plan.derived.is_local_teacher:
         kind, args, n_threads = RecordingEndpoint, (config,), 1
     return [

@@ -276,6 +276,7 @@ class Roles:
     """The groups of processes that the loop calls.
 
     Attributes:
+        remark: warning about a setting that slows every step down, for the steps' log lines; may be empty.
         diagnose_hang: returns the error with a report of which ranks hang where.
     """
 
@@ -284,4 +285,5 @@ class Roles:
     scoring: ScoringRole
     weight_sync: WeightSyncRole
     reference: ReferenceRole = NoReference()
+    remark: str = ""
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error

@@ -47,7 +47,7 @@ class Trainer:
         self.gpus = make_gpu_sharing(config, roles)
         self.source = make_source(config, roles, train_prompts, total_steps)
         self.recorder = make_recorder(config, folder, roles.scoring)
-        self.metrics = RunMetrics(config, roles.actor, roles.rollout, folder, total_steps)
+        self.metrics = RunMetrics(config, roles, folder, total_steps)
         self.evaluator = Evaluator(config, roles, val_prompts, folder, self.gpus, self.metrics)
         self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
 

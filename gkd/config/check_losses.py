@@ -50,7 +50,7 @@ def check_signal(config: Config, derived: Derived) -> None:
 
 # Keys of the server. teacher.wire, request_timeout_s and outage_budget_s are missing: shared config files contain them,
 # and they have no effect with a local teacher.
-_OF_SERVER = ("server_ip", "server_port", "name", "keys", "n_server_workers", "overlap_rollout")
+_OF_SERVER = ("server_ip", "server_port", "name", "keys", "n_server_workers", "max_in_flight", "overlap_rollout")
 _OF_LOCAL = ("path", "fsdp_cpu_offload", "update_interval", "update_ema")
 
 

@@ -57,7 +57,7 @@ FOREIGN = {
     "target_modules": "actor.lora.targets",
     "teacher.model": "teacher.path",
     "teacher.n_gpus_per_node": "remove the key: the GPUs of the teacher are chosen where its server is started "
-    "(python -m teacher_server); teacher.n_server_workers is the number of sequences in flight.",
+    "(python -m teacher_server).",
     "teacher_model_name_or_path": "teacher.path",
     "tensor_model_parallel_size": "actor.tp",
     "test_freq": "eval.every",

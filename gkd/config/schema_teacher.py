@@ -62,8 +62,16 @@ class TeacherConfig:
     )
     n_server_workers: int = key(
         0,
-        "Sequences in flight at the server, over all data-parallel groups; 0 = as many as the server's workers "
-        "announce. Not a number of GPUs.",
+        "Connections to the server, over all data-parallel groups; each group has at least one. They share the "
+        "sequences in flight and do not limit them. Not a number of GPUs.",
+        ge=0,
+        le=1 << 20,
+        resume=True,
+    )
+    max_in_flight: int = key(
+        0,
+        "Limit of the sequences in flight at the server, over all data-parallel groups, each of which has at least "
+        "one; 0 = as many as keep the server's workers busy (the server announces the number).",
         ge=0,
         le=1 << 20,
         resume=True,

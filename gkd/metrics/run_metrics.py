@@ -14,7 +14,7 @@ from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers, 
 from gkd.metrics.step import step_line, step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.writer import MetricsWriter, StageTimers
-from gkd.roles import ActorRole, RolloutRole
+from gkd.roles import Roles
 from gkd.run.folder import RunFolder
 
 log = get_logger("trainer")
@@ -52,10 +52,9 @@ class RunMetrics:
         teacher: receives every batch that the teacher has scored.
     """
 
-    def __init__(
-        self, config: Config, actor: ActorRole, rollout: RolloutRole, folder: RunFolder, total_steps: int
-    ) -> None:
-        self._config, self._actor, self._rollout, self._folder = config, actor, rollout, folder
+    def __init__(self, config: Config, roles: Roles, folder: RunFolder, total_steps: int) -> None:
+        self._config, self._actor, self._rollout, self._folder = config, roles.actor, roles.rollout, folder
+        self._remark = roles.remark
         self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
         self._reads_memory = config.memory.timeline or derive(config).moves_states
         self._overlapped_evaluation = False
@@ -93,7 +92,7 @@ class RunMetrics:
         finally:
             if m.is_trained:
                 self._write(m)
-        log.info(step_line(step, self._total_steps, m.numbers, self._scheduler))
+        log.info(step_line(step, self._total_steps, m.numbers, self._scheduler, self._remark))
 
     def add_step(self, m: StepMetrics, batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport) -> None:
         """Add all numbers of an optimizer step, and what the engines did since the last one."""

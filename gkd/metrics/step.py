@@ -69,12 +69,16 @@ def _heaviest_group(batch: Sequence[ScoredChunk]) -> int:
     return max(tokens.values())
 
 
-def step_line(step: int, total: int, m: dict[str, float], scheduler: str) -> str:
-    """Return the log line of a step; seconds of a stage are those that the loop waited for it."""
+def step_line(step: int, total: int, m: dict[str, float], scheduler: str, remark: str = "") -> str:
+    """Return the log line of a step; seconds of a stage are those that the loop waited for it.
+
+    Args:
+        remark: appended if it is not empty.
+    """
     pool, share = bottleneck(m, scheduler)
     stages = " ".join(f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync"))
     return (
         f"step {step}/{total}  loss {m['loss/total']:.4f}  grad {m['optim/grad_norm']:.3f}  "
         f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})  "
-        f"bottleneck {pool} {share:.0%}"
+        f"bottleneck {pool} {share:.0%}" + (f"  ({remark})" if remark else "")
     )

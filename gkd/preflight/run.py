@@ -24,6 +24,7 @@ from gkd.preflight.teacher import check_reachable, check_teacher, request_info, 
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
 from gkd.teacher.base import TeacherInfo
+from gkd.teacher.window import throttle_warning
 from gkd.types import Prompt
 
 log = get_logger("preflight")
@@ -98,6 +99,8 @@ def preflight(config: Config) -> Plan:
     check_memory(config, device, teacher.hidden_size)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
+    if warning := throttle_warning(config.teacher, teacher):
+        log.warning("%s", warning)
     warn_about_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
     return Plan(
         derived=derived,

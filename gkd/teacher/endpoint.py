@@ -22,6 +22,7 @@ from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import ScoreTimes
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.records import RecordingEndpoint, summary_of
+from gkd.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal, Wire
 
@@ -33,44 +34,48 @@ class ScoringEndpoint(RecordingEndpoint):
         config: the run's settings.
         n_vocab: size of the common vocabulary; the teacher drops its other rows before it normalizes.
         fingerprint: of the teacher that preflight checked; scores of another teacher are refused.
-        n_in_flight: maximum number of requests at the server, over all threads.
+        window: connections to the server, and the maximum number of requests on each, over all threads.
 
     Raises:
         ConfigError: invalid loss settings.
     """
 
-    def __init__(self, config: Config, n_vocab: int, fingerprint: str, n_in_flight: int) -> None:
+    def __init__(self, config: Config, n_vocab: int, fingerprint: str, window: Window) -> None:
         super().__init__(config)
-        self._n_vocab, self._fingerprint, self._n_in_flight = n_vocab, fingerprint, n_in_flight
+        self._n_vocab, self._fingerprint, self._window = n_vocab, fingerprint, window
         self._signals = derive(config).signals
         self._lock = threading.Lock()
-        self._teacher: ZmqTeacher | None = None
+        self._teachers: list[ZmqTeacher] = []
         self._outage: TeacherUnavailable | None = None
 
     def is_up(self) -> bool:
         """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
-        self._client()
+        self._clients()
         return True
 
-    def _client(self) -> ZmqTeacher:
-        teacher = self._config.teacher
+    def _clients(self) -> list[ZmqTeacher]:
+        """Return the connections; the first call opens them."""
         with self._lock:
-            if self._teacher is None:
-                self._teacher = ZmqTeacher(
-                    teacher.server_ip,
-                    teacher.server_port,
-                    k=teacher.topk if "topk" in self._signals else 1,
-                    temperature=teacher.temperature,
-                    n_vocab=self._n_vocab,
-                    n_in_flight=self._n_in_flight,
-                    request_timeout_s=teacher.request_timeout_s,
-                    outage_budget_s=teacher.outage_budget_s,
-                    wire=cast(Wire, teacher.wire),
-                    expected_fingerprint=self._fingerprint,
-                    name=teacher.name,
-                    keys=teacher.keys,
-                )
-            return self._teacher
+            while len(self._teachers) < self._window.n_connections:
+                self._teachers.append(self._connect())
+            return self._teachers
+
+    def _connect(self) -> ZmqTeacher:
+        teacher = self._config.teacher
+        return ZmqTeacher(
+            teacher.server_ip,
+            teacher.server_port,
+            k=teacher.topk if "topk" in self._signals else 1,
+            temperature=teacher.temperature,
+            n_vocab=self._n_vocab,
+            n_in_flight=self._window.n_per_connection,
+            request_timeout_s=teacher.request_timeout_s,
+            outage_budget_s=teacher.outage_budget_s,
+            wire=cast(Wire, teacher.wire),
+            expected_fingerprint=self._fingerprint,
+            name=teacher.name,
+            keys=teacher.keys,
+        )
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[TeacherScores], bytes]:
         """Score a chunk; blocks. After an error all its requests are cancelled.
@@ -84,7 +89,7 @@ class ScoringEndpoint(RecordingEndpoint):
         """
         if self._outage is not None:  # the run is ending: queued chunks must not wait for the teacher again
             raise self._outage
-        teacher = self._client()
+        teachers = self._clients()
         submitted_s = time.time()
         completed_s = [submitted_s] * len(rollouts)
         try:
@@ -92,10 +97,10 @@ class ScoringEndpoint(RecordingEndpoint):
                 # One sequence at a time: its rows are large, and prefetched ones would occupy memory.
                 scores = []
                 for index, rollout in enumerate(rollouts):
-                    scores.append(TeacherScores(logits=self._logits(teacher, rollout)))
+                    scores.append(TeacherScores(logits=self._logits(teachers[0], rollout)))
                     completed_s[index] = time.time()
             else:
-                scores = self._request_all(teacher, rollouts, completed_s)
+                scores = self._request_all(teachers, rollouts, completed_s)
         except TeacherUnavailable as error:
             self._outage = error
             raise
@@ -109,7 +114,7 @@ class ScoringEndpoint(RecordingEndpoint):
         Raises:
             TeacherError, TeacherUnavailable: as for `score`; also if it has too few rows or non-finite values.
         """
-        head = self._client().lm_head()
+        head = self._clients()[0].lm_head()
         if len(head) < self._n_vocab:
             raise TeacherError(f"the teacher's LM head has {len(head)} rows, expected at least {self._n_vocab}")
         head = head[: self._n_vocab]
@@ -118,14 +123,14 @@ class ScoringEndpoint(RecordingEndpoint):
         return head
 
     def _request_all(
-        self, teacher: ZmqTeacher, rollouts: Sequence[Rollout], completed_s: list[float]
+        self, teachers: Sequence[ZmqTeacher], rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
         """Submit all requests of all sequences and wait; write each sequence's completion time to `completed_s`."""
         requests: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, table)
         try:
             for index, rollout in enumerate(rollouts):
                 for signal in self._signals:
-                    future = self._submit(teacher, rollout, signal)
+                    future = self._submit(teachers[index % len(teachers)], rollout, signal)
                     future.add_done_callback(functools.partial(_record_time, completed_s, index))
                     requests.append((index, SIGNAL_FIELDS[signal], future))
             for future in wait([future for *_, future in requests], return_when=FIRST_EXCEPTION).done:

@@ -81,7 +81,7 @@ def test_a_teacher_failure_keeps_rollouts_in_flight(scheduler: str, lab: Lab) ->
     """If it fails, an outage hangs the run, or loses steps since the last checkpoint or rollouts in flight."""
     run_dir, port = lab.root / f"outage_{scheduler}", free_port("127.0.0.1")
     # The stream has more finished prompts than the endpoint has threads, and all of them wait for the teacher.
-    settings = (f"trainer.scheduler={scheduler}", "trainer.record_batches=true", "teacher.n_server_workers=2")
+    settings = (f"trainer.scheduler={scheduler}", "trainer.record_batches=true", "teacher.max_in_flight=2")
     brief = ("trainer.total_steps=60", "teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
     with ServerProcess(lab.teacher, lab.root, port=port) as server:
         process = start(lab, run_dir, port, *settings, *brief)

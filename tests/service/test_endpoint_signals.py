@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,12 @@ from gkd.errors import ConfigError, TeacherError
 from gkd.teacher.client import ZmqTeacher
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import ScoreSummary
+from gkd.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 from teacher_server.wire.protocol import ScoreRequest, Signal
 from tests.service.harness import ServerProcess, random_rollouts, wait_until
 from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
-from tests.service.scripted import Message, ScriptedServer, error
+from tests.service.scripted import Message, ScriptedServer, error, valid_reply
 
 pytestmark = pytest.mark.service
 CUT = 250  # ids that student and teacher share, of the tiny model's 300
@@ -31,14 +34,15 @@ TEMPERATURE = 0.7
 
 @contextmanager
 def endpoint(
-    port: int, *overrides: str, n_vocab: int = CUT, n_in_flight: int = 4
+    port: int, *overrides: str, n_vocab: int = CUT, window: tuple[int, int] = (1, 4)
 ) -> Iterator[tuple[ScoringEndpoint, ZmqTeacher]]:
-    """Open an endpoint and its client."""
+    """Open an endpoint and its first client; closes all clients."""
     settings = (f"teacher.server_port={port}", "teacher.topk=8", "teacher.wire=fp32", "teacher.request_timeout_s=20")
     temperature = f"teacher.temperature={TEMPERATURE}"
-    opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, "", n_in_flight)
-    with opened._client() as client:
-        yield opened, client
+    opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, "", Window(*window))
+    with ExitStack() as stack:
+        clients = [stack.enter_context(client) for client in opened._clients()]
+        yield opened, clients[0]
 
 
 @pytest.fixture(scope="module")
@@ -192,12 +196,44 @@ def test_both_requests_of_a_sequence_are_in_flight_together_and_within_the_windo
     mixture = "distill.losses=[{name: forward_kl}, {name: k1}]"
     with (
         ScriptedServer(script) as server,
-        endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB, n_in_flight=4) as (opened, client),
+        endpoint(server.port, mixture, n_vocab=SCRIPTED_VOCAB) as (opened, client),
     ):
         with pytest.raises(TeacherError, match=r"prompt 1, sample 0.*engine"):
             opened.score(random_rollouts(5, SCRIPTED_VOCAB))
         assert [request.signal for request in seen[:4]] == ["topk", "sampled"] * 2
         wait_until(lambda: client.stats.n_cancelled == 9, 5.0, "cancellation of the other nine requests")
+
+
+def test_connections_share_the_sequences_in_flight() -> None:
+    """Fails if teacher.n_server_workers opens no connections, swaps sequences, or goes beyond the window."""
+    held: list[Message] = []
+    n_sent_at_once = []
+
+    def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
+        held.append(valid_reply(request, tokens))
+        return []
+
+    def release() -> None:
+        n_sent_at_once.append(len(held))
+        for identity in server.identities:
+            server.send(identity, held)  # a client drops the replies to others
+        held.clear()
+
+    rollouts = random_rollouts(12, SCRIPTED_VOCAB)
+    with (
+        ScriptedServer(script) as server,
+        endpoint(server.port, n_vocab=SCRIPTED_VOCAB, window=(3, 2)) as (opened, _),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        scores = pool.submit(opened.score, rollouts)
+        for _ in range(2):
+            wait_until(lambda: len(held) >= 6, 5.0, "six sequences in flight")
+            time.sleep(0.2)  # a seventh would arrive
+            server.do(release)
+        got = scores.result(timeout=10)[0]
+        assert n_sent_at_once == [6, 6] and len(server.identities) == 3
+    for rollout, score in zip(rollouts, got, strict=True):
+        assert score.topk is not None and np.array_equal(score.topk.topk_ids[:, 0], rollout.response_ids)
 
 
 def test_the_first_error_ends_a_chunk_of_logits() -> None:

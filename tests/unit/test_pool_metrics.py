@@ -17,6 +17,9 @@ def scored(n: int, dp_rank: int) -> ScoredChunk:
     return ScoredChunk(chunk, None, None, 8)
 
 
+FIXED = {"loss/total": 1.0, "optim/grad_norm": 2.0, "rollout/response_tokens": 5.0}
+
+
 def numbers(rollout_s: float, teacher_s: float, train_s: float, step_s: float) -> dict[str, float]:
     times = {"rollout": rollout_s, "teacher": teacher_s, "train": train_s, "weight_sync": 0.1, "step": step_s}
     return {f"time/{name}_s": seconds for name, seconds in times.items()}
@@ -46,8 +49,9 @@ def test_the_step_line_names_the_bottleneck(
     assert {name: m[f"perf/bound_by_{name}"] for name in ("rollout", "teacher", "actor")} == {
         name: float(name == pool) for name in ("rollout", "teacher", "actor")
     }
-    line = step_line(3, 9, m | {"loss/total": 1.0, "optim/grad_norm": 2.0, "rollout/response_tokens": 5}, scheduler)
+    line = step_line(3, 9, m | FIXED, scheduler)
     assert line.endswith(f"{pool} {share:.0%}")
+    assert step_line(3, 9, m | FIXED, scheduler, "a remark") == f"{line}  (a remark)"
 
 
 @pytest.mark.parametrize("stage", ["eval", "checkpoint", "record"])

@@ -17,6 +17,7 @@ from gkd.data.rollout_file import read_sequences, write_sequences
 from gkd.errors import CheckpointError
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import ScoreSummary
+from gkd.teacher.window import Window
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 
 RNG = np.random.default_rng(7)
@@ -113,7 +114,7 @@ def test_scores_that_do_not_match_are_not_written() -> None:
 
 def endpoint() -> ScoringEndpoint:
     """Return an endpoint that only writes and reads files; it contacts no server."""
-    return ScoringEndpoint(load_config(None, ["rollout.n=2"]), n_vocab=99, fingerprint="f", n_in_flight=1)
+    return ScoringEndpoint(load_config(None, ["rollout.n=2"]), n_vocab=99, fingerprint="f", window=Window(1, 1))
 
 
 def chunks_of(items: Iterator[Any]) -> list[tuple[list[Rollout], list[TeacherScores] | None, Any, bytes]]:

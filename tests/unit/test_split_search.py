@@ -150,14 +150,14 @@ def test_splits_that_cannot_cut_the_model_are_left_out(tmp_path: Path) -> None:
 
 def test_where_the_measured_run_was_does_not_limit_the_plan(tmp_path: Path) -> None:
     """Fails if a run on one machine hides the splits of several nodes, or one on some GPUs those with more of them."""
-    config = settings(tmp_path, "cluster.gpus=[4,5,6,7]", "teacher.n_server_workers=3")
+    config = settings(tmp_path, "cluster.gpus=[4,5,6,7]", "teacher.max_in_flight=3")
     assert not config.cluster.ray_address
     given = hardware(10, per_node=4)
     ranking = search(config, given, ["sync"], WORK, RATES, check_memory=None)
     assert not ranking.refused and ranking.n_looked_at == ranking.n_splits == 22
     of_nodes = next(c for c in ranking.candidates if c.split.rollout.nnodes > 1)
     printed = settings_of(of_nodes, config, given)
-    assert "teacher.n_server_workers=0" in printed.split()
+    assert "teacher.max_in_flight=0" in printed.split()
     assert "cluster.ray_address" in printed and "cluster.gpus is [4, 5, 6, 7]" in printed
     assert "planned:" not in printed and config.cluster.gpus == [4, 5, 6, 7]
     # One node is enough for two pools of a few GPUs, and a cluster that the run had is there.
@@ -166,7 +166,7 @@ def test_where_the_measured_run_was_does_not_limit_the_plan(tmp_path: Path) -> N
         assert ("ray_address" in settings_of(few, config, given)) is told
     clustered = settings(tmp_path, "cluster.ray_address=head:6379")
     text = settings_of(of_nodes, clustered, given)
-    assert "cluster" not in text and "n_server_workers" not in text
+    assert "cluster" not in text and "max_in_flight" not in text
     assert layout.with_split(clustered, of_nodes.split, "sync").cluster.ray_address == "head:6379"
 
 

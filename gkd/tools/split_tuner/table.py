@@ -66,8 +66,8 @@ def settings_of(candidate: Candidate, config: Config, hardware: Hardware) -> str
     }
     if candidate.scheduler == STREAM:
         settings["trainer.max_staleness"] = config.trainer.max_staleness
-    if config.teacher.n_server_workers:
-        settings["teacher.n_server_workers"] = 0
+    if config.teacher.max_in_flight:
+        settings["teacher.max_in_flight"] = 0
     lines = [" ".join(f"{key}={value}" for key, value in settings.items())]
     if not config.cluster.ray_address and split.actor.n_gpus + split.rollout.n_gpus > hardware.per_node:
         lines.append("# the pools are on several nodes: start a Ray cluster, and set cluster.ray_address")

@@ -1,0 +1,34 @@
+"""Divide the sequences in flight at the teacher server among the data-parallel groups and their connections."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gkd.config.schema_teacher import TeacherConfig
+from gkd.teacher.base import TeacherInfo
+
+
+class Window(NamedTuple):
+    """The share of one data-parallel group."""
+
+    n_connections: int
+    n_per_connection: int  # sequences in flight
+
+
+def window_of_group(teacher: TeacherConfig, info: TeacherInfo, n_groups: int) -> Window:
+    """Return each group's share; at least one sequence.
+
+    Without teacher.max_in_flight the shares are rounded up, so that together they keep the server's workers busy;
+    with it they are rounded down. teacher.n_server_workers only divides a share among connections.
+    """
+    limit = teacher.max_in_flight
+    n_in_flight = max(1, limit // n_groups) if limit else -(-info.n_streams // n_groups)
+    n_connections = min(max(1, -(-teacher.n_server_workers // n_groups)), n_in_flight)
+    return Window(n_connections, n_in_flight // n_connections if limit else -(-n_in_flight // n_connections))
+
+
+def throttle_warning(teacher: TeacherConfig, info: TeacherInfo) -> str:
+    """Return a warning if teacher.max_in_flight leaves the server's workers idle; else an empty string."""
+    if not 0 < teacher.max_in_flight < info.n_streams:
+        return ""
+    return f"teacher.max_in_flight={teacher.max_in_flight} slows the teacher down; set 0, or at least {info.n_streams}"

@@ -1,0 +1,82 @@
+"""Measure the rate of the teacher by `teacher.max_in_flight` and `teacher.n_server_workers`.
+
+    python -m tests.bench.bench_in_flight [--json FILE] [--sequences N] [--rounds N]
+
+Every setting scores the same sequences with the same server, in turns. The first row is what `n_server_workers: 1` did
+before `max_in_flight` existed: one sequence in flight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from gkd.config.load import load_config
+from gkd.preflight.teacher import request_info
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.window import window_of_group
+from tests.bench.teacher_report import Figure, Observer, Part, Table, as_json, as_text, machine, merge_json
+from tests.service.harness import ServerProcess, random_rollouts, save_model
+
+_VOCAB = 2000
+CASES = {
+    "max_in_flight: 1 (n_server_workers: 1 before)": ["teacher.max_in_flight=1"],
+    "max_in_flight: 4": ["teacher.max_in_flight=4"],
+    "n_server_workers: 1": ["teacher.n_server_workers=1"],
+    "n_server_workers: 8": ["teacher.n_server_workers=8"],
+    "both 0 (default)": [],
+}
+
+
+def measure(n_sequences: int, rounds: int) -> Part:
+    """Return sequences per second of each case, and its ratio to the default."""
+    rollouts = random_rollouts(n_sequences, _VOCAB, seed=3, response=(64, 256))
+    rates: dict[str, list[float]] = {name: [] for name in CASES}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench.")))
+        server = stack.enter_context(ServerProcess(save_model(folder / "model", _VOCAB), folder))
+        endpoints = {}
+        for name, overrides in CASES.items():
+            config = load_config(None, [f"teacher.server_port={server.port}", "teacher.topk=64", *overrides])
+            info = request_info(config)
+            window = window_of_group(config.teacher, info, 1)
+            endpoints[name] = ScoringEndpoint(config, _VOCAB, info.fingerprint, window)
+            for client in endpoints[name]._clients():
+                stack.enter_context(client)
+            endpoints[name].score(rollouts[:8])
+        for _ in range(rounds):
+            for name, endpoint in endpoints.items():
+                began = time.perf_counter()
+                endpoint.score(rollouts)
+                rates[name].append(n_sequences / (time.perf_counter() - began))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    default = medians["both 0 (default)"]
+    rows = [[f"`{name}`", f"{rate:.1f}", f"{rate / default:.2f}"] for name, rate in medians.items()]
+    figures = [Figure("n_server_workers: 1 against the default", medians["n_server_workers: 1"] / default)]
+    table = Table("Rate", ["setting", "sequences/s", "of the default"], rows)
+    what = f"One endpoint scores {n_sequences} sequences of 64 to 256 tokens with one server and one worker (hf, CPU)."
+    return Part("in_flight", what, figures, [table])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_in_flight", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--sequences", type=int, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    observer = Observer()
+    part = measure(args.sequences, args.rounds)
+    print(as_text(part))
+    if args.json is not None:
+        merge_json(args.json, {"in_flight": as_json(part, machine(), observer.stop())})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

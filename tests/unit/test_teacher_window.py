@@ -1,0 +1,41 @@
+"""Test how the sequences in flight at the teacher are divided."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from gkd.config.schema_teacher import TeacherConfig
+from gkd.teacher.base import TeacherInfo
+from gkd.teacher.window import Window, throttle_warning, window_of_group
+
+
+def info(n_streams: int) -> TeacherInfo:
+    return TeacherInfo("t", "m", "p", "f", 10, 4, "x", 99, 1, n_streams, "hf", "cpu", "float32", 1)
+
+
+@pytest.mark.parametrize("n_groups", [1, 3, 8])
+@pytest.mark.parametrize("n_server_workers", [0, 1, 5, 4096])
+def test_connections_never_limit_the_sequences_in_flight(n_server_workers: int, n_groups: int) -> None:
+    """If it fails, `teacher.n_server_workers: 1` of a verl config leaves the teacher idle most of the time."""
+    for n_streams in (1, 24, 64, 256):
+        window = window_of_group(TeacherConfig(n_server_workers=n_server_workers), info(n_streams), n_groups)
+        assert n_groups * window.n_connections * window.n_per_connection >= n_streams
+        assert window.n_connections == 1 or n_groups * (window.n_connections - 1) < n_server_workers
+
+
+def test_the_limit_holds_for_all_groups_and_connections_together() -> None:
+    """If it fails, a teacher that others use too receives more sequences than the user allowed."""
+    for limit, n_groups, n_server_workers in product((1, 7, 64, 1000), (1, 3, 8), (0, 4, 64)):
+        teacher = TeacherConfig(max_in_flight=limit, n_server_workers=n_server_workers)
+        window = window_of_group(teacher, info(64), n_groups)
+        assert 1 <= n_groups * window.n_connections * window.n_per_connection <= max(limit, n_groups)
+    assert window_of_group(TeacherConfig(max_in_flight=8, n_server_workers=4), info(64), 2) == Window(2, 2)
+
+
+def test_only_a_limit_below_the_announced_number_is_warned_about() -> None:
+    """If it fails, a run with a slow teacher stage does not name the setting and the value that mend it."""
+    assert throttle_warning(TeacherConfig(max_in_flight=63), info(64)).count("64") == 1
+    for teacher in (TeacherConfig(), TeacherConfig(n_server_workers=1), TeacherConfig(max_in_flight=64)):
+        assert not throttle_warning(teacher, info(64))
