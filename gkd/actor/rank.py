@@ -118,7 +118,7 @@ class ActorRank:
         if derived.moves_states:
             self.offload_states()
         self._phases.enter(UP)
-        log_gpu_memory_usage("student built and loaded", self._log, self._rank, self._device)
+        log_gpu_memory_usage("student built and loaded", self._log, rank=None, device=self._device)
 
     def _build_student(self, total_steps: int, timeout_s: float) -> Student:
         on_phase = self._phases.enter

@@ -13,6 +13,7 @@ import torch
 from gkd.cluster.progress import Phases
 from gkd.config.schema import Config
 from gkd.memory.advice import advice
+from gkd.memory.allocator_counts import CountMeter
 from gkd.memory.fragmentation import FragmentationWatch
 from gkd.memory.oom import diagnosed
 from gkd.memory.timeline import Timeline
@@ -34,6 +35,7 @@ class RankMemory:
         self._name, self._phases = name, phases
         self.timeline = Timeline(device) if config.memory.timeline else None
         self._fragmentation = FragmentationWatch(device, config.memory.fragmentation_warn, log)
+        self._counts = CountMeter(device)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -57,6 +59,8 @@ class RankMemory:
         self._fragmentation.after_step()
 
     def take(self) -> dict[str, float]:
-        """Return and reset the metrics of the phases since the last call, see `Timeline.take`, and of fragmentation."""
+        """Return and reset the metrics of the phases since the last call, see `Timeline.take`, of fragmentation, and of
+        the allocator's calls.
+        """
         phases = {} if self.timeline is None else self.timeline.take()
-        return phases | self._fragmentation.take()
+        return phases | self._fragmentation.take() | self._counts.take()

@@ -166,7 +166,7 @@ class ActorWorker(ActorRank):
         """Export the student as a Hugging Face folder, written by rank 0. Collective."""
         with self._phase("export", "export", [PARAMS]):
             self._student.save_hf(folder, self._config.model.path)
-        log_gpu_memory_usage("exported", self._log, self._rank, self._device)
+        log_gpu_memory_usage("exported", self._log, rank=None, device=self._device)
 
     def export_plan(self) -> list[TensorSpec]:
         """Return this pipeline stage's tensors in the order in which `send_weights` streams them."""

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from gkd.log import get_logger
+from gkd.memory.allocator_counts import read_counts
 from gkd.memory.remedies import fragmentation_hint
-from gkd.memory.usage import gib, used_device
+from gkd.memory.usage import gib, read_usage, used_device
 
 log = get_logger("memory")
 
@@ -118,18 +119,28 @@ def fragmentation(device: torch.device) -> Fragmentation:
 def check_fragmentation(
     device: torch.device | None = None, *, warn: float = 0.2, logger: logging.Logger | None = None
 ) -> Fragmentation:
-    """Return the present fragmentation, and log a warning with remedies if both ratios are above `warn`.
+    """Log memory in use, fragmentation and the allocator's calls; warn with remedies if both ratios are above `warn`.
 
     Args:
         device: None: `used_device`.
         logger: None: the project's, "memory".
+
+    Returns:
+        The numbers of the fragmentation.
     """
-    found = fragmentation(used_device() if device is None else device)
-    if found.over(warn):
-        (logger or log).warning(
-            "memory is fragmented (memory.fragmentation_warn %g): %s. %s", warn, found.line(), fragmentation_hint()
-        )
+    device, logger = used_device() if device is None else device, logger or log
+    found, counts = fragmentation(device), read_counts(device)
+    lines = [read_usage(device).line(), found.line()]
+    lines += [] if counts is None else [f"since the process started: {counts.line()}"]
+    logger.info("memory of this process:\n  %s", "\n  ".join(lines))
+    _warn_over(found, warn, logger)
     return found
+
+
+def _warn_over(found: Fragmentation, warn: float, logger: logging.Logger) -> None:
+    if found.over(warn):
+        text = "memory is fragmented (memory.fragmentation_warn %g): %s. %s"
+        logger.warning(text, warn, found.line(), fragmentation_hint())
 
 
 class FragmentationWatch:
@@ -149,7 +160,8 @@ class FragmentationWatch:
 
     def after_step(self) -> None:
         if self._is_on and self._n_steps % _CHECK_EVERY == 0:
-            self._found = check_fragmentation(self._device, warn=self._warn, logger=self._logger)
+            self._found = fragmentation(self._device)
+            _warn_over(self._found, self._warn, self._logger)
         self._n_steps += 1
 
     def take(self) -> dict[str, float]:

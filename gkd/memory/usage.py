@@ -11,6 +11,11 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+import torch.distributed as dist
+
+from gkd.log import get_logger
+
+log = get_logger("memory")
 
 GIB = 2**30
 
@@ -66,26 +71,58 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def log_gpu_memory_usage(head: str, logger: logging.Logger, rank: int, device: torch.device | None = None) -> None:
-    """Log one line: `head`, the rank, and the memory in use.
+def log_gpu_memory_usage(
+    head: str,
+    logger: logging.Logger | None = None,
+    rank: int | None = 0,
+    device: torch.device | int | None = None,
+    *,
+    level: int = logging.INFO,
+) -> None:
+    """Log one line, on the chosen rank: `head`, this process's rank, and the memory in use.
+
+    The call of ROLL is `(head, logger, rank)`. The call of verl, `(head, logger, level, rank)`, works too: an int as
+    fourth argument is the rank, and the third then is the level.
 
     Args:
+        logger: None: the project's, "memory".
+        rank: of torch.distributed; only this rank logs. None: every rank logs. A process without a process group always
+            logs, and then this is the number in its line.
         device: None: `used_device`.
+
+    Raises:
+        ValueError: the process group has no such rank.
     """
-    logger.info("%s: rank %d, %s", head, rank, read_usage(used_device() if device is None else device).line())
+    if isinstance(device, int):
+        level, rank, device = level if rank is None else rank, device, None
+    if dist.is_initialized():
+        n_ranks, this_rank = dist.get_world_size(), dist.get_rank()
+        if rank is not None and not 0 <= rank < n_ranks:
+            raise ValueError(
+                f"rank = {rank}: the process group has {n_ranks} ranks. Fix: use 0 to {n_ranks - 1}, or None for all "
+                f"ranks; pass a logging level as level={rank}."
+            )
+        if rank not in (None, this_rank):
+            return
+        rank = this_rank
+    who = "" if rank is None else f"rank {rank}, "
+    (logger or log).log(level, "%s: %s%s", head, who, read_usage(used_device() if device is None else device).line())
 
 
-def clear_memory(device: torch.device | None = None) -> int:
+def clear_memory(device: torch.device | bool | None = None, *, clear_host_memory: bool = False) -> int:
     """Collect garbage and return the caching allocator's free memory to the device.
 
     Waits for the device, and slows the next allocations, which go to the driver. Not for the middle of a step.
 
     Args:
-        device: None: `used_device`.
+        device: None: `used_device`. True or False: `clear_host_memory`, which is the first argument in slime.
+        clear_host_memory: also return cached pinned memory to the host. CUDA only.
 
     Returns:
         Bytes returned to the device; 0 without CUDA.
     """
+    if isinstance(device, bool):
+        clear_host_memory, device = device, None
     device = used_device() if device is None else device
     if device.type != "cuda":
         gc.collect()
@@ -96,6 +133,8 @@ def clear_memory(device: torch.device | None = None) -> int:
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()  # first: blocks that other processes have released go back to the cache
         torch.cuda.empty_cache()
+        if clear_host_memory:
+            torch.accelerator.empty_host_cache()
     return before - torch.cuda.memory_reserved(device)
 
 

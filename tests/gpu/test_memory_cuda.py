@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gkd.errors import OutOfMemory
 from gkd.memory.advice import ALLOCATOR_VARIABLES
+from gkd.memory.allocator_counts import CountMeter
 from gkd.memory.fragmentation import FragmentationWatch, check_fragmentation, fragmentation
 from gkd.memory.oom import diagnosed
 from gkd.memory.referrers import holders
@@ -33,6 +34,7 @@ pytestmark = [
 
 MIB = 1 << 20
 PIECE, N_PIECES = 16 * MIB, 128
+COUNTS = [f"memory/{name}" for name in ("alloc_retries", "ooms", "device_allocs", "device_frees")]
 
 
 @pytest.fixture
@@ -80,6 +82,33 @@ def test_what_is_in_use(device: torch.device) -> None:
     assert usage.free is not None and usage.total is not None and 0 < usage.free < usage.total
     assert clear_memory(device) >= 192 * MIB
     assert read_usage(device).allocated == usage.allocated, "what is in use stays"
+
+
+def test_a_step_that_gives_the_cache_back_is_counted(device: torch.device) -> None:
+    """Fails if a retry after a failed cudaMalloc, or a call of the driver, is not in the numbers of its step."""
+    meter = CountMeter(device)
+    meter.take()
+    with limited(256 * MIB, device):
+        cached = block(192 * MIB, device)
+        del cached
+        assert meter.take() == dict.fromkeys(COUNTS, 0.0) | {"memory/device_allocs": 1.0}
+        kept = block(224 * MIB, device)  # fits only without the cached block
+        assert meter.take() == dict.fromkeys(COUNTS, 1.0) | {"memory/ooms": 0.0}
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            block(512 * MIB, device)
+    assert meter.take()["memory/ooms"] == 1.0
+    assert kept.nbytes == 224 * MIB and meter.take() == dict.fromkeys(COUNTS, 0.0)
+
+
+def test_pinned_memory_goes_back_to_the_host(device: torch.device) -> None:
+    """Fails if clear_host_memory leaves cached pinned memory with the process."""
+    pinned = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+    del pinned
+    held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    clear_memory(device)
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == held >= 64 * MIB
+    clear_memory(device, clear_host_memory=True)
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= held - 64 * MIB
 
 
 def test_each_phase_has_its_own_peak(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gkd.memory.allocator_counts import AllocatorCounts
 from gkd.memory.fragmentation import (
     WORTH_A_WARNING,
     Fragmentation,
@@ -15,6 +16,7 @@ from gkd.memory.fragmentation import (
     check_fragmentation,
     measure,
 )
+from gkd.memory.usage import MemoryUsage
 
 MIB = 1 << 20
 USED, FREE, PENDING = "active_allocated", "inactive", "active_pending_free"
@@ -103,13 +105,22 @@ def test_a_warning_takes_much_unused_in_pieces(used: int, free: list[int], over:
     assert found.worth_a_warning == (sum(free) * MIB >= WORTH_A_WARNING)
 
 
-def test_the_warning_says_what_to_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Fails if fragmentation is not reported, is reported without a remedy, or below the limit."""
+def test_the_report_and_the_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if the report lacks the device, the ratios or the allocator's calls, or a warning comes without a remedy or
+    below the limit.
+    """
     logger = logging.getLogger("test_memory_fragmentation")
     found = measure([segment((FREE, 600), (USED, 500), (FREE, 500))], "cuda:0")  # 0.4545, 0.6875
+    usage = MemoryUsage("cuda:0", 5 << 30, 500 * MIB, 1600 * MIB, 2 << 30, 10 << 30, 80 << 30)
     monkeypatch.setattr("gkd.memory.fragmentation.fragmentation", lambda device: found)
-    assert check_fragmentation(torch.device("cuda", 0), warn=0.46, logger=logger) is found
-    assert not caplog.messages
+    monkeypatch.setattr("gkd.memory.fragmentation.read_usage", lambda device: usage)
+    monkeypatch.setattr("gkd.memory.fragmentation.read_counts", lambda device: AllocatorCounts(7, 6, 512, 256))
+    with caplog.at_level(logging.INFO, logger.name):
+        assert check_fragmentation(torch.device("cuda", 0), warn=0.46, logger=logger) is found
+    (report,) = caplog.messages
+    assert usage.line() in report and found.line() in report and "reserved 1.56" in report
+    assert [int(word) for word in report.splitlines()[-1].split() if word.isdecimal()] == [7, 6, 512, 256]
+    caplog.clear()
     check_fragmentation(torch.device("cuda", 0), warn=0.45, logger=logger)
     (message,) = caplog.messages
     assert "external ratio 0.45, unused ratio 0.69" in message and "the largest block 0.59" in message
@@ -146,7 +157,7 @@ def test_without_a_caching_allocator_there_is_none(caplog: pytest.LogCaptureFixt
     found = check_fragmentation(cpu, warn=0.0, logger=logger)
     assert (found.external_ratio, found.unused_ratio, found.free) == (0.0, 0.0, 0)
     assert found == measure([], "cpu") and "cpu" in found.line()
-    assert torch.cuda.is_initialized() or check_fragmentation() == found
+    assert torch.cuda.is_initialized() or check_fragmentation(logger=logger) == found
     watch = FragmentationWatch(cpu, 0.2, logger)
     watch.after_step()
     assert watch.take() == {} and not caplog.messages

@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gkd.memory.usage import MemoryUsage, clear_memory, gib, log_gpu_memory_usage, read_usage, reset_peak
 
@@ -44,6 +48,66 @@ def test_the_line_has_every_number_once(caplog: pytest.LogCaptureFixture) -> Non
     assert [gib(0), gib(10 << 20), gib(3 << 29)] == ["0.00", "0.0098", "1.50"]
 
 
+@pytest.fixture
+def second_of_three() -> Iterator[None]:
+    """Make this process rank 1 of a process group of 3 whose other ranks do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "level"),
+    [
+        ((), {}, None),  # rank 0 alone, as in ROLL and verl
+        ((0,), {}, None),
+        ((1,), {}, logging.INFO),
+        ((None,), {}, logging.INFO),
+        ((2, CPU), {}, None),
+        ((1, CPU), {}, logging.INFO),
+        ((None, CPU), {}, logging.INFO),
+        ((), {"rank": None}, logging.INFO),
+        ((), {"rank": 1, "device": CPU}, logging.INFO),
+        ((), {"level": logging.WARNING, "rank": 1}, logging.WARNING),
+        ((), {"level": logging.WARNING, "rank": None}, logging.WARNING),
+        ((), {"level": logging.WARNING}, None),
+        ((logging.WARNING, 1), {}, logging.WARNING),
+        ((logging.WARNING, 0), {}, None),
+    ],
+)
+def test_the_calls_of_other_projects(
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    level: int | None,
+    second_of_three: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Fails if a call as in ROLL or verl loses its line, another rank than the named one logs, or at another level."""
+    logger = logging.getLogger("test_memory_usage")
+    with caplog.at_level(logging.DEBUG, logger.name):
+        log_gpu_memory_usage("here", logger, *args, **options)
+    assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
+    assert all("rank 1, " in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("rank", [3, -1, logging.INFO])
+def test_a_line_that_no_rank_would_log_is_an_error(rank: int, second_of_three: None) -> None:
+    """Fails if a rank that does not exist, or a level in its place, loses the line without a word."""
+    with pytest.raises(ValueError, match=str(rank)):
+        log_gpu_memory_usage("here", None, rank)
+
+
+def test_without_a_process_group_every_call_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if a single process loses its line because of the rank, or needs a logger."""
+    logger = logging.getLogger("test_memory_usage")
+    with caplog.at_level(logging.INFO, logger.name):
+        for rank in (None, 0, 7):
+            log_gpu_memory_usage(head="here", logger=logger, rank=rank)
+    heads = [text.partition("cpu")[0] for text in caplog.messages]
+    assert heads == ["here: ", "here: rank 0, ", "here: rank 7, "]
+    log_gpu_memory_usage("here")
+
+
 class Cycle:
     """Refers to itself, so that only the garbage collector frees it."""
 
@@ -52,12 +116,15 @@ class Cycle:
 
 
 def test_clearing_frees_cyclic_garbage() -> None:
-    """Fails if a cycle of objects keeps its tensors over a call that promises to free them."""
+    """Fails if a cycle of objects keeps its tensors over a call that promises to free them, also called as in slime."""
     gc.disable()
     try:
-        gone = weakref.ref(Cycle())
-        assert gone() is not None
-        assert clear_memory(CPU) == 0, "there is no cache to return"
-        assert gone() is None
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}), ((CPU,), {}), ((True,), {}), ((False,), {})]
+        calls += [((), {"clear_host_memory": True}), ((), {"device": CPU, "clear_host_memory": False})]
+        for args, options in calls:
+            gone = weakref.ref(Cycle())
+            assert gone() is not None
+            assert clear_memory(*args, **options) == 0, "there is no cache to return"
+            assert gone() is None
     finally:
         gc.enable()
