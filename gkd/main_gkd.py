@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import textwrap
@@ -18,6 +19,9 @@ from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.log import get_logger
 
 log = get_logger("main")
+
+# Ray prints one of the lines that differ in numbers alone, except for these of each rank: its GPUs, and its memory.
+LINES_OF_ALL_RANKS = "CUDA_VISIBLE_DEVICES=|host RSS"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config) -> None:
     """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", LINES_OF_ALL_RANKS)  # read when Ray is imported
     from gkd.preflight.run import preflight
 
     plan = preflight(config)

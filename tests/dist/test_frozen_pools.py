@@ -1,4 +1,7 @@
-"""Driver side of the frozen models over real Ray actors: distribution, non-blocking calls, errors."""
+"""Driver side of the frozen models over real Ray actors: distribution, non-blocking calls, errors.
+
+Student, teacher and reference are in host memory.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from gkd.data.chunks import chunk_sizes
 from gkd.data.scatter import scatter_to_ranks
 from gkd.errors import TeacherError
 from gkd.handles import ScoredChunk
+from gkd.memory.states import KINDS
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS
 from gkd.types import Rollout
@@ -31,7 +35,8 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
     save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
     with actor_slots(N_RANKS) as slots:
         local = ("teacher.backend=local", f"teacher.path={folder}", "teacher.topk=4")
-        made = Actor(slots, folder, "actor.strategy=fsdp2", "distill.reference_kl_weight=0.1", *local)
+        on_host = ("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true", "actor.offload_train=true")
+        made = Actor(slots, folder, *on_host, "distill.reference_kl_weight=0.1", *local)
         made.pool.init_reference(120)
         made.pool.init_teacher(64, 120)
         yield made
@@ -58,6 +63,15 @@ def same(one: list[list[np.ndarray]], two: list[list[np.ndarray]]) -> bool:
 
 def changed(chunk: ScoredChunk, rollouts: list[Rollout], **fields: Any) -> ScoredChunk:
     return replace(chunk, rollouts=replace(chunk.rollouts, ref=ray.put(rollouts), **fields))
+
+
+def test_states_on_the_host_stay_there(actor: Actor, reference: ReferencePool) -> None:
+    """Fails if actor.fsdp_cpu_offload does not reach the students, or actor.offload_train moves their states anyway."""
+    chunks = reference.compute_logprobs(batch()).wait()
+    for _ in range(2):
+        assert actor.pool.train_step(chunks).grad_norm > 0
+        assert actor.device_bytes() == dict.fromkeys(KINDS, 0)
+    assert not [name for name in actor.pool.memory_numbers() if name.startswith("time/train/")]
 
 
 def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:

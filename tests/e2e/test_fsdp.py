@@ -10,7 +10,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from tests.e2e.conftest import Lab
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # CI covers adapters in tests/dist/test_fsdp_student.py
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # CI covers adapters in test_losses.py
 
 
 def test_adapters_are_trained_and_merged_weights_are_synced(lab: Lab, teacher_port: int) -> None:

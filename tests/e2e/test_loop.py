@@ -131,7 +131,8 @@ def test_a_run_resumes_with_its_pools_split_anew(base_run: Path, lab: Lab, teach
 @pytest.mark.parametrize(
     "layout",
     [
-        # In CI: TP 2, DP 2 with two engines (test_losses.py), DP 2 (test_reference.py), PP 2 (test_local_teacher.py).
+        # In CI: TP 2 (test_losses.py), DP 2 (test_reference.py), PP 2 (test_local_teacher.py), and two engines with two
+        # ranks of fsdp2 (test_losses.py).
         pytest.param(
             ("trainer.n_gpus_per_node=2", "actor.tp=2", "rollout.n_gpus_per_node=2"),
             id="tp2-two-engines",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
 
 
+REFERENCE = 0.1
 EXACT = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.metric=none")
 
 
@@ -99,13 +101,22 @@ def test_training_on_dataset_responses_alone(lab: Lab, teacher_port: int) -> Non
     assert lines[3]["loss/forward_kl"] < lines[1]["loss/forward_kl"]
 
 
-def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int, shared_ray: str) -> None:
-    """If it fails, a term of a mixture, the adaptive top-k, or GKD's lambda has no effect."""
+def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
+    lab: Lab, teacher_port: int, shared_ray: str
+) -> None:
+    """If it fails, a term of a mixture, the adaptive top-k, or GKD's lambda has no effect; adapters in host memory are
+    not trained, or their base model is not the reference; or a rank does not log its GPUs.
+    """
     run_dir = lab.root / "run_mixture"
     done = lab.train_run(
         run_dir,
         teacher_port,
         shared_ray,
+        "actor.strategy=fsdp2",
+        "actor.lora.rank=8",
+        "actor.fsdp_cpu_offload=true",
+        "actor.offload_train=true",
+        f"distill.reference_kl_weight={REFERENCE}",
         "distill.losses=[{name: reverse_kl, weight: 1.0}, {name: k3, weight: 0.5}, {name: sft, weight: 0.25}]",
         "distill.on_policy_share=0.5",
         "teacher.mass=0.2",
@@ -117,9 +128,15 @@ def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int,
         "eval.keep_token_losses=5",
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "actor.offload_train" in done.stderr, "a setting without effect is named"
+    ranks = {f"{pool} worker {rank}" for pool in ("actor", "rollout") for rank in range(2)}
+    assert set(re.findall(r"(\w+ worker \d): CUDA_VISIBLE_DEVICES=\d", done.stderr)) == ranks
     lines = steps_of(run_dir)
+    kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3)}
+    assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3]), kl
     for step in (1, 2, 3):
         m = lines[step]
+        assert not [name for name in m if name.startswith("time/train/")], "states in host memory are not moved"
         assert m["weight_sync/verified_tensors"] > 0, "the digests of both engines were compared with the actor's"
         # Three of six prompts have two student responses, the other three one dataset response.
         assert m["rollout/sequences"] == 9
@@ -129,7 +146,9 @@ def test_a_mixture_on_student_and_dataset_responses(lab: Lab, teacher_port: int,
         assert m["loss/importance_clipped"] == 0.0
         assert m["loss/sft"] > 0 and m["loss/k3"] > 0 and m["loss/reverse_kl"] > 0
         terms = m["loss/reverse_kl"] + 0.5 * m["loss/k3"] + 0.25 * m["loss/sft"]
-        assert m["loss/total"] < terms, "k3 and sft cover a part of the tokens each, but are divided by all tokens"
+        assert m["loss/total"] < terms + REFERENCE * kl[step], (
+            "k3 and sft cover a part of the tokens each, but are divided by all tokens"
+        )
     assert lines[3]["eval/kl"] < lines[0]["eval/kl"]
     kept = [json.loads(line) for line in (run_dir / "token_losses" / "step_00000003.jsonl").read_text().splitlines()]
     assert [record["sample_index"] for record in kept] == [0, 1, 2, 3, 4], "from both data-parallel groups, in order"

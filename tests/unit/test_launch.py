@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -178,3 +179,27 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
     assert len(folders) > 4
     skipped = [folder.name for folder in folders if any(fnmatch(folder.name, pattern) for pattern in patterns)]
     assert not skipped, skipped
+
+
+LINES_OF_RANKS = """
+import sys
+from pathlib import Path
+from gkd.cluster.gpu_table import RankPlacement
+from gkd.main_gkd import main
+from gkd.memory.usage import MemoryUsage
+assert "ray" not in sys.modules and main(["--config", sys.argv[1]]) == 2
+from ray._private.ray_logging import stderr_deduplicator
+for rank in range(4):
+    place = RankPlacement(pool="actor", rank=rank, host="a", pid=rank, cuda_visible_devices=str(rank))
+    lines = [place.line(), f"here: rank {rank}, {MemoryUsage('cuda:0', rank << 30).line()}", f"joined {rank}"]
+    batch = {"ip": "1", "pid": rank, "lines": lines}
+    print(sum(len(part["lines"]) for part in stderr_deduplicator.deduplicate(batch)))
+"""
+
+
+def test_the_driver_shows_the_gpus_and_the_memory_of_every_rank(tmp_path: Path) -> None:
+    """Fails if Ray drops the lines of all ranks but one, which differ in numbers alone."""
+    (tmp_path / "invalid.yaml").write_text("data: {train_files: []}\n")
+    command = [sys.executable, "-c", LINES_OF_RANKS, str(tmp_path / "invalid.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["3", "2", "2", "2"], done.stderr[-2000:]

@@ -1,0 +1,94 @@
+"""Start both pools with the real launcher, and stop when all ranks are about to build their models."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gkd import launcher
+from gkd.actor.worker import ActorWorker
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.errors import GkdError
+from gkd.preflight.run import Plan
+from gkd.rollout.worker import RolloutWorker
+from gkd.run.open import open_run_folder
+from gkd.teacher.base import TeacherInfo
+
+pytestmark = pytest.mark.dist
+
+# Name of each rank -> its GPU. cluster.order gives the first ids to the engines.
+GPUS = {"rollout worker 0": 2, "actor worker 0": 5}
+LIMIT_S = 60.0
+TEACHER = TeacherInfo("t", "t", "t", "f", 9, 9, "", 99, 1, 1, "hf", "cpu", "float32", 1)
+
+
+class Met(GkdError):
+    """All ranks were there at the same time."""
+
+
+class Lines(logging.Handler):
+    """Keep the messages of a rank's logger."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def meet(name: str, lines: Lines, folder: Path) -> None:
+    """Write what this rank has logged, and wait for the files of all others. Raises Met."""
+    part = folder / f"{name}.part"
+    part.write_text("\n".join(lines.messages))
+    part.rename(folder / f"{name}.met")
+    began = time.monotonic()
+    while len(list(folder.glob("*.met"))) < len(GPUS):
+        if time.monotonic() - began > LIMIT_S:
+            raise GkdError(f"{name} is alone")
+        time.sleep(0.05)
+    raise Met(name)
+
+
+class Rank(ActorWorker):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._lines = Lines(self._log)
+
+    def _build_student(self, total_steps: int, timeout_s: float) -> Any:
+        meet(f"actor worker {self._rank}", self._lines, Path(self._config.trainer.run_dir))
+
+
+class Engine(RolloutWorker):
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._lines = Lines(self._log)
+
+    def _set_up(self, config: Config, device: torch.device, run_dir: Path) -> None:
+        super()._set_up(config, device, run_dir)
+        meet(f"rollout worker {self._rank}", self._lines, run_dir)
+
+
+def test_both_pools_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a pool builds its models only when the other one has, or a rank does not log its GPUs first."""
+    settings = ["data.train_files=[a]", "model.path=m", f"trainer.run_dir={tmp_path}", "cluster.gpus=[5,2]"]
+    settings += ["teacher.backend=local", "teacher.path=t", "cluster.order=[rollout,actor]"]
+    config = load_config(None, settings)
+    folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
+    plan = Plan(check_config(config), "cpu", [1], [], [], TEACHER, 9, 1, folder)
+    monkeypatch.setattr(launcher, "ActorWorker", Rank)
+    monkeypatch.setattr(launcher, "RolloutWorker", Engine)
+    with pytest.raises(Met), launcher.started_roles(config, plan):
+        pass
+    assert {file.stem for file in tmp_path.glob("*.met")} == GPUS.keys()
+    for name, gpu in GPUS.items():
+        first = (tmp_path / f"{name}.met").read_text().partition("\n")[0]
+        assert first.startswith(name) and f"CUDA_VISIBLE_DEVICES={gpu}," in first
