@@ -233,14 +233,24 @@ class ActorRole(Protocol):
 
 
 class ReferenceHandle(Protocol):
-    def wait(self) -> list[ScoredChunk]:
-        """Return the batch with `ScoredChunk.reference` set. Raises the error of a failed rank."""
+    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+        """Return the batch with `ScoredChunk.reference` set. Raises the error of a failed rank.
+
+        Args:
+            batch: the chunks of the call in the same order, scored meanwhile.
+        """
+        ...
+
+    def tuner_numbers(self) -> dict[str, float]:
+        """Return the duration of the pass, for tuner.jsonl, after `wait`."""
         ...
 
 
 class ReferenceRole(Protocol):
-    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> ReferenceHandle:
-        """Compute the reference model's logprobs of a batch.
+    def compute_logprobs(
+        self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
+    ) -> ReferenceHandle:
+        """Compute the reference model's logprobs of a batch, which may still wait for the teacher's scores.
 
         A call on the actor's ranks: make it only from the thread that calls the actor.
 
@@ -259,16 +269,16 @@ class WeightSyncRole(Protocol):
 class NoReference:
     """The reference of a run without reference KL: returns each batch unchanged."""
 
-    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> ReferenceHandle:
-        return _Unchanged(list(batch))
+    def compute_logprobs(
+        self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
+    ) -> ReferenceHandle:
+        return self
 
+    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+        return list(batch)
 
-@dataclass(frozen=True, slots=True)
-class _Unchanged:
-    batch: list[ScoredChunk]
-
-    def wait(self) -> list[ScoredChunk]:
-        return self.batch
+    def tuner_numbers(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

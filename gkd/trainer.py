@@ -95,19 +95,22 @@ class Trainer:
             pending = self.source.next_batch(self.step)  # the teacher is already scoring it
         with self.gpus.for_training(m, new_weights_follow=True):
             with m.stage("teacher"):
+                reference = self.roles.reference.compute_logprobs(pending, blocking=False)  # while the teacher scores
                 batch = self.roles.scoring.collect(pending)
             self.metrics.teacher.add(batch)
             check_staleness(batch, self.step, self.source.max_staleness, self.config.trainer.scheduler)
             with self.recorder.recording(self.step + 1, batch, m):
                 with m.stage("reference"):
-                    batch = self.roles.reference.compute_logprobs(batch).wait()
+                    batch = reference.wait(batch)
                 with m.stage("train"):
                     stats = self.roles.actor.train_step(batch)
                 self.source.commit()  # only now does the position in the data move: no prompt is lost or used twice
                 self.step += 1
             with m.stage("rollout"):
                 self.source.wait_until_idle()
-            m.add_tuner(self.metrics.teacher.end_step())  # before the engines get new weights
+            m.add_tuner(
+                self.metrics.teacher.end_step() | reference.tuner_numbers()
+            )  # before the engines get new weights
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
         self.metrics.add_step(m, batch, stats, sync)

@@ -18,12 +18,13 @@ from gkd.actor.rank_barrier import RankBarrier, raised_by_all_ranks
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.referrers import holders
-from gkd.memory.states import Moves
+from gkd.memory.states import GRADS, OPTIMIZER, Moves
 
 log = get_logger("memory")
 
 _LEAK_BYTES = 256 << 20  # a student's buffers and the workspaces of kernels are smaller
 _MAX_HOLDERS = 5  # listed in the warning
+_BUT_PARAMS = (GRADS, OPTIMIZER)
 _OFFLOADING = "offloading states"
 IS_OFFLOAD_STATES = "is_offload_states"
 DISABLE_ADAPTER = "disable_adapter"  # of a call that computes logprobs: by the actor without its LoRA adapters
@@ -117,6 +118,7 @@ class OffloadController:
         *,
         alone: bool = False,
         allowed: Sequence[str] = (IS_OFFLOAD_STATES,),
+        sync_follows: bool = False,
     ) -> Iterator[None]:
         """Have these states on the device during a call, and afterwards where `meta` or else the settings specify.
 
@@ -129,12 +131,14 @@ class OffloadController:
             meta: `is_offload_states`: False leaves the states on the device after this call, True offloads them.
             alone: not all ranks make this call; skip the barriers.
             allowed: keys that the call supports in `meta`, of `META_KEYS`.
+            sync_follows: this rank sends its weights next, so they stay on the device, unless `meta` specifies it.
 
         Raises:
             ValueError: an unknown key in `meta`.
         """
         options = check_meta(meta, allowed)
         offload = bool(options.get(IS_OFFLOAD_STATES, self._automatic))
+        kinds = _BUT_PARAMS if sync_follows and IS_OFFLOAD_STATES not in options else None
         if not offload and not self._ever_moved:
             if not self._student.states.away():
                 yield
@@ -143,7 +147,7 @@ class OffloadController:
         self._ever_moved |= not alone
         call, before_s = _Call(self, alone), self._barrier.waited_s
         try:
-            with state_offload_manager(call, self._metrics, infix, offload, include=include):
+            with state_offload_manager(call, self._metrics, infix, offload, include=include, offload=kinds):
                 try:
                     yield
                 except BaseException as error:
@@ -156,10 +160,13 @@ class OffloadController:
     def take_metrics(self) -> dict[str, float]:
         """Return and reset the metrics of the calls since the last one.
 
-        They are those of `state_offload_manager`, and `time/<infix>/barrier_wait_s`: the part of `onload` and
-        `offload` that this rank waited for the others.
+        They are those of `state_offload_manager`, `time/<infix>/barrier_wait_s`, which is the part of `onload` and
+        `offload` that this rank waited for the others, and once states have moved `memory/moved_to_host` and
+        `memory/moved_to_device`, in GiB copied.
         """
         metrics, self._metrics = self._metrics, {}
+        if self._ever_moved:
+            metrics |= {f"memory/moved_{way}": n / GIB for way, n in self._student.states.take_moved_bytes().items()}
         return metrics
 
     def _finish(self, moves: Moves, include: Sequence[str] | None, alone: bool) -> None:

@@ -104,6 +104,7 @@ class ActorRank:
         self._layout = ParallelLayout(
             tp=actor.tp, pp=actor.pp, world_size=derived.world_size, rank=self._rank, vpp=actor.vpp, ep=actor.ep
         )
+        self._sends_weights = actor.strategy == "fsdp2" or self._layout.exports  # see `ActorPool.exporters`
         with self._memory.diagnosed("building the student"):
             self._student = self._build_student(total_steps, timeout_s)
         self._frozen = FrozenModels(config, self._student, self._layout, self._device, self._name)

@@ -6,6 +6,7 @@ fetches the teacher's scores, because only it computes the loss.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,12 +59,12 @@ class ActorWorker(ActorRank):
         phase = "training step"
         with self._memory.during(phase):
             batches = self._micro_batches(sequence_indices, lists, with_reference=True)[0]
-            with self._offload.states_on_device("train", meta=meta), self._memory.diagnosed(phase):
+            on_device = self._offload.states_on_device("train", meta=meta, sync_follows=self._sends_weights)
+            with on_device, self._memory.diagnosed(phase):
                 stats = self._student.train_step(batches)
-                self._memory.after_step()  # before the teacher's refresh changes what is allocated
-                if self._frozen.has_teacher:
-                    self._phases.enter("refreshing the teacher")
-                    self._frozen.after_step()
+                self._memory.after_step()  # before a refresh of a frozen model changes what is allocated
+                self._phases.enter("refreshing frozen models")
+                self._frozen.after_step()
         return stats
 
     def evaluate(
@@ -119,12 +120,12 @@ class ActorWorker(ActorRank):
                 own, and the student's states are not moved. `is_offload_states`: as for `train_step`.
 
         Returns:
-            As `score`, of [R] float32 arrays.
+            The seconds of the pass, and then as `score` for each chunk, of [R] float32 arrays.
 
         Raises:
             TeacherError, DataError: on all ranks; see `frozen_logprobs`, `base_logprobs`.
         """
-        phase = "reference logprobs"
+        phase, began = "reference logprobs", time.perf_counter()
         with self._memory.during(phase):
             disable_adapter = bool(check_meta(meta, META_KEYS).get(DISABLE_ADAPTER))
             compute = self._frozen.reference_function(disable_adapter=disable_adapter)
@@ -134,7 +135,8 @@ class ActorWorker(ActorRank):
                     results = map_selected(sequence_indices, chunks, compute)
             else:
                 results = map_selected(sequence_indices, chunks, compute)
-        return (None, *results) if results else None
+        seconds = time.perf_counter() - began
+        return (seconds, *results) if results else seconds
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Set the teacher's LM head, [V, D] float32, for the signal `hidden`. On the last pipeline stage only."""

@@ -74,9 +74,7 @@ def check_backend(config: Config, derived: Derived) -> None:
             "with teacher.backend=local the actor's ranks train and score, so scoring cannot overlap with training.",
             "use sync, or teacher.backend=zmq.",
         )
-    if teacher.update_ema > 0.0 and not teacher.update_interval:
-        problem = "teacher.update_interval is 0, so the teacher is never updated."
-        raise ConfigError("teacher.update_ema", teacher.update_ema, problem, "use 0, or set teacher.update_interval.")
+    _check_ema("teacher", teacher)
 
 
 def check_mixture(config: Config, derived: Derived) -> None:
@@ -121,9 +119,21 @@ def check_reference(config: Config, derived: Derived) -> None:
         if not weight and value != item.default:
             problem = "distill.reference_kl_weight is 0, so no reference is used."
             raise ConfigError(f"reference.{item.name}", value, problem, "remove it, or set the weight.")
-    if derived.reference_is_actor and not config.reference.fsdp_cpu_offload:
+    if derived.reference_is_actor:
         problem = "with actor.lora the reference is the actor with its adapters disabled, not a second model."
-        raise ConfigError("reference.fsdp_cpu_offload", False, problem, "remove it, or set reference.path.")
+        for name in ("fsdp_cpu_offload", "update_interval", "update_ema"):
+            value = getattr(config.reference, name)
+            if value != getattr(ReferenceConfig(), name):
+                raise ConfigError(f"reference.{name}", value, problem, "remove it, or set reference.path.")
+    _check_ema("reference", config.reference)
     if weight and share == 0.0:
         problem = "it is estimated from tokens that the student generated, and distill.on_policy_share is 0."
         raise ConfigError("distill.reference_kl_weight", weight, problem, "use 0, or a share above 0.")
+
+
+def _check_ema(section: str, model: TeacherConfig | ReferenceConfig) -> None:
+    if model.update_ema > 0.0 and not model.update_interval:
+        problem = f"{section}.update_interval is 0, so the {section} is never updated."
+        raise ConfigError(
+            f"{section}.update_ema", model.update_ema, problem, f"use 0, or set {section}.update_interval."
+        )

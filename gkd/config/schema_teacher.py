@@ -184,3 +184,17 @@ class ReferenceConfig:
         "actor's states are offloaded while the reference computes.",
         resume=True,
     )
+    update_interval: int = key(
+        0,
+        "Steps between updates of the reference's weights from the student's; 0 = never. Needs a reference of the "
+        "student's architecture, and no adapters (actor.lora) unless reference.path is set. Checkpoints then include "
+        "the reference.",
+        ge=0,
+    )
+    update_ema: float = key(
+        0.0,
+        "An update sets the weights to update_ema x the reference's + (1 - update_ema) x the student's. Above 0 the "
+        "reference is kept in float32.",
+        ge=0,
+        lt=1,
+    )

@@ -59,18 +59,23 @@ def with_local_teacher(
     teacher = config.teacher
     hosted, exact = teacher.fsdp_cpu_offload, teacher.update_ema > 0.0
     part = _with_frozen(part, "teacher", config, config_json, tensors, hosted=hosted, exact=exact, on_cpu=on_cpu)
-    if not teacher.update_interval:
-        return part
-    shards = part.parts.get("teacher_shards", 0) + part.parts.get("teacher_weights", 0)
-    return replace(part, parts={**part.parts, "saved_copy": part.parts["saved_copy"] + shards})
+    return _with_saved_copy(part, "teacher") if teacher.update_interval else part
 
 
 def with_reference(
     part: RankFootprint, config: Config, config_json: Mapping[str, Any], tensors: Tensors | None, *, on_cpu: bool
 ) -> RankFootprint:
     """Return an actor rank's footprint with its share of the reference model. Raises ModelError as `read_dims`."""
-    hosted = config.reference.fsdp_cpu_offload
-    return _with_frozen(part, "reference", config, config_json, tensors, hosted=hosted, exact=False, on_cpu=on_cpu)
+    reference = config.reference
+    hosted, exact = reference.fsdp_cpu_offload, reference.update_ema > 0.0
+    part = _with_frozen(part, "reference", config, config_json, tensors, hosted=hosted, exact=exact, on_cpu=on_cpu)
+    return _with_saved_copy(part, "reference") if reference.update_interval else part
+
+
+def _with_saved_copy(part: RankFootprint, name: str) -> RankFootprint:
+    """Return the footprint with the copy of a model that follows the student, made for a save."""
+    shards = part.parts.get(f"{name}_shards", 0) + part.parts.get(f"{name}_weights", 0)
+    return replace(part, parts={**part.parts, "saved_copy": part.parts["saved_copy"] + shards})
 
 
 def _with_frozen(

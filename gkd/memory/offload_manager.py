@@ -38,6 +38,7 @@ def state_offload_manager(
     is_offload_states: bool = True,
     *,
     include: Sequence[str] | None = None,
+    offload: Sequence[str] | None = None,
 ) -> Iterator[None]:
     """Reload the states, run the block, and offload them again, also after an error in the block or in the reload.
 
@@ -48,7 +49,8 @@ def state_offload_manager(
 
     Args:
         is_offload_states: False: the states stay on the device after the block.
-        include: the kinds that the block needs, of `gkd.memory.states.KINDS`; None: all. All are offloaded afterwards.
+        include: the kinds that the block needs, of `gkd.memory.states.KINDS`; None: all.
+        offload: the kinds that are offloaded afterwards; None, and after an error: all.
     """
 
     def add_time(what: str, began: float) -> None:
@@ -58,11 +60,11 @@ def state_offload_manager(
     def note(what: str) -> None:
         metrics[f"memory/{metric_infix}/{what}"] = strategy.allocated_bytes() / GIB
 
-    def leave() -> None:
+    def leave(kinds: Sequence[str] | None) -> None:
         note("before_offload")
         if is_offload_states:
             began = time.perf_counter()
-            strategy.offload_states()
+            strategy.offload_states(kinds)
             add_time("offload", began)
         note("after_offload")
 
@@ -79,10 +81,10 @@ def state_offload_manager(
             add_time("execute", began)
     except BaseException as error:
         try:
-            leave()
+            leave(None)
         except Exception as later:  # logged; the user needs the first error
             log.error(
                 "after %s the states could not be moved: %s: %s", type(error).__name__, type(later).__name__, later
             )
         raise
-    leave()
+    leave(offload)

@@ -83,6 +83,7 @@ class States:
         self._moves: Moves | None = None
         self._fixed: dict[int, int] = {}  # storage -> bytes that cannot be released here
         self._logged = 0
+        self._moved_bytes = {"to_host": 0, "to_device": 0}
 
     def offload(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
         """Move these kinds (None: all) to host memory; states that are there stay there.
@@ -182,6 +183,11 @@ class States:
         """Return the bytes of the host buffers, in use or not."""
         return sum(kind.buffer.n_bytes for kind in self._kinds.values())
 
+    def take_moved_bytes(self) -> dict[str, int]:
+        """Return and reset the bytes copied `to_host` and `to_device`."""
+        moved, self._moved_bytes = self._moved_bytes, dict.fromkeys(self._moved_bytes, 0)
+        return moved
+
     def _on_device(self, kinds: Sequence[str]) -> Iterator[tuple[str, UntypedStorage]]:
         """Yield (kind, storage) for each storage on the device, once."""
         found, seen = self._find(), set[int]()
@@ -208,6 +214,8 @@ class States:
 
     def _copy(self, moving: Sequence[_Away], *, to_host: bool) -> None:
         """Copy every storage to or from its host memory. On CUDA the copies are enqueued, not complete."""
+        n_bytes = sum(away.n_bytes for away in moving if away.pieces is not None)
+        self._moved_bytes["to_host" if to_host else "to_device"] += n_bytes
         if self._stream is None:
             for away in moving:
                 _copy_one(away, self._device, to_host=to_host)

@@ -32,6 +32,7 @@ SINCE_START = "perf/steps_since_start"  # 1, 2, ...; starts again from 1 after a
 DP, ENGINES, MAX_NUM_SEQS = "perf/dp", "perf/engines", "perf/max_num_seqs"
 WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step include an evaluation
 LENGTH_MEAN = "perf/response_length_mean"  # of the responses that finished in this step
+REFERENCE_S = "perf/reference_s"  # of the reference's pass, also if the loop waited for the teacher meanwhile
 GENERATE_S = "perf/generate_s"  # from the first call to an engine to the last chunk of the batch
 NOT_EACH_STEP = ("eval", "checkpoint", "record")  # stages that do not depend on the split
 _BLOCKED = 0.05  # share of a step; a pool that the loop waits for less than this is not the bottleneck

@@ -1,7 +1,7 @@
 """States that go and come: ours against `.cpu()`/`.cuda()` and FSDP2's CPU offload; and pools that take turns.
 
-    python -m tests.bench.bench_memory [--only switch,optimizer,colocate,overlap] [--device cpu|cuda] [--json FILE]
-                                       [--rounds N]
+    python -m tests.bench.bench_memory [--only switch,optimizer,colocate,overlap,transfers,reference]
+                                       [--device cpu|cuda] [--json FILE] [--rounds N]
 
 On a GPU: a 7B-shaped model in bfloat16 that only computes forwards, and a 1.5B-shaped one with full optimizer state.
 Times are given as a share of one pinned copy of the same size. Without a GPU both sides of a switch are host memory:
@@ -21,7 +21,7 @@ from typing import Any
 from gkd.metrics.writer import read_metrics
 from tests.bench.command import in_fresh_process, parsed, parser, run_parts
 from tests.bench.memory_case import Case, Measured, share_of_copy
-from tests.bench.reload_overlap import overlap
+from tests.bench.step_variants import overlap, reference, transfers
 from tests.bench.teacher_report import Figure, Part, Table
 
 _GIB = 1 << 30
@@ -162,12 +162,12 @@ def colocate(rounds: int) -> Part:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parts = ("switch", "optimizer", "colocate", "overlap")
+    parts = ("switch", "optimizer", "colocate", "overlap", "transfers", "reference")
     made = parser("tests.bench.bench_memory", __doc__ or "", parts, rounds=10)
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     args = parsed(made, parts, argv)
     moving = {"switch": switch, "optimizer": optimizer}
-    loops = {"colocate": colocate, "overlap": overlap}
+    loops = {"colocate": colocate, "overlap": overlap, "transfers": transfers, "reference": reference}
     return run_parts(
         args, lambda name: loops[name](args.rounds) if name in loops else moving[name](args.device, args.rounds)
     )

@@ -1,4 +1,4 @@
-"""Functions that run in the ranks of `test_teacher_checkpoint`: save and load a student and its teacher."""
+"""Functions that run in the ranks of `test_teacher_checkpoint`: save and load a student, its teacher and reference."""
 
 from __future__ import annotations
 
@@ -19,20 +19,31 @@ from tests.dist.student_cases import CPU
 
 STEP = 3  # of the checkpoint; not a multiple of the interval
 EMA = ("teacher.update_interval=2", "teacher.update_ema=0.75", "teacher.signal=hidden")
+# The reference copies the student when the teacher averages, and the reverse.
+REFERENCE = {
+    "ema": ("reference.update_interval=1",),
+    "copy": ("reference.update_interval=2", "reference.update_ema=0.5"),
+}
 COPY = ("teacher.update_interval=2",)
+CASES = (
+    ("ema", "qwen3", (*EMA, *REFERENCE["ema"])),
+    ("copy", "qwen3", (*COPY, *REFERENCE["copy"])),
+    ("tied", "qwen2_tied", EMA),
+)
 
 
 class Pair:
-    """A student and its teacher, as in a worker."""
+    """A student, its teacher and perhaps a reference, as in a worker."""
 
     def __init__(self, root: Path, rank: int, world_size: int, kind: str, overrides: tuple[str, ...]) -> None:
-        from gkd.actor.frozen.teacher import LocalTeacher
+        from gkd.actor.frozen.rank_models import FrozenModels
         from gkd.actor.fsdp.student import FsdpStudent
         from gkd.actor.megatron.layout import ParallelLayout
 
         self.rank = rank
         local = ("teacher.backend=local", f"teacher.path={root / kind}_other", "model.dtype=float32")
-        config = load_config(None, [*local, *overrides])
+        reference = ("distill.reference_kl_weight=1", f"reference.path={root / kind}_other", "model.path=unused")
+        config = load_config(None, [*local, *overrides, *reference])
         self.student = FsdpStudent(
             root / kind,
             optim=OptimSpec(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
@@ -43,26 +54,34 @@ class Pair:
             seed=1,
         )
         layout = ParallelLayout(tp=1, pp=1, world_size=world_size, rank=rank)
-        self.teacher = LocalTeacher(config, self.student, layout, CPU, self.student.n_vocab)
+        self.models = FrozenModels(config, self.student, layout, CPU, f"rank {rank}")
+        self.models.init_teacher(self.student.n_vocab)
+        self.models.init_reference()
+        self.frozen = [model for model in (self.models._teacher._model, self.models._reference) if model is not None]
 
     def step(self, number: int) -> None:
         """End a training step; its new weights do not matter here."""
         self.student.step = number
-        self.teacher.after_step()
+        self.models.after_step()
 
     def save(self, folder: Path) -> None:
         """Start the copy, refresh the teacher, and then write the files."""
-        snapshot = self.teacher.add_to(self.student.snapshot())
+        snapshot = self.models.add_to(self.student.snapshot())
         self.step(STEP + 1)
         write(folder, self.rank, snapshot)
         snapshot.release()
 
     def load(self, folder: Path) -> None:
         self.student.load_checkpoint(folder)
-        self.teacher.load(folder)
+        self.models.load(folder)
 
     def weights(self) -> dict[str, np.ndarray]:
-        return frozen_weights(self.teacher._model)
+        return {f"{m.role} {name}": array for m in self.frozen for name, array in frozen_weights(m).items()}
+
+    def residency(self) -> tuple[int, list[int]]:
+        """Return the bytes on the device, and the addresses of this rank's shards."""
+        shards = [param.to_local().data_ptr() for m in self.frozen for param in m.model.parameters()]  # type: ignore[attr-defined]
+        return self.models.device_bytes(), shards
 
     def head(self) -> np.ndarray:
         head = self.student.loss.teacher_head
@@ -73,9 +92,11 @@ class Pair:
 def save_them(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Write a checkpoint of each kind. Return the teachers' weights at the save, and one step later."""
     out: dict[str, Any] = {}
-    for name, kind, overrides in (("ema", "qwen3", EMA), ("copy", "qwen3", COPY), ("tied", "qwen2_tied", EMA)):
+    for name, kind, overrides in CASES:
         pair = Pair(root, rank, world_size, kind, overrides)
+        before = pair.residency()
         pair.step(2)
+        out[f"{name} stays"] = pair.residency() == before
         pair.student.step = STEP
         at_save = pair.weights()
         pair.save(root / f"{name}_{world_size}")
@@ -88,16 +109,16 @@ def save_them(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 def load_them(rank: int, world_size: int, root: Path, saved_by: int) -> dict[str, Any]:
     """Load the checkpoints of `saved_by` ranks. Return the loaded weights, and the errors of wrong checkpoints."""
     out: dict[str, Any] = {}
-    for name, kind, overrides in (("ema", "qwen3", EMA), ("copy", "qwen3", COPY), ("tied", "qwen2_tied", EMA)):
+    for name, kind, overrides in CASES:
         pair = Pair(root, rank, world_size, kind, overrides)
-        addresses = [param.to_local().data_ptr() for param in pair.teacher._model.model.parameters()]  # type: ignore[attr-defined]
+        before = pair.residency()
         pair.load(root / f"{name}_{saved_by}")
         loaded = pair.weights()
-        out[f"{name} in place"] = addresses == [p.to_local().data_ptr() for p in pair.teacher._model.model.parameters()]  # type: ignore[attr-defined]
+        out[f"{name} in place"] = pair.residency() == before
         if name == "ema":
             out["head"] = pair.head()
             out["refused"] = [
-                caught(lambda p=pair, n=n: p.teacher.load(root / f"{n}_{saved_by}"))  # type: ignore[misc]
+                caught(lambda p=pair, n=n: p.models.load(root / f"{n}_{saved_by}"))  # type: ignore[misc]
                 for n in ("alone", "tied")
             ]
             pair.load(root / f"{name}_{saved_by}")

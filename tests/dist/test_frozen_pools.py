@@ -79,24 +79,26 @@ def test_non_blocking_calls_and_errors(reference: ReferencePool) -> None:
     call.
     """
     good = batch()
-    expected = logprobs(reference.compute_logprobs(good).wait())
+    expected = logprobs(reference.compute_logprobs(good).wait(good))
     pending = reference.compute_logprobs(good, blocking=False)
-    assert same(logprobs(pending.wait(60)), expected) and same(logprobs(pending.wait(60)), expected)
+    assert same(logprobs(pending.wait(good, 60)), expected) and same(logprobs(pending.wait(good, 60)), expected)
+    assert pending.tuner_numbers()["perf/reference_s"] > 0
     assert all((table < 0).all() for chunk in expected for table in chunk)
     first, second = good
     rollouts = ray.get(second.rollouts.ref)
     bad = [*rollouts[:-1], replace(rollouts[-1], response_ids=rollouts[-1].response_ids[:0])]
-    failing = reference.compute_logprobs([first, changed(second, bad)], blocking=False)
+    failing_batch = [first, changed(second, bad)]
+    failing = reference.compute_logprobs(failing_batch, blocking=False)
     for _ in range(2):
         with pytest.raises(TeacherError, match=r"model\.path="):
-            failing.wait(60)
-    assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(60)), expected)
+            failing.wait(failing_batch, 60)
+    assert same(logprobs(reference.compute_logprobs(good, blocking=False).wait(good, 60)), expected)
 
 
 def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
     """Fails if a forward pass computes responses that no term needs, or logprobs reach other sequences."""
     first, second = batch()
-    expected = logprobs(reference.compute_logprobs([first, second]).wait())
+    expected = logprobs(reference.compute_logprobs([first, second]).wait([first, second]))
     rollouts = ray.get(first.rollouts.ref)
     # A sequence that cannot be scored: computing it would raise an error.
     unscorable = [replace(r, prompt_ids=r.prompt_ids[:0], on_policy=False) for r in rollouts]
@@ -104,7 +106,7 @@ def test_dataset_responses_are_not_computed(reference: ReferencePool) -> None:
         ([changed(first, unscorable, on_policy=False), second], (1,)),
         ([changed(first, unscorable, on_policy=False)], ()),
     ):
-        found = logprobs(reference.compute_logprobs(chunks).wait())
+        found = logprobs(reference.compute_logprobs(chunks).wait(chunks))
         assert same([found[i] for i in indices], [expected[i] for i in indices])
         assert [table.tolist() for table in found[0]] == [[0.0] * len(r.response_ids) for r in rollouts]
         assert {table.dtype for table in found[0]} == {np.dtype(np.float32)}

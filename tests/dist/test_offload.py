@@ -18,6 +18,7 @@ from gkd.config.load import load_config
 from gkd.errors import ClusterError, NumericsError
 from gkd.handles import RolloutChunk, ScoredChunk, TrainStats
 from gkd.launcher import worker_env
+from gkd.memory.offload_manager import GIB
 from gkd.memory.states import KINDS
 from gkd.types import TeacherScores, TeacherTopK
 from gkd.weight_sync.buckets import plan_buckets
@@ -132,9 +133,8 @@ def test_states_are_where_the_settings_or_the_call_specify(slots: Pool, model: P
     try:
         expected = [numbers(plain.pool.train_step(some)), numbers(plain.pool.evaluate(some))]
         expected.append(numbers(plain.pool.train_step(some)))
-        assert all(n > 0 for kind, n in plain.device_bytes().items() if kind != "grads"), (
-            "no states move without the setting"
-        )
+        plain_bytes = plain.device_bytes()
+        assert all(n > 0 for kind, n in plain_bytes.items() if kind != "grads"), "no states move without the setting"
         unmoved = numbers(plain.pool.evaluate(some))
         plain.export({"is_offload_states": True})
         assert numbers(plain.pool.evaluate(some)) == unmoved, "the first move was not of all ranks"
@@ -155,7 +155,17 @@ def test_states_are_where_the_settings_or_the_call_specify(slots: Pool, model: P
         assert moved.is_offloaded(), "offloaded from the start"
         first = moved.pool.train_step(some)
         cost = moved.pool.memory_numbers()
-        assert moved.is_offloaded() and {"time/train/onload", "time/train/offload"} <= cost.keys()
+        # Each rank that sends keeps its weights for the sync, so each weight crosses twice a step; others keep nothing.
+        senders = len(moved.pool.exporters()[0])
+        assert senders == (1 if backend == "megatron" else N_RANKS)
+        kept, weights = moved.device_bytes(), plain_bytes["params"] * senders // N_RANKS
+        assert kept == {"params": weights, "grads": 0, "optimizer": 0}
+        assert {"time/train/onload", "time/train/offload"} <= cost.keys()
+        moved.export()
+        assert moved.is_offloaded()
+        after = moved.pool.memory_numbers()
+        assert after["memory/moved_to_device"] == 0, "the sync reloads weights that the step could have kept"
+        assert after["memory/moved_to_host"] * GIB * N_RANKS == pytest.approx(plain_bytes["params"], rel=1e-6)
         assert 0 < cost["time/train/barrier_wait_s"] <= cost["time/train/onload"] + cost["time/train/offload"]
         assert cost["memory/train/before_onload"] == 0 < cost["memory/train/after_onload"]
         got = [numbers(first), numbers(moved.pool.evaluate(some, meta=KEEP))]
@@ -166,6 +176,7 @@ def test_states_are_where_the_settings_or_the_call_specify(slots: Pool, model: P
         got.append(numbers(moved.pool.train_step(some, meta=KEEP)))
         assert got == expected and moved.device_bytes()["optimizer"] > 0
         moved.export()
+        assert moved.pool.train_step(some, meta={"is_offload_states": True}).loss > 0 and moved.is_offloaded()
         moved.pool.offload_states()
         assert moved.is_offloaded()
         _states_after_an_error(moved, some)

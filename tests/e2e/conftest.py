@@ -81,9 +81,14 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return make_lab(tmp_path_factory.mktemp("lab"))
 
 
-def make_lab(root: Path, *, student: Mapping[str, int] = MappingProxyType({})) -> Lab:
+def make_lab(
+    root: Path,
+    *,
+    student: Mapping[str, int] = MappingProxyType({}),
+    teacher: Mapping[str, int] = MappingProxyType({}),
+) -> Lab:
     made = Lab(root, root / "teacher", root / "student", root / "train.jsonl", root / "heldout.jsonl")
-    _save_model(made.teacher, seed=0, layers=2)
+    _save_model(made.teacher, **{"seed": 0, "layers": 2, **teacher})
     _save_model(made.student, **{"seed": 1, "layers": 2, **student})
     rng = np.random.default_rng(0)
     for path, n in ((made.train, N_TRAIN), (made.heldout, N_HELDOUT)):

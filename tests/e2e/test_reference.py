@@ -80,11 +80,12 @@ def test_adapters_use_the_base_model_as_reference(lab: Lab, teacher_port: int) -
 
 @pytest.mark.slow
 def test_a_reference_with_a_local_teacher_resumes_and_replays_bit_exactly(lab: Lab) -> None:
-    """If it fails, a resume or replay uses another reference, or the reference cannot share GPUs with engines and a
-    local teacher.
+    """If it fails, a resume or replay has another reference or loses its updates, or the reference cannot share GPUs
+    with engines and a local teacher.
     """
     local = ("teacher.backend=local", f"teacher.path={lab.teacher}", "trainer.n_gpus_per_node=2", "actor.pp=2")
     local = (*local, "trainer.colocate=true", "rollout.n_gpus_per_node=2", f"reference.path={lab.teacher}")
+    local = (*local, "reference.update_interval=1", "reference.update_ema=0.5")
     lines = train(
         lab, "recorded", 15555, *local, "trainer.save_every=2", "trainer.keep_last=9", "trainer.record_batches=true"
     )

@@ -22,6 +22,8 @@ from teacher_server.config.declare import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r"]
+KL = ["distill.reference_kl_weight=0.1"]
+LORA = ["actor.strategy=fsdp2", "actor.lora.rank=4"]
 LOCAL = ["teacher.backend=local", "teacher.path=t"]
 
 
@@ -211,6 +213,9 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["teacher.fsdp_cpu_offload=false"], "teacher.fsdp_cpu_offload"),
         (["teacher.update_interval=2"], "teacher.update_interval"),
         (["teacher.update_ema=0.5"], "teacher.update_ema"),
+        (["reference.update_interval=2"], "reference.update_interval"),
+        ([*KL, "reference.update_ema=0.5"], "reference.update_ema"),
+        ([*KL, *LORA, "reference.update_interval=2"], "reference.update_interval"),
         ([*LOCAL, "teacher.server_port=1"], "teacher.server_port"),
         ([*LOCAL, "teacher.name=x"], "teacher.name"),
         ([*LOCAL, "teacher.overlap_rollout=false"], "teacher.overlap_rollout"),

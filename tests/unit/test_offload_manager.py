@@ -19,10 +19,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[object] = []
+        self.offloaded: list[object] = []
         self.bytes = 0
 
     def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
         self.calls.append("offload")
+        self.offloaded.append(include)
         self.bytes = 0
 
     def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
@@ -48,6 +50,16 @@ def test_it_reloads_runs_and_offloads_and_measures() -> None:
         "memory/train/after_offload": 0.0,
     }
     assert {"time/train/onload", "time/train/execute", "time/train/offload"} <= metrics.keys()
+
+
+def test_kinds_that_the_next_call_needs_stay_except_after_an_error() -> None:
+    """Fails if a training step offloads weights that the sync reloads at once, or a failed step occupies the device."""
+    strategy = Recorder()
+    with state_offload_manager(strategy, {}, "train", offload=["grads", "optimizer"]):
+        pass
+    with pytest.raises(ArithmeticError), state_offload_manager(strategy, {}, "train", offload=["grads", "optimizer"]):
+        raise ArithmeticError
+    assert strategy.offloaded == [["grads", "optimizer"], None]
 
 
 def test_seconds_under_one_infix_add_up() -> None:

@@ -21,7 +21,7 @@ from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.footprint.report import footprint_table
-from gkd.handles import RolloutChunk, ScoredChunk
+from gkd.handles import PendingScores, RolloutChunk, ScoredChunk
 from gkd.hf.model_dims import read_dims
 from gkd.metrics.writer import read_metrics
 from gkd.preflight.frozen import check_reference
@@ -192,19 +192,24 @@ class Recorder:
     """A reference that records its calls and marks its batches."""
 
     world: World
-    batch: Sequence[ScoredChunk] = ()
 
-    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> Recorder:
+    def compute_logprobs(self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True) -> Recorder:
         self.world.events.append("reference")
-        return Recorder(self.world, batch)
+        return self
 
-    def wait(self) -> list[ScoredChunk]:
-        return [replace(chunk, reference="logprobs") for chunk in self.batch]
+    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+        self.world.events.append("reference waits")
+        return [replace(chunk, reference="logprobs") for chunk in batch]
+
+    def tuner_numbers(self) -> dict[str, float]:
+        return {"perf/reference_s": 0.5}
 
 
 @pytest.mark.parametrize("scheduler", ["sync", "one_step_off"])
 def test_it_is_computed_before_each_training_step_only(tmp_path: Path, scheduler: str) -> None:
-    """Fails if a step trains without it, an evaluation computes it, or its time is not in the metrics."""
+    """Fails if a step trains without it, it starts after the teacher's last score, an evaluation computes it, or its
+    times are not in the metrics.
+    """
     world, trained = World(), []
     settings = ("trainer.total_steps=2", f"trainer.scheduler={scheduler}", "eval.every=1")
     trainer = make(tmp_path, world, *settings, val=PROMPTS[:2])
@@ -212,8 +217,11 @@ def test_it_is_computed_before_each_training_step_only(tmp_path: Path, scheduler
     world.train_step = lambda batch: trained.append([c.reference for c in batch]) or train_step(batch)  # type: ignore
     trainer.roles = replace(trainer.roles, reference=Recorder(world))
     trainer.fit()
-    of_actor = [event for event in world.events if event in ("reference", "train", "evaluate")]
-    assert of_actor == ["evaluate", *["reference", "train", "evaluate"] * 2]
+    steps = ("reference", "collect", "reference waits", "train")
+    of_actor = [event for event in world.events if event in (*steps, "evaluate")]
+    assert of_actor == ["collect", "evaluate", *[*steps, "collect", "evaluate"] * 2]
     assert trained == [["logprobs"] * 2] * 2
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines if "time/reference_s" in line] == [1, 2]
+    tuner = read_metrics(tmp_path / "run" / "tuner.jsonl")
+    assert [line["perf/reference_s"] for line in tuner] == [0.5, 0.5]

@@ -20,48 +20,50 @@ from gkd.actor.common.shards import DTYPES, Piece, ShardReader
 from gkd.actor.fsdp.weights import Place, local_rows
 from gkd.errors import CheckpointError
 
-KIND = "teacher"  # of the pieces, and their key in the meta data
 
+def pieces(places: Mapping[str, Place], role: str) -> list[Piece]:
+    """Return this rank's rows, as live tensors; rank 0 also has the tensors that are not sharded. No collective.
 
-def pieces(places: Mapping[str, Place]) -> list[Piece]:
-    """Return this rank's rows, as live tensors; rank 0 also has the tensors that are not sharded. No collective."""
+    Args:
+        role: "teacher" | "reference": the kind of the pieces, and their key in the meta data.
+    """
     writes_whole = dist.get_rank() == 0
     return [
-        Piece(name, KIND, 0, start, flat)
+        Piece(name, role, 0, start, flat)
         for name, start, flat in _local_parts(places)
         if writes_whole or isinstance(places[name].tensor, DTensor)
     ]
 
 
-def meta(places: Mapping[str, Place]) -> dict[str, Any]:
+def meta(places: Mapping[str, Place], role: str) -> dict[str, Any]:
     """Return the JSON data that must be equal for a checkpoint to match, the same on all ranks."""
-    return {KIND: {name: [_dtype(place.tensor), *place.shape] for name, place in places.items()}}
+    return {role: {name: [_dtype(place.tensor), *place.shape] for name, place in places.items()}}
 
 
 @torch.no_grad()
-def load(folder: Path, places: Mapping[str, Place]) -> None:
+def load(folder: Path, places: Mapping[str, Place], role: str) -> None:
     """Load this rank's rows in place. No collective.
 
     Raises:
-        CheckpointError: the checkpoint has no teacher or a different one, or cannot be read. The model cannot be used
-            afterwards.
+        CheckpointError: the checkpoint has no such model or a different one, or cannot be read. The model cannot be
+            used afterwards.
     """
     with ShardReader(folder) as reader:
-        saved, own = reader.meta.get(KIND), meta(places)[KIND]
+        saved, own = reader.meta.get(role), meta(places, role)[role]
         if saved is None:
             raise CheckpointError(
-                f"{folder} has no weights of the teacher, which teacher.update_interval above 0 requires: an older "
+                f"{folder} has no weights of the {role}, which {role}.update_interval above 0 requires: an older "
                 "version wrote it. Fix: start a new run in another trainer.run_dir."
             )
         for name in dict.fromkeys([*own, *saved]):
             in_checkpoint, here = saved.get(name, "missing"), own.get(name, "missing")
             if in_checkpoint != here:
                 raise CheckpointError(
-                    f"{folder} has a different teacher: {name} is {in_checkpoint} in the checkpoint and {here} here. "
-                    "Fix: restore teacher.path, model.dtype and teacher.update_ema."
+                    f"{folder} has a different {role}: {name} is {in_checkpoint} in the checkpoint and {here} here. "
+                    f"Fix: restore {role}.path, model.dtype and {role}.update_ema."
                 )
         for name, start, flat in _local_parts(places):
-            flat.copy_(reader.read(name, KIND, 0, start, start + flat.numel()))
+            flat.copy_(reader.read(name, role, 0, start, start + flat.numel()))
 
 
 def _local_parts(places: Mapping[str, Place]) -> Iterator[tuple[str, int, Tensor]]:

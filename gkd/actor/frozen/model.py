@@ -100,8 +100,8 @@ class FrozenModel:
         """
         self.device = device
         self._n_threads = threads_per_rank() if cpu_offload and device.type == "cuda" else torch.get_num_threads()
-        role = "local teacher" if key == "teacher.path" else "reference"
-        self._name = f"the {role} ({key}={path})"
+        self.role = "teacher" if key == "teacher.path" else "reference"
+        self._name = f"the {'local teacher' if self.role == 'teacher' else 'reference'} ({key}={path})"
         self._host_copies = HostCopies(torch.device("cpu") if cpu_offload else device)
         self._packing, self._max_batch_tokens = packing, max_batch_tokens
         folder = Path(path)
@@ -193,14 +193,15 @@ class FrozenModel:
     def snapshot(self) -> Snapshot:
         """Start to copy this rank's rows to host memory; the next `refresh` waits for the copy. Not a collective."""
         reshard(self.model)
-        return self._host_copies.snapshot(checkpoint.pieces(self.places), checkpoint.meta(self.places), {})
+        pieces, meta = checkpoint.pieces(self.places, self.role), checkpoint.meta(self.places, self.role)
+        return self._host_copies.snapshot(pieces, meta, {})
 
     def load(self, folder: Path) -> None:
         """Load the weights of a checkpoint in place. Raises CheckpointError: see `gkd.actor.frozen.checkpoint`."""
         reshard(self.model)
         self._host_copies.settle()
         with same_error(self.device):
-            checkpoint.load(folder, self.places)
+            checkpoint.load(folder, self.places, self.role)
 
     def device_bytes(self) -> int:
         """Return the bytes of this rank's shards on its device; with `cpu_offload` on CUDA 0."""

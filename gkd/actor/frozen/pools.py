@@ -11,7 +11,8 @@ training step: `trainer.scheduler` is sync, or batches are replayed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.scatter import scatter_to_ranks
 from gkd.handles import PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.metrics.pools import REFERENCE_S
 from gkd.teacher.scoring import RECORDS, RecordedScoring
 
 # The training step follows immediately, so the actor's weights stay on the device.
@@ -73,15 +75,32 @@ class LocalScoring(RecordedScoring):
 
 
 class PendingReference:
-    """A batch whose reference logprobs are being computed."""
+    """A batch whose reference logprobs are being computed.
 
-    def __init__(self, calls: Pending, batch: list[ScoredChunk]) -> None:
-        self._calls, self._batch = calls, batch
+    Args:
+        begin: starts the calls; returns them and each chunk's handle of logprobs.
+    """
 
-    def wait(self, timeout_s: float | None = None) -> list[ScoredChunk]:
-        """Return the batch, each chunk with the handle of its logprobs. May be repeated. Raises as `Pending.wait`."""
-        self._calls.wait(timeout_s)
-        return self._batch
+    def __init__(self, begin: Callable[[], tuple[Pending, list[Any]]]) -> None:
+        self._begin = functools.cache(begin)
+        self._seconds = 0.0
+
+    def start(self) -> Pending:
+        """Start the calls now instead of in `wait`, and return them."""
+        return self._begin()[0]
+
+    def wait(self, batch: Sequence[ScoredChunk], timeout_s: float | None = None) -> list[ScoredChunk]:
+        """Return the batch, each chunk with the handle of its logprobs. May be repeated. Raises as `Pending.wait`.
+
+        Args:
+            batch: the chunks of the call, scored, in the same order.
+        """
+        calls, handles = self._begin()
+        self._seconds = max(calls.wait(timeout_s).values())
+        return [replace(chunk, reference=handle) for chunk, handle in zip(batch, handles, strict=True)]
+
+    def tuner_numbers(self) -> dict[str, float]:
+        return {REFERENCE_S: self._seconds}
 
 
 class ReferencePool:
@@ -90,31 +109,40 @@ class ReferencePool:
     def __init__(self, workers: Sequence[Any], endpoints: Sequence[Any], config: Config) -> None:
         self._workers, self._endpoints = list(workers), list(endpoints)
         self._timeout_s = config.trainer.stage_timeout_s
-        self._meta = _WITHOUT_ADAPTERS if derive(config).reference_is_actor else None
+        derived = derive(config)
+        self._meta = _WITHOUT_ADAPTERS if derived.reference_is_actor else None
+        # A local teacher scores on the same ranks, with the actor's weights offloaded: before they are reloaded here.
+        self._starts_in_wait = derived.is_local_teacher
 
-    def compute_logprobs(self, batch: Sequence[ScoredChunk], *, blocking: bool = True) -> PendingReference:
+    def compute_logprobs(
+        self, batch: Sequence[PendingScores | ScoredChunk], *, blocking: bool = True
+    ) -> PendingReference:
         """Compute the reference logprobs of a batch, see `gkd.roles.ReferenceRole`.
 
         The reference term excludes dataset responses: they get zeros without a forward pass.
         """
-        on_policy = [chunk.rollouts for chunk in batch if chunk.rollouts.on_policy]
+        pending = PendingReference(functools.partial(self._begin, [chunk.rollouts for chunk in batch]))
+        if blocking:
+            pending.start().wait()
+        elif not self._starts_in_wait:
+            pending.start()
+        return pending
+
+    def _begin(self, batch: Sequence[RolloutChunk]) -> tuple[Pending, list[Any]]:
+        on_policy = [chunk for chunk in batch if chunk.on_policy]
         calls, results = call_scattered(self._workers, "reference_logprobs", on_policy, meta=self._meta)
         computed = iter(results)
-        chunks = []
+        handles = []
         for chunk in batch:
-            endpoint = self._endpoints[chunk.rollouts.dp_rank]
+            endpoint = self._endpoints[chunk.dp_rank]
             # In this concurrency group it does not wait for requests to a teacher server, possibly of the next batch.
-            if chunk.rollouts.on_policy:
+            if chunk.on_policy:
                 parts = next(computed)
                 gather_results = endpoint.gather_results.options(concurrency_group=RECORDS)
-                handle = gather_results.remote(parts.sequence_indices, *parts.refs)
+                handles.append(gather_results.remote(parts.sequence_indices, *parts.refs))
             else:
-                handle = endpoint.zeros.options(concurrency_group=RECORDS).remote(chunk.rollouts.ref)
-            chunks.append(replace(chunk, reference=handle))
-        pending = PendingReference(Pending(calls, "reference logprobs", self._timeout_s), chunks)
-        if blocking:
-            pending.wait()
-        return pending
+                handles.append(endpoint.zeros.options(concurrency_group=RECORDS).remote(chunk.ref))
+        return Pending(calls, "reference logprobs", self._timeout_s), handles
 
 
 @dataclass(slots=True)
@@ -132,7 +160,7 @@ def call_scattered(
 
     Args:
         method: of `ActorWorker`; called with the sequence_indices of each chunk and the chunks' rollouts. It returns
-            None, and then a list of results for each chunk.
+            a value for the whole call, and then a list of results for each chunk.
         options: keyword arguments of the call.
 
     Returns:

@@ -17,6 +17,7 @@ from gkd.config.schema import Config
 from gkd.types import Rollout, TeacherScores
 
 if TYPE_CHECKING:
+    from gkd.actor.frozen.follow import Follower
     from gkd.actor.frozen.model import FrozenModel
     from gkd.actor.frozen.teacher import LocalTeacher
     from gkd.actor.fsdp.student import FsdpStudent
@@ -38,18 +39,24 @@ class FrozenModels:
         self._where = where
         self._teacher: LocalTeacher | None = None
         self._reference: FrozenModel | None = None
+        self._followers: list[LocalTeacher | Follower] = []  # models that follow the student, in the order of the calls
 
     def init_teacher(self, n_vocab: int) -> None:
         """Build the local teacher; its student must be on the device. Raises as `LocalTeacher`."""
         from gkd.actor.frozen.teacher import LocalTeacher
 
         self._teacher = LocalTeacher(self._config, self._student, self._layout, self._device, n_vocab)
+        self._followers.append(self._teacher)
 
     def init_reference(self) -> None:
-        """Build the reference. Raises as `FrozenModel`."""
+        """Build the reference. Raises as `FrozenModel` and `Follower`."""
+        from gkd.actor.frozen.follow import Follower
         from gkd.actor.frozen.reference import frozen_reference
 
-        self._reference = frozen_reference(self._config, self._device)
+        self._reference, reference = frozen_reference(self._config, self._device), self._config.reference
+        interval, ema = reference.update_interval, reference.update_ema
+        follower = Follower(self._reference, self._student, self._layout, self._device, interval=interval, ema=ema)
+        self._followers.append(follower)
 
     def score(
         self, sequence_indices: Sequence[bytes | None], chunks: Sequence[list[Rollout]]
@@ -85,20 +92,18 @@ class FrozenModels:
         """Return the bytes of the models on this rank's device."""
         return sum(model.device_bytes() for model in (self._teacher, self._reference) if model is not None)
 
-    @property
-    def has_teacher(self) -> bool:
-        return self._teacher is not None
-
     def after_step(self) -> None:
-        """Let the teacher follow the student's training step, see `LocalTeacher.after_step`."""
-        if self._teacher is not None:
-            self._teacher.after_step()
+        """Let the models follow the student's training step, see `Follower.after_step`."""
+        for model in self._followers:
+            model.after_step()
 
     def add_to(self, snapshot: Snapshot) -> Snapshot:
-        """Return the student's snapshot with that of a teacher that follows it. Not a collective."""
-        return snapshot if self._teacher is None else self._teacher.add_to(snapshot)
+        """Return the student's snapshot with those of the models that follow it. Not a collective."""
+        for model in self._followers:
+            snapshot = model.add_to(snapshot)
+        return snapshot
 
     def load(self, folder: Path) -> None:
-        """Load the teacher of a checkpoint, see `LocalTeacher.load`."""
-        if self._teacher is not None:
-            self._teacher.load(folder)
+        """Load the models of a checkpoint that follow the student, see `Follower.load`."""
+        for model in self._followers:
+            model.load(folder)

@@ -35,6 +35,7 @@ def frozen_reference(config: Config, device: torch.device) -> FrozenModel:
         cpu_offload=config.reference.fsdp_cpu_offload,
         packing=actor.packing,
         max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
+        float32_weights=config.reference.update_ema > 0.0,
         trust_remote_code=config.model.trust_remote_code,
     )
 

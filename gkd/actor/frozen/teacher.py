@@ -5,30 +5,24 @@ Data flow of a batch: rollout -> *teacher scores* -> micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from gkd.actor.common.base import Student
 from gkd.actor.common.host_copies import Snapshot
+from gkd.actor.frozen.follow import Follower
 from gkd.actor.frozen.model import FrozenModel, Table
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.scatter import map_selected
-from gkd.errors import ConfigError, ModelError
-from gkd.hf.folder import TensorPlan, exhaust
-from gkd.log import get_logger
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores, TeacherTopK
 from teacher_server.engines.base import ScoreParams
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import Signal, Wire
-
-log = get_logger("frozen.teacher")
 
 
 class LocalTeacher:
@@ -48,8 +42,7 @@ class LocalTeacher:
         self, config: Config, student: Student, layout: ParallelLayout, device: torch.device, n_vocab: int
     ) -> None:
         teacher, actor = config.teacher, config.actor
-        self._student, self._layout, self._device, self._n_vocab = student, layout, device, n_vocab
-        self._interval, self._ema = teacher.update_interval, teacher.update_ema
+        self._student, self._n_vocab = student, n_vocab
         derived = derive(config)
         self._model = FrozenModel(
             teacher.path,
@@ -59,13 +52,13 @@ class LocalTeacher:
             cpu_offload=teacher.fsdp_cpu_offload,
             packing=actor.packing,
             max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
-            float32_weights=self._ema > 0.0,
+            float32_weights=teacher.update_ema > 0.0,
             trust_remote_code=config.model.trust_remote_code,
         )
         self._signals = derived.signals
         self._params = [self._score_params(config, each) for each in self._signals]
-        if self._interval:
-            self._check_can_follow()
+        interval, ema = teacher.update_interval, teacher.update_ema
+        self._follower = Follower(self._model, student, layout, device, interval=interval, ema=ema)
         self._hand_over_head()
 
     def score(
@@ -87,39 +80,18 @@ class LocalTeacher:
         return self._model.device_bytes()
 
     def after_step(self) -> None:
-        """Copy the student's weights every teacher.update_interval steps; call it after each step of the student."""
-        if self._interval and self._student.step % self._interval == 0:
-            self._refresh()
-
-    def add_to(self, student: Snapshot) -> Snapshot:
-        """Return the student's snapshot, joined with this rank's rows of the teacher if it follows the student.
-
-        Not a collective. The copy to host memory is started; the next refresh waits for it.
-        """
-        return student.join(self._model.snapshot()) if self._interval else student
-
-    def load(self, folder: Path) -> None:
-        """Load the teacher from a checkpoint of any number of ranks; no-op if it does not follow the student.
-
-        Raises:
-            CheckpointError: the checkpoint has no teacher or a different one, see `gkd.actor.frozen.checkpoint.load`.
-        """
-        if self._interval:
-            self._model.load(folder)
+        """Refresh the teacher every teacher.update_interval steps, see `Follower.after_step`."""
+        if self._follower.after_step():
             self._hand_over_head()
 
-    def _refresh(self) -> None:
-        self._model.refresh(whole_student(self._student, self._layout, self._device), self._ema)
-        self._hand_over_head()
-        log.info("step %d: refreshed the teacher from the student (ema %g)", self._student.step, self._ema)
+    def add_to(self, student: Snapshot) -> Snapshot:
+        """Return the student's snapshot with that of the teacher, see `Follower.add_to`. Not a collective."""
+        return self._follower.add_to(student)
 
-    def _check_can_follow(self) -> None:
-        plan = [spec for stage in stage_plans(self._student, self._layout) for spec in stage]
-        try:
-            self._model.check_plan(plan)
-        except ModelError as error:
-            fix = "use 0, or a teacher.path of the student's architecture."
-            raise ConfigError("teacher.update_interval", self._interval, f"{error}.", fix) from error
+    def load(self, folder: Path) -> None:
+        """Load the teacher of a checkpoint, see `Follower.load`. Raises CheckpointError."""
+        if self._follower.load(folder):
+            self._hand_over_head()
 
     def _hand_over_head(self) -> None:
         if "hidden" in self._signals:
@@ -143,31 +115,3 @@ class LocalTeacher:
             else:
                 fields[SIGNAL_FIELDS[signal]] = table
         return TeacherScores(**fields)
-
-
-def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPlan]]:
-    """Return, by pipeline stage, the export plan of its ranks. Collective over the world."""
-    plans: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(plans, (layout.pp_rank, student.export_plan()))
-    by_stage = dict(plans)
-    return [by_stage[stage] for stage in range(layout.pp)]
-
-
-def whole_student(student: Student, layout: ParallelLayout, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of the student on every rank, stage after stage. Collective over the world.
-
-    The ranks of a stage produce its tensors by `Student.export`; the first of them broadcasts each to all ranks.
-    """
-    if layout.pp == 1:
-        yield from student.export()
-        return
-    for stage, plan in enumerate(stage_plans(student, layout)):
-        own = student.export() if layout.pp_rank == stage else iter(())
-        first = stage * layout.world_size // layout.pp  # see `ParallelLayout` for the order of ranks
-        for name, shape, dtype in plan:
-            exported = next(own, None)
-            # The broadcast overwrites the tensors of the stage's other ranks with equal ones.
-            tensor = torch.empty(shape, dtype=dtype, device=device) if exported is None else exported[1].contiguous()
-            dist.broadcast(tensor, src=first)
-            yield name, tensor
-        exhaust(own)

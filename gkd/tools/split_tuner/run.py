@@ -25,6 +25,7 @@ from gkd.metrics.pools import (
     NOT_EACH_STEP,
     PASS_SUMS,
     QUANTILES,
+    REFERENCE_S,
     SINCE_START,
     WITH_EVALUATION,
     WORKERS,
@@ -131,7 +132,7 @@ class _Table:
 def read_steps(folder: Path) -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl, each with the numbers of its step in tuner.jsonl.
 
-    Runs of older versions have no tuner.jsonl: all their numbers are in metrics.jsonl, one under its old name.
+    Runs of older versions have no tuner.jsonl: all their numbers are in metrics.jsonl, some under another name.
     """
     lines = read_metrics(folder / "metrics.jsonl")
     tuner = folder / "tuner.jsonl"
@@ -139,7 +140,8 @@ def read_steps(folder: Path) -> list[dict[str, float]]:
     merged = [
         line | by_step[line["step"]] if "loss/total" in line and line["step"] in by_step else line for line in lines
     ]
-    return [{GENERATE_S: line["perf/answer_s"], **line} if "perf/answer_s" in line else line for line in merged]
+    older = {GENERATE_S: "perf/answer_s", REFERENCE_S: "time/reference_s"}
+    return [{name: line[old] for name, old in older.items() if old in line} | line for line in merged]
 
 
 def _steps(folder: Path, last: int) -> list[dict[str, float]]:
@@ -318,7 +320,7 @@ def _training(config: Config, sizes: Sizes, table: _Table, notes: list[str]) -> 
     tokens = (table["rollout/response_tokens"] + table["rollout/prompt_tokens"]) / sizes.dp
     if not config.actor.balance:
         tokens = table["perf/group_tokens_max"]
-    fitted = line(tokens, table["time/train_s"] + table.get("time/reference_s"))
+    fitted = line(tokens, table["time/train_s"] + table.get(REFERENCE_S))
     if fitted.is_assumed:
         notes.append("training is proportional to the tokens: the tokens of the steps differ too little")
     return fitted.fixed, fitted.slope

@@ -1,0 +1,111 @@
+"""Let a frozen model follow the student: a teacher for self-distillation, or a reference that moves with the actor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gkd.actor.common.base import Student
+from gkd.actor.common.host_copies import Snapshot
+from gkd.actor.frozen.model import FrozenModel
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.errors import ConfigError, ModelError
+from gkd.hf.folder import TensorPlan, exhaust
+from gkd.log import get_logger
+
+log = get_logger("frozen.follow")
+
+
+class Follower:
+    """Copy the student's weights into a frozen model every `interval` steps. Its methods are collectives of all ranks.
+
+    Args:
+        layout: of the student, which maps pipeline stages to ranks.
+        interval: 0: never; then the model is not part of checkpoints.
+        ema: share of the old weights that a refresh keeps; 0: copy.
+
+    Raises:
+        ConfigError: naming update_interval of the model's section: model and student have different architectures.
+    """
+
+    def __init__(
+        self,
+        model: FrozenModel,
+        student: Student,
+        layout: ParallelLayout,
+        device: torch.device,
+        *,
+        interval: int,
+        ema: float,
+    ) -> None:
+        self._model, self._student, self._layout, self._device = model, student, layout, device
+        self._interval, self._ema = interval, ema
+        if interval:
+            self._check_can_follow()
+
+    def after_step(self) -> bool:
+        """Refresh the model if it is due; call it after each step of the student. Return whether it was."""
+        if not self._interval or self._student.step % self._interval:
+            return False
+        self._model.refresh(whole_student(self._student, self._layout, self._device), self._ema)
+        log.info("step %d: refreshed the %s from the student (ema %g)", self._student.step, self._model.role, self._ema)
+        return True
+
+    def add_to(self, student: Snapshot) -> Snapshot:
+        """Return the student's snapshot, joined with this rank's rows of the model if it follows the student.
+
+        Not a collective. The copy to host memory is started; the next refresh waits for it.
+        """
+        return student.join(self._model.snapshot()) if self._interval else student
+
+    def load(self, folder: Path) -> bool:
+        """Load the model from a checkpoint of any number of ranks, if it follows the student; return whether it does.
+
+        Raises:
+            CheckpointError: the checkpoint has no such model or a different one, see `gkd.actor.frozen.checkpoint`.
+        """
+        if self._interval:
+            self._model.load(folder)
+        return bool(self._interval)
+
+    def _check_can_follow(self) -> None:
+        plan = [spec for stage in stage_plans(self._student, self._layout) for spec in stage]
+        try:
+            self._model.check_plan(plan)
+        except ModelError as error:
+            role = self._model.role
+            fix = f"use 0, or a {role}.path of the student's architecture."
+            raise ConfigError(f"{role}.update_interval", self._interval, f"{error}.", fix) from error
+
+
+def stage_plans(student: Student, layout: ParallelLayout) -> list[list[TensorPlan]]:
+    """Return, by pipeline stage, the export plan of its ranks. Collective over the world."""
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, (layout.pp_rank, student.export_plan()))
+    by_stage = dict(plans)
+    return [by_stage[stage] for stage in range(layout.pp)]
+
+
+def whole_student(student: Student, layout: ParallelLayout, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of the student on every rank, stage after stage. Collective over the world.
+
+    The ranks of a stage produce its tensors by `Student.export`; the first of them broadcasts each to all ranks.
+    """
+    if layout.pp == 1:
+        yield from student.export()
+        return
+    for stage, plan in enumerate(stage_plans(student, layout)):
+        own = student.export() if layout.pp_rank == stage else iter(())
+        first = stage * layout.world_size // layout.pp  # see `ParallelLayout` for the order of ranks
+        for name, shape, dtype in plan:
+            exported = next(own, None)
+            # The broadcast overwrites the tensors of the stage's other ranks with equal ones.
+            tensor = torch.empty(shape, dtype=dtype, device=device) if exported is None else exported[1].contiguous()
+            dist.broadcast(tensor, src=first)
+            yield name, tensor
+        exhaust(own)
