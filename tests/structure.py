@@ -21,13 +21,13 @@ TOP = ("gkd", "teacher_server")
 _ORDER = """
 teacher_server.errors teacher_server.log teacher_server.wire teacher_server.config teacher_server.engines
 teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.main teacher_server.__main__
-gkd.errors gkd.log gkd.types gkd.handles gkd.config gkd.roles
+gkd.errors gkd.log gkd.types gkd.handles gkd.config.old_names gkd.config gkd.roles
 gkd.run gkd.metrics gkd.data gkd.pipeline gkd.trainer
 gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
 gkd.rollout gkd.teacher gkd.gpu_map
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
 gkd.preflight gkd.launcher gkd.main_gkd
-gkd.tools.split_tuner gkd.tools gkd.quickstart
+gkd.tools.split_tuner gkd.tools.migrate gkd.tools gkd.quickstart
 """
 ORDER = tuple(_ORDER.split())
 MAP_PAGE = ROOT / "CONTRIBUTING.md"

@@ -1,84 +1,84 @@
-"""Suggest a key for one that does not exist: names known from verl, TRL and Megatron, then the nearest key."""
+"""Suggest a key for one that does not exist: the setting of another system that it is, else the nearest key."""
 
 from __future__ import annotations
 
-import difflib
+import functools
+from collections.abc import Sequence
 
 from gkd.config.key_list import all_keys, sections
+from gkd.config.old_names.row import Row
+from gkd.config.old_names.systems import SYSTEMS, old_rows
 
-# The last part of a foreign key, or the whole key -> the key here, or a sentence.
-_METRICS = "metrics are written to metrics.jsonl in trainer.run_dir."
-FOREIGN = {
-    "ckpt_path": "trainer.resume",
-    "context_parallel_size": "context parallelism is not supported.",
-    "cp": "context parallelism is not supported.",
-    "default_local_dir": "trainer.run_dir",
-    "distill.temperature": "teacher.temperature",
-    "enable_gradient_checkpointing": "actor.recompute",
-    "eval_steps": "eval.every",
-    "experiment_name": _METRICS,
-    "expert_model_parallel_size": "actor.ep",
-    "grad_offload": "actor.offload_train",
-    "gradient_checkpointing": "actor.recompute",
-    "learning_rate": "actor.optim.lr",
-    "lmbda": "distill.on_policy_share",
-    "lambda": "distill.on_policy_share",
-    "logger": _METRICS,
-    "lora_r": "actor.lora.rank",
-    "lr_scheduler_type": "actor.optim.schedule",
-    "lr_warmup_steps": "actor.optim.warmup_steps",
-    "max_completion_length": "data.max_response_length",
-    "max_grad_norm": "actor.optim.clip_grad",
-    "max_new_tokens": "data.max_response_length",
-    "max_steps": "trainer.total_steps",
-    "max_tokens": "data.max_response_length",
-    "model_name_or_path": "model.path",
-    "num_generations": "rollout.n",
-    "num_train_epochs": "trainer.total_epochs",
-    "optimizer_offload": "actor.offload_train",
-    "output_dir": "trainer.run_dir",
-    "param_offload": "actor.offload_train",
-    "per_device_train_batch_size": "actor.micro_batch_size",
-    "pipeline_model_parallel_size": "actor.pp",
-    "ppo_max_token_len_per_gpu": "actor.max_tokens_per_micro_batch",
-    "ppo_micro_batch_size": "actor.micro_batch_size",
-    "ppo_micro_batch_size_per_gpu": "actor.micro_batch_size",
-    "ppo_mini_batch_size": "trainer.global_batch_size",
-    "project_name": _METRICS,
-    "report_to": _METRICS,
-    "resume_from_checkpoint": "trainer.resume",
-    "resume_from_path": "trainer.resume",
-    "resume_mode": "trainer.resume",
-    "rollout.name": "vLLM is the only rollout engine; remove the key.",
-    "rollout.tensor_model_parallel_size": "rollout.tp",
-    "save_freq": "trainer.save_every",
-    "save_steps": "trainer.save_every",
-    "save_total_limit": "trainer.keep_last",
-    "target_modules": "actor.lora.targets",
-    "teacher.model": "teacher.path",
-    "teacher.n_gpus_per_node": "remove the key: the GPUs of the teacher are chosen where its server is started "
-    "(python -m teacher_server).",
-    "teacher_model_name_or_path": "teacher.path",
-    "tensor_model_parallel_size": "actor.tp",
-    "test_freq": "eval.every",
-    "top_k": "top-k sampling is not supported, use rollout.top_p; the teacher's top-k is teacher.topk.",
-    "total_training_steps": "trainer.total_steps",
-    "train_batch_size": "trainer.global_batch_size",
-    "use_dynamic_bsz": "actor.max_tokens_per_micro_batch",
-    "use_remove_padding": "actor.packing",
-    "virtual_pipeline_model_parallel_size": "actor.vpp",
-}
 _MOST = 3  # keys of one suggestion
 
 
 def suggestion(key: str) -> str:
     """Return what to write instead of a key that does not exist, as a sentence."""
-    last = key.rpartition(".")[2]
-    foreign = FOREIGN.get(key) or FOREIGN.get(last)
-    if foreign:
-        return f"use {foreign}." if foreign in all_keys() else foreign
-    nearest = difflib.get_close_matches(key, [*all_keys(), *sections()], n=1, cutoff=0.75)
-    # The same name in another section, such as `actor.lr`.
-    elsewhere = [name for name in all_keys() if name.rpartition(".")[2] == last][:_MOST]
-    found = nearest if nearest and not elsewhere else elsewhere
+    if rows := old_rows(key, _own_words()):
+        return _instead(rows)
+    found = nearest_keys(key)
     return f"did you mean {' or '.join(found)}?" if found else "python -m gkd.main_gkd --help lists all keys."
+
+
+def nearest_keys(key: str) -> list[str]:
+    """Return the keys or sections that differ by a typing error, else the keys of this name in other sections."""
+    typed = [name for name in (*all_keys(), *sections()) if _is_typing_error(key, name)]
+    last = key.rpartition(".")[2]
+    return (typed or [name for name in all_keys() if name.rpartition(".")[2] == last])[:_MOST]
+
+
+def flag_suggestion(word: str) -> str:
+    """Return what to write instead of a flag of another system; empty: it is not listed."""
+    flag = word.partition("=")[0]
+    return _instead([(t.title, row) for t in SYSTEMS.values() if (row := t.find(flag))]) if flag.startswith("-") else ""
+
+
+def is_hydra_flag(word: str) -> bool:
+    """Return whether a word is a flag of Hydra's own, such as --config-name."""
+    row = SYSTEMS["verl"].find("--config-name")
+    return word.startswith("-") and row is not None and word.partition("=")[0] in row.names
+
+
+def _instead(rows: Sequence[tuple[str, Row]]) -> str:
+    if len({row.new or row.note for _, row in rows}) > 1:
+        return " ".join(f"{title}: {_text(row, row.note)}" for title, row in rows)
+    notes = {row.note for _, row in rows}
+    return next((_text(row, row.note if len(notes) == 1 else "") for _, row in rows), "")
+
+
+def _text(row: Row, note: str) -> str:
+    if row.new:
+        return f"use {' and '.join(row.keys)}{f' ({note})' if note else ''}."
+    return f"remove it: {note}"
+
+
+def _is_typing_error(key: str, name: str) -> bool:
+    """Return whether each part differs by at most two letters (one if it has up to five), or only dots are confused.
+
+    In words of up to three letters, such as tp and pp, every letter matters; only one too many or too few is an error.
+    """
+    ours, theirs = key.split("."), name.split(".")
+    if len(ours) != len(theirs):
+        return key.replace(".", "_") == name.replace(".", "_")
+    return all(
+        a == b or _edits(a, b) <= (2 if len(b) > 5 else 1 if len(b) > 3 or len(a) != len(b) else 0)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _edits(a: str, b: str) -> int:
+    """Return how many letters to insert, delete or replace to turn a text into another; exact up to 2."""
+    if abs(len(a) - len(b)) > 2:
+        return 3  # or more
+    above = list(range(len(b) + 1))
+    for i, left in enumerate(a, start=1):
+        row = [i]
+        for j, right in enumerate(b, start=1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (left != right)))
+        above = row
+    return above[-1]
+
+
+@functools.cache
+def _own_words() -> frozenset[str]:
+    return frozenset(word for name in all_keys() for word in name.split("."))

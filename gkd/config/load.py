@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gkd.config.check_values import value_errors
-from gkd.config.foreign_keys import suggestion
+from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
 from gkd.config.key_list import all_keys, sections
 from gkd.config.schema import Config, LossTermConfig
 from gkd.errors import ConfigError
@@ -75,8 +76,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line with `key=value` overrides; exits with a hint if an override is written like a flag."""
+    for word in sys.argv[1:] if argv is None else argv:
+        if is_hydra_flag(word):  # before argparse reports that --config is missing
+            parser.error(f"{word}: {flag_suggestion(word)}")
     args, unknown = parser.parse_known_intermixed_args(argv)
     for word in unknown:
+        if hint := flag_suggestion(word):
+            parser.error(f"{word}: {hint}")
         key, _, value = word.lstrip("-").partition("=")
         if key.partition(".")[0] in sections():
             parser.error(f"{word}: write settings without the dashes, as {key}={value or 'VALUE'}")

@@ -23,7 +23,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "peft": ("gkd/actor/fsdp/lora.py",),
     "accelerate": ("gkd/actor/fsdp/model.py",),
-    "omegaconf": ("gkd/config/load.py",),
+    "omegaconf": ("gkd/config/load.py", "gkd/tools/migrate/read.py", "gkd/tools/migrate/report.py"),
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
     "yaml": ("teacher_server/config/settings.py",),

@@ -1,0 +1,83 @@
+"""Write the YAML with its report as comments, and list what is still to set."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gkd.config.check import check_config
+from gkd.config.key_list import all_keys
+from gkd.config.load import load_config
+from gkd.config.old_names.row import Table
+from gkd.config.schema import Config
+from gkd.errors import ConfigError
+from gkd.tools.migrate.convert import STATUSES, Entry, settings_of
+
+
+def summary(entries: list[Entry]) -> str:
+    """Return the number of old keys of each kind."""
+    counts = Counter(entry.status for entry in entries if entry.is_set)
+    n_defaults = sum(not entry.is_set for entry in entries)
+    parts = [f"{counts[status]} {words}" for status, words in STATUSES.items()]
+    return f"{sum(counts.values())} old keys: {', '.join(parts)}; {n_defaults} defaults of the other system written out"
+
+
+def yaml_text(table: Table, source: str, entries: list[Entry]) -> str:
+    """Return the YAML: the report and the next things to set as comments, then the settings."""
+    settings = OmegaConf.create()
+    for key, value in settings_of(entries).items():
+        OmegaConf.update(settings, key, value)
+    body = OmegaConf.to_yaml(settings) if len(settings) else "{}\n"
+    lines = [f"from {source}, by python -m gkd.tools.migrate {table.name}", summary(entries), ""]
+    for status, words in STATUSES.items():
+        chosen = [entry for entry in entries if entry.status == status]
+        lines += [f"{words}:", *(f"  {_line(entry, table)}" for entry in chosen), ""] if chosen else []
+    steps = next_steps(body)
+    lines += ["next:", *(f"  {step}" for step in steps)] if steps else ["check_config accepts these settings."]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n" + body
+
+
+def next_steps(body: str) -> list[str]:
+    """Return what the checks still refuse: missing and invalid values, then the first contradiction between keys."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.yaml"
+        file.write_text(body)
+        config = load_config(file)
+    found = _errors(config)
+    _fill_required(config)
+    return [*found, *(step for step in _errors(config) if step not in found)]
+
+
+def _errors(config: Config) -> list[str]:
+    try:
+        check_config(config)
+    except ConfigError as error:
+        first = ConfigError(error.key, error.value, error.problem, error.fix)
+        return [str(each) for each in (first, *error.more)]
+    return []
+
+
+def _fill_required(config: Config) -> None:
+    """Give a value to each required key that is empty, so that the checks of several keys can run."""
+    for name, each in all_keys().items():
+        section, _, field = name.rpartition(".")
+        owner = getattr(config, section, None)
+        if each.key.required and dataclasses.is_dataclass(owner) and not getattr(owner, field):
+            setattr(owner, field, ["file.jsonl"] if each.type.startswith("list") else "folder")
+
+
+def _line(entry: Entry, table: Table) -> str:
+    origin = f"{entry.old} = {_short(entry.value)}" if entry.is_set else f"{entry.old} is not set, {table.title} uses"
+    value = "" if entry.is_set else f" {_short(entry.value)}"
+    arrow = ", ".join(f"{key}: {_short(value)}" for key, value in entry.settings.items())
+    note = f"  ({entry.note.rstrip('.')})" if entry.note else ""
+    return f"{origin}{value}{f' -> {arrow}' if arrow else ''}{note}"
+
+
+def _short(value: Any) -> str:
+    return " ".join(str(value).split())
