@@ -1,38 +1,25 @@
-"""Compare footprints with the memory of a GPU: what does not fit, and which changes of settings help by how much.
-
-A fix is tried before it is named: a changed copy of the settings has to pass `check_config`, and its footprint has to
-be smaller.
-"""
+"""Compare footprints with the memory of a GPU: what does not fit, and how much is left."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gkd.config.check import check_config
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.errors import ConfigError, ModelError
-from gkd.footprint.rank import GENERATE, RankFootprint, engine_of, shared_phases
+from gkd.footprint.rank import RankFootprint, engine_of, shared_phases
 from gkd.footprint.rollout import kv_max, kv_room_bytes, max_sequences
-from gkd.memory.remedies import ACTOR_REMEDIES, ENGINE_REMEDIES, ENGINE_TP
-from gkd.memory.remedy import Changes, as_yaml
 
 GIB = 1 << 30
-_MAX_UTILIZATION = 0.95  # that is recommended
-
-Refit = Callable[[Config], Sequence[RankFootprint]]  # the footprints of changed settings, as `footprint` returns them
+ADVISED_MARGIN = 0.1  # of a GPU: fragmentation and what no estimate counts
 
 
-def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config, refit: Refit | None = None) -> list[str]:
-    """Return one line for each problem, with its fixes; empty if everything fits.
+def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> list[str]:
+    """Return one line for each problem; empty if everything fits. `gkd.footprint.combination` finds what to change.
 
     Args:
         footprints: of `footprint`, and of `teacher_footprint` to check the teacher, too.
         gpu_bytes: memory of one GPU; every rank has one, which it may share with an engine.
-        refit: None: look for no fixes.
 
     Raises:
         ValueError: gpu_bytes is not positive.
@@ -43,15 +30,32 @@ def check(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config, r
     case = _Case(footprints, gpu_bytes, config)
     for part in footprints:
         for need, lack in _missing(part, case).items():
-            if lack <= 0:
-                continue
-            fixes = ["more GPUs for each teacher worker"] if part.role == "teacher" else []
-            if refit is not None and part.role != "teacher":
-                index = [other for other in footprints if other.role == part.role].index(part)
-                fixes = list(_fixes(part, index, need, case, refit)) or ["a larger GPU"]
-            fix = f" Fix: {'; '.join(fixes)}." if fixes else ""
-            problems.append(f"{_sentence(part, need, lack, case)}.{fix}")
+            if lack > 0:
+                fix = " Fix: more GPUs for each teacher worker." if part.role == "teacher" else ""
+                problems.append(f"{_sentence(part, need, lack, case)}.{fix}")
     return problems
+
+
+def shortages(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> dict[tuple[str, str], int]:
+    """Return the missing bytes of the neediest rank by (role, need), the advised margin included; 0 or less: enough.
+
+    The needs of an actor are the phases of its GPU, those of an engine as in `_missing`. An engine needs no margin.
+    """
+    case, found = _Case(footprints, gpu_bytes, config), dict[tuple[str, str], int]()
+    for part in footprints:
+        needs = _missing(part, case)
+        if part.role == "actor":
+            allowed = round(gpu_bytes * (1 - ADVISED_MARGIN))
+            needs = {phase: size - allowed for phase, size in _phases(part, case).items()}
+        for need, lack in needs.items():
+            found[part.role, need] = max(lack, found.get((part.role, need), lack))
+    return found
+
+
+def actor_peak(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> int:
+    """Return the bytes on the fullest GPU of the actor, with its engine if they share it."""
+    case = _Case(footprints, gpu_bytes, config)
+    return max(max(_phases(part, case).values()) for part in footprints if part.role == "actor")
 
 
 def smallest_margin(footprints: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> tuple[str, float]:
@@ -90,6 +94,13 @@ class _Case:
         return self.config.trainer.colocate and self.config.trainer.device != "cpu"
 
 
+def _phases(part: RankFootprint, case: _Case) -> dict[str, int]:
+    """Return the bytes on the GPU of an actor rank by phase, with its engine if they share it."""
+    if case.is_shared:
+        return shared_phases(part, engine_of(case.footprints), case.gpu_bytes, case.config)
+    return part.phases()
+
+
 def _missing(part: RankFootprint, case: _Case) -> dict[str, int]:
     """Return the missing bytes for each need of a rank; 0 or less if there is enough.
 
@@ -98,8 +109,7 @@ def _missing(part: RankFootprint, case: _Case) -> dict[str, int]:
     """
     gpu_bytes, config = case.gpu_bytes, case.config
     if case.is_shared and part.role == "actor":
-        phases = shared_phases(part, engine_of(case.footprints), gpu_bytes, config)
-        return {phase: size - gpu_bytes for phase, size in phases.items()}
+        return {phase: size - gpu_bytes for phase, size in _phases(part, case).items()}
     if part.role != "rollout" or config.trainer.device == "cpu":
         return {"all": part.total_bytes - gpu_bytes}
     sequence = kv_max(part) // max_sequences(config) - kv_room_bytes(part, gpu_bytes, config)
@@ -122,57 +132,3 @@ def _sentence(part: RankFootprint, need: str, lack: int, case: _Case) -> str:
         return f"{name} needs {gib(part.total_bytes)}, {gib(lack)} more than the GPU's {gib(gpu_bytes)}"
     both = gib(lack + gpu_bytes)
     return f"{name} and its engine need {both} ({need}), {gib(lack)} more than the GPU's {gib(gpu_bytes)}"
-
-
-def _fixes(part: RankFootprint, index: int, need: str, case: _Case, refit: Refit) -> Iterator[str]:
-    """Yield the changes that help, largest saving first. A change that worsens another shortage of the rank is dropped.
-
-    Args:
-        index: of the rank among those of its role.
-        need: that is not met, see `_missing`.
-    """
-    missing, config = _missing(part, case), case.config
-    tried = _actor_changes(part, need, case) if part.role == "actor" else _rollout_changes(part, case)
-    savings = []
-    for changes in filter(None, tried):
-        changed = deepcopy(config)
-        for key, value in changes.items():
-            section, _, name = key.partition(".")
-            setattr(getattr(changed, section), name, value)
-        try:
-            check_config(changed)
-            all_then = refit(changed)
-            then = [other for other in all_then if other.role == part.role][index]
-        except (ConfigError, ModelError):
-            continue  # this model or these pools do not allow it
-        left = _missing(then, _Case(all_then, case.gpu_bytes, changed))
-        saved = missing[need] - left.get(need, missing[need])
-        if saved > 0 and all(left.get(other, 0) <= max(0, lack) for other, lack in missing.items()):
-            text = " with ".join(f"{key} {as_yaml(value)}" for key, value in changes.items())
-            savings.append((saved, text, left[need] <= 0))
-    for saved, text, enough in sorted(savings, reverse=True):
-        yield f"{text}: saves {gib(saved)}{', enough' if enough else ''}"
-
-
-def _actor_changes(part: RankFootprint, need: str, case: _Case) -> Iterator[Changes]:
-    config = case.config
-    rows = [row for row in ACTOR_REMEDIES if row.is_tried]
-    yield from (row.next(config) for row in (rows if not config.trainer.colocate else [*rows, ENGINE_TP]))
-    lower = math.floor(100 * (1 - part.offloaded_resident_bytes / case.gpu_bytes)) / 100
-    if need == GENERATE and 0 < lower < config.rollout.gpu_memory_utilization:
-        yield {"rollout.gpu_memory_utilization": lower}
-
-
-def _rollout_changes(part: RankFootprint, case: _Case) -> Iterator[Changes]:
-    gpu_bytes, config = case.gpu_bytes, case.config
-    utilization, sync = config.rollout.gpu_memory_utilization, part.parts["weight_sync"]
-    if config.trainer.device != "cpu":
-        lack = _missing(part, case)["sequence"]
-        higher = math.ceil(100 * (utilization + lack / gpu_bytes)) / 100
-        if utilization < higher <= _MAX_UTILIZATION:
-            yield {"rollout.gpu_memory_utilization": higher}
-        lower = math.floor(100 * (1 - sync / gpu_bytes)) / 100
-        if 0 < lower < utilization:
-            yield {"rollout.gpu_memory_utilization": lower}
-    on_cpu = config.trainer.device == "cpu"
-    yield from (row.next(config) for row in ENGINE_REMEDIES if row.is_tried and (on_cpu or row.device != "cpu"))

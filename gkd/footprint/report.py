@@ -7,7 +7,7 @@ from typing import Any
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.footprint.limits import GIB, gib, smallest_margin
+from gkd.footprint.limits import ADVISED_MARGIN, GIB, gib, smallest_margin
 from gkd.footprint.rank import HOST_PARTS, PHASES, UNCOUNTED_PARTS, RankFootprint, engine_of, shared_phases_by_rank
 from gkd.footprint.rollout import kv_bytes_per_token, kv_room_bytes, max_sequences
 from gkd.hf.model_dims import ModelDims
@@ -23,7 +23,6 @@ _NOTE = (
 )
 # Names in the JSON output, which stay as they were first published.
 _JSON_NAMES = {"transient": "passing", "kv_max": "kv_wanted"}
-ADVISED_MARGIN = 0.1  # of a GPU: fragmentation and what no estimate counts
 
 # Bytes per parameter of a whole model on one GPU, nothing sharded. The first row is the rule of thumb that is usually
 # quoted; in bfloat16 small updates round away. The others are this project's: gradients and moments are float32, and

@@ -30,20 +30,23 @@ def advice(config: Config, shortage: Shortage, environ: Mapping[str, str]) -> li
     lines = _lines(ACTOR_REMEDIES, config, shortage)
     if shortage.fragmented:
         lines = [*_expandable_segments(environ), *_lines(FRAGMENTATION_REMEDIES, config, shortage), *lines]
-    return [*dict.fromkeys(lines), _larger(shortage)]
+    return [*dict.fromkeys(lines), _larger(config, shortage)]
 
 
 def engine_advice(config: Config, shortage: Shortage) -> list[str]:
     """Return the same for a rollout engine."""
-    return [*_lines(ENGINE_REMEDIES, config, shortage), _larger(shortage)]
+    return [*_lines(ENGINE_REMEDIES, config, shortage), _larger(config, shortage)]
 
 
 def _lines(rows: Sequence[Remedy], config: Config, shortage: Shortage) -> list[str]:
     return [row.line(config) for row in rows if row.helps(config, shortage.phase, on_cuda=shortage.on_cuda)]
 
 
-def _larger(shortage: Shortage) -> str:
-    return f"or use a {'GPU' if shortage.on_cuda else 'host'} with more memory"
+def _larger(config: Config, shortage: Shortage) -> str:
+    if not shortage.on_cuda:
+        return "or use a host with more memory"
+    tool = f"python -m gkd.tools.memory --config {config.trainer.run_dir}/config.yaml"
+    return f"or use a GPU with more memory; for a combination of changes: {tool}"
 
 
 def _expandable_segments(environ: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,7 @@
 """The table of what to change when memory is short: keys, their next values, and the phases in which they help.
 
 - `gkd.memory.advice` prints the rows for the phase that ran out of memory.
-- `gkd.footprint.limits` tries the rows, and prints those that save memory with the number of bytes.
+- `gkd.footprint.combination` tries them together, and prints the cheapest combination with which a run fits.
 - docs/memory.md has the table for users; a test compares the two.
 
 Rows are in the order of the advice: large effect for little cost first. Pure: no torch.
@@ -12,51 +12,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gkd.config.derived import derive
-from gkd.config.schema import Config
-from gkd.memory.remedy import Changes, Remedy, always, halve, more_gpus, set_to, split_further
+from gkd.memory.remedy import (
+    MAX_UTILIZATION,
+    Remedy,
+    always,
+    computes_in_chunks,
+    first_token_budget,
+    halve,
+    is_fsdp2,
+    less_utilization,
+    more_engine_gpus,
+    more_gpus,
+    more_utilization,
+    set_to,
+    split_further,
+    to_fsdp2,
+    token_budget,
+)
 
 STEP, EVALUATION = "training step", "evaluation"
 TEACHER, REFERENCE = "teacher scoring", "reference logprobs"
 SENDING, RECEIVING, OFFLOADING = "sending weights", "receiving weights", "offloading states"
+GENERATING, CACHE = "generating", "allocating the KV cache"
 _LOSS = (STEP, EVALUATION)
 _FORWARD = (*_LOSS, TEACHER, REFERENCE)
 
 # Variables that torch's allocator reads; the second is the name before torch 2.9, which newer versions still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
+_MIN_BUCKET_MIB = 16
 _MIN_CHUNK_MIB = 32  # smaller products of the LM head are slow, and save little
-
-
-def _token_budget(config: Config) -> Changes:
-    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
-    return {"actor.max_tokens_per_micro_batch": max(longest, budget // 2)} if budget > longest else {}
-
-
-def _first_token_budget(config: Config) -> Changes:
-    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
-    return {} if budget else {"actor.max_tokens_per_micro_batch": config.actor.micro_batch_size * longest}
-
-
-def _less_utilization(config: Config) -> Changes:
-    lower = round(config.rollout.gpu_memory_utilization - 0.1, 2)
-    return {"rollout.gpu_memory_utilization": lower} if lower > 0 else {}
-
-
-def _is_fsdp2(config: Config) -> bool:
-    return config.actor.strategy == "fsdp2"
-
-
-def _chunked(config: Config) -> bool:
-    """Return whether logits are computed in chunks: the student's, or the teacher's whole distribution."""
-    return config.actor.fused_lm_head or config.teacher.signal in ("logits", "hidden")
-
 
 FSDP_CPU_OFFLOAD = Remedy(
     ("actor.fsdp_cpu_offload",),
     "true, with actor.strategy=fsdp2",
     "States are in host memory, and a layer is on the GPU while it is computed",
-    set_to("actor.fsdp_cpu_offload", True, _is_fsdp2),
+    set_to("actor.fsdp_cpu_offload", True, is_fsdp2),
     device="cuda",
+    slowdown=1.0,
 )
 ENGINE_TP = Remedy(
     ("rollout.tp",),
@@ -71,8 +64,9 @@ ACTOR_REMEDIES = (
         ("actor.max_tokens_per_micro_batch",),
         "half, at least the longest sequence",
         "Fewer tokens are computed at a time",
-        _token_budget,
+        token_budget,
         _FORWARD,
+        slowdown=0.05,
     ),
     Remedy(
         ("actor.micro_batch_size",),
@@ -80,6 +74,7 @@ ACTOR_REMEDIES = (
         "Fewer tokens are computed at a time",
         halve("actor.micro_batch_size", 1, lambda config: not config.actor.max_tokens_per_micro_batch),
         _FORWARD,
+        slowdown=0.05,
     ),
     Remedy(
         ("actor.fused_lm_head",),
@@ -87,13 +82,15 @@ ACTOR_REMEDIES = (
         "The logits never exist as a whole",
         set_to("actor.fused_lm_head", True, always),
         _LOSS,
+        slowdown=0.02,
     ),
     Remedy(
         ("actor.logits_chunk_mib",),
         f"half, at least {_MIN_CHUNK_MIB}",
         "Fewer logits exist at a time",
-        halve("actor.logits_chunk_mib", _MIN_CHUNK_MIB, _chunked),
+        halve("actor.logits_chunk_mib", _MIN_CHUNK_MIB, computes_in_chunks),
         _LOSS,
+        slowdown=0.01,
     ),
     Remedy(
         ("actor.recompute",),
@@ -101,6 +98,7 @@ ACTOR_REMEDIES = (
         "Activations are computed again in the backward pass",
         set_to("actor.recompute", "full", always),
         (STEP,),
+        slowdown=0.35,
     ),
     Remedy(
         ("actor.sequence_parallel",),
@@ -108,6 +106,7 @@ ACTOR_REMEDIES = (
         "Ranks of a tensor-parallel group share the activations between their matrices",
         set_to("actor.sequence_parallel", True, lambda config: config.actor.tp > 1),
         _LOSS,
+        slowdown=0.05,
     ),
     Remedy(
         ("data.max_response_length",),
@@ -119,17 +118,24 @@ ACTOR_REMEDIES = (
     ),
     Remedy(
         ("weight_sync.bucket_mib",),
-        "half",
+        f"half, at least {_MIN_BUCKET_MIB}",
         "Weights are sent in smaller pieces",
-        halve("weight_sync.bucket_mib", 1),
+        halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
         (SENDING,),
+        slowdown=0.01,
+    ),
+    Remedy(
+        ("actor.strategy",),
+        "fsdp2; not on resume",
+        "Weights, gradients and optimizer states are sharded over all ranks",
+        to_fsdp2,
     ),
     FSDP_CPU_OFFLOAD,
     Remedy(
         ("actor.lora.rank",),
         "16, with actor.strategy=fsdp2",
         "Adapters are trained in place of all weights",
-        lambda config: {"actor.lora.rank": 16} if _is_fsdp2(config) and not config.actor.lora.rank else {},
+        lambda config: {"actor.lora.rank": 16} if is_fsdp2(config) and not config.actor.lora.rank else {},
         device="cuda",
         is_tried=False,
     ),
@@ -139,6 +145,7 @@ ACTOR_REMEDIES = (
         "The teacher's shards are in host memory",
         set_to("teacher.fsdp_cpu_offload", True, lambda config: derive(config).is_local_teacher),
         device="cuda",
+        slowdown=0.2,
     ),
     Remedy(
         ("reference.fsdp_cpu_offload",),
@@ -146,6 +153,7 @@ ACTOR_REMEDIES = (
         "The reference's shards are in host memory",
         set_to("reference.fsdp_cpu_offload", True, lambda config: bool(derive(config).reference_folder)),
         device="cuda",
+        slowdown=0.2,
     ),
     Remedy(
         ("actor.offload_train",),
@@ -158,6 +166,7 @@ ACTOR_REMEDIES = (
         ),
         (TEACHER, REFERENCE, SENDING),
         device="cuda",
+        slowdown=0.2,
     ),
     Remedy(
         ("actor.tp", "trainer.n_gpus_per_node"),
@@ -165,6 +174,7 @@ ACTOR_REMEDIES = (
         "Each layer is split over more GPUs",
         split_further("actor.tp"),
         device="cuda",
+        adds_gpus=True,
     ),
     Remedy(
         ("actor.pp", "trainer.n_gpus_per_node"),
@@ -172,6 +182,7 @@ ACTOR_REMEDIES = (
         "Each GPU has fewer layers",
         split_further("actor.pp"),
         device="cuda",
+        adds_gpus=True,
     ),
     Remedy(
         ("trainer.n_gpus_per_node",),
@@ -179,6 +190,7 @@ ACTOR_REMEDIES = (
         "Each rank has a smaller share of the optimizer states; with fsdp2 of all states",
         more_gpus,
         device="cuda",
+        adds_gpus=True,
     ),
     Remedy(
         ("trainer.n_gpus_per_node",),
@@ -208,19 +220,29 @@ ENGINE_REMEDIES = (
     ),
     Remedy(
         ("weight_sync.bucket_mib",),
-        "half",
+        f"half, at least {_MIN_BUCKET_MIB}",
         "Weights are received in smaller pieces",
-        halve("weight_sync.bucket_mib", 1),
+        halve("weight_sync.bucket_mib", _MIN_BUCKET_MIB),
         (RECEIVING,),
+        slowdown=0.01,
     ),
     Remedy(
         ("rollout.gpu_memory_utilization",),
         "0.1 less",
         "The KV cache is smaller, and more of the GPU is left for weight sync and colocated ranks",
-        _less_utilization,
-        not_in=(OFFLOADING,),
+        less_utilization,
+        not_in=(OFFLOADING, CACHE),
         device="cuda",
-        is_tried=False,
+        slowdown=0.05,
+    ),
+    Remedy(
+        ("rollout.gpu_memory_utilization",),
+        f"0.05 more, at most {MAX_UTILIZATION}",
+        "More of the GPU is left for the KV cache",
+        more_utilization,
+        (CACHE,),
+        device="cuda",
+        slowdown=0.01,
     ),
     Remedy(
         ("rollout.max_num_seqs",),
@@ -235,11 +257,9 @@ ENGINE_REMEDIES = (
         ("rollout.tp", "rollout.n_gpus_per_node"),
         "twice as many",
         "Each engine is split over more GPUs, and there are as many engines as before",
-        lambda config: {
-            "rollout.tp": 2 * config.rollout.tp,
-            "rollout.n_gpus_per_node": 2 * config.rollout.n_gpus_per_node,
-        },
+        more_engine_gpus,
         device="cuda",
+        adds_gpus=True,
     ),
 )
 
@@ -248,7 +268,7 @@ FRAGMENTATION_REMEDIES = (
         ("actor.max_tokens_per_micro_batch",),
         "as many tokens as now",
         "Micro-batches have more similar sizes",
-        _first_token_budget,
+        first_token_budget,
         _FORWARD,
         is_tried=False,
     ),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 
 Changes: TypeAlias = Mapping[str, float | str]  # next value by key
+MAX_UTILIZATION = 0.95  # of a GPU that an engine may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,9 @@ class Remedy:
     phases: tuple[str, ...] = ()  # in which it helps; empty: in all
     not_in: tuple[str, ...] = ()  # phases in which it does not help
     device: str = ""  # cuda | cpu; empty: both
-    is_tried: bool = True  # `gkd.footprint.limits` tries it; False: training changes, or the value depends on the GPU
+    is_tried: bool = True  # `gkd.footprint.combination` tries it; False: training changes
+    slowdown: float = 0.1  # guessed share of a step's time; each repetition costs twice as much
+    adds_gpus: bool = False
 
     def line(self, config: Config) -> str:
         """Return `key=value: try NEXT. EFFECT` for these settings, to which the row applies."""
@@ -34,6 +38,18 @@ class Remedy:
         """Return whether the row applies to these settings and helps in this phase."""
         in_phase = (not self.phases or phase in self.phases) and phase not in self.not_in
         return in_phase and self.device in ("", "cuda" if on_cuda else "cpu") and bool(self.next(config))
+
+
+def with_changes(config: Config, changes: Changes) -> Config:
+    """Return a copy of the settings with these values; nothing is checked."""
+    for key, value in changes.items():
+        config = _with_value(config, key.split("."), value)
+    return config
+
+
+def _with_value(section: Any, names: Sequence[str], value: object) -> Any:
+    name, *inner = names
+    return replace(section, **{name: _with_value(getattr(section, name), inner, value) if inner else value})
 
 
 def as_yaml(value: object) -> str:
@@ -54,6 +70,16 @@ def always(config: Config) -> bool:
     return True
 
 
+def is_fsdp2(config: Config) -> bool:
+    """Return whether the student's backend is fsdp2."""
+    return config.actor.strategy == "fsdp2"
+
+
+def computes_in_chunks(config: Config) -> bool:
+    """Return whether logits are computed in chunks: the student's, or the teacher's whole distribution."""
+    return config.actor.fused_lm_head or config.teacher.signal in ("logits", "hidden")
+
+
 def set_to(key: str, value: float | str, applies: Callable[[Config], bool]) -> Callable[[Config], Changes]:
     """Return a `next` that gives `key` the value wherever it has another one and `applies`."""
     return lambda config: {key: value} if value_of(config, key) != value and applies(config) else {}
@@ -68,6 +94,42 @@ def halve(key: str, low: int, applies: Callable[[Config], bool] = always) -> Cal
         return {key: max(low, now // 2)} if now > low and applies(config) else {}
 
     return halved
+
+
+def token_budget(config: Config) -> Changes:
+    """Return half of the tokens of a micro-batch, at least the longest sequence; only with a budget."""
+    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
+    return {"actor.max_tokens_per_micro_batch": max(longest, budget // 2)} if budget > longest else {}
+
+
+def first_token_budget(config: Config) -> Changes:
+    """Return a budget of as many tokens as a micro-batch has now; only without one."""
+    budget, longest = config.actor.max_tokens_per_micro_batch, derive(config).max_sequence_length
+    return {} if budget else {"actor.max_tokens_per_micro_batch": config.actor.micro_batch_size * longest}
+
+
+def less_utilization(config: Config) -> Changes:
+    """Return a smaller share of the GPU for an engine."""
+    lower = round(config.rollout.gpu_memory_utilization - 0.1, 2)
+    return {"rollout.gpu_memory_utilization": lower} if lower > 0 else {}
+
+
+def more_utilization(config: Config) -> Changes:
+    """Return a larger share of the GPU for an engine, up to `MAX_UTILIZATION`."""
+    higher = min(MAX_UTILIZATION, round(config.rollout.gpu_memory_utilization + 0.05, 2))
+    return {"rollout.gpu_memory_utilization": higher} if higher > config.rollout.gpu_memory_utilization else {}
+
+
+def to_fsdp2(config: Config) -> Changes:
+    """Return the change of the backend, with the keys of Megatron that it does not support."""
+    actor = config.actor
+    if actor.strategy == "fsdp2":
+        return {}
+    changes: dict[str, float | str] = {"actor.strategy": "fsdp2"}
+    changes |= {f"actor.{key}": 1 for key in ("tp", "pp", "vpp", "ep") if getattr(actor, key) > 1}
+    if actor.sequence_parallel:
+        changes["actor.sequence_parallel"] = False
+    return changes | ({"actor.recompute": "full"} if actor.recompute == "selective" else {})
 
 
 def more_gpus(config: Config) -> dict[str, float | str]:

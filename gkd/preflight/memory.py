@@ -8,20 +8,24 @@ from dataclasses import replace
 from functools import partial
 
 from gkd.cluster.gpus import machine_gpus, visible_gpus
+from gkd.cluster.host_memory import host_memory_bytes
 from gkd.config.schema import ClusterConfig, Config
 from gkd.errors import ConfigError, ModelError
 from gkd.footprint import RankFootprint, check
+from gkd.footprint.combination import Combination, find_combination
+from gkd.footprint.combination_report import combination_lines, host_problems, totals_lines
 from gkd.footprint.estimate import read_models
-from gkd.footprint.limits import gib, state_fits
+from gkd.footprint.limits import GIB, gib, state_fits
 from gkd.footprint.report import footprint_table, kv_line, shared_phases_table, totals_line
 from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals
 from gkd.log import get_logger
 
 log = get_logger("preflight")
 
 
-def check_memory(config: Config, device: str, teacher_hidden: int | None) -> None:
-    """Log the estimate, and warn of shortages on CUDA.
+def check_memory(config: Config, device: str, teacher_hidden: int | None, scores_gib: float = 0.0) -> None:
+    """Log the estimate, and warn of shortages on CUDA, with the changes that make the run fit.
 
     A shortage is a warning, because the worst case (every sequence of full length) is rare. It is an error if weights,
     gradients and optimizer state alone do not fit.
@@ -29,6 +33,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
     Args:
         device: "cpu" | "cuda"; on the CPU only totals are logged.
         teacher_hidden: hidden size of the teacher, if it sends hidden states.
+        scores_gib: host memory of the teacher's scores.
 
     Raises:
         ConfigError: naming trainer.n_gpus_per_node: the actor's state does not fit on its GPUs.
@@ -55,9 +60,23 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None) -> Non
         reason = f"the GPUs are those of the Ray cluster at {address}" if address else "the driver does not report it"
         log.info("GPU memory size is unknown on this host (%s): compare the totals with it yourself", reason)
         return
-    _refuse_state(found, gpu_bytes, config)
-    for problem in check(found, gpu_bytes, config, refit):
+
+    def hosts(changed: Config, ranks: Sequence[RankFootprint]) -> list[HostTotal]:
+        return host_totals(ranks, round(scores_gib * GIB), changed)
+
+    host_bytes, totals = host_memory_bytes(), hosts(config, found)
+    for line in totals_lines(pool_totals(found, gpu_bytes, config), totals, host_bytes):
+        log.info("%s", line)
+    problems = [*check(found, gpu_bytes, config), *host_problems(totals, host_bytes)]
+    if not problems:
+        return
+    combination = find_combination(
+        config, refit, gpu_bytes, lambda changed, ranks: host_shortage(hosts(changed, ranks), host_bytes)
+    )
+    _refuse_state(found, gpu_bytes, config, combination)
+    for problem in problems:
         log.warning("memory: %s", problem)
+    log.warning("%s", "\n".join(combination_lines(combination)))
 
 
 def smallest_gpu(cluster: ClusterConfig) -> int | None:
@@ -79,15 +98,16 @@ def smallest_gpu(cluster: ClusterConfig) -> int | None:
     return min(sizes, default=None)
 
 
-def _refuse_state(found: Sequence[RankFootprint], gpu_bytes: int, config: Config) -> None:
+def _refuse_state(found: Sequence[RankFootprint], gpu_bytes: int, config: Config, combination: Combination) -> None:
+    fix = "use more GPUs, or larger ones"
+    if combination.fits or combination.more_gpus:
+        fix = f"use {' '.join(combination.overrides)}"
     for part in found:
         if part.role == "actor" and not state_fits(part, gpu_bytes):
-            spread = "actor.tp, actor.pp or more GPUs" if config.actor.strategy == "megatron" else "more GPUs"
             raise ConfigError(
                 "trainer.n_gpus_per_node",
                 config.trainer.n_gpus_per_node,
                 f"weights, gradients and optimizer state of actor rank {part.rank} need {gib(part.state_bytes)}, a GPU "
                 f"has {gib(gpu_bytes)}.",
-                f"spread them over {spread}, use actor.strategy=fsdp2 with actor.fsdp_cpu_offload=true, or, if only "
-                "some GPUs are that small, name the others in cluster.gpus.",
+                f"{fix}; or, if only some GPUs are that small, name the others in cluster.gpus.",
             )

@@ -15,12 +15,13 @@ from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError
+from gkd.footprint.totals import scores_gib
 from gkd.log import get_logger
 from gkd.preflight.device import resolve_device
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
 from gkd.preflight.student import check_student, check_tokenizer_fits
-from gkd.preflight.teacher import check_reachable, check_teacher, request_info, scores_gib, warn_about_losses
+from gkd.preflight.teacher import check_reachable, check_teacher, request_info, warn_about_losses
 from gkd.run.folder import RunFolder
 from gkd.run.open import check_run_folder, open_run_folder
 from gkd.teacher.base import TeacherInfo
@@ -96,12 +97,13 @@ def preflight(config: Config) -> Plan:
 
         identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
     n_vocab = check_teacher(config, teacher, tokenizer, n_student_vocab)
-    check_memory(config, device, teacher.hidden_size)
+    gib = scores_gib(config, n_vocab, teacher.hidden_size, len(val))
+    check_memory(config, device, teacher.hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
     if warning := throttle_warning(config.teacher, teacher):
         log.warning("%s", warning)
-    warn_about_losses(config, scores_gib(config, n_vocab, teacher.hidden_size, len(val)))
+    warn_about_losses(config, gib)
     return Plan(
         derived=derived,
         device=device,

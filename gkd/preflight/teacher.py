@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from gkd.config.derived import derive
-from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config, TeacherConfig
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.log import get_logger
@@ -157,25 +156,6 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
             "lower data.max_prompt_length or data.max_response_length.",
         )
     return n_vocab
-
-
-def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:
-    """Return the peak host memory of the teacher's scores in GiB, for the batches in flight or an evaluation.
-
-    The object store holds them once, and each tensor-parallel rank that trains on them once more (ids in 64 bits).
-    """
-    bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
-    logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
-    stored = {"logits": logits, "hidden": hidden, "topk": 8 * topk, "sampled": 4}
-    trained_on = stored | {"topk": 12 * topk}
-    signals = derive(config).signals
-    held = sum(stored[signal] for signal in signals)
-    used = config.actor.tp * sum(trained_on[signal] for signal in signals)
-    evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
-    batch = config.trainer.global_batch_size * config.rollout.n
-    # Prefetched batches wait in the object store.
-    bytes_per_position = max(batch * ((1 + staleness_bound(config.trainer)) * held + used), evaluated * (held + used))
-    return bytes_per_position * config.data.max_response_length / 2**30
 
 
 def warn_about_losses(config: Config, gib: float) -> None:

@@ -1,4 +1,4 @@
-"""`python -m gkd.tools.memory --config X.yaml`: estimate the memory of each rank, and compare it with a GPU.
+"""`python -m gkd.tools.memory --config X.yaml`: estimate the memory of each rank, and find settings that fit.
 
 Reads the settings and the model's config.json. Starts nothing, loads no model and needs no GPU.
 """
@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gkd.cluster.gpus import gpu_memory_bytes
+from gkd.cluster.host_memory import host_memory_bytes
 from gkd.config.check import check_config
 from gkd.config.derived import derive
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.footprint import RankFootprint, check, teacher_footprint
+from gkd.footprint.combination import Combination, find_combination
+from gkd.footprint.combination_report import (
+    combination_json,
+    combination_lines,
+    host_problems,
+    totals_json,
+    totals_lines,
+)
 from gkd.footprint.estimate import RunModels, read_models
+from gkd.footprint.limits import GIB
 from gkd.footprint.rank import shared_phases_by_rank
 from gkd.footprint.report import (
     as_json,
@@ -30,15 +43,17 @@ from gkd.footprint.report import (
     shared_phases_table,
 )
 from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals, scores_gib
 from gkd.hf.model_folder import ModelFolder, read_model_folder
 
 _EXAMPLES = """examples:
   python -m gkd.tools.memory --config configs/gsm8k_qwen2.5_1.5b.yaml --gpu-gib 80
-  python -m gkd.tools.memory --config mine.yaml --gpu-gib 24 actor.recompute=full actor.max_tokens_per_micro_batch=4096
+  python -m gkd.tools.memory --config mine.yaml --gpu-gib 24 --host-gib 64 actor.recompute=full
   python -m gkd.tools.memory --config mine.yaml --teacher models/Qwen2.5-7B-Instruct --json | jq '.ranks[].total_bytes'
 
 exit code: 0 no shortage is predicted, or the GPU's memory is unknown; 1 it does not fit (each line that begins with
-TOO LARGE names the shortage and the settings that help); 2 wrong settings, or a model folder that cannot be read
+TOO LARGE names a shortage; the changes that make it fit follow); 2 wrong settings, or a model folder that cannot be
+read
 """
 
 
@@ -46,43 +61,109 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool and return its exit code, see `_EXAMPLES`."""
     args = _parse(argv)
     try:
-        gpu_bytes = gpu_memory_bytes(_gib_number(args.gpu_gib))
-        config = load_config(args.config, args.overrides)
-        check_config(config)
-        models = read_models(config)
-        teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
-        if teacher is not None and models.local_teacher is not None:
-            problem = "teacher.backend is local: teacher.path is the teacher, and it is on the actor's ranks."
-            raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
-        found = with_engine_cache(_footprints(config, models, teacher), gpu_bytes, config)
+        case = _read(args)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return 2
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    problems, combination = case.problems(), case.combination()
+    print(_json(case, problems, combination) if args.json else _text(case, problems, combination, args), flush=True)
+    return 1 if problems else 0
 
-    def refit(changed: Config) -> list[RankFootprint]:
-        return _footprints(changed, models, teacher)
 
-    problems = [] if gpu_bytes is None else check(found, gpu_bytes, config, refit)
-    dims = models.student.dims
-    whole_model = rule_of_thumb(dims) if dims.is_exact else {}
-    if args.json:
-        extra: dict[str, Any] = {"reference": whole_model, "turns": shared_phases_by_rank(found, gpu_bytes, config)}
-        print(json.dumps(as_json(found, gpu_bytes, problems, extra), indent=1), flush=True)
-        return 1 if problems else 0
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """The settings, the models and the sizes to compare with."""
+
+    config: Config
+    models: RunModels
+    teacher: ModelFolder | None  # of a server
+    gpu_bytes: int | None
+    host_bytes: int | None
+    found: Sequence[RankFootprint]
+
+    def hosts(self, config: Config, found: Sequence[RankFootprint]) -> list[HostTotal]:
+        """Return the host memory of these settings; the footprints are those of the run's own ranks."""
+        teacher = self.teacher or self.models.local_teacher or self.models.student
+        n_heldout = config.eval.max_prompts if config.data.val_files else 0
+        scores = scores_gib(config, self.models.student.dims.vocab_size, teacher.dims.hidden_size, n_heldout)
+        workers = [part for part in self.found if part.role == "teacher"]
+        ranks = [part for part in found if part.role != "teacher"]
+        return host_totals([*ranks, *workers], round(scores * GIB), config)
+
+    def problems(self) -> list[str]:
+        """Return a line for each shortage of a GPU or a host."""
+        on_gpus = [] if self.gpu_bytes is None else check(self.found, self.gpu_bytes, self.config)
+        return [*on_gpus, *host_problems(self.hosts(self.config, self.found), self.host_bytes)]
+
+    def combination(self) -> Combination | None:
+        """Return what to change so that the run fits with the advised margin; None: it does, or no GPU is known."""
+        if self.gpu_bytes is None:
+            return None
+
+        def lacks_host(changed: Config, found: Sequence[RankFootprint]) -> int:
+            return host_shortage(self.hosts(changed, found), self.host_bytes or 0)
+
+        hidden = None if self.teacher is None else self.teacher.dims.hidden_size
+        refit = partial(self.models.footprint, teacher_hidden=hidden)
+        limited = lacks_host if self.host_bytes is not None else None
+        combination = find_combination(self.config, refit, self.gpu_bytes, limited)
+        return combination if len(combination.steps) > 1 or not combination.fits else None
+
+
+def _read(args: argparse.Namespace) -> _Case:
+    """Read the settings and the model folders. Raises ConfigError, ModelError."""
+    gpu_bytes = gpu_memory_bytes(_gib_number("--gpu-gib", args.gpu_gib))
+    host_gib = _gib_number("--host-gib", args.host_gib)
+    # The GPUs of this host run the training, so its memory is compared, too.
+    host_bytes = host_memory_bytes() if gpu_bytes is not None and args.gpu_gib is None else None
+    config = load_config(args.config, args.overrides)
+    check_config(config)
+    models = read_models(config)
+    teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
+    if teacher is not None and models.local_teacher is not None:
+        problem = "teacher.backend is local: teacher.path is the teacher, and it is on the actor's ranks."
+        raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
+    found = with_engine_cache(_footprints(config, models, teacher), gpu_bytes, config)
+    return _Case(config, models, teacher, gpu_bytes, round(host_gib * GIB) if host_gib else host_bytes, found)
+
+
+def _text(case: _Case, problems: Sequence[str], combination: Combination | None, args: argparse.Namespace) -> str:
+    config, gpu_bytes, found, dims = case.config, case.gpu_bytes, case.found, case.models.student.dims
     lines = [footprint_table(found, gpu_bytes), kv_line(found, dims, gpu_bytes, config)]
     if config.trainer.colocate:
         lines.append(shared_phases_table(found, gpu_bytes, config))
-    if whole_model:
-        lines.append(rule_of_thumb_table(whole_model))
+    lines += totals_lines(pool_totals(found, gpu_bytes, config), case.hosts(config, found), case.host_bytes)
+    if dims.is_exact:
+        lines.append(rule_of_thumb_table(rule_of_thumb(dims)))
+    lines += [f"TOO LARGE {problem}" for problem in problems]
     if gpu_bytes is None:
         lines.append("no GPU to compare with: give its memory with --gpu-gib")
-    else:
-        lines += [f"TOO LARGE {problem}" for problem in problems] or [margin_line(found, gpu_bytes, config)]
-    print("\n".join(lines), flush=True)
-    return 1 if problems else 0
+    elif not problems:
+        lines.append(margin_line(found, gpu_bytes, config))
+    if combination is not None:
+        lines += combination_lines(combination, _command(args, combination))
+    return "\n".join(lines)
+
+
+def _command(args: argparse.Namespace, combination: Combination) -> str:
+    """Return the command of the run with the overrides that the tool was given and the combination leaves."""
+    changed = {override.partition("=")[0] for override in combination.overrides}
+    kept = [override for override in args.overrides if override.partition("=")[0] not in changed]
+    return shlex.join(["python", "-m", "gkd.main_gkd", "--config", args.config, *kept])
+
+
+def _json(case: _Case, problems: Sequence[str], combination: Combination | None) -> str:
+    config, found, dims = case.config, case.found, case.models.student.dims
+    extra = {
+        "reference": rule_of_thumb(dims) if dims.is_exact else {},
+        "turns": shared_phases_by_rank(found, case.gpu_bytes, config),
+        "combination": None if combination is None else combination_json(combination),
+        **totals_json(pool_totals(found, case.gpu_bytes, config), case.hosts(config, found), case.host_bytes),
+    }
+    return json.dumps(as_json(found, case.gpu_bytes, problems, extra), indent=1)
 
 
 def _footprints(config: Config, models: RunModels, teacher: ModelFolder | None) -> list[RankFootprint]:
@@ -94,13 +175,13 @@ def _footprints(config: Config, models: RunModels, teacher: ModelFolder | None) 
     return found
 
 
-def _gib_number(text: str | None) -> float | None:
-    """Return the number of --gpu-gib. Raises ConfigError: it is not a number, or has a unit."""
+def _gib_number(flag: str, text: str | None) -> float | None:
+    """Return the number of --gpu-gib or --host-gib. Raises ConfigError: it is not a number, or has a unit."""
     try:
         return None if text is None else float(text)
     except ValueError as error:
-        fix = "give the size in GiB without a unit, for example --gpu-gib 80."
-        raise ConfigError("--gpu-gib", text, "it is not a number.", fix) from error
+        fix = f"give the size in GiB without a unit, for example {flag} 80."
+        raise ConfigError(flag, text, "it is not a number.", fix) from error
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -112,6 +193,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config", required=True, metavar="X.yaml", help="the settings of the training")
     parser.add_argument("--gpu-gib", metavar="80", help="memory of a GPU in GiB; default: the smallest of this host")
+    parser.add_argument(
+        "--host-gib", metavar="512", help="memory of a host in GiB; default: of this host, if its GPUs are compared"
+    )
     parser.add_argument("--teacher", type=Path, metavar="PATH", help="model folder of the teacher, one GPU per worker")
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the file")

@@ -15,7 +15,7 @@ from gkd.config.key_list import DeclaredKey, all_keys, value_of
 from gkd.config.load import load_config, save_config
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
-from gkd.preflight.teacher import scores_gib
+from gkd.footprint.totals import scores_gib
 from gkd.tools.config_page import config_page
 from teacher_server.config.declare import Setting
 

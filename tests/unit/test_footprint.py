@@ -64,10 +64,6 @@ def _actor(*overrides: str, shape: dict[str, Any] = QWEN25_15B) -> RankFootprint
     return footprint(_config(*overrides), shape)[0]
 
 
-def _refit(config: Config) -> tuple[RankFootprint, ...]:
-    return footprint(config, QWEN25_15B)
-
-
 def _on_meta(kind: str, settings: dict[str, Any]) -> Any:
     import transformers as tf
 
@@ -207,15 +203,13 @@ def test_a_local_teachers_chunk_is_the_engines() -> None:
     assert LOGITS_BYTES == CHUNK_BYTES
 
 
-def test_a_shortage_names_the_keys() -> None:
-    """Fails if a shortage is missed or invented, or no helpful key is named."""
+def test_a_shortage_names_the_rank() -> None:
+    """Fails if a shortage is missed or invented, or does not name its rank and sizes."""
     config = _config()
     found = footprint(config, QWEN25_15B)
     assert check(found, 80 * GIB, config) == []
-    (problem,) = check(found, 40 * GIB, config, _refit)
-    for words in ("actor rank 0", "40.00 GiB", "actor.recompute full", "max_tokens_per_micro_batch 8192", "saves"):
-        assert words in problem
-    assert check(found, 40 * GIB, config) == [problem.partition(" Fix:")[0]]
+    (problem,) = check(found, 40 * GIB, config)
+    assert "actor rank 0" in problem and "40.00 GiB" in problem
     problems = check(found, 3 * GIB, config)
     assert any("one sequence of 1536 tokens" in problem for problem in problems)
     with pytest.raises(ValueError, match="gpu_bytes = 0"):
@@ -225,7 +219,7 @@ def test_a_shortage_names_the_keys() -> None:
 def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
     """Fails if a cache that takes the whole GPU passes, so that the first weight sync runs out of memory."""
     config = _config("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")
-    (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config, _refit)
+    (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config)
     assert "bucket of 2.00 GiB" in problem and "rollout.gpu_memory_utilization" in problem
 
 
@@ -378,10 +372,21 @@ def test_preflight_warns_and_refuses(
 ) -> None:
     """Fails if a run whose state alone is too large for its GPUs starts, or one that may fit is refused."""
     _nvidia_smi(tmp_path, monkeypatch, [24 << 10, 40 << 10, 80 << 10])
-    preflight_memory.check_memory(_config(qwen, "cluster.gpus=[1,2]"), "cuda", None)
+    monkeypatch.setattr(preflight_memory, "host_memory_bytes", lambda: 256 * GIB)
+    two = [qwen, "rollout.n_gpus_per_node=1"]
+    preflight_memory.check_memory(_config(*two, "cluster.gpus=[1,2]"), "cuda", None)
     assert "actor rank 0 needs" in logged.text and "40.00 GiB" in logged.text
-    with pytest.raises(ConfigError, match=r"25\.88 GiB"):
-        preflight_memory.check_memory(_config(qwen, "cluster.gpus=[0,2]"), "cuda", None)
+    (line,) = [line for line in logged.text.splitlines() if line.startswith("  actor.")]
+    logged.clear()
+    preflight_memory.check_memory(_config(*two, "cluster.gpus=[1,2]", *line.split()), "cuda", None)
+    assert not [record for record in logged.records if record.levelno > logging.INFO], "the overrides that it printed"
+    with pytest.raises(ConfigError, match=r"25\.88 GiB") as caught:
+        preflight_memory.check_memory(_config(*two, "cluster.gpus=[0,2]"), "cuda", None)
+    assert caught.value.key == "trainer.n_gpus_per_node" and "actor.fsdp_cpu_offload=true" in caught.value.fix
+    logged.clear()
+    monkeypatch.setattr(preflight_memory, "host_memory_bytes", lambda: 8 * GIB)
+    preflight_memory.check_memory(_config(*two, "cluster.gpus=[2,1]", "actor.recompute=full"), "cuda", None)
+    assert "of host memory" in logged.text and "TOO LARGE" in logged.text
     logged.clear()
     preflight_memory.check_memory(_config(qwen), "cpu", None)
     assert "actor rank 0" in logged.text

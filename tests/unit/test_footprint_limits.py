@@ -1,4 +1,4 @@
-"""Shortages: fixes that are verified, and the KV cache that an engine allocates on a GPU."""
+"""The KV cache that an engine allocates on a GPU, and models and splits that are refused."""
 
 from __future__ import annotations
 
@@ -6,80 +6,13 @@ from typing import Any
 
 import pytest
 
-from gkd.config.check import check_config
-from gkd.config.schema import Config
 from gkd.errors import ConfigError, ModelError
-from gkd.footprint import RankFootprint, check, footprint
+from gkd.footprint import check, footprint
 from gkd.footprint.report import as_json, footprint_table
 from gkd.footprint.rollout import with_engine_cache
 from tests.unit.test_footprint import EXPERTS, GIB, QWEN25_15B, SIZES, TP2, _actor, _config
 
 MOE = {"model_type": "qwen3_moe", **SIZES, **EXPERTS, "head_dim": 8}
-
-
-def _refit(config: Config) -> tuple[RankFootprint, ...]:
-    return footprint(config, QWEN25_15B)
-
-
-def _fixes(problem: str) -> dict[str, float]:
-    """GiB that each fix saves, by its text."""
-    pairs = (fix.partition(": saves ")[::2] for fix in problem.partition("Fix: ")[2].split("; "))
-    return {what: float(saved.split()[0]) for what, saved in pairs if saved}
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        TP2,  # 2 key heads: no further
-        ("actor.strategy=fsdp2",),
-        ("actor.max_tokens_per_micro_batch=1600",),  # a sequence has 1536
-        ("actor.max_tokens_per_micro_batch=0", "actor.micro_batch_size=1"),
-        ("trainer.n_gpus_per_node=2", "actor.pp=2", "actor.fused_lm_head=false"),
-        ("cluster.gpus=[0,1,2,3]",),  # there are no more
-    ],
-)
-@pytest.mark.parametrize("gpu_bytes", [3 * GIB, 24 * GIB])
-def test_fixes_are_verified(overrides: tuple[str, ...], gpu_bytes: int) -> None:
-    """Fails if a fix is refused by check_config or by the model, or does not save what it promises."""
-    config = _config(*overrides)
-    before = footprint(config, QWEN25_15B)
-    (problem, *_) = check(before, gpu_bytes, config, _refit)
-    fixes = _fixes(problem)
-    assert fixes or "a larger GPU" in problem, problem
-    for text, saved in fixes.items():
-        changed = _config(*overrides, *(change.replace(" ", "=") for change in text.split(" with ")))
-        check_config(changed)
-        after = footprint(changed, QWEN25_15B)
-        assert (before[0].total_bytes - after[0].total_bytes) / GIB == pytest.approx(saved, abs=0.006), text
-        assert saved > 0, text
-
-
-def test_impossible_fixes_are_left_out() -> None:
-    """Fails if a fix is impossible: a budget smaller than a sequence, more ranks than key heads."""
-    (problem,) = check(
-        _refit(config := _config("actor.max_tokens_per_micro_batch=1536", *TP2)), 9 * GIB, config, _refit
-    )
-    assert "max_tokens_per_micro_batch" not in problem and "actor.tp 4" not in problem
-    assert "actor.sequence_parallel true" in problem
-
-
-def test_fixes_of_an_engine() -> None:
-    """Fails if an engine's fix takes more of the GPU than it needs, or GPUs that do not exist."""
-    config = _config("rollout.gpu_memory_utilization=0.5")
-    (problem,) = [p for p in check(_refit(config), 10 * GIB, config, _refit) if p.startswith("rollout")]
-    assert "rollout.gpu_memory_utilization 0.52: saves 0.20 GiB, enough" in problem
-    # 3 GPUs are not a multiple of 2; 12 heads can be cut in 2, and the pool must have 6.
-    assert "rollout.tp 2 with rollout.n_gpus_per_node 6" in problem and "rollout.tp 2:" not in problem
-
-
-def test_each_shortage_has_its_own_fixes() -> None:
-    """Fails if the fixes of a weight sync without room only help the cache."""
-    config = _config("weight_sync.bucket_mib=2048")
-    cache, sync = [p for p in check(_refit(config), 3 * GIB, config, _refit) if p.startswith("rollout")]
-    assert "one sequence of 1536 tokens" in cache and "rollout.tp 2" in cache and "bucket_mib" not in cache
-    assert "a bucket of 2.00 GiB" in sync and "rollout.tp" not in sync
-    assert "weight_sync.bucket_mib 1024: saves 1.00 GiB" in sync
 
 
 def test_an_engines_row_on_a_gpu() -> None:

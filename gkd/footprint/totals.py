@@ -1,0 +1,127 @@
+"""Sum the memory of a run by pool of GPUs and by host. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gkd.config.derived import derive
+from gkd.config.schedulers import staleness_bound
+from gkd.config.schema import Config
+from gkd.footprint.rank import HOST_PARTS, RankFootprint, engine_of, shared_phases
+
+# Host memory of a process with its libraries before the first tensor. An allowance: on CUDA not measured.
+PROCESS_BYTES = {"cpu": 1 << 30, "cuda": 2 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTotal:
+    """The GPU memory of a pool, in bytes."""
+
+    pool: str  # "actor" | "rollout" | "actor and rollout" | "teacher"
+    n_gpus: int
+    largest: int  # on the fullest GPU
+    total: int  # on all GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class HostTotal:
+    """The host memory of one node, in bytes by part."""
+
+    host: str  # "this host" | "each actor node" | "each rollout node"
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def pool_totals(footprints: Sequence[RankFootprint], gpu_bytes: int | None, config: Config) -> list[PoolTotal]:
+    """Return the GPU memory of each pool; none on the CPU. Pools that share their GPUs are one."""
+    if config.trainer.device == "cpu":
+        return []
+    derived, engine = derive(config), engine_of(footprints)
+    actors = [part for part in footprints if part.role == "actor"]
+    each, found = derived.world_size // len(actors), []  # ranks of a pipeline stage
+    if config.trainer.colocate:
+        sizes = [max(shared_phases(part, engine, gpu_bytes, config).values()) for part in actors]
+        found.append(PoolTotal("actor and rollout", derived.world_size, max(sizes), each * sum(sizes)))
+    else:
+        sizes = [part.total_bytes for part in actors]
+        n_engine = derived.n_engines * config.rollout.tp
+        found.append(PoolTotal("actor", derived.world_size, max(sizes), each * sum(sizes)))
+        found.append(PoolTotal("rollout", n_engine, engine.total_bytes, n_engine * engine.total_bytes))
+    found += [PoolTotal("teacher", 1, p.total_bytes, p.total_bytes) for p in footprints if p.role == "teacher"]
+    return found
+
+
+def host_totals(footprints: Sequence[RankFootprint], scores_bytes: int, config: Config) -> list[HostTotal]:
+    """Return the host memory of each kind of node; a single one if all pools are on one host.
+
+    Args:
+        footprints: with that of a teacher worker, if its model is known.
+        scores_bytes: of the teacher's scores on all nodes together, see `scores_gib`.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    process = PROCESS_BYTES["cpu" if trainer.device == "cpu" else "cuda"]
+    actor = Counter({"scores": scores_bytes // trainer.nnodes, "processes": process})  # the driver
+    actor += _actor_node(footprints, process, config)
+    engines = _node([engine_of(footprints)] * rollout.n_gpus_per_node, process, config)
+    if _teacher_is_here(config):
+        workers = [part for part in footprints if part.role == "teacher"]
+        actor += _node(workers, process, config) + Counter({"processes": process if workers else 2 * process})
+    if trainer.colocate or not config.cluster.ray_address:
+        return [HostTotal("this host" if trainer.nnodes == 1 else "each node", dict(actor + engines))]
+    return [HostTotal("each actor node", dict(actor)), HostTotal("each rollout node", dict(engines))]
+
+
+def host_shortage(hosts: Sequence[HostTotal], host_bytes: int) -> int:
+    """Return the missing bytes of the fullest host; 0 or less if all fit."""
+    return max(host.total for host in hosts) - host_bytes
+
+
+def _actor_node(footprints: Sequence[RankFootprint], process: int, config: Config) -> Counter[str]:
+    """Return the parts of the fullest node; ranks are numbered by node, and pipeline stages are in their order."""
+    actors, per_node = [part for part in footprints if part.role == "actor"], config.trainer.n_gpus_per_node
+    of_stage = derive(config).world_size // len(actors)
+    ranks = [part for part in actors for _ in range(of_stage)]
+    nodes = [_node(ranks[i : i + per_node], process, config) for i in range(0, len(ranks), per_node)]
+    return max(nodes, key=lambda parts: parts.total())
+
+
+def _node(ranks: Sequence[RankFootprint], process: int, config: Config) -> Counter[str]:
+    found = Counter({"processes": len(ranks) * process})
+    for part in ranks:
+        found.update({name: part.parts[name] for name in HOST_PARTS if name in part.parts})
+        if config.trainer.device == "cpu":
+            found[f"{part.role} ranks"] += part.total_bytes
+        elif part.role != "teacher" and config.trainer.colocate:  # gloo sends from host memory
+            found["weight_sync"] += config.weight_sync.bucket_mib << 20
+    return found
+
+
+def _teacher_is_here(config: Config) -> bool:
+    """Return whether there is a teacher server on the trainer's host: its address is a loopback one."""
+    address = config.teacher.server_ip
+    return not derive(config).is_local_teacher and (address == "localhost" or address.startswith("127."))
+
+
+def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:
+    """Return the peak host memory of the teacher's scores in GiB, for the batches in flight or an evaluation.
+
+    The object store, in shared memory, holds them once, and each tensor-parallel rank that trains on them once more
+    (ids in 64 bits).
+    """
+    bytes_per_logit = 2 if config.teacher.wire == "fp16" else 4  # see `ScoringEndpoint.score`
+    logits, hidden, topk = bytes_per_logit * n_vocab, 4 * hidden_size, config.teacher.topk
+    stored = {"logits": logits, "hidden": hidden, "topk": 8 * topk, "sampled": 4}
+    trained_on = stored | {"topk": 12 * topk}
+    signals = derive(config).signals
+    held = sum(stored[signal] for signal in signals)
+    used = config.actor.tp * sum(trained_on[signal] for signal in signals)
+    evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
+    batch = config.trainer.global_batch_size * config.rollout.n
+    # Prefetched batches wait in the object store.
+    bytes_per_position = max(batch * ((1 + staleness_bound(config.trainer)) * held + used), evaluated * (held + used))
+    return bytes_per_position * config.data.max_response_length / 2**30

@@ -1,0 +1,196 @@
+"""The search for settings that fit: the combination, its parts, its effect, and the totals of pools and hosts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster import host_memory
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.footprint import RankFootprint, footprint, teacher_footprint
+from gkd.footprint.combination import HOST, find_combination
+from gkd.footprint.combination_report import bound, combination_lines
+from gkd.footprint.limits import check, shortages, smallest_margin
+from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.totals import PROCESS_BYTES, host_shortage, host_totals, pool_totals
+from gkd.tools import memory
+from tests.unit.test_footprint import GIB, GSM8K, QWEN25_15B, TP2, _config
+
+COLOCATED = ("trainer.colocate=true", "rollout.n_gpus_per_node=1")
+OFFLOADED = ("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true")
+
+
+def refit(config: Config) -> tuple[RankFootprint, ...]:
+    return footprint(config, QWEN25_15B)
+
+
+def fits(overrides: list[str], gpu_bytes: int) -> bool:
+    """Return whether the settings fit with a tenth of each actor GPU free, by what the tool reports."""
+    config = _config(*overrides)
+    found = refit(config)
+    return not check(found, gpu_bytes, config) and smallest_margin(found, gpu_bytes, config)[1] >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("gib", "overrides"),
+    [
+        (24, ()),
+        (24, ("actor.strategy=fsdp2",)),
+        (24, COLOCATED),
+        (8, ("actor.max_tokens_per_micro_batch=0",)),
+        (16, TP2),
+        (40, ("trainer.n_gpus_per_node=2", "actor.pp=2", "actor.fused_lm_head=false")),
+        (12, ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.sequence_parallel=true", "actor.recompute=selective")),
+        (80, ("rollout.gpu_memory_utilization=0.05",)),
+        (80, ("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")),
+    ],
+)
+def test_the_combination_fits_and_no_part_of_it_does(gib: int, overrides: tuple[str, ...]) -> None:
+    """Fails if pasted overrides are refused, do not fit, differ from the prediction, or include a needless change."""
+    found = find_combination(_config(*overrides), refit, gib * GIB)
+    assert found.fits and len(found.steps) > 1
+    kept = [o for o in overrides if o.partition("=")[0] not in {c.partition("=")[0] for c in found.overrides}]
+    assert fits([*kept, *found.overrides], gib * GIB)
+    so_far: list[str] = []
+    for step in found.steps:
+        so_far += [f"{key}={value}" for key, value in step.changes.items()]
+        config = _config(*overrides, *so_far)
+        check_config(config)
+        assert step.config == config and tuple(step.footprints) == refit(config)
+        assert fits([*overrides, *so_far], gib * GIB) == (step is found.steps[-1])
+    assert sorted(so_far) == sorted(f"{key}={value}" for s in found.steps for key, value in s.changes.items())
+
+
+def test_a_15b_student_on_a_24_gib_gpu() -> None:
+    """Fails if the known way to train on such a GPU is not found, or a slower one is preferred."""
+    found = find_combination(_config(), refit, 24 * GIB)
+    assert set(OFFLOADED) < set(found.overrides)
+    assert "actor.max_tokens_per_micro_batch=4096" in found.overrides and "actor.recompute=full" not in found.overrides
+    small = refit(_config(*OFFLOADED, "actor.recompute=full", "actor.max_tokens_per_micro_batch=4096"))[0]
+    assert small.total_bytes / GIB == pytest.approx(3.7, abs=0.2), "what the documentation promises"
+
+
+def test_nothing_fits() -> None:
+    """Fails if a combination is invented, the bound is not named, or more GPUs that would suffice are not."""
+    found = find_combination(_config(), refit, 3 * GIB)
+    last = found.steps[-1]
+    assert not found.fits and found.more_gpus == () and set(OFFLOADED) < set(found.overrides)
+    assert last.short_bytes == max(shortages(last.footprints, 3 * GIB, last.config).values())
+    assert "rollout rank 0" in bound(last)
+    assert not any("--config" in line for line in combination_lines(found, "run --config x"))
+
+
+def test_more_gpus_are_the_last_resort() -> None:
+    """Fails if more GPUs are demanded although less would do, or are not found where nothing else helps."""
+    mixed = {**QWEN25_15B, "num_hidden_layers": 280}
+
+    def large(config: Config) -> tuple[RankFootprint, ...]:
+        return footprint(config, mixed)
+
+    found = find_combination(_config("rollout.n_gpus_per_node=1"), large, 24 * GIB)
+    assert not found.fits and [key for step in found.more_gpus for key in step.changes] == [
+        "rollout.tp",
+        "rollout.n_gpus_per_node",
+    ]
+    changed = _config("rollout.n_gpus_per_node=1", *found.overrides)
+    assert check(large(changed), 24 * GIB, changed) == [] and changed.rollout.n_gpus_per_node == 2
+
+
+def test_a_host_bounds_the_combination() -> None:
+    """Fails if states are moved to a host that cannot hold them."""
+
+    def lacks(host_bytes: int, config: Config, found: object) -> int:
+        return host_shortage(host_totals(refit(config), 0, config), host_bytes)
+
+    small = find_combination(_config(), refit, 24 * GIB, lambda config, found: lacks(32 * GIB, config, found))
+    assert not small.fits and max(small.steps[-1].short.values()) > 0
+    offloads = find_combination(_config(), refit, 24 * GIB, lambda config, found: lacks(80 * GIB, config, found))
+    assert offloads.fits and offloads.steps[-1].short[HOST] <= 0
+
+
+def test_the_totals_add_up() -> None:
+    """Fails if a pool's GPUs or a host's memory are not the sum of the ranks'."""
+    config = _config("trainer.n_gpus_per_node=4", "actor.pp=2", "rollout.n_gpus_per_node=2")
+    found = with_engine_cache(refit(config), 80 * GIB, config)
+    first, last, engine = found
+    actor, rollout = pool_totals(found, 80 * GIB, config)
+    assert (actor.n_gpus, actor.total) == (4, 2 * first.total_bytes + 2 * last.total_bytes)
+    assert actor.largest == max(first.total_bytes, last.total_bytes)
+    assert (rollout.n_gpus, rollout.total) == (2, 2 * engine.total_bytes)
+    (host,) = host_totals(found, 5, config)
+    ranks = 2 * first.parts["saved_copy"] + 2 * last.parts["saved_copy"]
+    n_processes = 1 + 4 + 2 + 2  # driver, ranks, engines, teacher server
+    assert host.parts == {"scores": 5, "processes": n_processes * PROCESS_BYTES["cuda"], "saved_copy": ranks}
+    assert host_shortage([host], host.total) == 0 == host_shortage([host], host.total + 1) + 1
+
+
+def test_the_totals_of_shared_gpus_and_offloaded_states() -> None:
+    """Fails if states in host memory, a sleeping engine's weights or gloo's buckets are left out of the host."""
+    config = _config(*COLOCATED, *OFFLOADED, "teacher.server_ip=10.0.0.5")
+    actor, engine = found = refit(config)
+    (pool,) = pool_totals(found, 24 * GIB, config)
+    assert pool.n_gpus == 1 and pool.total == pool.largest
+    (host,) = host_totals(found, 0, config)
+    assert host.parts == {
+        "processes": 3 * PROCESS_BYTES["cuda"],
+        "offloaded": actor.parts["offloaded"],
+        "moved_states": actor.parts["moved_states"] + engine.parts["moved_states"],
+        "saved_copy": actor.parts["saved_copy"],
+        "weight_sync": 2 * (config.weight_sync.bucket_mib << 20),
+    }
+
+
+def test_the_totals_of_several_nodes_and_of_the_cpu() -> None:
+    """Fails if all nodes are added up, or the ranks of a CPU run are not counted in host memory."""
+    config = _config("cluster.ray_address=h:1", "trainer.nnodes=2", "trainer.n_gpus_per_node=2", "actor.pp=4")
+    found = refit(config)
+    actor, engines = host_totals(found, 8, config)
+    stages = [part.parts["saved_copy"] for part in found if part.role == "actor"]
+    assert actor.parts["scores"] == 4 and engines.parts["processes"] == 3 * PROCESS_BYTES["cuda"]
+    assert actor.parts["saved_copy"] == max(sum(stages[:2]), sum(stages[2:]))
+    on_cpu = _config("trainer.device=cpu", "trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=1")
+    worker = teacher_footprint(QWEN25_15B, n_tokens=1536)
+    found = (*refit(on_cpu), worker)
+    (host,) = host_totals(found, 0, on_cpu)
+    assert host.parts["actor ranks"] == 2 * found[0].total_bytes and host.parts["rollout ranks"] == found[1].total_bytes
+    assert host.parts["teacher ranks"] == worker.total_bytes and pool_totals(found, None, on_cpu) == []
+
+
+def test_the_memory_of_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the limit of a container is ignored, or a missing or unlimited one is taken for a number."""
+    (tmp_path / "max").write_text("max\n")
+    (tmp_path / "limit").write_text("1048576\n")
+    monkeypatch.setattr(host_memory, "_LIMITS", (tmp_path / "none", tmp_path / "max"))
+    whole = host_memory.host_memory_bytes()
+    assert whole > 1 << 28
+    monkeypatch.setattr(host_memory, "_LIMITS", (tmp_path / "max", tmp_path / "limit"))
+    assert host_memory.host_memory_bytes() == 1 << 20
+
+
+def test_the_command_prints_overrides_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if the printed command is not the run with changes that fit, or totals are missing."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN25_15B))
+    given = [f"model.path={tmp_path}", "actor.max_tokens_per_micro_batch=8192", "data.prompt_key=my question"]
+    call = ["--config", str(GSM8K), "--gpu-gib", "24", "--host-gib", "256", *given]
+    assert memory.main(call) == 1
+    lines = capsys.readouterr().out.splitlines()
+    words = shlex.split(lines[-1])
+    assert words[:5] == ["python", "-m", "gkd.main_gkd", "--config", str(GSM8K)]
+    config = load_config(words[4], words[5:])
+    check_config(config)
+    assert config.data.prompt_key == "my question" and config.actor.max_tokens_per_micro_batch == 4096
+    assert sum(word.startswith("actor.max_tokens") for word in words) == 1
+    assert memory.main(["--config", str(GSM8K), "--gpu-gib", "24", "--host-gib", "256", *words[5:]]) == 0
+    assert "--config" not in capsys.readouterr().out.splitlines()[-1]
+    assert memory.main([*call, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["combination"]["overrides"] == [word for word in words[5:] if word not in given]
+    assert found["combination"]["steps"][-1]["short_bytes"] == 0 and found["host_fits"] is True
+    assert [pool["pool"] for pool in found["pools"]] == ["actor", "rollout"] and len(found["hosts"]) == 1
+    assert memory.main([*call[:4], "--host-gib", "8", *given, *found["combination"]["overrides"]]) == 1
+    assert memory.main([*call[:4], "--host-gib", "x", *given]) == 2
