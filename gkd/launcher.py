@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from msgspec import structs
 from ray.exceptions import RayError
 
 from gkd.actor import worker as actor_worker
@@ -17,6 +18,7 @@ from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather, wait_all
+from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.cluster.hang import hang_report
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
@@ -37,6 +39,7 @@ from gkd.rollout import worker as rollout_worker
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker
+from gkd.run.ending import attempt
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS, ScoringPool
@@ -64,6 +67,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
             the ranks that hang; the run folder has all stacks.
     """
     t = config.trainer
+    config = replace(config, cluster=replace(config.cluster, gpus=plan.gpus))
     cluster = make_cluster(config, on_cpu=plan.device == "cpu")
     try:
         slots = make_pools(cluster, config, t.init_timeout_s)
@@ -73,6 +77,7 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
                 roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
             log.info("all ranks are ready")
             yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
+            attempt("recording the end of the run", lambda: _record_end(plan))
         except RankTimeout as error:
             if error.diagnosed:
                 raise
@@ -199,6 +204,12 @@ def _record_placement(config: Config, plan: Plan, calls: Sequence[collect.Placem
     plan.folder.write_places(table.to_json())
     log.log(logging.WARNING if table.findings else logging.INFO, "GPU placement:\n%s", gpu_report(table))
     collect.check_can_run(table)
+
+
+def _record_end(plan: Plan) -> None:
+    """Write into gpus.json that the run has reached its end."""
+    table = gpu_map_from_json(plan.folder.read_places(), str(plan.folder.root))
+    plan.folder.write_places(structs.replace(table, ended=True).to_json())
 
 
 def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:

@@ -12,6 +12,7 @@ import msgspec
 
 from gkd.errors import ClusterError
 
+RUN_ENDED: Literal["run_ended"] = "run_ended"  # the only finding that is not a problem
 TEACHER = "teacher"  # the pool name of the rows from the teacher server's status; not a Ray pool
 
 Kind = Literal[
@@ -26,6 +27,7 @@ Kind = Literal[
     "process_gone",
     "wrong_gpu",
     "outside_gpus",
+    "run_ended",
 ]
 
 
@@ -83,7 +85,7 @@ class PoolNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A problem, the affected ranks, and the fix."""
+    """A problem, the affected ranks, and the fix; or that the run has ended."""
 
     kind: Kind
     ranks: tuple[str, ...]  # labels; empty: not about particular ranks
@@ -104,7 +106,12 @@ class GpuMap(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # checks that were skipped, with the reason; possible improvements
     gpus: tuple[int, ...] = ()  # cluster.gpus, ascending
     order: tuple[str, ...] = ()  # cluster.order; empty in files of older versions
+    ended: bool = False  # the run reached its end; its ranks were stopped
     version: Literal[1] = 1
+
+    @property
+    def has_problems(self) -> bool:
+        return any(finding.kind != RUN_ENDED for finding in self.findings)
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

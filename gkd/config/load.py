@@ -52,7 +52,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             sources.append(_read_override(override))
         except ConfigError as error:
             errors.append(error)
-    for source in sources:
+    for source in map(_auto_gpus, sources):
         try:
             merged = OmegaConf.merge(merged, source)
         except (OmegaConfBaseException, TypeError) as error:
@@ -123,6 +123,14 @@ def _read_override(override: str) -> Any:
         return OmegaConf.from_dotlist([override])
     except Exception as error:  # yaml's errors have no common root that omegaconf exports
         raise ConfigError(key, value, "is not valid YAML.", "close brackets and quotes.") from error
+
+
+def _auto_gpus(source: Any) -> Any:
+    """Return the source with the word auto of cluster.gpus as an empty list, which means the same."""
+    plain: Any = OmegaConf.to_container(source, resolve=False)
+    if isinstance(plain.get("cluster"), dict) and plain["cluster"].get("gpus") == "auto":
+        source.cluster.gpus = []
+    return source
 
 
 def _merge_by_key(merged: Any, source: Any) -> tuple[Any, list[ConfigError]]:

@@ -259,9 +259,10 @@ class ClusterConfig:
     )
     gpus: list[int] = key(
         [],
-        "GPU numbers of a node, as in nvidia-smi, that the pools may use, in ascending order; empty = all. See "
-        "docs/operations.md for CUDA_VISIBLE_DEVICES and running clusters.",
-        limits="each >= 0 and once",
+        "GPU numbers of a node, as in nvidia-smi, that the pools may use, in ascending order. auto or empty = all that "
+        "are visible, without those of a teacher server on this host. See docs/operations.md for CUDA_VISIBLE_DEVICES "
+        "and running clusters.",
+        limits="auto, or each >= 0 and once",
         resume=True,
     )
     order: list[str] = key(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gkd.cluster.gpu_table import GpuInfo, GpuMap, RankPlacement
+from gkd.cluster.gpu_table import RUN_ENDED, TEACHER, Finding, GpuInfo, GpuMap, RankPlacement
 
 _HEADS = (
-    *("POOL", "RANK", "LOCAL", "HOST", "PID", "CUDA_VISIBLE_DEVICES", "RAY'S IDS", "VISIBLE", "CURRENT"),
+    *("POOL", "RANK", "LOCAL", "HOST", "PID", "CUDA_VISIBLE_DEVICES", "GPU IDS", "VISIBLE", "CURRENT"),
     *("GPU", "UUID", "PCI BUS", "NUMA", "FREE MEMORY"),
 )
 
@@ -28,7 +28,7 @@ def gpu_report(gpu_map: GpuMap) -> str:
     gpus, order = ",".join(map(str, gpu_map.gpus)) or "all", ", then to ".join(gpu_map.order)
     settings = [f"cluster.gpus: {gpus}. Lowest GPU ids go to {order}."] if order else []
     notes = [f"note: {_printable(note)}" for note in gpu_map.notes]
-    findings = [f"WRONG {finding.kind}: {_printable(str(finding))}" for finding in gpu_map.findings]
+    findings = [_verdict(finding) for finding in gpu_map.findings]
     return "\n".join([*table, *settings, *notes, *(findings or ["no problems found"])])
 
 
@@ -41,7 +41,7 @@ def _cells(row: RankPlacement) -> tuple[str, ...]:
         row.host,
         str(row.pid),
         "unset" if visible is None else visible or "empty",
-        ",".join(row.ray_gpu_ids) if row.ray_gpu_ids is not None else "-",
+        _ids(row),
         str(len(row.gpus)),
         _text(row.current_device),
         _each(row.gpus, lambda gpu: gpu.name),
@@ -51,6 +51,19 @@ def _cells(row: RankPlacement) -> tuple[str, ...]:
         _each(row.gpus, _memory),
     )
     return tuple(_printable(cell) for cell in cells)
+
+
+def _verdict(finding: Finding) -> str:
+    if finding.kind == RUN_ENDED:
+        return f"run ended: {_printable(finding.problem)}"
+    return f"WRONG {finding.kind}: {_printable(str(finding))}"
+
+
+def _ids(row: RankPlacement) -> str:
+    """Return the ids that Ray assigned, or that a teacher's worker announces: without a GPU the labels of --gpus."""
+    if row.ray_gpu_ids is not None:
+        return ",".join(row.ray_gpu_ids)
+    return ",".join(gpu.id for gpu in row.gpus) or ("cpu" if row.pool == TEACHER else "-")
 
 
 def _each(gpus: Iterable[GpuInfo], field: Callable[[GpuInfo], object]) -> str:

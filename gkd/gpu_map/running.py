@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, GpuMap, RankPlacement
+from gkd.cluster.gpu_table import RUN_ENDED, TEACHER, Finding, GpuInfo, GpuMap, RankPlacement
 from gkd.cluster.processes import nearest_ancestor, process_info
 from gkd.gpu_map.findings import find_problems, used_gpus
 
@@ -49,6 +49,17 @@ def refresh(saved: GpuMap, host: str, machine: Sequence[GpuInfo], teacher: Seque
     )
     findings += find_problems(rows, saved.pools, loaded=True, gpus=saved.gpus)
     return structs.replace(saved, rows=tuple(rows), findings=tuple(findings), notes=notes)
+
+
+def ended(saved: GpuMap) -> GpuMap:
+    """Return the saved map of a run that reached its end, which has no processes to look at."""
+    finding = Finding(
+        kind=RUN_ENDED,
+        ranks=(),
+        problem="training reached its end, and the ranks were stopped. The table is that of the start.",
+        fix="",
+    )
+    return structs.replace(saved, findings=(finding,))
 
 
 def _is_alive(row: RankPlacement) -> bool:

@@ -16,6 +16,8 @@ from gkd.config.schema import Config
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError
 from gkd.footprint.totals import scores_gib
+from gkd.gpu_map.choice import with_own_gpus
+from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
 from gkd.preflight.device import resolve_device
 from gkd.preflight.memory import check_memory
@@ -43,6 +45,7 @@ class Plan:
     teacher: TeacherInfo
     n_vocab: int  # ids that student and teacher share
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
+    gpus: list[int]  # numbers of the GPUs that the pools may use; empty: all
     folder: RunFolder
 
 
@@ -90,6 +93,9 @@ def preflight(config: Config) -> Plan:
     total_steps = planned_steps(config, len(train))
     check_stream_fits(config, total_steps)
     teacher = find_teacher(config, device)
+    with_gpus = config
+    if device == "cuda":
+        with_gpus = with_own_gpus(config, device, teacher_rows(config.teacher, device)[0])
     identity = {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
     check_replay(config, total_steps, identity)
     if derived.reference_folder:
@@ -98,7 +104,7 @@ def preflight(config: Config) -> Plan:
         identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
     n_vocab = check_teacher(config, teacher, tokenizer, n_student_vocab)
     gib = scores_gib(config, n_vocab, teacher.hidden_size, len(val))
-    check_memory(config, device, teacher.hidden_size, gib)
+    check_memory(with_gpus, device, teacher.hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
     if warning := throttle_warning(config.teacher, teacher):
@@ -113,6 +119,7 @@ def preflight(config: Config) -> Plan:
         teacher=teacher,
         n_vocab=n_vocab,
         total_steps=total_steps,
+        gpus=with_gpus.cluster.gpus,
         folder=open_run_folder(config, identity),
     )
 

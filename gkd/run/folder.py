@@ -4,7 +4,8 @@ run_dir/config.yaml            resolved settings
         teacher.json           name and fingerprint of the teacher's weights
         metrics.jsonl          one line per step
         tuner.jsonl            one line per step: sums that only the split tuner reads
-        gpus.json              which rank was on which GPU at the last start; see `gkd.cluster.gpu_table`
+        gpus.json              which rank was on which GPU at the last start, and whether the run reached its end;
+                               see `gkd.cluster.gpu_table`
         stacks.txt             stacks of all ranks at the last timeout
         checkpoints/           see `gkd.run.checkpoints`
         branched_from          checkpoint of another run that this run started from, if any
@@ -69,6 +70,11 @@ class RunFolder:
         """Write which rank is on which GPU. Raises CheckpointError: it cannot be written."""
         with naming(self.root / PLACES):
             replace_file(self.root / PLACES, table)
+
+    def read_places(self) -> bytes:
+        """Return what `write_places` has written. Raises CheckpointError: it cannot be read."""
+        with naming(self.root / PLACES, "read"):
+            return (self.root / PLACES).read_bytes()
 
     def write_stacks(self, text: str) -> Path:
         """Write the stacks of all ranks, and return the file. Raises CheckpointError: it cannot be written."""

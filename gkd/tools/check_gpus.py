@@ -34,7 +34,7 @@ _EXAMPLES = """examples:
   python -m gkd.tools.check_gpus --running runs/mine
 
 exit code: 0 no problems found; 1 problems (each line that begins with WRONG has a problem and its fix; an unreachable
-teacher is one of them); 2 invalid settings, or a run folder without gpus.json
+teacher is one of them); 0 as well for a run that has ended; 2 invalid settings, or a run folder without gpus.json
 """
 
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     from gkd.gpu_map.report import gpu_report
 
     print(table.to_json().decode() if args.json else gpu_report(table), flush=True)
-    return 1 if table.findings else 0
+    return 1 if table.has_problems else 0
 
 
 def check(config: Config) -> GpuMap:
@@ -69,10 +69,10 @@ def check(config: Config) -> GpuMap:
 
     check_ray_installed()
     from gkd.gpu_map import collect
+    from gkd.gpu_map.choice import with_own_gpus
     from gkd.gpu_map.teacher import teacher_rows
     from gkd.launcher import ROLLOUT, make_cluster, make_pools, pools_in_order, shares_with, worker_env
 
-    specs = pools_in_order(config)
     tp_sizes = {"actor": config.actor.tp, "rollout": 1}  # ranks of one TP group; an engine is one rank
     try:
         device = resolve_device(config)
@@ -83,6 +83,10 @@ def check(config: Config) -> GpuMap:
         teacher, found = teacher_rows(config.teacher, "cuda")
         return GpuMap(device="cuda", pools=(), rows=tuple(teacher), findings=(_too_few(error), *found))
     teacher, found = teacher_rows(config.teacher, device)
+    try:
+        config = with_own_gpus(config, device, teacher)
+    except ConfigError as error:
+        return GpuMap(device="cuda", pools=(), rows=tuple(teacher), findings=(_too_few(error), *found))
     on_cpu = device == "cpu"
     cluster = make_cluster(config, on_cpu=on_cpu)
     calls, too_few = [], []
@@ -91,7 +95,7 @@ def check(config: Config) -> GpuMap:
             pools = make_pools(cluster, config, min(_POOL_S, config.trainer.init_timeout_s))
         except ClusterError as error:
             too_few.append(_too_few(error))
-            pools = _available_pools(cluster, specs)
+            pools = _available_pools(cluster, pools_in_order(config))
         for pool in pools.values():
             workers = pool.spawn(collect.PlacementProbe, worker_env(on_cpu))
             name = pool.spec.name
@@ -114,7 +118,7 @@ def check_running(run_dir: Path) -> GpuMap:
         ClusterError: gpus.json is damaged.
     """
     from gkd.cluster.gpus import machine_gpus
-    from gkd.gpu_map.running import refresh
+    from gkd.gpu_map.running import ended, refresh
     from gkd.gpu_map.teacher import teacher_rows
     from gkd.run.folder import PLACES
 
@@ -123,6 +127,8 @@ def check_running(run_dir: Path) -> GpuMap:
     except OSError as error:
         problem = f"cannot read {PLACES} ({error.strerror}): no training has started in this folder."
         raise ConfigError("--running", str(run_dir), problem, "name the run_dir of a running job.") from error
+    if saved.ended:
+        return ended(saved)
     config = load_config(run_dir / "config.yaml")
     teacher, found = teacher_rows(config.teacher, saved.device)
     machine = machine_gpus() if saved.device == "cuda" else []

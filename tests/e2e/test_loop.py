@@ -19,6 +19,7 @@ from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.gpu_map.running import refresh
 from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
+from gkd.tools import check_gpus
 from tests.e2e.conftest import Lab
 from tests.e2e.exactness import differences
 from tests.service.harness import ServerProcess, wait_until
@@ -71,8 +72,10 @@ def test_what_each_pool_did_is_counted(base_run: Path) -> None:
         assert m["perf/waited_rollout_share"] == pytest.approx(m["time/rollout_s"] / of_each_step_s)
 
 
-def test_gpu_placement_is_recorded(base_run: Path) -> None:
-    """If it fails, gpus.json does not record which rank had which GPU, for later and for `check_gpus --running`."""
+def test_gpu_placement_is_recorded(base_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If it fails, gpus.json does not record which rank had which GPU, or `check_gpus --running` reports the end of a
+    run as a problem.
+    """
     table = gpu_map_from_json((base_run / "gpus.json").read_bytes(), "gpus.json")
     assert [(row.label, row.cuda_visible_devices) for row in table.rows[:2]] == [("actor 0", "4"), ("rollout 0", "6")]
     assert [row.pool for row in table.rows[2:]] == ["teacher"] and table.findings == ()
@@ -83,6 +86,8 @@ def test_gpu_placement_is_recorded(base_run: Path) -> None:
     # Ray's processes end by themselves, within seconds of the run's own.
     wait_until(lambda: len(ended()) == 2, 20.0, "the ranks' end")
     assert ended() == [("process_gone", ("actor 0",)), ("process_gone", ("rollout 0",))]
+    assert check_gpus.main(["--running", str(base_run)]) == 0, "this run has reached its end, so that is no problem"
+    assert "run ended" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_student_learned_from_the_teacher(base_run: Path) -> None:

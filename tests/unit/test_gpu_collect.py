@@ -23,6 +23,8 @@ from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_proces
 from gkd.cluster.processes import nearest_ancestor, process_info
 from gkd.config.load import load_config, save_config
 from gkd.config.schema import TeacherConfig
+from gkd.gpu_map.choice import free_gpus
+from gkd.gpu_map.report import gpu_report
 from gkd.gpu_map.running import refresh
 from gkd.gpu_map.teacher import teacher_rows, with_driver_info
 from gkd.launcher import worker_env
@@ -206,6 +208,12 @@ def test_rows_of_the_teacher_workers(tmp_path: Path) -> None:
         socket.gethostname()
     }
     assert [row.gpus for row in rows] == [(GpuInfo(id="3"),), (GpuInfo(id="4"),)]
+    head, *lines = gpu_report(GpuMap(device="cpu", pools=(), rows=tuple(rows), findings=())).splitlines()
+    column = head.index("GPU IDS")
+    assert [line[column:].split()[0] for line in lines[:2]] == ["3", "4"]
+    unlabelled = GpuMap(device="cpu", pools=(), rows=(structs.replace(rows[0], gpus=()),), findings=())
+    assert "cpu" in gpu_report(unlabelled).splitlines()[1].split()
+    assert len(free_gpus(parse_gpus(GPUS), rows, rows[0].host)) == 3, "labels of workers on the CPU are not GPUs"
     assert {row.cuda_visible_devices for row in rows} == {os.environ.get("CUDA_VISIBLE_DEVICES")}
     known = with_driver_info(
         [structs.replace(rows[0], gpus=(GpuInfo(id="3", uuid="GPU-bb"),))], rows[0].host, parse_gpus(GPUS)
@@ -287,7 +295,9 @@ def test_too_few_gpus_is_a_finding(
 
 
 def test_map_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Fails if the GPU map of a run folder is not shown, or if a damaged one is accepted."""
+    """Fails if the GPU map of a run folder is not shown, if a damaged one is accepted, or if the end of a run is a
+    problem.
+    """
     config = load_config(None, [*GOOD, "teacher.server_port=1"])
     save_config(config, tmp_path / "config.yaml")
     mine = structs.replace(
@@ -300,6 +310,13 @@ def test_map_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:4] == ["actor", "0", socket.gethostname(), str(os.getpid())]
     assert len(lines) == 3 and lines[2].startswith("WRONG teacher_silent")
+    gone = structs.replace(table, rows=(structs.replace(mine, started=1),))
+    for saved, code, kind in ((gone, 1, "process_gone"), (structs.replace(gone, ended=True), 0, "run_ended")):
+        (tmp_path / "gpus.json").write_bytes(saved.to_json())
+        assert check_gpus.main(["--running", str(tmp_path), "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["verdicts"][0]["kind"] == kind
+    assert check_gpus.main(["--running", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("run ended")
     (tmp_path / "gpus.json").write_bytes(table.to_json()[:-20])
     assert check_gpus.main(["--running", str(tmp_path)]) == 1
     assert "gpus.json" in capsys.readouterr().err

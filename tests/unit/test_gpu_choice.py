@@ -1,0 +1,174 @@
+"""The choice of the pools' GPUs on a host with a teacher server (cluster.gpus: auto)."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gkd.cluster.gpu_table import TEACHER, GpuInfo, RankPlacement
+from gkd.config.check import check_config
+from gkd.config.load import config_yaml, load_config
+from gkd.config.schema import Config
+from gkd.errors import ConfigError
+from gkd.gpu_map import teacher as teacher_module
+from gkd.gpu_map.choice import with_own_gpus
+from gkd.tools import check_gpus
+from teacher_server.wire.status import Gpu, ServerStatus, WorkerStatus
+from tests.unit.test_gpu_collect import GOOD, nvidia_smi, smi_script
+
+__all__ = ["nvidia_smi"]  # a fixture
+
+GPUS = "\n".join(f"{i}, GPU-{i}{i}, H100, 00000000:0{i}:00.0, 81920, 81000" for i in range(4)) + "\n"
+HERE = socket.gethostname()
+AUTO = [*GOOD, "trainer.device=cuda", "cluster.gpus=auto"]
+
+
+def rows(*gpus: str, host: str = HERE, uuids: bool = True, on_cpu: bool = False) -> list[RankPlacement]:
+    """Return one teacher worker on each of these GPUs."""
+    return [
+        RankPlacement(
+            pool=TEACHER,
+            rank=rank,
+            host=host,
+            pid=1,
+            cuda_visible_devices=gpu,
+            current_device=None if on_cpu else 0,
+            gpus=(GpuInfo(id=gpu, uuid=f"GPU-{gpu}{gpu}" if uuids else None),),
+        )
+        for rank, gpu in enumerate(gpus)
+    ]
+
+
+def chosen(teacher: list[RankPlacement], *overrides: str, device: str = "cuda") -> list[int]:
+    return with_own_gpus(load_config(None, [*AUTO, *overrides]), device, teacher).cluster.gpus
+
+
+@pytest.mark.parametrize("visible", [None, "0,1,2,3", "GPU-33,GPU-22,GPU-11,GPU-00"])
+def test_the_pools_keep_off_the_teachers_gpus(
+    visible: str | None, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a GPU of a teacher on this host is chosen, or one of a teacher on another host is left out."""
+    nvidia_smi(smi_script(GPUS, ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert chosen(rows("0", "2")) == [1, 3]
+    assert chosen(rows("0", "2", host="another container of this machine")) == [1, 3], "by UUID"
+    elsewhere = rows("0", host="there", uuids=False)
+    assert chosen([]) == chosen(elsewhere) == chosen(rows("0", on_cpu=True)) == [], "all"
+    if visible is None:
+        assert chosen(rows("3", uuids=False)) == [0, 1, 2], "by host and id"
+    assert chosen(rows("0"), "cluster.gpus=[0,1]") == [0, 1], "the user's choice"
+    assert chosen(rows("0"), "cluster.ray_address=h:1") == [] == chosen(rows("0"), device="cpu")
+
+
+def test_visible_gpus_are_the_only_candidates(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if GPUs that the trainer does not see are chosen, or slices of GPUs are numbered."""
+    nvidia_smi(smi_script(GPUS, ""))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2")
+    assert chosen(rows("0", "1")) == [2, 3]
+    assert chosen(rows("0")) == [], "the teacher's GPU is not visible"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,MIG-a,MIG-b")
+    assert chosen(rows("0")) == []
+
+
+@pytest.mark.parametrize(
+    ("taken", "overrides"),
+    [
+        ("0123", ()),
+        ("012", ()),
+        ("01", ("trainer.n_gpus_per_node=2", "rollout.n_gpus_per_node=1")),
+        ("0123", ("trainer.colocate=true",)),
+    ],
+)
+def test_too_few_gpus_are_left(
+    taken: str, overrides: tuple[str, ...], nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if a run starts on the teacher's GPUs, or is refused without the key."""
+    nvidia_smi(smi_script(GPUS, ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        chosen(rows(*taken), *overrides)
+    assert caught.value.key == "cluster.gpus" and caught.value.value == "auto"
+    assert chosen(rows("0", "1", "2"), "trainer.colocate=true") == [3]
+
+
+def test_the_word_auto(tmp_path: Path) -> None:
+    """Fails if auto is refused in a file or on the command line, or another word is accepted."""
+    (tmp_path / "x.yaml").write_text("cluster: {gpus: auto, order: [rollout, actor]}\n")
+    config = load_config(tmp_path / "x.yaml", GOOD)
+    check_config(config)
+    assert config.cluster.gpus == [] and config.cluster.order == ["rollout", "actor"]
+    assert load_config(tmp_path / "x.yaml", [*GOOD, "cluster.gpus=[3]"]).cluster.gpus == [3]
+    (tmp_path / "x.yaml").write_text("cluster: {gpus: [0, 1]}\n")
+    config = load_config(tmp_path / "x.yaml", [*GOOD, "cluster.gpus=auto"])
+    assert config.cluster.gpus == [] and isinstance(config, Config)
+    (tmp_path / "y.yaml").write_text(config_yaml(config))
+    assert load_config(tmp_path / "y.yaml") == config
+    for wrong in ("cluster.gpus=all", "cluster=auto"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [*GOOD, wrong])
+        assert caught.value.key == wrong.partition("=")[0]
+
+
+def test_the_checker_reports_that_all_gpus_are_taken(
+    tmp_path: Path,
+    nvidia_smi: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Fails if the checker starts Ray on the teacher's GPUs, or does not show whose they are."""
+    import torch
+
+    workers = [
+        WorkerStatus(
+            name=f"w{i}.0",
+            teacher="t",
+            state="ready",
+            host=HERE,
+            pid=i + 1,
+            engine="vllm",
+            device="cuda",
+            dtype="bfloat16",
+            gpus=[Gpu(str(i), f"GPU-{i}{i}", "H100")],
+            n_in_flight=0,
+            tokens_in_flight=0,
+            n_done=0,
+            n_tokens=0,
+            tokens_per_s=0.0,
+            queue_s=0.0,
+            compute_s=0.0,
+            last_heard_s=0.0,
+        )
+        for i in range(3)
+    ]
+    status = ServerStatus(
+        epoch="",
+        uptime_s=1.0,
+        draining=False,
+        n_queued=0,
+        queued_bytes=0,
+        n_answered=0,
+        n_errors={},
+        n_retried=0,
+        n_lost_workers=0,
+        excluded={},
+        teachers=[],
+        workers=workers,
+    )
+    nvidia_smi(smi_script(GPUS, ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(teacher_module, "ask_status", lambda teacher: status)
+    (tmp_path / "x.yaml").write_text("{}\n")
+    assert check_gpus.main(["--json", "--config", str(tmp_path / "x.yaml"), *AUTO]) == 1
+    table = json.loads(capsys.readouterr().out)
+    assert [finding["kind"] for finding in table["verdicts"]] == ["too_few_gpus"]
+    assert "cluster.gpus" in table["verdicts"][0]["problem"]
+    assert [row["cards"][0]["id"] for row in table["rows"]] == ["0", "1", "2"]
