@@ -31,7 +31,7 @@ def combination_lines(found: Combination, command: str = "") -> list[str]:
     if not found.fits:
         last = found.steps[-1]
         lines.append(
-            f"nothing fits on these GPUs: the nearest combination lacks {gib(last.short_bytes)}, at a peak of "
+            f"no combination is enough on these GPUs: the nearest lacks {gib(last.short_bytes)}, at a peak of "
             f"{gib(last.peak_bytes)} on the actor's fullest GPU. Bound: {bound(last)}"
         )
     if found.fits or found.more_gpus:

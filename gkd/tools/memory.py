@@ -46,6 +46,7 @@ from gkd.footprint.rollout import with_engine_cache
 from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals, scores_gib
 from gkd.hf.model_folder import ModelFolder, read_model_folder
 
+_MOST_HOST_GIB = 2**20
 _EXAMPLES = """examples:
   python -m gkd.tools.memory --config configs/gsm8k_qwen2.5_1.5b.yaml --gpu-gib 80
   python -m gkd.tools.memory --config mine.yaml --gpu-gib 24 --host-gib 64 actor.recompute=full
@@ -117,8 +118,12 @@ def _read(args: argparse.Namespace) -> _Case:
     """Read the settings and the model folders. Raises ConfigError, ModelError."""
     gpu_bytes = gpu_memory_bytes(_gib_number("--gpu-gib", args.gpu_gib))
     host_gib = _gib_number("--host-gib", args.host_gib)
-    # The GPUs of this host run the training, so its memory is compared, too.
-    host_bytes = host_memory_bytes() if gpu_bytes is not None and args.gpu_gib is None else None
+    if host_gib is not None and not 0 < host_gib <= _MOST_HOST_GIB:  # also true of NaN
+        fix = "give the host's memory in GiB, for example 512."
+        raise ConfigError("--host-gib", args.host_gib, f"not above 0 and at most {_MOST_HOST_GIB} GiB.", fix)
+    host_bytes = None if host_gib is None else round(host_gib * GIB)
+    if host_bytes is None and gpu_bytes is not None and args.gpu_gib is None:
+        host_bytes = host_memory_bytes()  # the GPUs of this host are compared, so the training runs here
     config = load_config(args.config, args.overrides)
     check_config(config)
     models = read_models(config)
@@ -127,7 +132,7 @@ def _read(args: argparse.Namespace) -> _Case:
         problem = "teacher.backend is local: teacher.path is the teacher, and it is on the actor's ranks."
         raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
     found = with_engine_cache(_footprints(config, models, teacher), gpu_bytes, config)
-    return _Case(config, models, teacher, gpu_bytes, round(host_gib * GIB) if host_gib else host_bytes, found)
+    return _Case(config, models, teacher, gpu_bytes, host_bytes, found)
 
 
 def _text(case: _Case, problems: Sequence[str], combination: Combination | None, args: argparse.Namespace) -> str:

@@ -193,4 +193,6 @@ def test_the_command_prints_overrides_to_paste(tmp_path: Path, capsys: pytest.Ca
     assert found["combination"]["steps"][-1]["short_bytes"] == 0 and found["host_fits"] is True
     assert [pool["pool"] for pool in found["pools"]] == ["actor", "rollout"] and len(found["hosts"]) == 1
     assert memory.main([*call[:4], "--host-gib", "8", *given, *found["combination"]["overrides"]]) == 1
-    assert memory.main([*call[:4], "--host-gib", "x", *given]) == 2
+    for wrong in ("x", "0", "nan", "-1", "1e300"):
+        assert memory.main([*call[:4], f"--host-gib={wrong}", *given]) == 2
+        assert "--host-gib" in capsys.readouterr().err
