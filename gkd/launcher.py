@@ -67,7 +67,11 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
             the ranks that hang; the run folder has all stacks.
     """
     t = config.trainer
-    config = replace(config, cluster=replace(config.cluster, gpus=plan.gpus))
+    cluster_config, memory = (
+        replace(config.cluster, gpus=plan.gpus),
+        replace(config.memory, strategy=plan.memory_strategy),
+    )
+    config = replace(config, cluster=cluster_config, memory=memory)
     cluster = make_cluster(config, on_cpu=plan.device == "cpu")
     try:
         slots = make_pools(cluster, config, t.init_timeout_s)

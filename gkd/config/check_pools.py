@@ -108,6 +108,10 @@ def check_cluster(config: Config, derived: Derived) -> None:
 def _check_sharing(config: Config, derived: Derived) -> None:
     """Check that pools which share GPUs have equal sizes and never work at the same time."""
     t, r = config.trainer, config.rollout
+    moving = "trainer.colocate" if t.colocate else "actor.offload_train" if config.actor.offload_train else ""
+    if config.memory.strategy == "resident" and moving:
+        problem = f"with {moving} the actor's states move between calls."
+        raise ConfigError("memory.strategy", "resident", problem, f"use auto, or {moving}=false.")
     if not t.colocate:
         return
     for name, own, other in (("n_gpus_per_node", r.n_gpus_per_node, t.n_gpus_per_node), ("nnodes", r.nnodes, t.nnodes)):

@@ -38,11 +38,13 @@ def derive(config: Config) -> Derived:
     reference_is_actor = loss.has_reference and a.lora.rank > 0 and not config.reference.path
     has_folder = loss.has_reference and not reference_is_actor
     reference_folder = (config.reference.path or config.model.path) if has_folder else ""
-    # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass. States that
-    # fsdp_cpu_offload keeps on the host need no move. With colocate the allocator's cache is released in any case.
+    # A frozen model whose shards stay on the GPU needs the room of the actor's states for its forward pass, unless
+    # memory.strategy is resident; `auto` counts as offload until preflight replaces it (`gkd.footprint.strategy`).
+    # States that fsdp_cpu_offload keeps on the host need no move. With colocate the allocator's cache is released in
+    # any case.
     teacher_stays = is_local_teacher and not teacher.fsdp_cpu_offload
     reference_stays = bool(reference_folder) and not config.reference.fsdp_cpu_offload
-    needs_room = a.offload_train or teacher_stays or reference_stays
+    needs_room = a.offload_train or ((teacher_stays or reference_stays) and config.memory.strategy != "resident")
     return Derived(
         loss=loss,
         signals=teacher_signals(loss, cast(Signal, teacher.signal)),

@@ -234,6 +234,14 @@ class EvalConfig:
 
 @dataclass
 class MemoryConfig:
+    strategy: str = key(
+        "auto",
+        "Where the student's states are while a local teacher or reference with fsdp_cpu_offload=false computes: "
+        "resident (on the GPU; nothing moves), offload (in host memory) or auto (resident if the prediction fits the "
+        "GPU with a margin of 10%, else offload).",
+        choices=("auto", "resident", "offload"),
+        resume=True,
+    )
     fragmentation_warn: float = key(
         0.2,
         "GPUs: warn if both fragmentation measures of the CUDA allocator exceed this; checked every tenth step. 1 = "

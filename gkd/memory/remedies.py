@@ -162,8 +162,21 @@ ACTOR_REMEDIES = (
         set_to(
             "actor.offload_train",
             True,
-            lambda config: not derive(config).moves_states and not config.actor.fsdp_cpu_offload,
+            lambda config: (
+                not derive(config).moves_states
+                and not config.actor.fsdp_cpu_offload
+                and config.memory.strategy != "resident"
+            ),
         ),
+        (TEACHER, REFERENCE, SENDING),
+        device="cuda",
+        slowdown=0.2,
+    ),
+    Remedy(
+        ("memory.strategy",),
+        "offload, if it is resident",
+        "The student's states are in host memory while a local teacher or reference computes",
+        set_to("memory.strategy", "offload", lambda config: config.memory.strategy == "resident"),
         (TEACHER, REFERENCE, SENDING),
         device="cuda",
         slowdown=0.2,

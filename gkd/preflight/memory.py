@@ -18,13 +18,14 @@ from gkd.footprint.estimate import read_models
 from gkd.footprint.limits import GIB, gib, state_fits
 from gkd.footprint.report import footprint_table, kv_line, shared_phases_table, totals_line
 from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.strategy import OFFLOAD, with_strategy
 from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals
 from gkd.log import get_logger
 
 log = get_logger("preflight")
 
 
-def check_memory(config: Config, device: str, teacher_hidden: int | None, scores_gib: float = 0.0) -> None:
+def check_memory(config: Config, device: str, teacher_hidden: int | None, scores_gib: float = 0.0) -> str:
     """Log the estimate, and warn of shortages on CUDA, with the changes that make the run fit.
 
     A shortage is a warning, because the worst case (every sequence of full length) is rare. It is an error if weights,
@@ -35,21 +36,28 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
         teacher_hidden: hidden size of the teacher, if it sends hidden states.
         scores_gib: host memory of the teacher's scores.
 
+    Returns:
+        memory.strategy, with `auto` replaced by what fits.
+
     Raises:
         ConfigError: naming trainer.n_gpus_per_node: the actor's state does not fit on its GPUs.
     """
+    strategy = OFFLOAD if config.memory.strategy == "auto" else config.memory.strategy
     config = replace(config, trainer=replace(config.trainer, device=device))
     try:
         models = read_models(config)
         refit = partial(models.footprint, teacher_hidden=teacher_hidden)
+        gpu_bytes = None if device == "cpu" else smallest_gpu(config.cluster)
+        config, choice = with_strategy(config, refit, gpu_bytes)
         found: Sequence[RankFootprint] = refit(config)
     except ModelError as error:  # fsdp2 accepts models that name their sizes otherwise
         log.warning("cannot estimate memory: %s", error)
-        return
+        return strategy
     if device == "cpu":
         log.info("estimated memory per rank (without libraries): %s", totals_line(found))
-        return
-    gpu_bytes = smallest_gpu(config.cluster)
+        return strategy
+    if choice:
+        log.info("%s", choice)
     found = with_engine_cache(found, gpu_bytes, config)
     log.info("estimated memory per rank:\n%s", footprint_table(found, gpu_bytes))
     log.info(kv_line(found, models.student.dims, gpu_bytes, config))
@@ -59,7 +67,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
         address = config.cluster.ray_address
         reason = f"the GPUs are those of the Ray cluster at {address}" if address else "the driver does not report it"
         log.info("GPU memory size is unknown on this host (%s): compare the totals with it yourself", reason)
-        return
+        return strategy
 
     def hosts(changed: Config, ranks: Sequence[RankFootprint]) -> list[HostTotal]:
         return host_totals(ranks, round(scores_gib * GIB), changed)
@@ -69,7 +77,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
         log.info("%s", line)
     problems = [*check(found, gpu_bytes, config), *host_problems(totals, host_bytes)]
     if not problems:
-        return
+        return config.memory.strategy
     combination = find_combination(
         config, refit, gpu_bytes, lambda changed, ranks: host_shortage(hosts(changed, ranks), host_bytes)
     )
@@ -77,6 +85,7 @@ def check_memory(config: Config, device: str, teacher_hidden: int | None, scores
     for problem in problems:
         log.warning("memory: %s", problem)
     log.warning("%s", "\n".join(combination_lines(combination)))
+    return config.memory.strategy
 
 
 def smallest_gpu(cluster: ClusterConfig) -> int | None:

@@ -46,6 +46,7 @@ class Plan:
     n_vocab: int  # ids that student and teacher share
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
     gpus: list[int]  # numbers of the GPUs that the pools may use; empty: all
+    memory_strategy: str  # memory.strategy, with `auto` replaced
     folder: RunFolder
 
 
@@ -104,7 +105,7 @@ def preflight(config: Config) -> Plan:
         identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
     n_vocab = check_teacher(config, teacher, tokenizer, n_student_vocab)
     gib = scores_gib(config, n_vocab, teacher.hidden_size, len(val))
-    check_memory(with_gpus, device, teacher.hidden_size, gib)
+    strategy = check_memory(with_gpus, device, teacher.hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
     if warning := throttle_warning(config.teacher, teacher):
@@ -120,6 +121,7 @@ def preflight(config: Config) -> Plan:
         n_vocab=n_vocab,
         total_steps=total_steps,
         gpus=with_gpus.cluster.gpus,
+        memory_strategy=strategy,
         folder=open_run_folder(config, identity),
     )
 

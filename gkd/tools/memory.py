@@ -43,6 +43,7 @@ from gkd.footprint.report import (
     shared_phases_table,
 )
 from gkd.footprint.rollout import with_engine_cache
+from gkd.footprint.strategy import with_strategy
 from gkd.footprint.totals import HostTotal, host_shortage, host_totals, pool_totals, scores_gib
 from gkd.hf.model_folder import ModelFolder, read_model_folder
 
@@ -84,6 +85,7 @@ class _Case:
     gpu_bytes: int | None
     host_bytes: int | None
     found: Sequence[RankFootprint]
+    choice: str  # line on memory.strategy; may be empty
 
     def hosts(self, config: Config, found: Sequence[RankFootprint]) -> list[HostTotal]:
         """Return the host memory of these settings; the footprints are those of the run's own ranks."""
@@ -127,17 +129,19 @@ def _read(args: argparse.Namespace) -> _Case:
     config = load_config(args.config, args.overrides)
     check_config(config)
     models = read_models(config)
+    config, choice = with_strategy(config, models.footprint, gpu_bytes)
     teacher = None if args.teacher is None else read_model_folder(args.teacher, "--teacher")
     if teacher is not None and models.local_teacher is not None:
         problem = "teacher.backend is local: teacher.path is the teacher, and it is on the actor's ranks."
         raise ConfigError("--teacher", str(args.teacher), problem, "leave it out.")
     found = with_engine_cache(_footprints(config, models, teacher), gpu_bytes, config)
-    return _Case(config, models, teacher, gpu_bytes, host_bytes, found)
+    return _Case(config, models, teacher, gpu_bytes, host_bytes, found, choice)
 
 
 def _text(case: _Case, problems: Sequence[str], combination: Combination | None, args: argparse.Namespace) -> str:
     config, gpu_bytes, found, dims = case.config, case.gpu_bytes, case.found, case.models.student.dims
     lines = [footprint_table(found, gpu_bytes), kv_line(found, dims, gpu_bytes, config)]
+    lines += [case.choice] if case.choice else []
     if config.trainer.colocate:
         lines.append(shared_phases_table(found, gpu_bytes, config))
     lines += totals_lines(pool_totals(found, gpu_bytes, config), case.hosts(config, found), case.host_bytes)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from gkd.config.check import check_config
+from gkd.config.derived import derive
 from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.errors import ConfigError
+from gkd.footprint import RankFootprint, footprint
+from gkd.footprint.limits import ADVISED_MARGIN, GIB
+from gkd.footprint.strategy import with_strategy
 from gkd.preflight.run import preflight
 from tests.dist.megatron_reference import VOCAB, make_hf_folder
+from tests.unit.test_footprint import QWEN25_15B
 
 ON_HOST = ("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true")
 MOVED = "actor.offload_train=true"
 RESIDENT_TEACHER = ("teacher.backend=local", "teacher.path=t", "teacher.fsdp_cpu_offload=false")
+REFERENCE_ON_GPU = ("distill.reference_kl_weight=1", "reference.fsdp_cpu_offload=false")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +33,8 @@ RESIDENT_TEACHER = ("teacher.backend=local", "teacher.path=t", "teacher.fsdp_cpu
         ((), False),
         ((MOVED,), True),
         (RESIDENT_TEACHER, True),
+        ((*RESIDENT_TEACHER, "memory.strategy=resident"), False),
+        (("teacher.backend=local", "teacher.path=t", "memory.strategy=offload"), False),
         (ON_HOST, False),
         ((*ON_HOST, MOVED), False),
         ((*ON_HOST, *RESIDENT_TEACHER), False),
@@ -54,3 +66,41 @@ def test_the_setting_without_effect_is_named(tmp_path: Path, monkeypatch: pytest
         assert plan.derived.moves_states == (name == "moved")
         keys = [key for key in ("actor.offload_train", "actor.fsdp_cpu_offload") if any(key in w for w in warnings)]
         assert len(keys) == (2 if name == "both" else 0), warnings
+
+
+@pytest.mark.parametrize("frozen", [RESIDENT_TEACHER, REFERENCE_ON_GPU])
+def test_the_strategy_is_resident_where_all_models_fit(frozen: tuple[str, ...]) -> None:
+    """Fails if the student's states move on a card where all models fit, or stay where they do not fit."""
+
+    def refit(config: Config) -> Sequence[RankFootprint]:
+        of_teacher = (QWEN25_15B, None) if derive(config).is_local_teacher else None
+        of_reference = (QWEN25_15B, None) if derive(config).reference_folder else None
+        return footprint(config, QWEN25_15B, local_teacher=of_teacher, reference=of_reference)
+
+    def settings(*overrides: str) -> Config:
+        return load_config(None, ["model.path=m", "actor.recompute=full", "trainer.device=cuda", *frozen, *overrides])
+
+    def chosen(gib: int | None, *overrides: str) -> tuple[str, str]:
+        config, line = with_strategy(settings(*overrides), refit, gib and gib * GIB)
+        return config.memory.strategy, line
+
+    resident = refit(settings("memory.strategy=resident"))
+    together = max(part.total_bytes for part in resident if part.role == "actor")
+    enough = math.ceil(together / (1 - ADVISED_MARGIN) / GIB)
+    assert chosen(enough)[0] == "resident" and chosen(enough - 1)[0] == "offload" == chosen(None)[0]
+    assert f"{together / GIB:.2f}" in chosen(enough)[1] and not chosen(None)[1]
+    for by_hand in ("resident", "offload"):
+        assert chosen(24, f"memory.strategy={by_hand}")[0] == by_hand
+    section = frozen[-1].partition(".")[0]
+    strategy, hint = chosen(enough, f"{section}.fsdp_cpu_offload=true")
+    assert strategy == "offload" and f"{section}.fsdp_cpu_offload=false" in hint
+    assert chosen(24, f"{section}.fsdp_cpu_offload=true") == ("offload", "")
+
+
+@pytest.mark.parametrize("moving", ["trainer.colocate=true", "actor.offload_train=true"])
+def test_resident_states_that_have_to_move_are_refused(moving: str) -> None:
+    """Fails if states move although the user asked for resident ones."""
+    settings = ["data.train_files=[a]", "model.path=student", "trainer.run_dir=r", "memory.strategy=resident", moving]
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, settings))
+    assert caught.value.key == "memory.strategy"

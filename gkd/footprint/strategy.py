@@ -1,0 +1,63 @@
+"""Choose where the student's states are while a frozen model on the actor's GPUs computes (`memory.strategy`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gkd.config.derived import derive
+from gkd.config.schema import Config
+from gkd.footprint.limits import ADVISED_MARGIN, actor_peak, gib
+from gkd.footprint.rank import RankFootprint
+from gkd.footprint.rollout import with_engine_cache
+
+Refit = Callable[[Config], Sequence[RankFootprint]]
+RESIDENT, OFFLOAD = "resident", "offload"
+
+
+def with_strategy(config: Config, refit: Refit, gpu_bytes: int | None) -> tuple[Config, str]:
+    """Return the settings with memory.strategy `auto` replaced, and a line on what fits; empty: nothing to choose.
+
+    `auto` becomes `resident` if the fullest GPU then keeps the advised margin, else `offload`.
+
+    Args:
+        refit: returns the footprints of changed settings.
+        gpu_bytes: memory of a GPU; None: unknown, or the ranks compute on the CPU: `auto` becomes `offload`.
+    """
+    offload = _changed(config, OFFLOAD if config.memory.strategy == "auto" else config.memory.strategy)
+    frozen = _frozen_models(config)
+    if gpu_bytes is None or not frozen or config.trainer.colocate:
+        return offload, ""
+    allowed = round(gpu_bytes * (1 - ADVISED_MARGIN))
+    if not derive(_changed(config, OFFLOAD)).moves_states:  # the frozen models are on the host: nothing to choose
+        peak = _peak(_changed(config, RESIDENT, on_gpu=frozen), refit, gpu_bytes)
+        keys = " ".join(f"{section}.fsdp_cpu_offload=false" for section in frozen)
+        hint = f"student and frozen models fit on the GPUs together ({gib(peak)}): {keys} keeps all of them there"
+        return offload, hint if peak <= allowed else ""
+    peaks = {name: _peak(_changed(config, name), refit, gpu_bytes) for name in (RESIDENT, OFFLOAD)}
+    chosen = config.memory.strategy
+    if chosen == "auto":
+        chosen = RESIDENT if peaks[RESIDENT] <= allowed else OFFLOAD
+    found = [f"{name} {gib(peak)} {'fits' if peak <= allowed else 'is too large'}" for name, peak in peaks.items()]
+    return _changed(config, chosen), f"memory.strategy {chosen}; of {gib(allowed)}: {', '.join(found)}"
+
+
+def _frozen_models(config: Config) -> list[str]:
+    """Return the sections of the frozen models on the actor's ranks."""
+    derived = derive(config)
+    return ["teacher"] * derived.is_local_teacher + ["reference"] * bool(derived.reference_folder)
+
+
+def _changed(config: Config, strategy: str, on_gpu: Sequence[str] = ()) -> Config:
+    """Return the settings with this strategy, and with the frozen models of these sections on the GPU."""
+    teacher, reference = config.teacher, config.reference
+    if "teacher" in on_gpu:
+        teacher = replace(teacher, fsdp_cpu_offload=False)
+    if "reference" in on_gpu:
+        reference = replace(reference, fsdp_cpu_offload=False)
+    memory = replace(config.memory, strategy=strategy)
+    return replace(config, memory=memory, teacher=teacher, reference=reference)
+
+
+def _peak(config: Config, refit: Refit, gpu_bytes: int) -> int:
+    return actor_peak(with_engine_cache(refit(config), gpu_bytes, config), gpu_bytes, config)
