@@ -15,10 +15,11 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
@@ -42,6 +43,7 @@ _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
 _LOG_EVERY_S = 15.0  # between log lines while resources are not free
 _NO_RAY_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+_RUN = "GKD_CLUSTER_RUN"  # environment variable of all processes of a cluster started here: its `Cluster.run`
 _NODE_ID = "ray.io/node-id"  # a label of every Ray node
 _HTTP2_SETTINGS = 4  # type of the first frame, which a gRPC server sends without a request
 
@@ -71,6 +73,8 @@ class Cluster:
         cpus_a_slot: float = 1.0 + HELPER_CPUS,
     ) -> None:
         self.run = uuid.uuid4().hex
+        self._is_own = not address
+        os.environ[_RUN] = self.run  # inherited by all processes that Ray starts here
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         local: dict[str, Any] = common | {"include_dashboard": False}
@@ -97,7 +101,11 @@ class Cluster:
             raise ClusterError(
                 f"Ray could not be {verb} (cluster.ray_address = {address!r}): {problem}{fix}"
             ) from error
+        except BaseException:  # interrupted: the caller has no cluster to close
+            self.close()
+            raise
         finally:
+            del os.environ[_RUN]
             signal.signal(signal.SIGTERM, on_sigterm)  # ray.init replaces it
 
     def make_pools(self, specs: Sequence[PoolSpec], timeout_s: float) -> dict[str, Pool]:
@@ -137,6 +145,19 @@ class Cluster:
     def close(self) -> None:
         """Stop Ray if it was started here, else disconnect. The pools are freed in both cases."""
         ray.shutdown()
+        if self._is_own:
+            _kill_rest(self.run)
+
+
+def _kill_rest(run: str) -> None:
+    """Kill the processes of a cluster that `ray.shutdown` has left.
+
+    An agent that starts while its raylet ends may wait for it for more than a minute.
+    """
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            if process.pid != os.getpid() and process.environ().get(_RUN) == run:
+                process.kill()
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,7 @@ def test_an_interrupt_leaves_no_process(
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [p.cmdline()[:3] for p in alive]
     begun = [p for p in psutil.process_iter() if environment(p).get("GKD_TEST_RUN") == mark["GKD_TEST_RUN"]]
-    _, left = psutil.wait_procs(begun, timeout=60)  # Ray's agents end by themselves, late on a busy machine
+    _, left = psutil.wait_procs(begun, timeout=15)
     assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
     assert "Traceback" not in stderr, stderr[-3000:]
     if step is not None:
