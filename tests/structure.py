@@ -120,6 +120,8 @@ def summary(root: Path = ROOT) -> dict[str, object]:
         "median_function_lines": statistics.median(functions),
         "longest_function_lines": max(functions),
         "files_in_gkd_root": len(list((root / "gkd").glob("*.py"))),
+        # As a listing shows them: files and packages of `gkd`, and `teacher_server`.
+        "files_and_packages_of_gkd": len([*(root / "gkd").glob("*.py"), *(root / "gkd").glob("*/__init__.py")]) + 1,
         "units": len(units),
         "edges_between_units": sum(len(used) for used in units.values()),
         "cycles_between_units": cycles(units),
