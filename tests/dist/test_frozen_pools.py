@@ -67,7 +67,8 @@ def changed(chunk: ScoredChunk, rollouts: list[Rollout], **fields: Any) -> Score
 
 def test_states_on_the_host_stay_there(actor: Actor, reference: ReferencePool) -> None:
     """Fails if actor.fsdp_cpu_offload does not reach the students, or actor.offload_train moves their states anyway."""
-    chunks = reference.compute_logprobs(batch()).wait()
+    scored = batch()
+    chunks = reference.compute_logprobs(scored).wait(scored)
     for _ in range(2):
         assert actor.pool.train_step(chunks).grad_norm > 0
         assert actor.device_bytes() == dict.fromkeys(KINDS, 0)
