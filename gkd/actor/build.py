@@ -68,6 +68,7 @@ def build_student(
         layout,
         recompute=actor.recompute,
         sequence_parallel=actor.sequence_parallel,
+        lora=actor.lora,
         collective_timeout_s=collective_timeout_s,
         **common,
     )

@@ -23,12 +23,9 @@ def check_strategy(config: Config, derived: Derived) -> None:
             problem = "actor.strategy=fsdp2 has no tensor-parallel regions."
             raise ConfigError("actor.sequence_parallel", True, problem, "use false, or actor.strategy=megatron.")
         return
-    for key, value, is_set in (
-        ("actor.fsdp_cpu_offload", a.fsdp_cpu_offload, a.fsdp_cpu_offload),
-        ("actor.lora.rank", a.lora.rank, a.lora.rank > 0),
-    ):
-        if is_set:
-            raise ConfigError(key, value, "needs actor.strategy=fsdp2.", "turn it off, or use actor.strategy=fsdp2.")
+    if a.fsdp_cpu_offload:
+        fix = "turn it off, or use actor.strategy=fsdp2."
+        raise ConfigError("actor.fsdp_cpu_offload", True, "needs actor.strategy=fsdp2.", fix)
 
 
 def check_pools(config: Config, derived: Derived) -> None:

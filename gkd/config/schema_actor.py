@@ -27,12 +27,17 @@ class OptimConfig:
 
 @dataclass
 class LoraConfig:
-    rank: int = key(0, "Rank of the LoRA adapters; 0 = train all weights. Needs actor.strategy=fsdp2.", ge=0)
+    rank: int = key(0, "Rank of the LoRA adapters; 0 = train all weights.", ge=0)
     alpha: float = key(16.0, "The adapters' product is scaled by alpha / rank.", gt=0)
     targets: list[str] = key(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         "Linear layers that get an adapter: the last part of their names.",
     )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' product."""
+        return self.alpha / self.rank
 
 
 @dataclass

@@ -86,8 +86,13 @@ class Kernels:
             self.backend == "fsdp2"
         ):  # transformers': the input in float32, and the normalized input if the weight is trained
             return _FLOAT32 + (0 if self.frozen else self.itemsize)
-        # torch's: one kernel on CUDA, which saves the input; float32 operations on the CPU.
-        return 2 * _FLOAT32 if self.on_cpu else self.itemsize
+        # torch's: one kernel on CUDA, which saves the input; on the CPU float32 operations, which save their inputs, of
+        # which only the gradient of a trained weight needs the normalized one.
+        return _FLOAT32 * self._kept_by_norm if self.on_cpu else self.itemsize
+
+    @property
+    def _kept_by_norm(self) -> int:
+        return 1 if self.frozen else 2
 
     def _in_one_call(self, dims: ModelDims) -> bool:
         """Return whether one kernel computes a pack, from copies of q, k and v; see `gkd.actor.common.attention`."""
@@ -125,7 +130,9 @@ class Kernels:
         copied = q if dims.n_kv_heads > self.tp else 0
         if not self.on_cpu:
             return self.itemsize * copied
-        return _FLOAT32 * (copied + q + kv) if self.itemsize == _FLOAT32 else 2 * _FLOAT32 * (q + kv)
+        if self.itemsize < _FLOAT32:
+            return _FLOAT32 * self._kept_by_norm * (q + kv)
+        return _FLOAT32 * (copied + (0 if self.frozen else q + kv))
 
     def _megatron_mlp(self, dims: ModelDims, layer: int) -> float:
         b, hidden = self.itemsize, dims.hidden_size * self._share

@@ -12,15 +12,14 @@ from math import prod
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.errors import ConfigError
 from gkd.footprint.activations import Kernels, largest_micro_batch
+from gkd.footprint.adapters import adapter_params
 from gkd.footprint.loss import loss_shape
 from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims
 from gkd.hf.model_folder import Tensors, count_params
 
 _FLOAT32 = 4
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Groups:
 
 def groups(config: Config, dims: ModelDims, tensors: Tensors | None) -> Groups:
     """Return the parameters of each group: exact for known architectures, else counted in the weight files."""
-    return Groups(*gathered(dims, tensors), _adapters(config, dims))
+    return Groups(*gathered(dims, tensors), adapter_params(config, dims, range(dims.n_layers)))
 
 
 def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
@@ -44,37 +43,6 @@ def gathered(dims: ModelDims, tensors: Tensors | None) -> tuple[int, int, int]:
         return count_params(tensors or {})
     layers = [dims.dense_params(i) + dims.expert_params(i) for i in range(dims.n_layers)]
     return dims.n_params, max(layers), dims.embedding_params()
-
-
-def _adapters(config: Config, dims: ModelDims) -> int:
-    """Return the parameters of all adapters. Experts have none: those of a layer are one tensor, not linear layers.
-
-    Raises:
-        ConfigError: actor.lora.targets names a layer that a known architecture does not have.
-    """
-    lora, h, f = config.actor.lora, dims.hidden_size, dims.ffn_size
-    if lora.rank == 0:
-        return 0
-    sides = {  # inputs + outputs of each linear layer
-        "q_proj": h + dims.q_columns,
-        "k_proj": h + dims.kv_columns,
-        "v_proj": h + dims.kv_columns,
-        "o_proj": h + dims.q_columns,
-        "gate_proj": h + f,
-        "up_proj": h + f,
-        "down_proj": h + f,
-    }
-    n_dense = sum(not dims.is_moe_layer(layer) for layer in range(dims.n_layers))
-    total = 0
-    for target in lora.targets:
-        name = target.rpartition(".")[2]
-        n_layers = dims.n_layers if name in _ATTENTION else n_dense
-        if dims.is_exact and (name not in sides or n_layers == 0):
-            problem = f"a {dims.model_type} model has no linear layer named {target}."
-            fix = f"choose among {', '.join(sides if n_dense else _ATTENTION)}."
-            raise ConfigError("actor.lora.targets", lora.targets, problem, fix)
-        total += n_layers * sides.get(name, h + f)
-    return lora.rank * total
 
 
 def fsdp_footprint(

@@ -2,7 +2,8 @@
 
 Weights are one buffer, and gradients are one float32 buffer for any dtype of the weights. The distributed optimizer has
 both moments, and float32 masters of bfloat16 weights, for this rank's share of the stage; float32 weights are their own
-masters. Experts are spread over fewer ranks than the other parameters.
+masters. Experts are spread over fewer ranks than the other parameters. With LoRA, the float32 adapters have gradients
+and moments, and the weights have neither.
 
 Letters: b bytes per number of the model's dtype.
 """
@@ -16,6 +17,7 @@ from gkd.config.check_parallel import check_actor_split, check_expert_ranks
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.footprint.activations import Kernels, MicroBatchShape, largest_micro_batch
+from gkd.footprint.adapters import adapter_params
 from gkd.footprint.loss import LossShape, loss_shape
 from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims
@@ -35,6 +37,7 @@ class Stage:
     expert_params: int
     dense_owned: int  # parameters that the rank's optimizer updates
     expert_owned: int
+    adapter_params: int  # which are trained instead of the others
 
     @property
     def params(self) -> int:
@@ -58,7 +61,9 @@ def stages(config: Config, dims: ModelDims) -> list[Stage]:
         dense += n_tables * dims.embedding_params(actor.tp) + (dims.hidden_size if last else 0)
         experts = sum(dims.expert_params(layer, actor.ep) for layer in layers)
         owners = max(1, actor.tp * dp // actor.ep)
-        found.append(Stage(number, layers, first, last, dense, experts, -(-dense // dp), -(-experts // owners)))
+        adapters = adapter_params(config, dims, layers, actor.tp)
+        owned = (-(-adapters // dp), 0) if adapters else (-(-dense // dp), -(-experts // owners))
+        found.append(Stage(number, layers, first, last, dense, experts, *owned, adapters))
     return found
 
 
@@ -89,11 +94,11 @@ def megatron_footprints(
     batch = largest_micro_batch(config)
     ranks_of_stage = derive(config).world_size // config.actor.pp
     for stage in stages(config, dims):
-        owned = stage.dense_owned + stage.expert_owned
+        owned, adapters = stage.dense_owned + stage.expert_owned, stage.adapter_params
         parts = {
-            "weights": b * stage.params,
-            "gradients": _FLOAT32 * stage.params,
-            "optimizer": _FLOAT32 * owned * (2 if b == _FLOAT32 else 3),
+            "weights": b * stage.params + _FLOAT32 * adapters,
+            "gradients": _FLOAT32 * (adapters or stage.params),
+            "optimizer": _FLOAT32 * owned * (2 if b == _FLOAT32 or adapters else 3),
         }
         parts |= _training_peak(config, dims, stage, batch, itemsize=b, on_cpu=on_cpu)
         rows = dims.embedding_params(config.actor.tp) // dims.hidden_size
@@ -118,6 +123,7 @@ def _training_peak(
         recompute=actor.recompute,
         tp=actor.tp,
         sequence_parallel=actor.sequence_parallel,
+        frozen=stage.adapter_params > 0,
         n_sequences=batch.n_sequences,
     )
     in_flight = _chunks_in_flight(config, stage, batch)
@@ -138,10 +144,12 @@ def _training_peak(
         rows_of_head=embedding // dims.hidden_size,
         itemsize=itemsize,
         on_cpu=on_cpu,
+        frozen=kernels.frozen,
     )
-    transient = layer + _layer_gradients(dims, actor.tp, batch, itemsize, on_cpu)
+    transient = layer + _layer_gradients(dims, actor.tp, batch, itemsize, on_cpu=on_cpu, frozen=kernels.frozen)
+    embedding_bytes = 0 if kernels.frozen else embedding * itemsize
     return training_peak(
-        activations, transient, loss, stage, tied=dims.tied_embeddings, embedding_bytes=embedding * itemsize
+        activations, transient, loss, stage, tied=dims.tied_embeddings, embedding_bytes=embedding_bytes
     )
 
 
@@ -174,12 +182,14 @@ def _chunks_in_flight(config: Config, stage: Stage, batch: MicroBatchShape) -> i
     return min(ahead, -(-batch.n_batches // pp) * pp * vpp)
 
 
-def _layer_gradients(dims: ModelDims, tp: int, batch: MicroBatchShape, itemsize: int, on_cpu: bool) -> int:
-    """Return the bytes of unreduced gradients: of two widths of a layer, and of its largest matrix."""
+def _layer_gradients(
+    dims: ModelDims, tp: int, batch: MicroBatchShape, itemsize: int, *, on_cpu: bool, frozen: bool
+) -> int:
+    """Return the bytes of unreduced gradients: of two widths of a layer, and of its largest matrix if it is trained."""
     ffn = dims.ffn_size if dims.moe is None else dims.moe.ffn_size * dims.moe.n_active
     widest = 2 * ffn // tp
     matrix = dims.hidden_size * max(widest, (dims.q_columns + 2 * dims.kv_columns) // tp)
-    sums = itemsize + (_FLOAT32 if on_cpu and itemsize < _FLOAT32 else 0)
+    sums = 0 if frozen else itemsize + (_FLOAT32 if on_cpu and itemsize < _FLOAT32 else 0)
     return batch.n_tokens * itemsize * (2 * dims.hidden_size + widest) + matrix * sums
 
 
@@ -187,6 +197,8 @@ def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bo
     """Return the bytes of torch's AdamW: on the CPU two copies of the largest parameter; on CUDA all denominators."""
     if not on_cpu:
         return _FLOAT32 * (stage.dense_owned + stage.expert_owned)
+    if stage.adapter_params:
+        return 2 * _FLOAT32 * stage.dense_owned  # at most
     dp = max(1, stage.dense_params // max(1, stage.dense_owned))
     largest = max(
         dims.embedding_params(config.actor.tp) if stage.first or stage.last else 0, dims.hidden_size * dims.ffn_size * 2

@@ -133,9 +133,10 @@ ACTOR_REMEDIES = (
     FSDP_CPU_OFFLOAD,
     Remedy(
         ("actor.lora.rank",),
-        "16, with actor.strategy=fsdp2",
+        "16",
         "Adapters are trained in place of all weights",
-        lambda config: {"actor.lora.rank": 16} if is_fsdp2(config) and not config.actor.lora.rank else {},
+        # With adapters the reference is the actor, which a reference on the GPU contradicts.
+        set_to("actor.lora.rank", 16, lambda c: not c.actor.lora.rank and c.reference.fsdp_cpu_offload),
         device="cuda",
         is_tried=False,
     ),

@@ -34,7 +34,7 @@ def check_student(config: Config) -> int:
 
             vocab_size, max_positions = check_fsdp_student(config)
         else:
-            dims = _check_megatron_folder(path)
+            dims = _check_megatron_folder(config)
             vocab_size, max_positions = dims.vocab_size, dims.max_positions
     except ModelError as error:
         raise ConfigError("model.path", path, f"{error}", "name a complete model folder of that kind.") from error
@@ -51,14 +51,19 @@ def check_student(config: Config) -> int:
     return vocab_size
 
 
-def _check_megatron_folder(path: str) -> ModelDims:
-    """Compare config.json with the headers of the weight files. Raises ModelError, ConfigError."""
+def _check_megatron_folder(config: Config) -> ModelDims:
+    """Compare config.json with the headers of the weight files and the adapters. Raises ModelError, ConfigError."""
+    path = config.model.path
     config_json = read_config_json(path, "model.path")
     check_megatron_support(config_json, path)
     dims = read_dims(config_json)
     from gkd.actor.megatron.hf_load import check_weight_files  # imports torch
 
     check_weight_files(Path(path), dims)
+    if config.actor.lora.rank > 0:
+        from gkd.actor.megatron.lora import check_targets  # imports Megatron
+
+        check_targets(dims, config.actor.lora)
     return dims
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from gkd.actor.common.shard_writer import write
-from gkd.config.schema import LoraConfig
 from tests.dist.helpers import free_port
 from tests.dist.megatron_reference import make_micro_batches
+from tests.dist.peft_reference import LORA
 from tests.dist.resume_cases import LAST, SAVED_AT, late_snapshot, weights
 from tests.dist.student_cases import build_student, share
 
-LORA = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "v_proj", "down_proj"])
 SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "offloaded": {"cpu_offload": True}, "lora": {"lora": LORA}}
 # (settings of the student that saved, of the one that resumes)
 SAME_WORLD = [("plain", "offloaded"), ("offloaded", "plain"), ("lora", "lora")]

@@ -17,9 +17,9 @@ from gkd.config.schema import LoraConfig
 from gkd.data.batching import make_micro_batches
 from gkd.types import Rollout, TeacherScores
 from tests.dist.frozen_cases import sequences
-from tests.dist.fsdp_resume_cases import LORA
 from tests.dist.helpers import caught
 from tests.dist.megatron_reference import VOCAB
+from tests.dist.peft_reference import LORA
 from tests.dist.student_cases import CPU
 
 TEMPERATURE = 0.8

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gkd.actor.common.shard_writer import write
 from gkd.actor.common.shards import ShardReader
 from tests.dist.megatron_reference import make_micro_batches
+from tests.dist.peft_reference import LORA
 
 DEEP = "deep"  # folder of a model with enough layers for four chunks
 # name -> (processes, tp, pp, vpp, sequence parallel)
@@ -38,17 +39,18 @@ SAVED_AT, LAST = 2, 4  # steps
 
 @dataclass(frozen=True)
 class Case:
-    """The model, layout and dtype of a checkpoint."""
+    """The model, layout and dtype of a checkpoint; with adapters or of all weights."""
 
     kind: str
     layout: str
     dtype: torch.dtype = torch.float32
+    lora: bool = False
 
     def folder(self, root: Path) -> Path:
         return root / f"ckpt_{self}"
 
     def __str__(self) -> str:
-        return f"{self.kind}_{self.layout}_{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.kind}_{self.layout}_{str(self.dtype).removeprefix('torch.')}{'_lora' * self.lora}"
 
 
 def make_student(root: Path, case: Case, rank: int) -> Any:
@@ -72,6 +74,7 @@ def make_student(root: Path, case: Case, rank: int) -> Any:
         device=torch.device("cpu"),
         seed=3,
         sequence_parallel=sequence_parallel,
+        lora=LORA if case.lora else None,
     )
 
 
@@ -138,7 +141,7 @@ def load_elsewhere(rank: int, world_size: int, root: Path, pairs: list[tuple[Cas
     """Load each case's checkpoint in another layout, save it again from there, and continue training."""
     results = {}
     for case, layout in pairs:
-        student = make_student(root, Case(case.kind, layout, case.dtype), rank)
+        student = make_student(root, replace(case, layout=layout), rank)
         student.load_checkpoint(case.folder(root))
         result: dict[str, Any] = {"step": student.step, "loaded": weights(student)}
         save(student, again(root, case, layout))
@@ -152,18 +155,21 @@ def again(root: Path, case: Case, layout: str) -> Path:
     return root / f"again_{case}_{layout}"
 
 
-def whole_state(folder: Path, hf_folder: Path) -> dict[tuple[str, str], str]:
+def whole_state(folder: Path, hf_folder: Path, *, lora: bool) -> dict[tuple[str, str], str]:
     """Return the digests of every full HF tensor and its moments, assembled from the pieces of all ranks."""
     from gkd.actor.megatron.checkpoint import part_shape
     from gkd.actor.megatron.hf_config import read_megatron_dims
     from gkd.actor.megatron.hf_mapping import stage_entries
     from gkd.actor.megatron.layout import ParallelLayout
+    from gkd.actor.megatron.lora import adapters_of
 
     dims = read_megatron_dims(hf_folder)
     state = {}
     with ShardReader(folder) as reader:
         tp = reader.meta["layout"]["tp"]
-        for entry in stage_entries(dims, ParallelLayout(tp=1, pp=1, world_size=1, rank=0)):
+        whole = ParallelLayout(tp=1, pp=1, world_size=1, rank=0)
+        factors = [entry for adapter in adapters_of(dims, whole, LORA) for entry in (adapter.a, adapter.b)]
+        for entry in factors if lora else stage_entries(dims, whole):
             n_parts = 1 if entry.layout.partition_dim is None else tp
             for kind in ("param", "exp_avg", "exp_avg_sq"):
                 shape = part_shape(entry, n_parts)

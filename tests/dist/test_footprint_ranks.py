@@ -45,6 +45,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], str]] = {
     "ep 2": (("actor.ep=2",), "qwen3_moe"),
     "experts on both": ((), "qwen3_moe"),
     "bfloat16": (("model.dtype=bfloat16",), "qwen2"),
+    "adapters": (("actor.tp=2", "actor.lora.rank=8"), "qwen3"),
 }
 
 
@@ -72,6 +73,8 @@ CASES = [
     Case("fsdp2", "qwen3_moe", "float32", packed=False),
     Case("fsdp2", "qwen2", "bfloat16", packed=True, recompute="full"),
     Case("fsdp2", "qwen2", "bfloat16", packed=True, lora=True),
+    Case("megatron", "qwen2", "float32", packed=True, lora=True),
+    Case("megatron", "qwen3", "bfloat16", packed=True, lora=True),
     Case("megatron", "qwen2", "bfloat16", packed=True, tp=2),
     Case("megatron", "qwen3", "float32", packed=True, tp=2, sequence_parallel=True),
 ]
@@ -108,8 +111,8 @@ def test_every_rank_holds_the_parameters_that_are_counted(looked: tuple[Path, An
             params, grads, owned = held[name]
             assert params == want[0], (name, rank)
             # Buffers are padded, and the share of a rank ends where the other's begins, within a parameter.
-            assert want[0] <= grads <= want[0] + 2 * 2**10, (name, rank)
-            assert owned == pytest.approx(want[1], abs=2 * 2**10), (name, rank)
+            assert want[1] <= grads <= want[1] + 2 * 2**10, (name, rank)
+            assert owned == pytest.approx(want[2], abs=2 * 2**10), (name, rank)
         if config.actor.pp == 1 and shape.moe is None and config.actor.tp == 1:
             assert sum(held[name][2] for held in found) == expected[0][0], name
 
@@ -182,17 +185,21 @@ def _saved_bytes(rank: int, world_size: int, folder: Path, case: Case) -> int:
         "seed": 1,
         "recompute": case.recompute,
     }
+    lora = LoraConfig(rank=1) if case.lora else None  # what their outputs take is not predicted
     if case.backend == "fsdp2":
+        from gkd.actor.fsdp.passes import _forward
         from gkd.actor.fsdp.student import FsdpStudent
 
-        lora = LoraConfig(rank=4) if case.lora else None
         sharded = FsdpStudent(folder, packing=case.packed, lora=lora, **settings)
-        return _bytes_saved_in(lambda: sharded._forward(batches[0]), [sharded.model])
+        arguments = {"targets": batches[0].targets, "loss": sharded.loss, "fused": True}
+        return _bytes_saved_in(
+            lambda: _forward(sharded.model, batches[0], torch.device("cpu"), **arguments), [sharded.model]
+        )
     from gkd.actor.megatron.layout import ParallelLayout
     from gkd.actor.megatron.student import MegatronStudent
 
     layout = ParallelLayout(tp=case.tp, pp=1, world_size=world_size, rank=rank)
-    student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, **settings)
+    student = MegatronStudent(folder, layout, sequence_parallel=case.sequence_parallel, lora=lora, **settings)
     batch, (chunk,) = batches[0], student.model.chunks
     try:
         return _bytes_saved_in(
@@ -232,9 +239,16 @@ def _config(overrides: tuple[str, ...]) -> Config:
     return load_config(QUICKSTART, ["trainer.n_gpus_per_node=2", "model.dtype=float32", *overrides])
 
 
-def _expected(config: Config, shape: ModelDims) -> list[tuple[int, int]]:
-    """(parameters, of them updated here) of each stage's ranks."""
-    return [(stage.params, stage.dense_owned + stage.expert_owned) for stage in stages(config, shape)]
+def _expected(config: Config, shape: ModelDims) -> list[tuple[int, int, int]]:
+    """(parameters, of them trained, of them updated here) of each stage's ranks."""
+    return [
+        (
+            stage.params + stage.adapter_params,
+            stage.adapter_params or stage.params,
+            stage.dense_owned + stage.expert_owned,
+        )
+        for stage in stages(config, shape)
+    ]
 
 
 def _held(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int, int]]:
@@ -258,6 +272,7 @@ def _held(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int, i
             dtype=getattr(torch, config.model.dtype),
             device=torch.device("cpu"),
             seed=1,
+            lora=actor.lora,
         )
         params = sum(param.numel() for chunk in student.model.chunks for param in chunk.parameters())
         buffers = [b for ddp in student._ddps for b in [*ddp.buffers, *ddp.expert_parallel_buffers]]

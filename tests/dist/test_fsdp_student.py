@@ -17,14 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gkd.config.schema import LoraConfig
-from tests.dist.fsdp_resume_cases import LORA, OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
+from tests.dist.fsdp_resume_cases import OTHER_WORLD, SAME_WORLD, in_two, resume_in_one, save_in_one
 from tests.dist.helpers import caught, run_gloo
 from tests.dist.hf_models import make_model_folder
 from tests.dist.megatron_reference import (
     BETAS,
     CLIP,
     EPS,
-    LR,
     VOCAB,
     WEIGHT_DECAY,
     dense_bucket_loss_sum,
@@ -32,6 +31,7 @@ from tests.dist.megatron_reference import (
     make_micro_batches,
     train_reference,
 )
+from tests.dist.peft_reference import LORA, train_peft
 from tests.dist.reference_cases import indices_of, measure_reference, plain_logprobs
 from tests.dist.resume_cases import SAVED_AT
 from tests.dist.student_cases import as_numpy, build_student, packed, same_weights, share, weights
@@ -74,35 +74,6 @@ def _train_bf16(folder: Path, n_steps: int) -> list[float]:
                 param.copy_(main)
         losses.append(total)
     return losses
-
-
-def _train_lora(
-    folder: Path, lora: LoraConfig, adapters: dict[str, torch.Tensor]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and merged weights of peft with torch's AdamW, from the same initial adapters."""
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets)
-    model = get_peft_model(base, settings)
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    with torch.no_grad():
-        for name, param in trained.items():
-            param.copy_(adapters[name.removeprefix("base_model.model.").replace(".default", "")])
-    optimizer = torch.optim.AdamW(list(trained.values()), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-    losses = []
-    for step in range(N_SHORT):
-        batches = make_micro_batches(step)
-        n_tokens = sum(batch.n_loss_tokens for batch in batches)
-        loss = torch.stack([dense_bucket_loss_sum(model(b.tokens).logits, b) for b in batches]).sum() / n_tokens
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, model.merge_and_unload().state_dict()
 
 
 def _measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
@@ -408,7 +379,7 @@ def test_lora(ranks: Any, root: Path) -> None:
     adapters, ours = (
         {name: torch.from_numpy(array) for name, array in lora[key].items()} for key in ("adapters", "merged")
     )
-    losses, merged = _train_lora(root / "qwen3", LORA, adapters)
+    losses, merged = train_peft(root / "qwen3", LORA, adapters, N_SHORT)
     for rank in ranks:
         assert rank["lora"]["losses"] == pytest.approx(losses, abs=1e-5)
         assert rank["lora"]["first_is_base"] and rank["lora"]["first_bf16_is_base"]
@@ -453,7 +424,7 @@ def test_lora_of_transposed_weights(ranks: Any, root: Path) -> None:
     """Fails if adapters of gpt2's [in, out] weights are trained or merged with swapped dimensions."""
     ours = ranks[0]["lora"]["conv1d"]
     adapters = {name: torch.from_numpy(array) for name, array in ours["adapters"].items()}
-    losses, merged = _train_lora(root / "gpt2", CONV1D_LORA, adapters)
+    losses, merged = train_peft(root / "gpt2", CONV1D_LORA, adapters, N_SHORT)
     assert ours["losses"] == pytest.approx(losses, abs=1e-5)
     base = load_file(root / "gpt2" / "model.safetensors")
     errors = [float((torch.from_numpy(array) - merged[name]).abs().max()) for name, array in ours["merged"].items()]

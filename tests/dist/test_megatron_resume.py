@@ -36,6 +36,7 @@ QUICK = [
     Case("qwen3", "pp2"),
     Case("qwen2_tied", "dp2", torch.bfloat16),
     Case(DEEP, "pp2vpp2"),
+    Case("qwen3", "tp2sp", torch.bfloat16, lora=True),
 ]
 QUICK_PAIRS = [
     (QUICK[0], "pp2"),
@@ -45,6 +46,7 @@ QUICK_PAIRS = [
     (QUICK[2], "tp2"),
     (QUICK[2], "pp2"),
     (QUICK[3], "tp2"),
+    (QUICK[4], "pp2"),
 ]
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of losses in another layout, where sums have another order
 
@@ -65,6 +67,10 @@ def _save(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     result["exists"] = _message(ModelError, lambda: student.save_hf(root / "out_pp2", root / "qwen2_tied"))
     result["no_checkpoint"] = _message(CheckpointError, lambda: student.load_checkpoint(root / "nothing"))
     result["other_model"] = _message(CheckpointError, lambda: student.load_checkpoint(QUICK[1].folder(root)))
+    result["adapters"] = _message(CheckpointError, lambda: student.load_checkpoint(QUICK[4].folder(root)))
+    adapted = make_student(root, Case("qwen2_tied", "pp2", lora=True), rank)
+    result["no_adapters"] = _message(CheckpointError, lambda: adapted.load_checkpoint(QUICK[0].folder(root)))
+    student = make_student(root, Case("qwen2_tied", "pp2"), rank)
     result["other_dtype"] = _message(CheckpointError, lambda: student.load_checkpoint(QUICK[2].folder(root)))
     whole = student.snapshot()
     some = [piece for piece in whole.pieces if piece.name != "model.norm.weight"]  # which is on rank 1
@@ -149,7 +155,11 @@ def _check_moved(root: Path, case: Case, layout: str, saved: list[Any], moved: l
         assert result["step"] == SAVED_AT
         assert result["loaded"].items() <= wanted.items(), (str(case), layout)
     assert {name for results in moved for name in results[case, layout]["loaded"]} == wanted.keys()
-    assert whole_state(again(root, case, layout), root / case.kind) == whole_state(case.folder(root), root / case.kind)
+    states = [
+        whole_state(folder, root / case.kind, lora=case.lora)
+        for folder in (again(root, case, layout), case.folder(root))
+    ]
+    assert states[0] == states[1]
     diff = _max_diff(moved[0][case, layout]["losses"], saved[0][case]["losses"])
     assert diff <= TOLERANCE[case.dtype], (str(case), layout, diff)
     return diff
@@ -272,6 +282,7 @@ def test_errors(world: tuple[Path, list[Any]]) -> None:
         assert "out_pp2" in result["exists"]
         assert "nothing" in result["no_checkpoint"] and "dtype = bfloat16" in result["other_dtype"]
         assert "model_type = qwen3" in result["other_model"]
+        assert all("actor.lora.rank" in result[case] for case in ("adapters", "no_adapters"))
         assert "model.norm.weight" in result["lacking"]
         assert result["fresh_diff"] <= 1e-5
         assert "nan" in result["nan"] and "nan" in result["nan_eval"]

@@ -323,7 +323,7 @@ _FOOTPRINT = (
     Mutant(
         "no_float32_masters",
         _TRAINER,
-        "_FLOAT32 * owned * (2 if b == _FLOAT32 else 3)",
+        "_FLOAT32 * owned * (2 if b == _FLOAT32 or adapters else 3)",
         "_FLOAT32 * owned * 2",
         ("unit/test_footprint.py::test_state_is_what_this_project_keeps",),
     ),

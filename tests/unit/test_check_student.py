@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gkd.config.schema import Config
+from gkd.config.schema import Config, LoraConfig
 from gkd.errors import ConfigError, GkdError, ModelError
 from gkd.preflight.student import check_student
 from tests.dist.megatron_reference import make_hf_folder
@@ -53,6 +53,22 @@ def test_layouts_of_experts(folders: Path) -> None:
     ):
         error = _refusal(_config(folders / folder, **actor))
         assert isinstance(error, ConfigError) and error.key == key, (folder, actor, str(error))
+
+
+def test_adapters(folders: Path) -> None:
+    """Fails if adapters that a rank would refuse start a run, or layers of experts are left out silently."""
+    check_student(_config(folders / "qwen3", tp=2, lora=LoraConfig(rank=2)))
+    attention = ["q_proj", "k_proj", "v_proj", "self_attn.o_proj"]
+    check_student(_config(folders / "qwen3_moe", lora=LoraConfig(rank=2, targets=attention)))
+    for folder, targets in (
+        ("qwen3_moe", ["q_proj", "down_proj"]),
+        ("qwen3", ["q_proj", "lm_head"]),
+        ("qwen3", ["linear_qkv"]),
+        ("qwen3", []),
+    ):
+        error = _refusal(_config(folders / folder, lora=LoraConfig(rank=2, targets=targets)))
+        assert isinstance(error, ConfigError) and error.key == "actor.lora.targets", (folder, targets)
+        assert "q_proj" in error.fix and "linear_qkv" not in error.fix
 
 
 def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) -> None:

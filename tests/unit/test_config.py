@@ -206,7 +206,6 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["actor.strategy=fsdp2", "actor.recompute=selective"], "actor.recompute"),
         (["actor.strategy=fsdp2", "actor.sequence_parallel=true"], "actor.sequence_parallel"),
         (["actor.fsdp_cpu_offload=true"], "actor.fsdp_cpu_offload"),
-        (["actor.lora.rank=8"], "actor.lora.rank"),
         (["teacher.backend=local"], "teacher.path"),
         (["teacher.path=t"], "teacher.path"),
         (["teacher.fsdp_cpu_offload=false"], "teacher.fsdp_cpu_offload"),

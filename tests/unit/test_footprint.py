@@ -138,6 +138,7 @@ def test_state_is_what_this_project_keeps() -> None:
         ((*TP2, "actor.sequence_parallel=true"), TP2),
         (("actor.strategy=fsdp2", "actor.fsdp_cpu_offload=true"), ("actor.strategy=fsdp2",)),
         (("actor.strategy=fsdp2", "actor.lora.rank=16"), ("actor.strategy=fsdp2",)),
+        (("actor.lora.rank=16",), ()),
     ],
 )
 def test_settings_that_save_memory_do(less: tuple[str, ...], than: tuple[str, ...]) -> None:

@@ -201,5 +201,19 @@ def test_adapters_beside_experts() -> None:
     overrides = ("actor.strategy=fsdp2", "actor.lora.rank=4", "actor.lora.targets=[mlp.up_proj,q_proj]")
     n = 4 * ((48 + 80) + 3 * (48 + 48))
     assert _actor(*overrides, shape=shape).parts["gradients"] == 4 * n
-    with pytest.raises(ConfigError, match="up_proj"):
-        _actor(*overrides, shape={**shape, "mlp_only_layers": []})
+    for strategy, dense in (("fsdp2", []), ("megatron", [1])):
+        with pytest.raises(ConfigError, match="up_proj"):
+            _actor(*overrides, f"actor.strategy={strategy}", shape={**shape, "mlp_only_layers": dense})
+
+
+def test_adapters_of_a_megatron_rank() -> None:
+    """Fails if frozen weights are charged for gradients or moments, or a factor that TP splits is counted whole."""
+    lora = ("actor.lora.rank=16", "actor.lora.targets=[q_proj,v_proj,down_proj]")
+    for overrides, tp in (((), 1), (TP2, 2)):
+        n = 16 * 28 * ((1536 + 1536 // tp) + (1536 + 256 // tp) + (8960 // tp + 1536))
+        found, whole = _actor(*lora, *overrides), _actor(*overrides)
+        assert found.parts["weights"] - whole.parts["weights"] == 4 * n
+        assert (found.parts["gradients"], found.parts["optimizer"]) == (4 * n, 8 * n)
+        assert found.parts["saved_copy"] == 12 * n
+    n = 16 * 28 * ((1536 + 1536) + (1536 + 256) + (8960 + 1536))
+    assert _actor(*lora, "trainer.n_gpus_per_node=4").parts["optimizer"] == 2 * n

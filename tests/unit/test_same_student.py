@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gkd.actor.common.same_student import check_same_student
+from gkd.actor.common.same_student import check_same_student, check_trained
 from gkd.errors import CheckpointError
 
 OWN: dict[str, Any] = {"strategy": "fsdp2", "dtype": "bfloat16", "shapes": {"a": [2, 3], "b": [4]}, "world_size": 2}
@@ -32,6 +32,22 @@ def test_a_different_student_is_refused(change: dict[str, Any], difference: str)
     _check(SAVED)
     with pytest.raises(CheckpointError, match=f"ckpt .*{difference}"):
         _check(SAVED | change)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "named"),
+    [
+        ({"base": "x", "shapes": {"a": [1]}}, {}, "actor.lora.rank"),
+        ({}, {"base": "x", "shapes": {"a": [1]}}, "actor.lora.rank"),
+        ({"base": "x", "shapes": {"a": [1]}}, {"base": "y", "shapes": {"a": [1]}}, "model.path"),
+        ({"base": "x", "shapes": {"a": [1]}}, {"base": "x", "shapes": {"b": [1]}}, "does not train a"),
+    ],
+)
+def test_other_adapters_are_refused(saved: dict[str, Any], own: dict[str, Any], named: str) -> None:
+    """Fails if adapters are resumed with other base weights, as all weights, or for other layers."""
+    check_trained("ckpt", saved, saved)
+    with pytest.raises(CheckpointError, match=named):
+        check_trained("ckpt", saved, own)
 
 
 def test_incomplete_meta_data_are_refused() -> None:

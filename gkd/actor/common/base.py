@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import Literal, Required, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -26,6 +26,11 @@ from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.types import MicroBatch
 from teacher_server.wire.protocol import Signal
+
+# What an export contains. merged: all weights, with the adapters' product added. base: all weights, without it.
+# adapters: their factors, float32, as `layer.lora_A.weight` and `layer.lora_B.weight`.
+Content: TypeAlias = Literal["merged", "base", "adapters"]
+ADAPTER_FOLDER = "adapter"  # in an export
 
 
 def no_phase(phase: str) -> None:
@@ -128,16 +133,32 @@ class Student(ABC):
         return evaluation(self.step, self.loss, sums)
 
     @abstractmethod
-    def export_plan(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
+        """Compute the logprob of the token after each loss row, at the loss's temperature.
+
+        Args:
+            micro_batches: as for `train_step`; their targets are not read.
+            disable_adapter: compute with the base weights. The adapters are enabled again afterwards, also after an
+                error.
+
+        Returns:
+            For each micro-batch of this rank [N] float32, nats, in host memory.
+
+        Raises:
+            NumericsError, DataError: as `train_step`.
+        """
+
+    @abstractmethod
+    def export_plan(self, content: Content = "merged") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Return (HF name, shape, dtype) of what `export` yields on this rank, in its order. Moves no data."""
 
     @abstractmethod
-    def export(self) -> Iterator[tuple[str, Tensor]]:
+    def export(self, content: Content = "merged") -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, full tensor), one tensor at a time. Every participating rank must exhaust the iterator."""
 
     @abstractmethod
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
-        """Write the whole student as a HF folder.
+        """Write the whole student as a HF folder; with adapters, their folder `adapter` in it, too.
 
         Args:
             out_dir: must not exist; on a file system that rank 0 can access.

@@ -138,6 +138,12 @@ def check_micro_batch(batch: MicroBatch, *, needs_scores: bool = True) -> None:
         raise DataError(f"a micro-batch has {n_rows} loss rows, and targets for {n_targets}")
 
 
+def check_next_tokens(batch: MicroBatch) -> None:
+    """Raise DataError if no token follows the last loss row of a micro-batch."""
+    if batch.n_loss_tokens and int(batch.loss_index.max()) + 1 >= batch.tokens.numel():
+        raise DataError("a loss row is the last position of its micro-batch, so no token follows it")
+
+
 def _check_pack(batch: MicroBatch, cu_seqlens: Tensor) -> None:
     if batch.tokens.shape[0] != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
         raise DataError(

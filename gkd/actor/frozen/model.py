@@ -59,7 +59,7 @@ def head_refusal(key: str, folder: Path) -> Iterator[None]:
         if error.key != "actor.fused_lm_head":
             raise
         problem = "the LM head is applied to a few rows at a time, and this model changes its logits after the LM head."
-        adapters = "train adapters (actor.strategy=fsdp2, actor.lora.rank above 0): the bare actor is the reference."
+        adapters = "train adapters (actor.lora.rank above 0): the bare actor is the reference."
         fixes = {
             "teacher.path": "use a teacher server: teacher.backend=zmq, with --engine vllm.",
             "reference.path": f"use another model; or remove it and {adapters}",

@@ -1,6 +1,7 @@
 """Driver side of the frozen models on the actor's ranks: scores of a local teacher, logprobs of a reference.
 
-    collect, compute_logprobs    sequences scattered so that each rank has about the same number of tokens
+    collect, compute_logprobs    sequences scattered so that each rank has about the same number of tokens; an actor
+                                 that is its own reference: each data-parallel group, whose ranks compute together
                                  -> one collective call on all ranks
                                  -> the parts of each chunk gathered on the host of the group that trains on it
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
@@ -110,7 +112,9 @@ class ReferencePool:
         self._workers, self._endpoints = list(workers), list(endpoints)
         self._timeout_s = config.trainer.stage_timeout_s
         derived = derive(config)
-        self._meta = _WITHOUT_ADAPTERS if derived.reference_is_actor else None
+        is_actor = derived.reference_is_actor
+        self._groups = _data_parallel_groups(len(workers), config) if is_actor else None
+        self._meta = _WITHOUT_ADAPTERS if is_actor else None
         # A local teacher scores on the same ranks, with the actor's weights offloaded: before they are reloaded here.
         self._starts_in_wait = derived.is_local_teacher
 
@@ -130,7 +134,9 @@ class ReferencePool:
 
     def _begin(self, batch: Sequence[RolloutChunk]) -> tuple[Pending, list[Any]]:
         on_policy = [chunk for chunk in batch if chunk.on_policy]
-        calls, results = call_scattered(self._workers, "reference_logprobs", on_policy, meta=self._meta)
+        calls, results = call_scattered(
+            self._workers, "reference_logprobs", on_policy, groups=self._groups, meta=self._meta
+        )
         computed = iter(results)
         handles = []
         for chunk in batch:
@@ -153,14 +159,27 @@ class PartialResults:
     refs: list[Any] = field(default_factory=list)  # handle of each part's list of results
 
 
+def _data_parallel_groups(world_size: int, config: Config) -> list[list[int]]:
+    """Return the ranks of each data-parallel group."""
+    tp, pp = config.actor.tp, config.actor.pp
+    layouts = [ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank) for rank in range(world_size)]
+    return [[each.rank for each in layouts if each.dp_rank == group] for group in range(layouts[0].dp)]
+
+
 def call_scattered(
-    workers: Sequence[Any], method: str, chunks: Sequence[RolloutChunk], **options: Any
+    workers: Sequence[Any],
+    method: str,
+    chunks: Sequence[RolloutChunk],
+    *,
+    groups: Sequence[Sequence[int]] | None = None,
+    **options: Any,
 ) -> tuple[dict[str, Any], list[PartialResults]]:
     """Start one collective call on the actor's ranks; returns at once.
 
     Args:
         method: of `ActorWorker`; called with the sequence_indices of each chunk and the chunks' rollouts. It returns
             a value for the whole call, and then a list of results for each chunk.
+        groups: ranks that compute the same sequences together and return the same. None: each rank computes its own.
         options: keyword arguments of the call.
 
     Returns:
@@ -169,12 +188,15 @@ def call_scattered(
     calls: dict[str, Any] = {}
     results = [PartialResults() for _ in chunks]
     # Every rank is called, also one without a sequence: each layer's weights are gathered from all of them.
-    for rank, parts in enumerate(scatter_to_ranks(chunks, len(workers))):
+    groups = groups or [[rank] for rank in range(len(workers))]
+    for ranks, parts in zip(groups, scatter_to_ranks(chunks, len(groups)), strict=True):
         sequence_indices = [part.sequence_indices for part in parts]
         rollouts = [chunks[part.chunk_index].ref for part in parts]
-        call = getattr(workers[rank], method).options(num_returns=1 + len(parts))
-        returned = call.remote(sequence_indices, *rollouts, **options)
-        calls[f"actor rank {rank}"], *refs = returned if parts else [returned]
+        for rank in ranks:
+            call = getattr(workers[rank], method).options(num_returns=1 + len(parts))
+            returned = call.remote(sequence_indices, *rollouts, **options)
+            calls[f"actor rank {rank}"], *refs = returned if parts else [returned]
+        # Those of the group's last rank; the others' are freed.
         for part, ref in zip(parts, refs, strict=True):
             results[part.chunk_index].sequence_indices.append(part.sequence_indices)
             results[part.chunk_index].refs.append(ref)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from gkd.actor.frozen.follow import Follower
     from gkd.actor.frozen.model import FrozenModel
     from gkd.actor.frozen.teacher import LocalTeacher
-    from gkd.actor.fsdp.student import FsdpStudent
 
 
 class FrozenModels:
@@ -81,8 +80,7 @@ class FrozenModels:
         if disable_adapter:
             if not config.actor.lora.rank:
                 raise ValueError("disable_adapter: actor.lora.rank is 0, so the actor has no adapters")
-            fsdp_student = cast("FsdpStudent", student)
-            return partial(base_logprobs, fsdp_student, config, device=self._device, where=self._where)
+            return partial(base_logprobs, student, config, device=self._device, where=self._where)
         if self._reference is None:
             raise ValueError("this actor has no reference model; with adapters, call with meta disable_adapter: True")
         temperature, n_vocab = config.teacher.temperature, student.n_vocab

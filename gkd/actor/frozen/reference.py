@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from gkd.actor.common.agree import same_error
+from gkd.actor.common.base import Student
 from gkd.actor.frozen.model import FrozenModel
-from gkd.actor.fsdp.student import FsdpStudent
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.batching import check_batch, make_micro_batches
@@ -57,11 +57,12 @@ def frozen_logprobs(
 
 
 def base_logprobs(
-    student: FsdpStudent, config: Config, rollouts: Sequence[Rollout], *, device: torch.device, where: str
+    student: Student, config: Config, rollouts: Sequence[Rollout], *, device: torch.device, where: str
 ) -> list[np.ndarray]:
     """Return the same logprobs, of the student without its adapters: the base model. Collective.
 
     Args:
+        rollouts: of this rank's data-parallel group; may be empty.
         where: the rank's name, for errors.
 
     Raises:

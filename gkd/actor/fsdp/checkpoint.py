@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.rng import restore_rng, rng_state
-from gkd.actor.common.same_student import check_same_student
+from gkd.actor.common.same_student import check_same_student, check_trained
 from gkd.actor.common.shards import KINDS, Piece, ShardReader
 from gkd.actor.fsdp.weights import Place, first_row
-from gkd.errors import CheckpointError
 
 
 def snapshot(
@@ -62,7 +61,7 @@ def load(
     """
     step = 0
     with same_error(device), ShardReader(folder) as reader:
-        _check_trained(folder, reader.meta, meta)
+        check_trained(folder, reader.meta, meta)
         settings = ("strategy", "dtype", "lora_scale", "base")
         check_same_student(folder, reader.meta, meta, settings=settings, model="shapes")
         step = int(reader.meta["step"])
@@ -115,19 +114,3 @@ def _owned(trained: Mapping[str, Place], optimizer: torch.optim.AdamW) -> Iterat
         tensors = {"param": param, **{kind: state[kind] for kind in KINDS[1:]}}
         start = first_row(param) * (param.numel() // max(1, param.shape[0]))
         yield name, start, {kind: tensor.detach().to_local().view(-1) for kind, tensor in tensors.items()}
-
-
-def _check_trained(folder: str | Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the base weights or the set of trained tensors differ."""
-    if saved.get("base", own["base"]) != own["base"]:
-        raise CheckpointError(
-            f"{folder} holds adapters of another base model than model.path. Fix: set model.path to the base model of "
-            "the checkpoint."
-        )
-    shapes = saved.get("shapes", own["shapes"])
-    for one, other, side in ((shapes, own["shapes"], "this student"), (own["shapes"], shapes, "the checkpoint")):
-        if missing := sorted(one.keys() - other.keys()):
-            raise CheckpointError(
-                f"{folder} belongs to another student: {side} does not train {missing[0]}. Fix: use the model.path, "
-                "actor.lora.rank and actor.lora.targets of the checkpoint."
-            )

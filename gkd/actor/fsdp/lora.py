@@ -8,7 +8,6 @@ Source: arXiv:2106.09685.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from gkd.actor.common.lora import first_a, is_target, merge
 from gkd.actor.fsdp.weights import Place, first_row, full_tensor
 from gkd.config.schema import LoraConfig
 from gkd.errors import ConfigError
@@ -39,22 +39,15 @@ class Adapter:
     transposed: bool  # the weight is [I, O]
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return weight + scale B A, summed in float32, in the dtype of `weight`. Collective.
-
-        Args:
-            weight: [O, I], all rows. Returned bit-exactly while B is zero.
-        """
+        """Return weight + scale B A of all rows of `weight`, see `merge`. Collective."""
         a, b = (full_tensor(place.tensor, weight.device) for place in (self.a, self.b))
-        delta = self.scale * (b @ a)
-        delta = delta.T if self.transposed else delta
-        # Where nothing is added, keep even the sign of a zero.
-        return torch.where(delta == 0, weight, (weight.float() + delta).to(weight.dtype))
+        return merge(weight, a, b, self.scale, transposed=self.transposed)
 
 
 def check_targets(hf: PreTrainedModel, lora: LoraConfig) -> None:
     """Raise ConfigError if an entry of actor.lora.targets matches no linear layer (except the LM head)."""
     names = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    unmatched = [target for target in lora.targets if not any(_ends_with(name, target) for name in names)]
+    unmatched = [target for target in lora.targets if not any(is_target(name, target) for name in names)]
     if unmatched or not lora.targets:
         endings = sorted({name.rpartition(".")[2] for name in names})
         problem = (
@@ -98,8 +91,7 @@ def init_adapters(adapters: Mapping[str, Adapter], seed: int) -> None:
     """Initialize A like a linear layer's weight and B with zeros. The full matrices do not depend on the world size."""
     generator = torch.Generator().manual_seed(seed)
     for adapter in adapters.values():
-        whole = torch.empty(adapter.a.shape)
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        whole = first_a(adapter.a.shape, generator)
         a, b = adapter.a.tensor, adapter.b.tensor
         assert isinstance(a, DTensor)  # filled in after sharding
         local, start = a.to_local(), first_row(a)
@@ -124,7 +116,3 @@ def disabled_adapters(model: nn.Module) -> Iterator[None]:
 def _float32_place(part: nn.Module) -> Place:
     part.to(torch.float32)
     return Place(part, "weight", tuple(part.get_parameter("weight").shape))
-
-
-def _ends_with(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.step import BatchSums, check_before, empty_micro_batch, token_counts
+from gkd.actor.common.step import BatchSums, check_before, check_next_tokens, empty_micro_batch, token_counts
 from gkd.actor.fsdp.attention import Pack
 from gkd.actor.fsdp.model import LossModel, reset, reshard
 from gkd.data.collate import without_targets
@@ -93,8 +93,7 @@ def run_logprobs(
     with same_error(device, count=len(micro_batches)) as agreement:
         for batch in without_targets(micro_batches):
             _check(batch, micro_batches, loss, packing=packing, needs_scores=False)
-            if batch.n_loss_tokens and int(batch.loss_index.max()) + 1 >= batch.tokens.numel():
-                raise DataError("a loss row is the last position of its micro-batch, so no token follows it")
+            check_next_tokens(batch)
     found = []
     try:
         for i in range(agreement.largest):

@@ -5,7 +5,7 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import ADAPTER_FOLDER, Content, Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.fsdp import checkpoint
@@ -36,6 +36,7 @@ from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import Place, full_tensor, load_weights, match_files
 from gkd.config.schema import LoraConfig
 from gkd.errors import ModelError
+from gkd.hf.adapter_folder import write_adapters
 from gkd.hf.files import open_tensors, weights_digest
 from gkd.hf.folder import TensorPlan, exhaust, write_folder
 from gkd.log import get_logger
@@ -78,6 +79,7 @@ class FsdpStudent(Student):
         on_phase, dtype, device = args.get("on_phase", no_phase), args["dtype"], args["device"]
         self._packing = packing
         folder, adapted = Path(model_path), lora is not None and lora.rank > 0
+        self._lora = lora if adapted else None
         on_phase("building the model")
         with same_error(device):
             # Trained weights are float32, so that small updates are not rounded away. Frozen weights need not be.
@@ -89,7 +91,7 @@ class FsdpStudent(Student):
             )
             with open_tensors(folder) as tensors:
                 self._places = match_files(hf, folder, tensors)
-            self._adapters = add_adapters(hf, lora, self._places) if adapted and lora is not None else {}
+            self._adapters = {} if self._lora is None else add_adapters(hf, self._lora, self._places)
             self._base_digest = weights_digest(folder) if adapted else ""
             n_layers = len(layer_list(hf))
         self._n_vocab: int = hf.config.get_text_config().vocab_size
@@ -122,12 +124,7 @@ class FsdpStudent(Student):
         return self._n_vocab
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
-        """Compute the logprobs of the tokens after the loss rows; see `run_logprobs`.
-
-        Args:
-            disable_adapter: compute with the base weights. The adapters are enabled again afterwards, also after an
-                error.
-        """
+        """See `Student.compute_logprobs`."""
         with disabled_adapters(self.model) if disable_adapter else nullcontext():
             return run_logprobs(
                 self.model, micro_batches, self.loss, fused=self._fused, packing=self._packing, device=self.device
@@ -136,30 +133,47 @@ class FsdpStudent(Student):
     def set_teacher_head(self, head: np.ndarray) -> None:
         self.loss.teacher_head = teacher_head_rows(head, self.loss, self._n_vocab, self.device)
 
-    def export_plan(self) -> list[TensorPlan]:
+    def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
+        if content == "adapters":
+            return [(name, place.shape, torch.float32) for name, place in self._adapter_places().items()]
         return [
             (part.name, part.shape, self._export_dtype(place.tensor))
             for place in self._places.values()
             for part in place.parts
         ]
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the merged weights (base + adapters) under the names of the model's files; see `Student.export`.
+    def export(self, content: Content = "merged") -> Iterator[tuple[str, Tensor]]:
+        """Yield weights under the names of the model's files, or adapters; see `Student.export`.
 
         One parameter is gathered at a time. All experts of a layer may be one parameter.
         """
+        if content == "adapters":
+            yield from (
+                (name, full_tensor(place.tensor, self.device)) for name, place in self._adapter_places().items()
+            )
+            return
         for name, place in self._places.items():
             tensor = full_tensor(place.tensor, self.device, self._export_dtype(place.tensor))
-            adapter = self._adapters.get(name)
+            adapter = self._adapters.get(name) if content == "merged" else None
             whole = tensor if adapter is None else adapter.merged(tensor)
             for part in place.parts:
                 yield part.name, part.cut_from(whole)
 
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
-        tensors, problem = self.export(), None
+        out, source = Path(out_dir), Path(source_dir)
+        self._save("merged", lambda tensors, plan: write_folder(tensors, [plan], out, source), out)
+        if (lora := self._lora) is not None:
+            folder = out / ADAPTER_FOLDER
+            self._save("adapters", lambda tensors, plan: write_adapters(tensors, plan, folder, lora, str(source)), out)
+
+    def _save(
+        self, content: Content, write: Callable[[Iterator[tuple[str, Tensor]], list[TensorPlan]], None], out_dir: Path
+    ) -> None:
+        """Call `write` on rank 0. Collective. Raises ModelError on every rank."""
+        tensors, problem = self.export(content), None
         if dist.get_rank() == 0:
             try:
-                write_folder(tensors, [self.export_plan()], Path(out_dir), Path(source_dir))
+                write(tensors, self.export_plan(content))
             except Exception as error:  # raised below, on all ranks
                 problem = error
         exhaust(tensors)  # after an error on rank 0 the other ranks still wait in the gathers
@@ -225,6 +239,9 @@ class FsdpStudent(Student):
         """Return the tensors that the optimizer updates, by their names in a checkpoint."""
         if not self._adapters:
             return {name: place for name, place in self._places.items() if place.tensor.requires_grad}
+        return self._adapter_places()
+
+    def _adapter_places(self) -> dict[str, Place]:
         trained: dict[str, Place] = {}
         for name, adapter in self._adapters.items():
             stem = name.removesuffix(".weight")

@@ -7,6 +7,7 @@ hf_config.py   HF config.json -> sizes and features   experts.py        settings
 hf_mapping.py  which HF tensors make a parameter      tensor_layouts.py how TP ranks split a parameter
 hf_load.py     safetensors -> shards                  hf_export.py      shards -> full HF tensors
 hf_save.py     shards -> a HF folder                  checkpoint.py     exact resume
-layout.py      ranks -> (tp, pp, dp, ep)              groups.py         Megatron's process groups
-optim.py       AdamW, clipping, learning rate         cpu_shim.py       Megatron without CUDA
+lora.py        adapters of Megatron's layers          groups.py         Megatron's process groups
+layout.py      ranks -> (tp, pp, dp, ep)              cpu_shim.py       Megatron without CUDA
+optim.py       AdamW, clipping, learning rate
 """

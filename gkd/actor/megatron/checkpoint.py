@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,24 @@ from torch import Tensor
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.rng import restore_rng, rng_state
-from gkd.actor.common.same_student import check_same_student
+from gkd.actor.common.same_student import check_same_student, check_trained
 from gkd.actor.common.shards import KINDS, Piece, ShardReader
-from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, held_entries
+from gkd.actor.megatron.hf_mapping import Shape, TensorEntry
+from gkd.actor.megatron.lora import adapter_shapes
 from gkd.actor.megatron.model import StudentModel
 from gkd.actor.megatron.tensor_layouts import SplitVocab
 
 _TRACKER = "megatron."  # prefix of the names of Megatron's generators
 
 
-def snapshot(copies: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, *, step: int) -> Snapshot:
+def snapshot(
+    copies: HostCopies, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]
+) -> Snapshot:
     """Start to copy this rank's state to host memory. Call `copies.settle` before the state changes. Not a collective.
 
     Args:
         copies: owns the host memory.
+        meta: `student_meta` and the step.
     """
     pieces = []
     for entry, start, _, tensors in _owned(model, optimizer):
@@ -49,10 +53,10 @@ def snapshot(copies: HostCopies, model: StudentModel, optimizer: MegatronOptimiz
         pieces += [Piece(entry.hf_names[0], kind, part, start, tensors[kind].detach()) for kind in KINDS]
     tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
     rng = rng_state() | {_TRACKER + name: state for name, state in tracker.items()}
-    return copies.snapshot(pieces, _meta(model, optimizer) | {"step": step}, rng)
+    return copies.snapshot(pieces, meta, rng)
 
 
-def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer) -> int:
+def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer, meta: Mapping[str, Any]) -> int:
     """Load model and optimizer from a checkpoint, and the generators if the layout is the same. Collective; blocks.
 
     Returns:
@@ -65,7 +69,9 @@ def load(folder: str | Path, model: StudentModel, optimizer: MegatronOptimizer) 
     step = 0
     with same_error(_device(model)), ShardReader(folder) as reader:
         saved = reader.meta
-        check_same_student(folder, saved, _meta(model, optimizer), settings=("strategy", "dtype"), model="dims")
+        check_trained(folder, saved, meta)
+        settings = ("strategy", "dtype", *(("lora_scale",) if model.lora else ()))
+        check_same_student(folder, saved, meta, settings=settings, model="dims")
         step = saved["step"]
         _fill(reader, model, optimizer)
         for part in optimizer.chained_optimizers:
@@ -85,7 +91,7 @@ def _owned(
     The ranges count elements of the flattened TP part. The tensors are live, [stop - start] float32.
     """
     params = dict(model.named_params())
-    entries = {params[entry.param]: entry for entry in held_entries(model.dims, model.layout)}
+    entries = {params[entry.param]: entry for entry in model.trained_entries()}
     for part in optimizer.chained_optimizers:
         for param in part.model_param_gbuf_map:
             own = part._get_model_param_range_map(param)["param"]
@@ -187,16 +193,23 @@ def _share_params(optimizer: MegatronOptimizer) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def _meta(model: StudentModel, optimizer: MegatronOptimizer) -> dict[str, Any]:
-    """Return the metadata that all ranks write, except the step, as it is after a JSON round trip."""
-    dtype = str(optimizer.config.params_dtype).removeprefix("torch.")
-    return {
+def student_meta(model: StudentModel, *, dtype: torch.dtype, base: str) -> dict[str, Any]:
+    """Return the metadata that all ranks write, except the step, as it is after a JSON round trip.
+
+    Args:
+        dtype: of the model.
+        base: digest of the frozen weights, which are not in the checkpoint; empty if all weights are trained.
+    """
+    meta = {
         "strategy": "megatron",
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "dims": json.loads(json.dumps(asdict(model.dims))),
         "layout": _layout(model),
         "world_size": model.layout.world_size,
     }
+    if model.lora is not None:
+        meta |= {"lora_scale": model.lora.scale, "base": base, "shapes": adapter_shapes(model.dims, model.lora)}
+    return meta
 
 
 def _layout(model: StudentModel) -> dict[str, Any]:

@@ -39,13 +39,14 @@ def use_transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and bool(gpt_layer_specs.HAVE_TE)
 
 
-def layer_spec(config: TransformerConfig, device: torch.device, *, chunk: int | None) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, *, with_te: bool, chunk: int | None) -> TransformerBlockSubmodules:
     """Return the modules of the layers of one model chunk.
 
     Args:
+        with_te: use Transformer Engine's modules, see `use_transformer_engine`. Adapters need the local ones: TE's
+            matrices include the preceding norm, so the adapters would not get their input.
         chunk: index of the chunk on this pipeline stage; None without virtual pipeline stages.
     """
-    with_te = use_transformer_engine(device)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=with_te, normalization="RMSNorm", vp_stage=chunk)
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules

@@ -6,8 +6,8 @@ N selected rows, V_local padded vocabulary / TP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from torch import Tensor
 from gkd.actor.common.base import no_phase
 from gkd.actor.megatron.hf_config import MegatronDims, read_megatron_dims
 from gkd.actor.megatron.hf_load import load_hf_weights
-from gkd.actor.megatron.hf_mapping import chunk_prefix, held_entries
+from gkd.actor.megatron.hf_mapping import TensorEntry, chunk_prefix, held_entries
 from gkd.actor.megatron.layer_spec import layer_spec, local_name, use_transformer_engine
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.lora import Adapter, add_adapters, check_targets
 from gkd.actor.megatron.model_config import transformer_config
+from gkd.config.schema import LoraConfig
 from gkd.log import get_logger
 
 
@@ -139,12 +141,26 @@ class StudentModel:
     dims: MegatronDims
     layout: ParallelLayout
     groups: ProcessGroupCollection
+    adapters: tuple[Adapter, ...] = ()  # of this stage
+    lora: LoraConfig | None = None  # of the adapters
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield (name, module) of this stage; names are prefixes of those of `named_params`."""
+        for number, chunk in enumerate(self.chunks):
+            for name, module in chunk.named_modules():
+                yield chunk_prefix(self.layout, number) + name, module
 
     def named_params(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield (name as in `stage_entries`, parameter) of this stage, each once."""
         for number, chunk in enumerate(self.chunks):
             for name, param in chunk.named_parameters():
                 yield chunk_prefix(self.layout, number) + local_name(name), param
+
+    def trained_entries(self) -> list[TensorEntry]:
+        """Return the entries of the parameters that this rank holds and trains."""
+        if self.adapters:
+            return [entry for adapter in self.adapters for entry in (adapter.a, adapter.b)]
+        return held_entries(self.dims, self.layout)
 
     @property
     def config(self) -> TransformerConfig:
@@ -175,6 +191,8 @@ def build_model(
     device: torch.device,
     recompute: str = "none",
     sequence_parallel: bool = False,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
     on_phase: Callable[[str], None] = no_phase,
 ) -> StudentModel:
     """Build this rank's stage and fill it from the HF folder `model_path`.
@@ -183,19 +201,25 @@ def build_model(
         dtype: of parameters and activations; gradients and optimizer states are always float32.
         recompute: none | selective | full: activations that the backward pass recomputes instead of storing them.
         sequence_parallel: split activations along the sequence over TP where TP does not split them otherwise.
+        lora: freeze the weights and train these adapters. None: train all weights.
+        seed: of the adapters' first values.
         on_phase: called with the name of each start-up phase.
 
     Raises:
         ModelError: the folder is unsupported or damaged.
-        ConfigError: the layout cannot split this model, or `recompute` or `sequence_parallel` is invalid.
+        ConfigError: the layout cannot split this model, it cannot have these adapters, or `recompute` or
+            `sequence_parallel` is invalid.
     """
     dims = read_megatron_dims(model_path)
     layout.check_model(dims, sequence_parallel=sequence_parallel)
+    if lora is not None:
+        check_targets(dims, lora)
+    with_te = lora is None and use_transformer_engine(device)
     config = transformer_config(
         dims, layout, dtype=dtype, device=device, recompute=recompute, sequence_parallel=sequence_parallel
     )
     get_logger(f"actor.{layout.rank}").info(
-        "layers: %s", "Transformer Engine" if use_transformer_engine(device) else "Megatron local layer spec"
+        "layers: %s", "Transformer Engine" if with_te else "Megatron local layer spec"
     )
     on_phase("building the model")
     chunks = []
@@ -203,7 +227,7 @@ def build_model(
         vp_stage = number if layout.vpp > 1 else None
         chunk = StudentGPT(
             config=config,
-            transformer_layer_spec=layer_spec(config, device, chunk=vp_stage),
+            transformer_layer_spec=layer_spec(config, with_te=with_te, chunk=vp_stage),
             vocab_size=layout.padded_vocab_size(dims),
             max_sequence_length=dims.max_positions,
             pre_process=layout.holds_embedding(number),
@@ -220,18 +244,30 @@ def build_model(
     params = dict(model.named_params())
     on_phase("loading weights")
     load_hf_weights(model_path, params, dims, layout)
-    _mark_shards(params, dims, layout)
+    if lora is not None:
+        for chunk in chunks:
+            _freeze(chunk)
+        adapters = add_adapters(dict(model.named_modules()), dims, layout, lora, seed)
+        model = replace(model, adapters=tuple(adapters), lora=lora)
+    _mark_shards(dict(model.named_params()), model.trained_entries())
     return model
 
 
-def _mark_shards(params: Mapping[str, torch.nn.Parameter], dims: MegatronDims, layout: ParallelLayout) -> None:
+def _freeze(chunk: StudentGPT) -> None:
+    chunk.requires_grad_(False)
+    if chunk.config.recompute_granularity == "full" and chunk.pre_process:
+        # A recomputed layer has a backward pass only if its input needs a gradient.
+        chunk.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+
+def _mark_shards(params: Mapping[str, torch.nn.Parameter], entries: Sequence[TensorEntry]) -> None:
     """Mark for Megatron the parameters that TP splits and those of experts.
 
     Parameters without the first mark count only on TP rank 0 in the gradient norm. Megatron sets it when it initializes
     a weight, which this project skips. Parameters with the second mark are reduced over the ranks that hold the same
     expert and get a separate optimizer, also with EP = 1.
     """
-    for entry in held_entries(dims, layout):
+    for entry in entries:
         param: Any = params[entry.param]
         if entry.layout.partition_dim is not None:
             param.tensor_model_parallel = True

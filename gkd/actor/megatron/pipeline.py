@@ -22,12 +22,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.step import BatchSums, check_before, empty_micro_batch, token_counts
+from gkd.actor.common.step import BatchSums, check_before, check_next_tokens, empty_micro_batch, token_counts
 from gkd.actor.megatron.model import StudentModel
 from gkd.data.collate import without_targets
 from gkd.errors import DataError
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import sum_over_group
+from gkd.loss.sampled_logprobs import logprobs_of_hidden, logprobs_of_logits
 from gkd.types import MicroBatch
 
 
@@ -67,7 +68,12 @@ def run_batch(
         model,
         micro_batches,
         shapes,
-        partial(_forward_step, model=model, loss=loss, fused=fused, device=device),
+        partial(
+            _forward_step,
+            device=device,
+            fused=fused,
+            loss_function=partial(_loss_sums, model=model, loss=loss, fused=fused),
+        ),
         forward_only=forward_only,
         force_all_reduce=force_all_reduce,
     )
@@ -75,11 +81,54 @@ def run_batch(
     sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
     if model.layout.is_last_stage:
         sums = sum_over_group(torch.stack(outputs).sum(dim=0), model.groups.dp)
+    n_tokens, n_on_policy, *values = _from_last_stage(sums, model).tolist()
+    return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(names, values, strict=True)))
+
+
+def run_logprobs(
+    ddps: Sequence[DistributedDataParallel],
+    model: StudentModel,
+    micro_batches: Sequence[MicroBatch],
+    loss: DistillLoss,
+    *,
+    fused: bool,
+) -> list[Tensor]:
+    """Return the student's logprob of the token after each loss row, on every stage. Collective over the world.
+
+    Args:
+        micro_batches, fused: as for `run_batch`; targets are not read.
+
+    Returns:
+        For each micro-batch [N] float32, nats, in host memory.
+
+    Raises:
+        NumericsError, DataError: as `run_batch`.
+    """
+    device, batches = model.device, without_targets(micro_batches)
+    with same_error(device):
+        for batch in batches:
+            check_before(loss, batch, micro_batches, needs_scores=False)
+            check_next_tokens(batch)
+
+    def next_token_logprobs(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        ids = batch.tokens.flatten()[batch.loss_index + 1].to(device)
+        found = logprobs_of_hidden(loss, output, model.lm_head, ids) if fused else logprobs_of_logits(loss, output, ids)
+        return torch.zeros((), device=device), torch.ones((), dtype=torch.int, device=device), found.float()
+
+    forward = partial(_forward_step, device=device, fused=fused, loss_function=next_token_logprobs)
+    shapes = [batch.tokens.shape for batch in batches]
+    outputs = _schedule(ddps, model, batches, shapes, forward, forward_only=True, force_all_reduce=False)
+    sizes = [len(batch.loss_index) for batch in batches]
+    found = torch.cat(outputs)[: sum(sizes)] if model.layout.is_last_stage else torch.empty(sum(sizes), device=device)
+    return list(_from_last_stage(found, model).cpu().split(sizes))
+
+
+def _from_last_stage(tensor: Tensor, model: StudentModel) -> Tensor:
+    """Return the last stage's tensor on every stage; the others pass one of the same shape, which is overwritten."""
     if model.layout.pp > 1:
         last_rank = dist.get_global_rank(model.groups.pp, model.layout.pp - 1)
-        dist.broadcast(sums, src=last_rank, group=model.groups.pp)
-    n_tokens, n_on_policy, *values = sums.tolist()
-    return BatchSums(round(n_tokens), round(n_on_policy), dict(zip(names, values, strict=True)))
+        dist.broadcast(tensor, src=last_rank, group=model.groups.pp)
+    return tensor
 
 
 @torch.no_grad()
@@ -141,12 +190,15 @@ def _forward_step(
     batches: Iterator[MicroBatch],
     module: DistributedDataParallel,
     *,
-    model: StudentModel,
-    loss: DistillLoss,
-    fused: bool,
     device: torch.device,
+    fused: bool,
+    loss_function: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
-    """Run one micro-batch through this stage; return its output and the loss function of the last stage's output."""
+    """Run one micro-batch through this stage; return its output and the function of the last stage's output.
+
+    Args:
+        loss_function: of the last stage's output and, by keyword, the batch; returns what Megatron requires of a loss.
+    """
     batch = next(batches)
     output = module(
         batch.tokens.to(device),
@@ -155,7 +207,7 @@ def _forward_step(
         cu_seqlens=None if batch.cu_seqlens is None else batch.cu_seqlens.cpu(),
         with_logits=not fused,
     )
-    return output, partial(_loss_sums, batch=batch, model=model, loss=loss, fused=fused)
+    return output, partial(loss_function, batch=batch)
 
 
 def _loss_sums(

@@ -6,8 +6,9 @@ Inputs are micro-batches; outputs are step statistics, exported weights and chec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -15,18 +16,23 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import Content, Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.megatron import checkpoint
 from gkd.actor.megatron.cpu_shim import install_cpu_shim
 from gkd.actor.megatron.groups import init_groups, probe_groups
-from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
+from gkd.actor.megatron.hf_export import export_plan, iter_full, iter_hf_tensors
+from gkd.actor.megatron.hf_mapping import stage_entries
 from gkd.actor.megatron.hf_save import save_hf
 from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.megatron.lora import disabled_adapters
 from gkd.actor.megatron.model import build_model
 from gkd.actor.megatron.optim import build_optimizer, clip_and_step, prepare_grads, set_lr
-from gkd.actor.megatron.pipeline import run_batch, run_logits
+from gkd.actor.megatron.pipeline import run_batch, run_logits, run_logprobs
+from gkd.config.schema import LoraConfig
+from gkd.hf.files import weights_digest
+from gkd.hf.folder import TensorPlan
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.types import MicroBatch
@@ -42,6 +48,7 @@ class MegatronStudent(Student):
         *,
         recompute: str = "none",
         sequence_parallel: bool = False,
+        lora: LoraConfig | None = None,
         collective_timeout_s: float = 1800.0,
         **args: Unpack[StudentArgs],
     ) -> None:
@@ -50,8 +57,9 @@ class MegatronStudent(Student):
         Args:
             layout: this rank's position in the actor's world.
             recompute, sequence_parallel: see `build_model`.
+            lora: train adapters of this rank instead of all weights. None or rank 0: train all weights.
             collective_timeout_s: timeout of a collective of Megatron's groups; the process ends when it expires.
-            args: see `StudentArgs`. `seed` is for torch's generators and Megatron's RNG tracker.
+            args: see `StudentArgs`. `seed` is for torch's generators, Megatron's RNG tracker and the adapters.
 
         Raises:
             ModelError, ConfigError, ClusterError: see `build_model` and `init_groups`.
@@ -59,6 +67,7 @@ class MegatronStudent(Student):
         super().__init__(args)
         self.layout = layout
         on_phase, seed, dtype, device = args.get("on_phase", no_phase), args["seed"], args["dtype"], args["device"]
+        adapted = lora is not None and lora.rank > 0
         install_cpu_shim()
         on_phase("creating Megatron's process groups")
         groups = init_groups(layout, collective_timeout_s)
@@ -73,8 +82,11 @@ class MegatronStudent(Student):
             device=device,
             recompute=recompute,
             sequence_parallel=sequence_parallel,
+            lora=lora if adapted else None,
+            seed=seed,
             on_phase=on_phase,
         )
+        self._base_digest = weights_digest(Path(model_path)) if adapted else ""
         on_phase("creating the optimizer")
         config = self.model.config
         ddp_config = DistributedDataParallelConfig(
@@ -86,7 +98,7 @@ class MegatronStudent(Student):
         no_sync = [ddp.no_sync for ddp in self._ddps]
         config.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
         config.finalize_model_grads_func = finalize_model_grads
-        self._optimizer = build_optimizer(self._ddps, self.optim, dtype=dtype)
+        self._optimizer = build_optimizer(self._ddps, self.optim, dtype=torch.float32 if adapted else dtype)
         self._host_copies = HostCopies(device)
         self.states = States(device, self._live_states, before=self._host_copies.settle)
 
@@ -94,35 +106,48 @@ class MegatronStudent(Student):
     def n_vocab(self) -> int:
         return self.model.dims.vocab_size
 
+    def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
+        """See `Student.compute_logprobs`; `micro_batches` are those of `run_batch`."""
+        with disabled_adapters(self.model.chunks) if disable_adapter else nullcontext():
+            return run_logprobs(self._ddps, self.model, micro_batches, self.loss, fused=self._fused)
+
     def set_teacher_head(self, head: np.ndarray) -> None:
         if self.layout.is_last_stage:
             self.loss.teacher_head = teacher_head_rows(head, self.loss, len(self.model.lm_head), self.device)
 
-    def export_plan(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        return export_plan(self.model)
+    def export_plan(self, content: Content = "merged") -> list[TensorPlan]:
+        return export_plan(self.model, content)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        return iter_hf_tensors(self.model)
+    def export(self, content: Content = "merged") -> Iterator[tuple[str, Tensor]]:
+        return iter_hf_tensors(self.model, content)
 
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:
         save_hf(self.model, out_dir, source_dir)
 
     def snapshot(self) -> Snapshot:
-        return checkpoint.snapshot(self._host_copies, self.model, self._optimizer, step=self.step)
+        return checkpoint.snapshot(self._host_copies, self.model, self._optimizer, self._meta() | {"step": self.step})
 
     def load_checkpoint(self, folder: str | Path) -> None:
         self._host_copies.settle()
-        self.step = checkpoint.load(folder, self.model, self._optimizer)
+        self.step = checkpoint.load(folder, self.model, self._optimizer, self._meta())
+
+    def _meta(self) -> dict[str, Any]:
+        return checkpoint.student_meta(self.model, dtype=self._dtype, base=self._base_digest)
 
     def forward_logits(self, tokens: Tensor) -> Tensor | None:
         """Return [B, S, V] float32 logits of [B, S] `tokens` on the last stage, None on others. For tests."""
         return run_logits(self._ddps, self.model, tokens)
 
     def grads_by_hf_name(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """Return this stage's gradients of one global batch as full float32 tensors by HF name. For diagnosis."""
+        """Return this stage's gradients of one global batch as full float32 tensors by HF name. For diagnosis.
+
+        With adapters these are the gradients of the adapters, under the names of a checkpoint.
+        """
         self._zero_grads()
         self._run(micro_batches, backward=True, force_all_reduce=True)
-        grads = {name: grad.clone() for name, grad in iter_hf_tensors(self.model, value=lambda p: p.main_grad)}  # type: ignore[attr-defined]
+        entries = self.model.trained_entries() if self.model.adapters else stage_entries(self.model.dims, self.layout)
+        full = iter_full(self.model, entries, value=lambda param: param.main_grad)  # type: ignore[attr-defined]
+        grads = {name: grad.clone() for name, grad in full}
         self._zero_grads()
         return grads
 

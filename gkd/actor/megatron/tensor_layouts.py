@@ -57,6 +57,19 @@ class SplitColumns:
         return (shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1),)
 
 
+class SplitRows:
+    """Split along the output dimension: the second factor of a LoRA adapter."""
+
+    partition_dim: int | None = 0
+
+    def fill(self, param: Tensor, sources: Sequence[Sliceable], dims: ModelDims, tp: int, tp_rank: int) -> None:
+        rows = len(param)
+        param.copy_(sources[0][tp_rank * rows : (tp_rank + 1) * rows])
+
+    def join(self, shards: Tensor, dims: ModelDims) -> tuple[Tensor, ...]:
+        return (shards.flatten(0, 1),)
+
+
 class SplitVocab:
     """Split along the vocabulary; the last rows may be padding, zero here and absent in HF."""
 

@@ -1,0 +1,52 @@
+"""Test the whole loop with LoRA on both backends: Ray, vLLM, the ZMQ teacher server, two actor ranks, a reference.
+
+tests/dist compares the trained adapters with peft's.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gkd.metrics.writer import read_metrics
+from gkd.quickstart.check_export import count_equal
+from tests.e2e.conftest import Lab
+
+pytestmark = pytest.mark.e2e
+
+MEGATRON = ("actor.tp=2", "rollout.n_gpus_per_node=2")
+# Two data-parallel ranks, an engine of two workers.
+FSDP2 = ("actor.strategy=fsdp2", "rollout.n_gpus_per_node=2", "rollout.tp=2")
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(MEGATRON, id="megatron"), pytest.param(FSDP2, id="fsdp2", marks=pytest.mark.slow)]
+)
+def test_adapters_are_trained_and_synced(
+    lab: Lab, teacher_port: int, shared_ray: str, backend: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    """If it fails, ranks do not export together, engines or the export do not hold the trained weights, or the actor
+    without adapters is not the initial student.
+    """
+    run_dir = lab.root / f"lora_{request.node.callspec.id}"
+    done = lab.train_run(
+        run_dir,
+        teacher_port,
+        shared_ray,
+        "actor.lora.rank=8",
+        "trainer.n_gpus_per_node=2",
+        "weight_sync.verify=always",
+        "distill.reference_kl_weight=0.1",
+        *backend,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
+    assert sorted(lines) == [0, 1, 2, 3, 4]
+    assert all(lines[step]["weight_sync/verified_tensors"] == 24 for step in range(1, 5))
+    kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
+    assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
+    assert count_equal(run_dir / "export", run_dir / "samples" / "step_00000004.jsonl") == (50, 50)
+    base, export = (load_file(folder / "model.safetensors") for folder in (lab.student, run_dir / "export"))
+    moved = {name for name in base if not torch.equal(base[name], export[name])}
+    assert moved == {name for name in base if name.endswith("_proj.weight")}
