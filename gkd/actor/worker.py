@@ -16,6 +16,7 @@ import numpy as np
 import ray
 import torch
 
+from gkd.actor.common.lora import scaled_factors
 from gkd.actor.common.shard_writer import BackgroundWriter
 from gkd.actor.group_batches import group_batches
 from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, check_meta
@@ -29,7 +30,7 @@ from gkd.handles import FileDigest, TrainStats
 from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.types import Rollout
-from gkd.weight_sync.buckets import Bucket, TensorSpec
+from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
@@ -170,9 +171,11 @@ class ActorWorker(ActorRank):
             self._student.save_hf(folder, self._config.model.path)
         log_gpu_memory_usage("exported", self._log, rank=None, device=self._device)
 
-    def export_plan(self) -> list[TensorSpec]:
+    def export_plan(self, content: Content) -> list[TensorSpec]:
         """Return this pipeline stage's tensors in the order in which `send_weights` streams them."""
-        plan = self._student.export_plan()
+        plan = self._student.export_plan(content)
+        if content == "adapters":  # the engines compute with them in the model's dtype
+            return [TensorSpec(name, tuple(shape), self._config.model.dtype) for name, shape, _ in plan]
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
     def join_group(self, spec: GroupSpec) -> None:
@@ -181,14 +184,22 @@ class ActorWorker(ActorRank):
             self._group = TransferGroup(spec, self._device)
 
     def send_weights(
-        self, buckets: Sequence[Bucket], with_digests: bool, *, meta: Mapping[str, Any] | None = None
+        self,
+        buckets: Sequence[Bucket],
+        with_digests: bool,
+        content: Content = "merged",
+        *,
+        meta: Mapping[str, Any] | None = None,
     ) -> dict[str, str]:
-        """Export this stage's weights; the rank that joined the group broadcasts them.
+        """Export this stage's weights or adapters; the rank that joined the group broadcasts them.
 
         Collective over the stage's exporting ranks. Returns the tensors' digests by name, see `send`.
         """
         with self._phase("sending weights", "sync", [PARAMS], meta, alone=True):
-            return send(self._group, buckets, self._student.export(), with_digests=with_digests)
+            tensors = self._student.export(content)
+            if content == "adapters":
+                tensors = scaled_factors(tensors, self._config.actor.lora.scale)
+            return send(self._group, buckets, tensors, with_digests=with_digests)
 
     def _micro_batches(
         self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], *, with_reference: bool = False

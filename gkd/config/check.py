@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gkd.config.check_losses import check_backend, check_mixture, check_reference, check_scheduler, check_signal
-from gkd.config.check_pools import check_cluster, check_pools, check_sizes, check_strategy
+from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
 from gkd.config.check_values import check_values
 from gkd.config.derived import Derived, derive
 from gkd.config.schema import Config
@@ -12,6 +12,7 @@ _CHECKS = (
     check_strategy,
     check_pools,
     check_cluster,
+    check_adapter_sync,
     check_sizes,
     check_scheduler,
     check_signal,

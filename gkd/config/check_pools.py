@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gkd.config.derived import Derived
+from gkd.config.derived import ENGINE_RANKS, Derived
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 
@@ -131,6 +131,18 @@ def _check_sharing(config: Config, derived: Derived) -> None:
     if config.weight_sync.transport == "nccl":
         problem = "with trainer.colocate two ranks of a group are on one GPU, which NCCL does not support."
         raise ConfigError("weight_sync.transport", "nccl", problem, "use auto or gloo, or trainer.colocate=false.")
+
+
+def check_adapter_sync(config: Config, derived: Derived) -> None:
+    """Check that there are adapters to send, and that engines can hold them."""
+    rank = config.actor.lora.rank
+    if config.weight_sync.lora != "adapters" or derived.engine_adapter_rank:
+        return
+    if not rank:
+        problem = "actor.lora.rank is 0, so there are no adapters."
+        raise ConfigError("weight_sync.lora", "adapters", problem, "use merged, or set actor.lora.rank.")
+    problem = f"vLLM supports adapters up to rank {ENGINE_RANKS[-1]}, and actor.lora.rank is {rank}."
+    raise ConfigError("weight_sync.lora", "adapters", problem, "use merged, or a lower actor.lora.rank.")
 
 
 def check_sizes(config: Config, derived: Derived) -> None:

@@ -10,6 +10,8 @@ from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from teacher_server.wire.protocol import Signal
 
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
@@ -26,6 +28,7 @@ class Derived:
     is_local_teacher: bool  # the actor's ranks score
     reference_is_actor: bool  # the reference is the actor with its adapters disabled
     reference_folder: str  # frozen reference model on the actor's ranks; empty: no second model
+    engine_adapter_rank: int  # largest rank of adapters that the engines hold; 0: they hold merged weights
     moves_states: bool  # the actor's states are in host memory between two calls
 
 
@@ -57,5 +60,11 @@ def derive(config: Config) -> Derived:
         is_local_teacher=is_local_teacher,
         reference_is_actor=reference_is_actor,
         reference_folder=reference_folder,
+        engine_adapter_rank=_engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
         moves_states=t.colocate or (needs_room and not a.fsdp_cpu_offload),
     )
+
+
+def _engine_rank(rank: int) -> int:
+    """Return the smallest of `ENGINE_RANKS` that holds adapters of this rank; 0 without adapters, or if none does."""
+    return next((each for each in ENGINE_RANKS if each >= rank), 0) if rank else 0

@@ -195,6 +195,13 @@ class WeightSyncConfig:
         resume=True,
     )
     bucket_mib: int = key(256, "Size of the buckets in which tensors are sent, in MiB.", gt=0, resume=True)
+    lora: str = key(
+        "merged",
+        "What is sent after a step with actor.lora: merged = all weights; adapters = only the adapters, with which the "
+        "engines compute (vLLM's LoRA). See docs/student.md.",
+        choices=("merged", "adapters"),
+        resume=True,
+    )
     verify: str = key(
         "first",
         "Compare digests of the engines' tensors with the exported ones: always, first (at the start and after the "

@@ -14,6 +14,7 @@ from gkd.config.check_parallel import check_engine_split
 from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
+from gkd.footprint.adapters import adapter_params
 from gkd.footprint.fsdp import Groups
 from gkd.footprint.rank import RankFootprint
 from gkd.hf.model_dims import ModelDims
@@ -42,13 +43,22 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
         "rollout",
         0,
         {
-            "weights": b * sizes.total // tp,
+            "weights": b * sizes.total // tp + _adapter_bytes(config, dims, b),
             "kv_cache": config.rollout.cpu_kv_cache_mib << 20 if on_cpu else cache,
             "activations": n_tokens * widest * b,
             "logits": 2 * logits,
             "weight_sync": max(config.weight_sync.bucket_mib << 20, sizes.embedding * b),
         },
     )
+
+
+def _adapter_bytes(config: Config, dims: ModelDims, b: int) -> int:
+    """Return the bytes of the adapters that an engine holds, padded to its rank."""
+    rank = derive(config).engine_adapter_rank
+    if not rank:
+        return 0
+    n_params = adapter_params(config, dims, range(dims.n_layers), config.rollout.tp)
+    return b * n_params // config.actor.lora.rank * rank
 
 
 def with_engine_cache(

@@ -22,14 +22,23 @@ KEEP_WEIGHTS, DISCARD_WEIGHTS = 1, 2  # sleep levels: weights in host memory, or
 class GpuSharing:
     """Context managers for the rollout phase and the training phase; no-ops if the pools have separate GPUs."""
 
-    def __init__(self, actor: ActorRole, rollout: RolloutRole, *, shared: bool, reload_early: bool = False) -> None:
+    def __init__(
+        self,
+        actor: ActorRole,
+        rollout: RolloutRole,
+        *,
+        shared: bool,
+        reload_early: bool = False,
+        keeps_weights: bool = False,
+    ) -> None:
         """
         Args:
             shared: the pools share their GPUs.
+            keeps_weights: a weight sync sends only adapters, so the engines must not discard their weights.
             reload_early: reload the actor while the teacher scores. Only if no other model needs that memory meanwhile.
         """
         self._actor, self._rollout = actor, rollout
-        self._shared, self._reload_early = shared, reload_early
+        self._shared, self._reload_early, self._keeps_weights = shared, reload_early, keeps_weights
 
     @contextmanager
     def for_rollout(self, m: StepMetrics | None = None, *, needed: bool = True) -> Iterator[None]:
@@ -58,7 +67,8 @@ class GpuSharing:
         reload: Pending | None = None
         if self._shared:
             with m.stage("switch") if m is not None else nullcontext():
-                self._rollout.offload_states(level=DISCARD_WEIGHTS if new_weights_follow else KEEP_WEIGHTS)
+                discard = new_weights_follow and not self._keeps_weights
+                self._rollout.offload_states(level=DISCARD_WEIGHTS if discard else KEEP_WEIGHTS)
                 if new_weights_follow and self._reload_early:
                     reload = self._actor.reload_states(blocking=False)
         yield
@@ -71,4 +81,10 @@ def make_gpu_sharing(config: Config, roles: Roles) -> GpuSharing:
     derived = derive(config)
     # A local teacher and a reference compute on the actor's GPUs between the rollout and the training step.
     only_the_student = not derived.is_local_teacher and not derived.loss.has_reference
-    return GpuSharing(roles.actor, roles.rollout, shared=config.trainer.colocate, reload_early=only_the_student)
+    return GpuSharing(
+        roles.actor,
+        roles.rollout,
+        shared=config.trainer.colocate,
+        reload_early=only_the_student,
+        keeps_weights=derived.engine_adapter_rank > 0,
+    )

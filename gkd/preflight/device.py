@@ -23,6 +23,8 @@ def resolve_device(config: Config) -> str:
                 "the GPUs of cluster.ray_address are unknown here.",
                 "use cuda or cpu.",
             )
+        if wanted == "cuda":
+            _check_adapter_dtype(config)
         return wanted
     device = wanted if wanted != "auto" else "cuda" if n_gpus else "cpu"
     if device == "cpu" and n_gpus:
@@ -50,8 +52,17 @@ def resolve_device(config: Config) -> str:
         )
     if device == "cpu" and config.weight_sync.transport == "nccl":
         raise ConfigError("weight_sync.transport", "nccl", "there is no GPU here.", "use auto or gloo.")
+    if device == "cuda":
+        _check_adapter_dtype(config)
     _check_gpus_are_here(config.cluster.gpus, n_gpus if device == "cuda" else None)
     return device
+
+
+def _check_adapter_dtype(config: Config) -> None:
+    """Raise ConfigError if vLLM's LoRA kernels for GPUs do not support the dtype of the engines' adapters."""
+    if config.model.dtype == "float32" and config.weight_sync.lora == "adapters":
+        problem = "vLLM's LoRA kernels on GPUs compute in 16 bits, and model.dtype is float32."
+        raise ConfigError("weight_sync.lora", "adapters", problem, "use merged, or model.dtype=bfloat16.")
 
 
 def _check_gpus_are_here(gpus: list[int], n_gpus: int | None) -> None:

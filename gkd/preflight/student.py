@@ -14,6 +14,8 @@ from gkd.hf.megatron_support import check_megatron_support
 from gkd.hf.model_dims import ModelDims, read_dims
 from gkd.hf.model_folder import read_config_json
 
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in config.json
+
 
 def check_student(config: Config) -> int:
     """Check that the student's folder is whole, and that the configured ranks can split it. Reads headers only.
@@ -40,6 +42,8 @@ def check_student(config: Config) -> int:
         raise ConfigError("model.path", path, f"{error}", "name a complete model folder of that kind.") from error
     if config.actor.strategy == "megatron":
         _check_megatron_split(config, dims, longest)
+    if derive(config).engine_adapter_rank:
+        _check_engine_adapters(path)
     if longest > max_positions:
         raise ConfigError(
             "data.max_response_length",
@@ -74,6 +78,14 @@ def _check_megatron_split(config: Config, dims: ModelDims, longest: int) -> None
     layout.check_model(dims, sequence_parallel=actor.sequence_parallel)
     dims.check_sequence_length(longest)
     check_engine_split(config.rollout.tp, (dims.n_heads,), (dims.n_kv_heads,), dims.mlp_columns)
+
+
+def _check_engine_adapters(path: str) -> None:
+    """Raise ConfigError if the engines cannot compute with adapters of this student."""
+    config_json = read_config_json(path, "model.path")
+    if any(config_json.get("text_config", config_json).get(key) for key in _NUMBERS_OF_EXPERTS):
+        problem = "with LoRA vLLM computes experts with other kernels, to which weight syncs are not adapted."
+        raise ConfigError("weight_sync.lora", "adapters", problem, "use merged for a student with experts.")
 
 
 def check_tokenizer_fits(config: Config, tokenizer: Any, vocab_size: int) -> None:

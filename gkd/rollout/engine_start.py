@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from gkd.cluster.imports import quick_imports
@@ -38,6 +39,8 @@ def start_vllm(
     device: str,
     trust_remote_code: bool,
     enable_sleep_mode: bool,
+    adapter_rank: int,
+    adapter_targets: Sequence[str],
 ) -> Any:
     """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `gkd.rollout.engine.RolloutEngine`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -60,6 +63,7 @@ def start_vllm(
         # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",
+        **_adapter_settings(adapter_rank, adapter_targets),
         **(
             {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
             if on_cpu
@@ -76,3 +80,11 @@ def start_vllm(
             }
         ),
     )
+
+
+def _adapter_settings(rank: int, targets: Sequence[str]) -> dict[str, Any]:
+    if not rank:
+        return {}
+    # Only these layers are wrapped: the others keep their speed, and experts their weights.
+    layers = sorted({target.rpartition(".")[2] for target in targets})
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": layers}

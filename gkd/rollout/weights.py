@@ -11,7 +11,7 @@ parameter itself: slightly slower, but the weights used in the forward pass can 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 
 from gkd.cluster import stacks
 from gkd.errors import WeightSyncError
+from gkd.rollout.adapters import EngineAdapters, unwrapped
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.rollout.sleep_mixin import SleepMixin
 from gkd.weight_sync.buckets import Bucket, digest
@@ -75,8 +76,8 @@ class WeightReceiver(SleepMixin):
             received.update(name for name, _ in tensors)
             loaded.update(model.load_weights(tensors))
 
-        n_bytes = sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
-        missed = sorted(set(dict(model.named_parameters())) - loaded)
+        n_bytes = self._gkd_receive_all(plans, load)
+        missed = sorted({unwrapped(name) for name, _ in model.named_parameters()} - loaded)
         for prefix, module in model.named_modules():
             if isinstance(module, RoutedExperts):  # vLLM reports the fused parameter as loaded after one expert
                 missed += sorted(set(expert_names(prefix, module)) - received)
@@ -84,14 +85,45 @@ class WeightReceiver(SleepMixin):
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
         return n_bytes
 
+    def gkd_receive_adapters(self, plans: list[list[Bucket]]) -> int:
+        """Load one version of the adapters, one plan per sender; returns the number of bytes received.
+
+        Raises:
+            WeightSyncError: see `EngineAdapters.replace`.
+        """
+        factors: dict[str, torch.Tensor] = {}
+        n_bytes = self._gkd_receive_all(plans, factors.update)
+        adapters = self._gkd_adapters()
+        assert adapters is not None
+        adapters.replace(factors)
+        return n_bytes
+
+    def _gkd_receive_all(
+        self, plans: list[list[Bucket]], load: Callable[[list[tuple[str, torch.Tensor]]], None]
+    ) -> int:
+        return sum(receive(group, buckets, load) for group, buckets in zip(self._gkd_groups, plans, strict=True))
+
+    def _gkd_adapters(self) -> EngineAdapters | None:
+        """Return the adapters; None if the engine was started without."""
+        if not hasattr(self, "_gkd_made_adapters"):
+            manager = getattr(self.model_runner, "lora_manager", None)
+            self._gkd_made_adapters = None if manager is None else EngineAdapters(manager._adapter_manager)
+        return self._gkd_made_adapters
+
     def gkd_synchronize(self) -> None:
         """Wait for all work that this worker has queued on its device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gkd_digests(self) -> dict[str, str]:
-        """Return Hugging Face name -> digest of every tensor of the model (full tensors, gathered over TP ranks)."""
-        return {name: digest(tensor) for name, tensor in held_tensors(self.model_runner.get_model())}
+        """Return Hugging Face name -> digest of every tensor of the model and of its adapters.
+
+        They are full tensors, gathered over TP ranks.
+        """
+        held = {name: digest(tensor) for name, tensor in held_tensors(self.model_runner.get_model())}
+        if (adapters := self._gkd_adapters()) is not None:
+            held |= {name: digest(tensor) for name, tensor in adapters.held(_all_gather)}
+        return held
 
 
 def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,12 +142,13 @@ def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if id(parameter) in seen:  # tied embeddings: one tensor, exported once
                 continue
             seen.add(id(parameter))
-            parent, _, own = prefix.rpartition(".")
+            layer = unwrapped(prefix)
+            parent, _, own = layer.rpartition(".")
             if own in packed:
                 for part, tensor in zip(packed[own], _fused_parts(module, parameter), strict=True):
                     yield f"{parent}.{part}.{leaf}", tensor
             else:
-                yield f"{prefix}.{leaf}", _gathered(module, leaf, parameter)
+                yield f"{layer}.{leaf}", _gathered(module, leaf, parameter)
 
 
 def _fused_parts(module: torch.nn.Module, parameter: torch.Tensor) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ from gkd.rollout.engine_states import EngineStates, tags_of
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.sleep_state import WEIGHTS
 from gkd.types import Prompt, Rollout
-from gkd.weight_sync.buckets import Bucket
+from gkd.weight_sync.buckets import Bucket, Content
 from gkd.weight_sync.transfer import GroupSpec
 
 T = TypeVar("T")
@@ -79,17 +79,20 @@ class RolloutWorker:
         self._log.info(self.placement(ask_driver=False).line())
         self._set_up(config, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), run_dir)
         self._phases.enter("starting vLLM")
+        derived = derive(config)
         with self._diagnosed("building the engine"):
             self._set_engine(
                 RolloutEngine(
                     config.model.path,
                     config.rollout,
                     dtype=config.model.dtype,
-                    max_model_len=derive(config).max_sequence_length,
+                    max_model_len=derived.max_sequence_length,
                     device=device,
                     eos_ids=eos_ids,
                     trust_remote_code=config.model.trust_remote_code,
                     enable_sleep_mode=config.trainer.colocate,
+                    adapter_rank=derived.engine_adapter_rank,
+                    adapter_targets=config.actor.lora.targets,
                 )
             )
         self._tokenizer: Any = load_tokenizer(
@@ -188,12 +191,12 @@ class RolloutWorker:
         with self._phases.during("joining the weight-sync groups"):
             self._on_engine(lambda: self._engine.join_groups(specs))
 
-    def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
-        """Load one weight version; see `RolloutEngine.receive`."""
+    def receive(self, plans: list[list[Bucket]], policy_version: int, content: Content = "merged") -> int:
+        """Load one version of the weights or adapters; see `RolloutEngine.receive`."""
 
         def receive() -> int:
             with self._diagnosed("receiving weights"):
-                n_bytes = self._engine.receive(plans, policy_version)
+                n_bytes = self._engine.receive(plans, policy_version, adapters=content == "adapters")
             self._states.record("receiving_weights")
             return n_bytes
 

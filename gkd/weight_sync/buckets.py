@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
+
+# What is sent. merged: all weights, with the product of the adapters added. base: all weights, without it. adapters:
+# their factors, as `layer.lora_A.weight` and `layer.lora_B.weight`. Without adapters merged and base are the same.
+Content: TypeAlias = Literal["merged", "base", "adapters"]
 
 # Offsets are multiples of this, so a view of any dtype into a bucket is aligned.
 _ALIGN_BYTES = 256

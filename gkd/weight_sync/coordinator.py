@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gkd.cluster.calls import gather
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import WeightSyncError
 from gkd.handles import SyncReport
 from gkd.log import get_logger
-from gkd.weight_sync.buckets import TensorSpec, differing, plan_buckets
+from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
 from gkd.weight_sync.transfer import GroupSpec
 
 log = get_logger("weight_sync")
@@ -42,12 +43,16 @@ class WeightSync:
         self._exporters, self._engines, self._config = exporters, engines, config
         self._device = device
         self._n_pushed = 0
-        stages = self._stage_specs(timeout_s)
-        self._plans = [plan_buckets(specs, config.weight_sync.bucket_mib << 20) for specs in stages]
+        # Without adapters of their own, the engines get the merged weights at each push; else the base at the first.
+        self._contents: tuple[Content, ...] = (
+            ("base", "adapters") if derive(config).engine_adapter_rank else ("merged",)
+        )
+        self._plans = {content: self._stage_plans(content, timeout_s) for content in self._contents}
+        self._sent: dict[str, str] = {}  # digests of what the engines must hold
         self._join(timeout_s)
 
     def push(self, policy_version: int) -> SyncReport:
-        """Send the actor's weights to every engine; blocks.
+        """Send the actor's weights to every engine, or what has changed of them; blocks.
 
         Raises:
             WeightSyncError: the transfer failed, or verification found an engine with different weights.
@@ -56,27 +61,31 @@ class WeightSync:
         # At the first sync the engines have loaded the same folder; only the second, after a training step, shows that
         # weights are really transferred. "first" verifies both.
         check = verify == "always" or (verify == "first" and self._n_pushed < 2)
-        timeout_s = self._config.weight_sync.timeout_s
+        contents = self._contents[-1:] if self._n_pushed else self._contents
+        n_bytes = sum(self._transfer(content, policy_version, with_digests=check) for content in contents)
+        n_verified = self._verify(self._config.weight_sync.timeout_s) if check else 0
+        self._n_pushed += 1
+        return SyncReport(n_bytes=n_bytes, verified_tensors=n_verified)
+
+    def _transfer(self, content: Content, policy_version: int, *, with_digests: bool) -> int:
+        """Send one content from all stages to all engines. Returns the bytes that an engine receives."""
+        plans = self._plans[content]
         senders = {
-            f"actor stage {stage} exporter {i}": worker.send_weights.remote(self._plans[stage], check)
+            f"actor stage {stage} exporter {i}": worker.send_weights.remote(plans[stage], with_digests, content)
             for stage, ranks in enumerate(self._exporters)
             for i, worker in enumerate(ranks)
         }
         receivers = {
-            f"rollout engine {i}": engine.receive.remote(self._plans, policy_version)
+            f"rollout engine {i}": engine.receive.remote(plans, policy_version, content)
             for i, engine in enumerate(self._engines)
         }
-        results = gather(senders | receivers, "weight sync", timeout_s)
-        n_verified = 0
-        if check:
-            sent: dict[str, str] = {}
-            for name in senders:
-                sent |= results[name]
-            n_verified = self._verify(sent, timeout_s)
-        self._n_pushed += 1
-        return SyncReport(n_bytes=results[next(iter(receivers))], verified_tensors=n_verified)
+        results = gather(senders | receivers, "weight sync", self._config.weight_sync.timeout_s)
+        for name in senders:
+            self._sent |= results[name]
+        return int(results[next(iter(receivers))])
 
-    def _verify(self, sent: dict[str, str], timeout_s: float) -> int:
+    def _verify(self, timeout_s: float) -> int:
+        sent = self._sent
         refs = {f"rollout engine {i}": engine.digests.remote() for i, engine in enumerate(self._engines)}
         for name, received in gather(refs, "weight digests", timeout_s).items():
             wrong = differing(sent, received)
@@ -87,9 +96,10 @@ class WeightSync:
                 )
         return len(sent)
 
-    def _stage_specs(self, timeout_s: float) -> list[list[TensorSpec]]:
-        refs = {f"actor stage {s}": ranks[0].export_plan.remote() for s, ranks in enumerate(self._exporters)}
-        return list(gather(refs, "export plan", timeout_s).values())
+    def _stage_plans(self, content: Content, timeout_s: float) -> list[list[Bucket]]:
+        refs = {f"actor stage {s}": ranks[0].export_plan.remote(content) for s, ranks in enumerate(self._exporters)}
+        specs = gather(refs, "export plan", timeout_s).values()
+        return [plan_buckets(stage, self._config.weight_sync.bucket_mib << 20) for stage in specs]
 
     def _join(self, timeout_s: float) -> None:
         """Create one group for each stage's sender; every engine joins all of them, in stage order."""

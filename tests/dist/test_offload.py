@@ -80,7 +80,7 @@ class Actor:
     def export(self, meta: dict[str, Any] | None = None) -> None:
         """Export as a weight sync does, without a receiver. Some ranks may not take part."""
         (ranks,) = self.pool.exporters()
-        plan = plan_buckets(ray.get(ranks[0].export_plan.remote()), 1 << 20)
+        plan = plan_buckets(ray.get(ranks[0].export_plan.remote("merged")), 1 << 20)
         sent = {str(i): worker.send_weights.remote(plan, False, meta=meta) for i, worker in enumerate(ranks)}
         gather(sent, "export", 60)
 

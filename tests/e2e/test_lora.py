@@ -15,7 +15,7 @@ from tests.e2e.conftest import Lab
 
 pytestmark = pytest.mark.e2e
 
-MEGATRON = ("actor.tp=2", "rollout.n_gpus_per_node=2")
+MEGATRON = ("actor.tp=2", "rollout.n_gpus_per_node=2", "trainer.colocate=true")
 # Two data-parallel ranks, an engine of two workers.
 FSDP2 = ("actor.strategy=fsdp2", "rollout.n_gpus_per_node=2", "rollout.tp=2")
 
@@ -37,16 +37,21 @@ def test_adapters_are_trained_and_synced(
         "actor.lora.rank=8",
         "trainer.n_gpus_per_node=2",
         "weight_sync.verify=always",
+        "weight_sync.lora=adapters",
         "distill.reference_kl_weight=0.1",
         *backend,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    base, export = (load_file(folder / "model.safetensors") for folder in (lab.student, run_dir / "export"))
+    n_weights = sum(tensor.numel() for tensor in base.values())
     lines = {int(line["step"]): line for line in read_metrics(run_dir / "metrics.jsonl")}
     assert sorted(lines) == [0, 1, 2, 3, 4]
-    assert all(lines[step]["weight_sync/verified_tensors"] == 24 for step in range(1, 5))
+    # Two factors of each of seven layers in two blocks.
+    assert all(lines[step]["weight_sync/verified_tensors"] == 24 + 2 * 7 * 2 for step in range(1, 5))
+    assert all(lines[step]["weight_sync/bytes"] < 0.02 * 4 * n_weights for step in range(1, 5))
+    assert all(lines[step]["loss/importance_weight"] == pytest.approx(1.0, abs=1e-4) for step in range(1, 5))
     kl = {step: lines[step]["loss/reference_kl"] for step in (1, 2, 3, 4)}
     assert abs(kl[1]) <= 1e-6 < min(kl[2], kl[3], kl[4]), kl
     assert count_equal(run_dir / "export", run_dir / "samples" / "step_00000004.jsonl") == (50, 50)
-    base, export = (load_file(folder / "model.safetensors") for folder in (lab.student, run_dir / "export"))
     moved = {name for name in base if not torch.equal(base[name], export[name])}
     assert moved == {name for name in base if name.endswith("_proj.weight")}

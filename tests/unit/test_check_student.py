@@ -71,6 +71,21 @@ def test_adapters(folders: Path) -> None:
         assert "q_proj" in error.fix and "linear_qkv" not in error.fix
 
 
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp2"])
+def test_engines_with_experts_get_merged_weights(folders: Path, strategy: str) -> None:
+    """Fails if an engine is started that computes experts with kernels for which weight syncs were never tested."""
+    lora = LoraConfig(rank=2, targets=["q_proj"])
+    for folder, refused in (("qwen3_moe", True), ("qwen3", False)):
+        config = _config(folders / folder, lora=lora, strategy=strategy)
+        check_student(config)
+        config.weight_sync.lora = "adapters"
+        if refused:
+            error = _refusal(config)
+            assert isinstance(error, ConfigError) and error.key == "weight_sync.lora"
+        else:
+            check_student(config)
+
+
 def test_experts_that_the_engines_cannot_split(folders: Path, tmp_path: Path) -> None:
     """Fails if a rollout engine is started that cannot split the experts' columns over its ranks."""
     folder = tmp_path / "narrow"

@@ -107,3 +107,15 @@ def test_errors_pass_through() -> None:
     """Fails if an error in the block is lost."""
     with pytest.raises(KeyError), sharing([], shared=True).for_training():
         raise KeyError
+
+
+@pytest.mark.parametrize(("content", "level"), [("merged", 2), ("adapters", 1)])
+def test_engines_keep_weights_that_are_not_sent_again(content: str, level: int) -> None:
+    """Fails if engines discard the base weights although only adapters follow, or copy weights that are replaced."""
+    calls: list[str] = []
+    role = cast(Any, Recorded("role", calls))
+    config = load_config(None, ["trainer.colocate=true", "actor.lora.rank=4", f"weight_sync.lora={content}"])
+    gpus = make_gpu_sharing(config, Roles(actor=role, rollout=role, scoring=role, weight_sync=role))
+    with gpus.for_training(new_weights_follow=True):
+        pass
+    assert calls[0] == f"offload role {level}"

@@ -206,6 +206,8 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["actor.strategy=fsdp2", "actor.recompute=selective"], "actor.recompute"),
         (["actor.strategy=fsdp2", "actor.sequence_parallel=true"], "actor.sequence_parallel"),
         (["actor.fsdp_cpu_offload=true"], "actor.fsdp_cpu_offload"),
+        (["weight_sync.lora=adapters"], "weight_sync.lora"),
+        (["weight_sync.lora=adapters", "actor.lora.rank=513"], "weight_sync.lora"),
         (["teacher.backend=local"], "teacher.path"),
         (["teacher.path=t"], "teacher.path"),
         (["teacher.fsdp_cpu_offload=false"], "teacher.fsdp_cpu_offload"),

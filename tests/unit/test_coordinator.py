@@ -21,18 +21,27 @@ class Method:
 
 
 class Exporter:
-    def __init__(self, digests: dict[str, str]) -> None:
-        self.export_plan = Method(lambda: [TensorSpec(name, (2,), "float32") for name in digests])
+    def __init__(self, digests: dict[str, str], adapters: dict[str, str] | None = None) -> None:
+        self.sent: list[str] = []
+
+        def of(content: str) -> dict[str, str]:
+            return adapters or {} if content == "adapters" else digests
+
+        def send(buckets: Any, with_digests: bool, content: str) -> dict[str, str]:
+            self.sent.append(content)
+            return of(content) if with_digests else {}
+
+        self.export_plan = Method(lambda content: [TensorSpec(name, (2,), "float32") for name in of(content)])
         self.rendezvous = Method(lambda: ("here", 1))
         self.join_group = Method(lambda spec: None)
-        self.send_weights = Method(lambda buckets, with_digests: digests if with_digests else {})
+        self.send_weights = Method(send)
 
 
 class Engine:
     def __init__(self, digests: dict[str, str]) -> None:
         self.ranks: list[int] = []
         self.join_groups = Method(lambda specs: self.ranks.extend(spec.rank for spec in specs))
-        self.receive = Method(lambda plans, version: 16)
+        self.receive = Method(lambda plans, version, content: 16)
         self.digests = Method(lambda: digests)
 
 
@@ -64,3 +73,17 @@ def test_a_difference_in_any_engine_stops_the_run(monkeypatch: pytest.MonkeyPatc
     sync = make(monkeypatch, [Engine({"a": "1", "b": "2", "c": "3"}), Engine(digests)], "first")
     with pytest.raises(WeightSyncError, match=r"rollout engine 1.*\['b'\]"):
         sync.push(0)
+
+
+def test_adapters_follow_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the base is sent again after the first sync, adapters are not, or a changed base passes verification."""
+    monkeypatch.setattr(coordinator, "gather", gather)
+    held = {"a": "1", "q.lora_A.weight": "2"}
+    exporter, engine = Exporter({"a": "1"}, {"q.lora_A.weight": "2"}), Engine(held)
+    config = load_config(None, ["weight_sync.lora=adapters", "actor.lora.rank=4", "weight_sync.verify=always"])
+    sync = coordinator.WeightSync([[exporter]], [engine], config, "cpu", 60)
+    assert [sync.push(version).n_bytes for version in range(3)] == [32, 16, 16]
+    assert exporter.sent == ["base", "adapters", "adapters", "adapters"]
+    held["a"] = "another base"
+    with pytest.raises(WeightSyncError, match="'a'"):
+        sync.push(3)

@@ -206,6 +206,16 @@ def test_adapters_beside_experts() -> None:
             _actor(*overrides, f"actor.strategy={strategy}", shape={**shape, "mlp_only_layers": dense})
 
 
+def test_adapters_of_an_engine() -> None:
+    """Fails if the adapters that an engine holds are left out, or are not padded to one of vLLM's ranks."""
+    lora = ("actor.lora.rank=20", "actor.lora.targets=[q_proj,down_proj]")
+    weights = {
+        content: footprint(_config(*lora, f"weight_sync.lora={content}"), QWEN25_15B)[-1].parts["weights"]
+        for content in ("merged", "adapters")
+    }
+    assert weights["adapters"] - weights["merged"] == 2 * 32 * 28 * ((1536 + 1536) + (8960 + 1536))
+
+
 def test_adapters_of_a_megatron_rank() -> None:
     """Fails if frozen weights are charged for gradients or moments, or a factor that TP splits is counted whole."""
     lora = ("actor.lora.rank=16", "actor.lora.targets=[q_proj,v_proj,down_proj]")

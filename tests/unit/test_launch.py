@@ -110,6 +110,9 @@ def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:
         summarise(tmp_path, 1.0, "0/0", 1.0)
 
 
+ADAPTERS = ("actor.lora.rank=8", "weight_sync.lora=adapters")
+
+
 @pytest.mark.parametrize(
     ("overrides", "n_gpus", "result"),
     [
@@ -119,6 +122,10 @@ def test_summary_matches_the_metrics_of_the_run(tmp_path: Path) -> None:
         (["trainer.device=cuda"], 1, "rollout.n_gpus_per_node"),
         (["trainer.device=cuda"], 0, "trainer.device"),
         (["trainer.device=auto", "weight_sync.transport=nccl"], 0, "weight_sync.transport"),
+        ([*ADAPTERS, "trainer.device=auto", "model.dtype=float32"], 4, "weight_sync.lora"),
+        ([*ADAPTERS, "trainer.device=cuda", "model.dtype=float32", "cluster.ray_address=h:1"], 0, "weight_sync.lora"),
+        ([*ADAPTERS, "trainer.device=auto", "model.dtype=bfloat16"], 4, "cuda"),
+        ([*ADAPTERS, "trainer.device=auto", "model.dtype=float32"], 0, "cpu"),
         (["trainer.device=auto", "cluster.ray_address=h:1"], 0, "trainer.device"),
         (["trainer.device=cuda", "cluster.ray_address=h:1"], 0, "cuda"),
         (["trainer.device=cuda", "cluster.ray_address=h:1", "cluster.gpus=[6,7]"], 0, "cuda"),

@@ -50,7 +50,7 @@ class Engine:
     def usage(self) -> EngineUsage:
         return EngineUsage(0.5, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))
 
-    def receive(self, plans: Any, policy_version: int) -> int:
+    def receive(self, plans: Any, policy_version: int, *, adapters: bool = False) -> int:
         self.calls.append("receive")
         return 8
 
@@ -316,7 +316,7 @@ def test_out_of_memory_errors_of_the_engine_are_explained(tmp_path: Path, monkey
     monkeypatch.setattr(oom, "holders", lambda device: [])  # takes seconds and is not tested here
     made = worker([], run_dir=tmp_path)
 
-    def out_of_memory(*_: Any) -> None:
+    def out_of_memory(*_: Any, **__: Any) -> None:
         raise MemoryError("Unable to allocate 3.00 GiB for an array")
 
     moves = {"receive": lambda: made.receive([], 1), "wake_up": made.reload_states, "sleep": made.offload_states}

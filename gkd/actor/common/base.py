@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, Required, TypeAlias, TypedDict
+from typing import Required, TypedDict
 
 import numpy as np
 import torch
@@ -25,11 +25,9 @@ from gkd.loss.row_kernels import row_kernels
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import States
 from gkd.types import MicroBatch
+from gkd.weight_sync.buckets import Content
 from teacher_server.wire.protocol import Signal
 
-# What an export contains. merged: all weights, with the adapters' product added. base: all weights, without it.
-# adapters: their factors, float32, as `layer.lora_A.weight` and `layer.lora_B.weight`.
-Content: TypeAlias = Literal["merged", "base", "adapters"]
 ADAPTER_FOLDER = "adapter"  # in an export
 
 
@@ -154,7 +152,10 @@ class Student(ABC):
 
     @abstractmethod
     def export(self, content: Content = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF name, full tensor), one tensor at a time. Every participating rank must exhaust the iterator."""
+        """Yield (HF name, full tensor), one tensor at a time. Every participating rank must exhaust the iterator.
+
+        Adapters are float32 and not scaled.
+        """
 
     @abstractmethod
     def save_hf(self, out_dir: str | Path, source_dir: str | Path) -> None:

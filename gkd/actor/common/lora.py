@@ -7,6 +7,7 @@ Source: arXiv:2106.09685.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -35,3 +36,8 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: boo
     delta = delta.T if transposed else delta
     # Where nothing is added, keep even the sign of a zero.
     return torch.where(delta == 0, weight, (weight.float() + delta).to(weight.dtype))
+
+
+def scaled_factors(factors: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield the factors of `Student.export` with the scale in B, as engines compute with them."""
+    return ((name, tensor * scale if name.endswith(".lora_B.weight") else tensor) for name, tensor in factors)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.actor.common.agree import same_error
-from gkd.actor.common.base import ADAPTER_FOLDER, Content, Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import ADAPTER_FOLDER, Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.fsdp import checkpoint
@@ -43,6 +43,7 @@ from gkd.log import get_logger
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.types import MicroBatch
+from gkd.weight_sync.buckets import Content
 
 log = get_logger("actor.fsdp")
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.common.base import Content
 from gkd.actor.common.lora import merge
 from gkd.actor.megatron.hf_mapping import Shape, TensorEntry, stage_entries
 from gkd.actor.megatron.lora import Adapter
 from gkd.actor.megatron.model import StudentModel
+from gkd.weight_sync.buckets import Content
 
 
 def export_plan(model: StudentModel, content: Content = "merged") -> list[tuple[str, Shape, torch.dtype]]:

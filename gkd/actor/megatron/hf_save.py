@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gkd.actor.common.base import ADAPTER_FOLDER, Content
+from gkd.actor.common.base import ADAPTER_FOLDER
 from gkd.actor.megatron.hf_export import export_plan, iter_hf_tensors
 from gkd.actor.megatron.model import StudentModel
 from gkd.config.schema import LoraConfig
 from gkd.errors import ModelError
 from gkd.hf.adapter_folder import write_adapters
 from gkd.hf.folder import MAX_SHARD_BYTES, TensorPlan, exhaust, write_folder
+from gkd.weight_sync.buckets import Content
 
 Tensors: TypeAlias = Iterator[tuple[str, Tensor]]
 Plans: TypeAlias = Sequence[Sequence[TensorPlan]]  # by stage

@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from gkd.actor.common.base import Content, Student, StudentArgs, build_loss, no_phase
+from gkd.actor.common.base import Student, StudentArgs, build_loss, no_phase
 from gkd.actor.common.host_copies import HostCopies, Snapshot
 from gkd.actor.common.step import BatchSums, teacher_head_rows
 from gkd.actor.megatron import checkpoint
@@ -36,6 +36,7 @@ from gkd.hf.folder import TensorPlan
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.types import MicroBatch
+from gkd.weight_sync.buckets import Content
 
 
 class MegatronStudent(Student):

@@ -1,0 +1,168 @@
+"""One real vLLM engine that gets adapters alone: digests, logprobs against peft, sequences in flight, errors."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.cluster.assignment import free_port
+from gkd.rollout.engine_start import CPU_ENV
+from gkd.types import Prompt, Rollout
+from tests.e2e.conftest import VOCAB, Lab
+
+pytestmark = pytest.mark.e2e
+
+TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]  # k_proj and up_proj have no adapter
+RANK, ALPHA, TEMPERATURE = 4, 6.0, 0.7
+
+
+class _Sender:
+    """The actor's side of a weight sync, in a thread."""
+
+    def __init__(self, engine: Any, port: int, n_workers: int) -> None:
+        from gkd.weight_sync.transfer import GroupSpec, TransferGroup
+
+        self._engine = engine
+
+        def spec(rank: int) -> GroupSpec:
+            return GroupSpec("gloo", "127.0.0.1", port, rank, 1 + n_workers, 60.0)
+
+        def join() -> None:
+            self._group = TransferGroup(spec(0), torch.device("cpu"))
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        engine.join_groups([spec(1)])
+        thread.join()
+
+    def push(self, tensors: Mapping[str, torch.Tensor], version: int, *, adapters: bool) -> tuple[dict[str, str], int]:
+        """Return (digests of what was sent, bytes)."""
+        from gkd.weight_sync.buckets import TensorSpec, plan_buckets
+        from gkd.weight_sync.transfer import send
+
+        specs = [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]
+        buckets, sent = plan_buckets(specs, 1 << 20), {}
+        thread = threading.Thread(
+            target=lambda: sent.update(send(self._group, buckets, tensors.items(), with_digests=True))
+        )
+        thread.start()
+        try:
+            n_bytes = self._engine.receive([buckets], version, adapters=adapters)
+        finally:
+            thread.join()
+        return sent, n_bytes
+
+
+def _probe(student: Path, port: int, tp: int) -> dict[str, Any]:
+    """Run in a child process: vLLM allows one engine per process."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from gkd.actor.common.lora import scaled_factors
+    from gkd.config.schema import RolloutConfig
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.rollout.sampling import Sampling
+    from gkd.weight_sync.buckets import differing
+    from tests.dist.helpers import caught
+
+    config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8, tp=tp)
+    lora = {"adapter_rank": 8, "adapter_targets": TARGETS}
+    engine = RolloutEngine(
+        str(student), config, dtype="float32", max_model_len=40, device="cpu", eos_ids=[VOCAB - 1], **lora
+    )
+    base = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
+    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(3)
+    sender, sampling = _Sender(engine, port, tp), Sampling(1, TEMPERATURE, 1.0, 12, seed=11)
+    prompts = [Prompt(i, rng.integers(2, VOCAB - 1, 3 + i).astype(np.int32)) for i in range(4)]
+
+    def change() -> dict[str, torch.Tensor]:
+        """Draw new adapters, and return what the engine must get."""
+        with torch.no_grad():
+            trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+            for param in trained.values():
+                param.copy_(0.05 * torch.randn(param.shape, generator=generator))
+        named = ((name.removeprefix("base_model.model.").replace(".default", ""), p) for name, p in trained.items())
+        return {name: tensor.detach() for name, tensor in scaled_factors(named, ALPHA / RANK)}
+
+    def logprobs(rollout: Rollout) -> np.ndarray:
+        tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
+        first = len(rollout.prompt_ids)
+        with torch.no_grad():
+            rows = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)[first - 1 : -1]
+        return rows.gather(-1, tokens[first:, None])[:, 0].numpy()
+
+    result: dict[str, Any] = {}
+    sent, result["base bytes"] = sender.push(load_file(student / "model.safetensors"), 0, adapters=False)
+    with model.disable_adapter():
+        result["before"] = [(r.rollout_logprobs, logprobs(r)) for r in engine.generate(prompts, sampling)]
+    digests, result["bytes"] = sender.push(change(), 1, adapters=True)
+    result["differing"] = differing(sent | digests, engine.digests())
+    result["n"] = len(digests)
+    engine.add("in flight", prompts, sampling, range(len(prompts)))
+    for _ in range(5):
+        engine.step()
+    old = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
+    digests, _ = sender.push(change(), 2, adapters=True)
+    result["differing later"] = differing(sent | digests, engine.digests())
+    while engine.n_running:
+        engine.step()
+    finished = engine.pop_finished("in flight")
+    new = [logprobs(rollout) for rollout in finished]
+    model.load_state_dict(old, strict=False)
+    result["in flight"] = [(r, logprobs(r), after) for r, after in zip(finished, new, strict=True)]
+    result["version"] = engine.policy_version
+    if tp > 1:  # vLLM raises the errors of several workers as its own type
+        return result
+    factors = change()
+    partner = dict(list(factors.items())[:-1])
+    result["incomplete"] = caught(lambda: sender.push(partner, 3, adapters=True))
+    elsewhere = {name.replace("q_proj", "k_proj").replace("mlp", "nothing"): t for name, t in factors.items()}
+    result["elsewhere"] = caught(lambda: sender.push(elsewhere, 3, adapters=True))
+    result["version"] = engine.policy_version
+    return result
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one worker", "two workers"])
+def probe(request: pytest.FixtureRequest, lab: Lab) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
+            patch.setenv(key, value)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_probe, lab.student, free_port("127.0.0.1"), request.param).result(timeout=200)
+
+
+def test_engines_compute_with_the_adapters_alone(probe: dict[str, Any]) -> None:
+    """Fails if an engine computes with other adapters or weights than were sent, or digests do not cover both."""
+    assert probe["differing"] == probe["differing later"] == []
+    assert probe["n"] == 2 * len(TARGETS) * 2  # two factors of each layer in two blocks
+    assert probe["bytes"] < 0.02 * probe["base bytes"]
+    for found, expected in probe["before"]:
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_sequences_in_flight_get_new_adapters(probe: dict[str, Any]) -> None:
+    """Fails if a sequence continues with old adapters or old keys and values, or its version spans are wrong."""
+    for rollout, old, new in probe["in flight"]:
+        first, second = rollout.version_spans
+        assert (first.policy_version, second.policy_version) == (1, 2)
+        n = first.stop
+        assert 0 < n < len(rollout.response_ids)
+        np.testing.assert_allclose(rollout.rollout_logprobs[:n], old[:n], atol=1e-4)
+        np.testing.assert_allclose(rollout.rollout_logprobs[n:], new[n:], atol=1e-4)
+        assert np.abs(old - new).max() > 1e-2
+
+
+def test_adapters_that_do_not_fit_are_refused(probe: dict[str, Any]) -> None:
+    """Fails if an engine generates with half an adapter, or drops one for a layer that it cannot adapt."""
+    assert {probe[case][0] for case in ("incomplete", "elsewhere") if case in probe} <= {"WeightSyncError"}
+    assert probe["version"] == 2, "a failed sync must not advance the version"
