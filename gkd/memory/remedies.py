@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gkd.config.derived import derive
+from gkd.config.schema import ReferenceConfig
 from gkd.memory.remedy import (
     MAX_UTILIZATION,
     Remedy,
@@ -135,8 +136,8 @@ ACTOR_REMEDIES = (
         ("actor.lora.rank",),
         "16",
         "Adapters are trained in place of all weights",
-        # With adapters the reference is the actor, which a reference on the GPU contradicts.
-        set_to("actor.lora.rank", 16, lambda c: not c.actor.lora.rank and c.reference.fsdp_cpu_offload),
+        # With adapters the reference is the actor, and settings of a second model are refused.
+        set_to("actor.lora.rank", 16, lambda c: not c.actor.lora.rank and c.reference == ReferenceConfig()),
         device="cuda",
         is_tried=False,
     ),

@@ -87,7 +87,7 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
         ("verl", "actor_rollout_ref.actor.megatron.grad_offload=True", "actor.offload_train", True),
         ("verl", "actor_rollout_ref.actor.ppo_mini_batch_size=128 data.train_batch_size=32",
          "trainer.global_batch_size", 32),
-        ("verl", "actor_rollout_ref.model.lora_rank=8", "actor.strategy", "fsdp2"),
+        ("verl", "actor_rollout_ref.model.lora_rank=8", "actor.lora.rank", 8),
         ("verl", "trainer.resume_mode=resume_path trainer.resume_from_path=runs/a/checkpoints/step_3", "trainer.resume",
          "runs/a/checkpoints/step_3"),
         ("verl", "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.02",

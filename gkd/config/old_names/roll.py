@@ -151,7 +151,7 @@ _STUDENT = (
     mapped(train("model_args.disable_gradient_checkpointing"), "actor.recompute", "false becomes full", recompute),
     mapped(train("model_args.dtype"), "model.dtype", "weights of the student and its engines",
         choices({"bf16": "bfloat16", "fp32": "float32"}, "bfloat16 or float32.")),
-    mapped(train("model_args.lora_rank"), "actor.lora.rank", "with lora_target; needs actor.strategy=fsdp2",
+    mapped(train("model_args.lora_rank"), "actor.lora.rank", "with lora_target",
         with_lora(int)),
     mapped(train("model_args.lora_alpha"), "actor.lora.alpha", "with lora_target", with_lora(float)),
     mapped(train("model_args.lora_target"), "actor.lora.targets actor.lora.rank",
