@@ -60,11 +60,11 @@ def derive(config: Config) -> Derived:
         is_local_teacher=is_local_teacher,
         reference_is_actor=reference_is_actor,
         reference_folder=reference_folder,
-        engine_adapter_rank=_engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
+        engine_adapter_rank=engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
         moves_states=t.colocate or (needs_room and not a.fsdp_cpu_offload),
     )
 
 
-def _engine_rank(rank: int) -> int:
+def engine_rank(rank: int) -> int:
     """Return the smallest of `ENGINE_RANKS` that holds adapters of this rank; 0 without adapters, or if none does."""
     return next((each for each in ENGINE_RANKS if each >= rank), 0) if rank else 0

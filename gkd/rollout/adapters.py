@@ -35,7 +35,7 @@ class EngineAdapters:
             name: manager.packed_modules.get(name, [name]) for name in manager.modules
         }  # layers of the files by the wrapped layer that computes them
         self._wrapped = {part for parts in self._parts.values() for part in parts}
-        self._set: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # shapes of A and B by layer
+        self._ranks: dict[str, int] = {}  # of the adapters that are set, by layer
 
     def replace(self, factors: Mapping[str, Tensor]) -> None:
         """Set all adapters; layers without one compute with the base weights.
@@ -52,12 +52,12 @@ class EngineAdapters:
             raise WeightSyncError(f"the rollout engine cannot use these adapters of the weight sync: {wrong[:8]}")
         # On the host: vLLM keeps them, and copies them to the device once.
         pairs = {layer: (factors[layer + _A].cpu(), factors[layer + _B].cpu()) for layer in layers}
-        rank = max((len(a) for a, _ in pairs.values()), default=1)
+        rank = max(len(a) for a, _ in pairs.values())
         loras = {layer: LoRALayerWeights(layer, len(a), len(a), a, b) for layer, (a, b) in pairs.items()}
         self._manager.remove_adapter(ADAPTER_ID)
         self._manager.add_adapter(LoRAModel(ADAPTER_ID, rank, loras))
         self._manager.activate_adapter(ADAPTER_ID)
-        self._set = {layer: (tuple(a.shape), tuple(b.shape)) for layer, (a, b) in pairs.items()}
+        self._ranks = {layer: len(a) for layer, (a, _) in pairs.items()}
 
     def held(self, gather: Callable[..., Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of each factor in the engine's memory. Collective over the tensor-parallel group.
@@ -68,8 +68,7 @@ class EngineAdapters:
         for wrapped, parts in self._parts.items():
             module = self._manager.modules[wrapped]
             for number, layer in enumerate(parts):
-                if layer in self._set:
-                    rank = self._set[layer][0][0]
+                if rank := self._ranks.get(layer):
                     a, b = (stacked[number][0, 0] for stacked in (module.lora_a_stacked, module.lora_b_stacked))
                     yield from zip(
                         (layer + _A, layer + _B),

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.schema import RolloutConfig
+from gkd.config.schema import LoraConfig, RolloutConfig
 from gkd.errors import ClusterError, DataError
 from gkd.handles import EngineUsage
-from gkd.rollout.engine_start import start_vllm
+from gkd.rollout.engine_start import adapter_request, start_vllm
 from gkd.rollout.sampling import Request, Sampling, vllm_params
 from gkd.rollout.sleep_state import TAGS, WEIGHTS, SleepState, check_level
 from gkd.rollout.usage import PassMeter
@@ -38,8 +38,7 @@ class RolloutEngine:
         device: "cpu" | "cuda".
         eos_ids: a response ends with the first of these, inclusive.
         enable_sleep_mode: allow `sleep`. On CUDA, weights and KV cache then use vLLM's own allocator.
-        adapter_rank: largest rank of the adapters that `receive` loads, one of `ENGINE_RANKS`; 0 = none.
-        adapter_targets: layers that may have an adapter, as in actor.lora.targets.
+        lora: adapters that `receive` must load before `generate`; None: the engine has none.
     """
 
     def __init__(
@@ -53,8 +52,7 @@ class RolloutEngine:
         eos_ids: Sequence[int],
         trust_remote_code: bool = False,
         enable_sleep_mode: bool = False,
-        adapter_rank: int = 0,
-        adapter_targets: Sequence[str] = (),
+        lora: LoraConfig | None = None,
     ) -> None:
         self.policy_version = 0
         self._eos_ids = list(eos_ids)
@@ -70,10 +68,9 @@ class RolloutEngine:
             device=device,
             trust_remote_code=trust_remote_code,
             enable_sleep_mode=enable_sleep_mode,
-            adapter_rank=adapter_rank,
-            adapter_targets=adapter_targets,
+            lora=lora,
         )
-        self._adapter_request: Any = None  # of the adapters that were received
+        self._request_options = {} if lora is None else {"lora_request": adapter_request()}
         self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
 
     def generate(
@@ -131,9 +128,7 @@ class RolloutEngine:
                 params = vllm_params(sampling, sample_index, self._eos_ids)
                 tokens = {"prompt_token_ids": prompt.token_ids.tolist()}
                 try:
-                    engine_id = self.llm.llm_engine.add_request(
-                        request_id, tokens, params, lora_request=self._adapter_request
-                    )
+                    engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self._request_options)
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
                 self._running[request_id] = Request(owner, prompt, sample_index, engine_id)
@@ -194,9 +189,7 @@ class RolloutEngine:
         self.llm.collective_rpc("gkd_join_groups", args=(specs,))
 
     def receive(self, plans: list[list[Bucket]], policy_version: int, *, adapters: bool = False) -> int:
-        """Load one version of the weights, or of the adapters alone; blocks until every sender has sent it.
-
-        Returns the number of bytes received.
+        """Load one version of the weights, or of the adapters; blocks for all senders. Return the bytes received.
 
         Unfinished sequences keep their tokens and continue with the new weights; their KV cache is recomputed. The KV
         cache may be asleep.
@@ -208,10 +201,7 @@ class RolloutEngine:
             self._sleep_state.require_weights("receive adapters")
         self._drain_async_passes()
         n_bytes = self._call_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
-        if adapters:
-            self._use_adapters()
-        else:
-            self._sleep_state.weights_loaded()
+        self._sleep_state.weights_loaded()
         states = self.llm.llm_engine.output_processor.request_states
         n_recompute = 0
         for request in self._running.values():
@@ -223,16 +213,6 @@ class RolloutEngine:
         self._reset_prefix_cache()
         self.policy_version = policy_version
         return int(n_bytes)
-
-    def _use_adapters(self) -> None:
-        """Let requests compute with the adapters; later ones replace them in place."""
-        from vllm.lora.request import LoRARequest
-
-        from gkd.rollout.adapters import ADAPTER_ID
-
-        if self._adapter_request is None:
-            assert not self._running, "these requests would continue without adapters"
-            self._adapter_request = LoRARequest("student", ADAPTER_ID, "received by weight sync, not read from a path")
 
     def synchronize(self) -> None:
         """Wait for all work on the device.
@@ -313,10 +293,7 @@ class RolloutEngine:
         return results
 
     def digests(self) -> dict[str, str]:
-        """Return Hugging Face name -> digest of every tensor of the model.
-
-        Raises ClusterError: the weights are asleep or were discarded.
-        """
+        """Return HF name -> digest of each weight and factor. Raises ClusterError: they are asleep or discarded."""
         self._sleep_state.require_awake([WEIGHTS], "compute digests")
         self._sleep_state.require_weights("compute digests")
         return self.llm.collective_rpc("gkd_digests")[0]

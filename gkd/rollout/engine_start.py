@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from gkd.cluster.imports import quick_imports
-from gkd.config.schema import RolloutConfig
+from gkd.config.derived import engine_rank
+from gkd.config.schema import LoraConfig, RolloutConfig
 
 # vLLM reads these variables at import, so they are set in the environment of the Ray actor.
 CPU_ENV = {
@@ -39,8 +39,7 @@ def start_vllm(
     device: str,
     trust_remote_code: bool,
     enable_sleep_mode: bool,
-    adapter_rank: int,
-    adapter_targets: Sequence[str],
+    lora: LoraConfig | None,
 ) -> Any:
     """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `gkd.rollout.engine.RolloutEngine`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -63,7 +62,7 @@ def start_vllm(
         # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",
-        **_adapter_settings(adapter_rank, adapter_targets),
+        **({} if lora is None else _adapter_settings(lora)),
         **(
             {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
             if on_cpu
@@ -82,9 +81,17 @@ def start_vllm(
     )
 
 
-def _adapter_settings(rank: int, targets: Sequence[str]) -> dict[str, Any]:
-    if not rank:
-        return {}
-    # Only these layers are wrapped: the others keep their speed, and experts their weights.
-    layers = sorted({target.rpartition(".")[2] for target in targets})
+def _adapter_settings(lora: LoraConfig) -> dict[str, Any]:
+    # Only these layers are wrapped; the others keep their speed.
+    layers = sorted({target.rpartition(".")[2] for target in lora.targets})
+    rank = engine_rank(lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": layers}
+
+
+def adapter_request() -> Any:
+    """Return what makes a request compute with the adapters that the engine has received."""
+    from vllm.lora.request import LoRARequest
+
+    from gkd.rollout.adapters import ADAPTER_ID
+
+    return LoRARequest("student", ADAPTER_ID, "received by weight sync, never read from a path")

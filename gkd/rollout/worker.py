@@ -91,8 +91,7 @@ class RolloutWorker:
                     eos_ids=eos_ids,
                     trust_remote_code=config.model.trust_remote_code,
                     enable_sleep_mode=config.trainer.colocate,
-                    adapter_rank=derived.engine_adapter_rank,
-                    adapter_targets=config.actor.lora.targets,
+                    lora=config.actor.lora if derived.engine_adapter_rank else None,
                 )
             )
         self._tokenizer: Any = load_tokenizer(

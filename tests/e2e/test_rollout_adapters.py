@@ -63,34 +63,35 @@ class _Sender:
 
 def _probe(student: Path, port: int, tp: int) -> dict[str, Any]:
     """Run in a child process: vLLM allows one engine per process."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     from gkd.actor.common.lora import scaled_factors
-    from gkd.config.schema import RolloutConfig
+    from gkd.config.schema import LoraConfig, RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import differing
     from tests.dist.helpers import caught
 
     config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8, tp=tp)
-    lora = {"adapter_rank": 8, "adapter_targets": TARGETS}
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=TARGETS)
     engine = RolloutEngine(
-        str(student), config, dtype="float32", max_model_len=40, device="cpu", eos_ids=[VOCAB - 1], **lora
+        str(student), config, dtype="float32", max_model_len=40, device="cpu", eos_ids=[VOCAB - 1], lora=lora
     )
     base = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
+    model = get_peft_model(base, PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
     generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(3)
     sender, sampling = _Sender(engine, port, tp), Sampling(1, TEMPERATURE, 1.0, 12, seed=11)
     prompts = [Prompt(i, rng.integers(2, VOCAB - 1, 3 + i).astype(np.int32)) for i in range(4)]
 
-    def change() -> dict[str, torch.Tensor]:
-        """Draw new adapters, and return what the engine must get."""
+    def change(factor: float = 1.0) -> dict[str, torch.Tensor]:
+        """Draw new adapters times a factor, and return what the engine must get."""
         with torch.no_grad():
             trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
             for param in trained.values():
-                param.copy_(0.05 * torch.randn(param.shape, generator=generator))
+                param.copy_(factor * 0.05 * torch.randn(param.shape, generator=generator))
         named = ((name.removeprefix("base_model.model.").replace(".default", ""), p) for name, p in trained.items())
         return {name: tensor.detach() for name, tensor in scaled_factors(named, ALPHA / RANK)}
 
@@ -103,6 +104,7 @@ def _probe(student: Path, port: int, tp: int) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     sent, result["base bytes"] = sender.push(load_file(student / "model.safetensors"), 0, adapters=False)
+    sender.push(change(0.0), 0, adapters=True)
     with model.disable_adapter():
         result["before"] = [(r.rollout_logprobs, logprobs(r)) for r in engine.generate(prompts, sampling)]
     digests, result["bytes"] = sender.push(change(), 1, adapters=True)
