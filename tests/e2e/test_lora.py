@@ -15,7 +15,8 @@ from tests.e2e.conftest import Lab
 
 pytestmark = pytest.mark.e2e
 
-MEGATRON = ("actor.tp=2", "rollout.n_gpus_per_node=2", "trainer.colocate=true")
+# Two pipeline stages, which both send; engines keep their weights while the actor has the GPUs.
+MEGATRON = ("actor.pp=2", "rollout.n_gpus_per_node=2", "trainer.colocate=true")
 # Two data-parallel ranks, an engine of two workers.
 FSDP2 = ("actor.strategy=fsdp2", "rollout.n_gpus_per_node=2", "rollout.tp=2")
 
