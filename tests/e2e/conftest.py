@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.dist.ray_nodes import NodeSpec, ray_nodes
+from tests.metric_keys import unlisted_keys
 from tests.service.harness import ServerProcess
 
 VOCAB = 32003
@@ -71,9 +72,11 @@ class Lab:
     def train_run(
         self, run_dir: Path, port: int, *overrides: str, timeout_s: float = 280.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command to its end and return the exit code and the output."""
+        """Run the command to its end, return exit code and output, and assert that docs/metrics.md has all keys."""
         command = self.command(run_dir, port, *overrides)
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        assert done.returncode or not unlisted_keys(run_dir), "add a row to gkd/metrics/catalog*.py"
+        return done
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,11 @@ import pytest
 from gkd.cluster.assignment import free_port
 from gkd.cluster.gpu_table import gpu_map_from_json
 from gkd.gpu_map.running import refresh
+from gkd.metrics.catalog import EVERY_STEP
 from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from gkd.tools import check_gpus
+from gkd.tools.metrics_page import ROWS
 from tests.e2e.conftest import Lab
 from tests.e2e.exactness import differences
 from tests.service.harness import ServerProcess, wait_until
@@ -54,6 +56,15 @@ def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
         assert stages <= m.keys() and 0 < m["time/accounted_share"] <= 1
     assert (base_run / "config.yaml").is_file()
     assert sorted(p.name for p in (base_run / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
+
+
+def test_a_step_has_the_metrics_that_the_page_promises(base_run: Path) -> None:
+    """If it fails, docs/metrics.md lists a key for every step that a step does not have."""
+    rows = [row for row in ROWS if row.when == EVERY_STEP]
+    assert len(rows) > 20
+    for step in range(1, 5):
+        keys = steps_of(base_run)[step].keys()
+        assert not [row.key for row in rows if not any(map(row.matches, keys))]
 
 
 def test_what_each_pool_did_is_counted(base_run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import pytest
 
 from gkd.data.answers import final_answer, is_correct
 from gkd.errors import CheckpointError
+from gkd.metrics.catalog import NUMBER, PLACEHOLDERS
 from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
+from gkd.tools.metrics_page import ROWS, metrics_page
+from tests.structure import ROOT
 
 
 class Clock:
@@ -148,3 +152,18 @@ def test_exact_match(response: str, reference: str, correct: bool) -> None:
     assert is_correct(response, reference, ";") is correct
     assert final_answer("a;b; c ", ";") == "c"
     assert final_answer("abc", ";") is None
+
+
+def test_the_page_of_metrics_is_current() -> None:
+    """Fails if docs/metrics.md is out of date, a key has two rows, or a row has an unknown placeholder."""
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page(), "run python -m gkd.tools.metrics_page"
+    used = {name for row in ROWS for name in re.findall(r"<(\w+)>", row.key)}
+    assert used == PLACEHOLDERS.keys()
+    examples = [re.sub(r"<(\w+)>", lambda found: _example(found[1]), row.key) for row in ROWS]
+    assert all(sum(row.matches(key) for row in ROWS) == 1 for key in examples)
+    assert not any(row.matches("time/nonsense_s") or row.matches("memory/nonsense/peak_gib") for row in ROWS)
+
+
+def _example(placeholder: str) -> str:
+    values = PLACEHOLDERS[placeholder]
+    return "3" if values == NUMBER else values[-1]

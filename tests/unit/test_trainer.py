@@ -20,6 +20,7 @@ from gkd.handles import RolloutChunk, RolloutUsage
 from gkd.metrics.pools import SINCE_START, WITH_EVALUATION
 from gkd.metrics.writer import read_metrics
 from gkd.types import Prompt
+from tests.metric_keys import unlisted_keys
 from tests.unit.world import PROMPTS, World, answers, checkpoints, make
 
 
@@ -85,6 +86,7 @@ def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> N
     settings = ("trainer.total_steps=4", "eval.every=2", "trainer.save_every=1", "trainer.keep_last=2")
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert not unlisted_keys(tmp_path / "run"), "the loop writes a number that docs/metrics.md does not have"
     assert [line["step"] for line in lines if "eval/kl" in line] == [0, 2, 4]
     assert world.events.count("greedy") == 3
     assert world.events.count("save") == 4, "the last step is saved once"

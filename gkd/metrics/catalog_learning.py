@@ -1,0 +1,200 @@
+"""List the keys of metrics.jsonl about learning: loss, evaluation, optimizer, rollouts, teacher, staleness, sync."""
+
+from __future__ import annotations
+
+from gkd.metrics.catalog import EVERY_STEP, Row
+
+_EVALUATION = "evaluation"
+_LIST = "a top-k list"
+_SAMPLES = "k1-k3 or a reference"
+
+_LOSS = (
+    Row(
+        "loss/total", "nats per token", EVERY_STEP,
+        "The trained loss, mean over the response tokens of the batch. Not comparable between different losses.",
+        "Divergences: falls, with noise from batch to batch. k1-k3: noisy; read `eval/kl` instead.",
+        "Rises over many steps: lower `actor.optim.lr`, or lengthen `actor.optim.warmup_steps`. A loss that is not "
+        "finite ends the run before the optimizer moves.",
+    ),
+    Row(
+        "loss/tokens", "tokens", EVERY_STEP,
+        "Response tokens of the batch, by which the loss is divided.",
+        "Equal to `rollout/response_tokens`.",
+    ),
+    Row(
+        "loss/<loss>", "nats per token", "each term of the loss",
+        "A term of `distill.loss` or `distill.losses`, unweighted, mean over the tokens that it covers.",
+        "As `loss/total`.",
+        "One term of a mixture falls while the other rises: change their weights in `distill.losses`.",
+    ),
+    Row(
+        "loss/token_kl", "nats per token", "a distribution of the teacher",
+        "KL(teacher || student) on the trained tokens, for every loss, with the tail of `distill.tail`.",
+        "Falls.",
+        "Rises while `loss/total` falls: normal for a while under `reverse_kl`, which need not cover the teacher's "
+        "whole distribution. If `eval/kl` rises, too: use `forward_kl` or `jsd`.",
+    ),
+    Row(
+        "loss/overlap", "share", "a distribution of the teacher",
+        "Sum of min(p, q) over the teacher's list; with the whole vocabulary 1 - total variation.",
+        "Rises towards 1.",
+        "Constant although the loss falls: the list has little mass, see `teacher/topk_mass`.",
+    ),
+    Row(
+        "loss/teacher_topk_mass", "share", _LIST,
+        "Probability mass of the teacher's list, mean over loss tokens.",
+        "Above 0.9.",
+        "Low: raise `teacher.topk`, or set `teacher.signal: hidden`.",
+    ),
+    Row(
+        "loss/student_topk_mass", "share", _LIST,
+        "Probability of the same tokens under the student.",
+        "Rises towards `loss/teacher_topk_mass`.",
+        "Falls: the student moves probability out of the list. Set `distill.tail: bucket`; `renorm` does not see it.",
+    ),
+    Row(
+        "loss/student_entropy", "nats", EVERY_STEP,
+        "Entropy of the student's distribution, mean over tokens.",
+        "Changes slowly, and stays above 0.",
+        "Falls towards 0 under `reverse_kl` or k1-k3: the responses lose their variety. Use `jsd`, `skew_reverse_kl` "
+        "or a mixture with `forward_kl`.",
+    ),
+    Row(
+        "loss/sampled_reverse_kl", "nats per token", "the teacher's logprob of the sampled token",
+        "k1 without importance weight on the student's own tokens: estimates KL(student || teacher).",
+        "Falls; single batches may be negative.",
+        "As `loss/total`.",
+    ),
+    Row(
+        "loss/reference_kl", "nats per token", "`distill.reference_kl_weight`",
+        "k3 estimate of KL(student || reference) on the student's own tokens, unweighted.",
+        "0 at the first step, then rises to a plateau.",
+        "Keeps rising: raise `distill.reference_kl_weight`, or lower `actor.optim.lr`.",
+    ),
+    Row(
+        "loss/importance_weight", "ratio", _SAMPLES,
+        "Probability of the sampled token under the student that trains, divided by that of the engine; mean after the "
+        "clip.",
+        "Near 1.",
+        "Far from 1: `teacher.temperature` and `rollout.temperature` differ, or rollouts are stale: lower "
+        "`trainer.max_staleness`, or choose a scheduler with less prefetching.",
+    ),
+    Row(
+        "loss/importance_clipped", "share", _SAMPLES,
+        "Share of tokens to which `distill.importance_clip` applies.",
+        "Near 0.",
+        "Above 0.05: the gradient is biased. As for `loss/importance_weight`.",
+    ),
+)  # fmt: skip
+_OPTIM = (
+    Row(
+        "optim/grad_norm", "norm", EVERY_STEP,
+        "Global gradient norm before clipping.",
+        "About constant after the warm-up.",
+        "Always far above `actor.optim.clip_grad`: every update is scaled down; lower the learning rate or raise the "
+        "limit. Single peaks with a peak of the loss: look at that step's responses.",
+    ),
+    Row("optim/lr", "1", EVERY_STEP, "Learning rate of this update.", "Follows `actor.optim.schedule`."),
+)  # fmt: skip
+_ROLLOUT = (
+    Row(
+        "rollout/sequences", "sequences", EVERY_STEP,
+        "Sequences of the batch, with the dataset's responses.",
+        "`trainer.global_batch_size` x `rollout.n` without dataset responses.",
+    ),
+    Row("rollout/on_policy_sequences", "sequences", EVERY_STEP, "Those of them that the student generated."),
+    Row(
+        "rollout/prompt_tokens", "tokens", EVERY_STEP, "Tokens of the prompts, counted once for each of its responses."
+    ),
+    Row("rollout/response_tokens", "tokens", EVERY_STEP, "Tokens of all responses."),
+    Row("rollout/dataset_response_tokens", "tokens", EVERY_STEP, "Tokens of the dataset's responses."),
+    Row(
+        "rollout/response_length_mean", "tokens", EVERY_STEP,
+        "Mean length of the responses.",
+        "Approaches the length of the teacher's own responses.",
+        "Rises up to `data.max_response_length`: see `rollout/truncated_share`. Falls to a few tokens: the student "
+        "ends early; read its responses in `samples/`, and check the chat template.",
+    ),
+    Row(
+        "rollout/truncated_share", "share", EVERY_STEP,
+        "Share of responses that reached `data.max_response_length`.",
+        "Below 0.05.",
+        "Near 1: no end token is generated; check `rollout.stop_token_ids` and `data.chat_template`. Otherwise raise "
+        "`data.max_response_length`.",
+    ),
+)  # fmt: skip
+_TEACHER = (
+    Row(
+        "teacher/topk_mass", "share", "a list or the whole distribution",
+        "Probability mass of the teacher's list, mean over response tokens, as the teacher sent it.",
+        "Above 0.9.",
+        "Low: raise `teacher.topk`, or set `teacher.signal: hidden`.",
+    ),
+    Row(
+        "teacher/score_bytes", "bytes", EVERY_STEP,
+        "Size of the scores of the batch.",
+        "About constant.",
+        "Large, and `time/teacher_s` too: lower `teacher.topk`, set `teacher.mass`, or `teacher.wire: fp16`.",
+    ),
+)  # fmt: skip
+_STALENESS = (
+    Row(
+        "staleness/max", "steps", EVERY_STEP,
+        "Age of the oldest rollout: steps from the weights that generated its first token to those that train on it.",
+        "At most the bound of `trainer.scheduler`; a rollout above it ends the run.",
+    ),
+    Row(
+        "staleness/mean", "steps", EVERY_STEP,
+        "Mean age of the student's sequences.",
+        "0 under `sync`.",
+        "`loss/importance_weight` moves away from 1, or `eval/kl` is worse than under `sync`: choose a scheduler with "
+        "less prefetching, or lower `trainer.max_staleness`.",
+    ),
+    Row("staleness/share_<age>", "share", "rollouts", "Share of the student's sequences of this age."),
+)  # fmt: skip
+_WEIGHT_SYNC = (
+    Row(
+        "weight_sync/bytes", "bytes", EVERY_STEP,
+        "Size of the weights that were sent to the engines.",
+        "Constant: the size of the student in `model.dtype`.",
+    ),
+    Row(
+        "weight_sync/verified_tensors", "tensors", EVERY_STEP,
+        "Tensors of the engines whose digests were compared; 0 where `weight_sync.verify` skips the step.",
+        "The number of the student's tensors, at the first step at least. A difference ends the run.",
+    ),
+)  # fmt: skip
+_EVAL = (
+    Row(
+        "eval/kl", "nats per token", f"{_EVALUATION}, a distribution of the teacher",
+        "KL(teacher || student) on the student's own responses to validation prompts, whatever the trained loss. "
+        "Comparable between runs with the same signal, K, mass and tail.",
+        "Falls, at first fast. The number to compare runs by.",
+        "Does not fall: raise `actor.optim.lr`, then check `teacher/topk_mass`. Falls and rises again: lower "
+        "`actor.optim.lr`, or stop at the best checkpoint (`trainer.keep_every`).",
+    ),
+    Row(
+        "eval/reverse_kl", "nats per token", f"{_EVALUATION}, no distribution",
+        "k1 estimate of KL(student || teacher) on the same responses.",
+        "Falls, with noise: use more `eval.max_prompts`.",
+        "As `eval/kl`.",
+    ),
+    Row(
+        "eval/accuracy", "share", f"{_EVALUATION}, `eval.metric: exact_match`",
+        "Share of greedy responses whose answer is the reference answer.",
+        "Rises towards the teacher's accuracy.",
+        "0 from the start: `eval.answer_marker` does not occur in the responses; see `samples/`. Constant while "
+        "`eval/kl` falls: the teacher's own accuracy may be the limit.",
+    ),
+    Row("eval/response_tokens", "tokens", _EVALUATION, "Response tokens of the evaluation."),
+)  # fmt: skip
+# Heading -> rows, in the order of the page.
+LEARNING: dict[str, tuple[Row, ...]] = {
+    "Loss": _LOSS,
+    "Evaluation": _EVAL,
+    "Optimizer": _OPTIM,
+    "Rollouts": _ROLLOUT,
+    "Teacher": _TEACHER,
+    "Staleness": _STALENESS,
+    "Weight sync": _WEIGHT_SYNC,
+}
