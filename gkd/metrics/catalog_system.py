@@ -9,6 +9,7 @@ _GPU = "GPU, `memory.timeline`"
 _MOVES = "states that move"
 
 _TIME = (
+    Row("time/unix_s", "s", "every line", "When the line was written, in seconds since 1970-01-01 UTC."),
     Row(
         "time/step_s", "s", EVERY_STEP,
         "Duration of the step, with its evaluation and checkpoint.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -79,7 +80,7 @@ class RunMetrics:
         yield m
         memory = self._memory(m)  # read anyway: it must not count for the first step
         if m.numbers:
-            self._files[0].write(step, m.numbers | memory | m.stage.report())
+            self._write_line(step, m.numbers | memory | m.stage.report())
         self.teacher.end_step()  # discard scoring done before the first step
 
     @contextmanager
@@ -142,6 +143,8 @@ class RunMetrics:
         m.add(m.stage.report())
         m.add({"perf/response_tokens_per_s": m.numbers["rollout/response_tokens"] / m.numbers["time/step_s"]})
         m.add(shares(m.numbers | m.tuner, self._scheduler))
-        metrics, tuner = self._files
-        metrics.write(m.step, m.numbers)
-        tuner.write(m.step, m.tuner)
+        self._write_line(m.step, m.numbers)
+        self._files[1].write(m.step, m.tuner)
+
+    def _write_line(self, step: int, numbers: dict[str, float]) -> None:
+        self._files[0].write(step, {"time/unix_s": time.time(), **numbers})

@@ -81,8 +81,10 @@ def test_without_overlap_scoring_starts_after_the_rollout(tmp_path: Path) -> Non
 
 
 def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> None:
-    """If it fails, eval.every, save_every or keep_last has no effect, or the last evaluation runs twice."""
-    world = World()
+    """If it fails, eval.every, save_every or keep_last has no effect, the last evaluation runs twice, or a line has no
+    time stamp.
+    """
+    world, began = World(), time.time()
     settings = ("trainer.total_steps=4", "eval.every=2", "trainer.save_every=1", "trainer.keep_last=2")
     make(tmp_path, world, *settings, val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -93,6 +95,8 @@ def test_evaluations_and_checkpoints_follow_their_intervals(tmp_path: Path) -> N
     assert checkpoints(tmp_path) == ["latest", "step_00000003", "step_00000004"]
     assert len({event for event in world.events if event.startswith("generate n=1 seed=2147483648")}) == 3
     assert all((line["eval/accuracy"], line["eval/kl"]) == (0.5, 0.3) for line in lines if "eval/kl" in line)
+    stamps = [line["time/unix_s"] for line in lines]
+    assert len(stamps) == 5 and began <= stamps[0] and stamps == sorted(stamps) and stamps[-1] <= time.time()
 
 
 def test_eval_metric_none_does_not_decode(tmp_path: Path) -> None:
