@@ -77,7 +77,7 @@ class OffloadController:
     def offload_states(
         self, include: Sequence[str] | None = None, *, non_blocking: bool = False, alone: bool = False
     ) -> Moves:
-        """Offload states, see `States.offload`. On CUDA, also release the memory to other processes.
+        """Offload states, see `States.offload_states`. On CUDA, also release the memory to other processes.
 
         Args:
             non_blocking: return while copies are pending. Then `wait` of the returned moves is a collective, too.
@@ -88,7 +88,7 @@ class OffloadController:
             ClusterError: another rank failed.
         """
         with self._synchronized(_OFFLOADING, alone):
-            moves = self._student.states.offload(include, non_blocking=non_blocking)
+            moves = self._student.states.offload_states(include, non_blocking=non_blocking)
             if not non_blocking:
                 self._release(include)
         return Moves(lambda: self._finish(moves, include, alone)) if non_blocking else moves
@@ -96,10 +96,10 @@ class OffloadController:
     def reload_states(
         self, include: Sequence[str] | None = None, *, non_blocking: bool = False, alone: bool = False
     ) -> Moves:
-        """Reload states, see `States.reload`. Arguments and errors as for `offload_states`."""
+        """Reload states, see `States.reload_states`. Arguments and errors as for `offload_states`."""
         try:
             with self._synchronized("reloading states", alone):
-                return self._student.states.reload(include, non_blocking=non_blocking)
+                return self._student.states.reload_states(include, non_blocking=non_blocking)
         except Exception:
             self._empty_cache()  # it holds the memory of states that had been reloaded before the error
             raise
@@ -107,7 +107,7 @@ class OffloadController:
     def allocated_bytes(self) -> int:
         """Return the bytes that this process has allocated on its GPU; on the CPU, the bytes of the states."""
         on_cuda = self._device.type == "cuda"
-        return torch.cuda.memory_allocated(self._device) if on_cuda else self._student.states.allocated()
+        return torch.cuda.memory_allocated(self._device) if on_cuda else self._student.states.allocated_bytes()
 
     @contextmanager
     def states_on_device(
@@ -188,7 +188,7 @@ class OffloadController:
 
         Other processes on the same GPU lack it, and growth from step to step is a memory leak.
         """
-        if self._student.states.allocated():  # a call has reloaded some in the meantime
+        if self._student.states.allocated_bytes():  # a call has reloaded some in the meantime
             return
         left = self.allocated_bytes() - self._resident_bytes()
         if left > max(_LEAK_BYTES, 1.5 * self._reported_bytes):
@@ -210,12 +210,12 @@ class _Call:
     def __init__(self, controller: OffloadController, alone: bool) -> None:
         self._controller, self.alone = controller, alone
 
-    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
-        return self._controller.offload_states(include, non_blocking=non_blocking, alone=self.alone)
+    def offload_states(self, include: Sequence[str] | None = None) -> Moves:
+        return self._controller.offload_states(include, alone=self.alone)
 
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
+    def reload_states(self, include: Sequence[str] | None = None) -> Moves:
         try:
-            return self._controller.reload_states(include, non_blocking=non_blocking, alone=self.alone)
+            return self._controller.reload_states(include, alone=self.alone)
         except BaseException:
             self.alone = True
             raise

@@ -15,18 +15,18 @@ GIB = 1 << 30
 
 
 class Strategy(Protocol):
-    """An owner of states that move, such as the student of a rank."""
+    """An owner of states that move: `gkd.memory.states.States`, a rank's `OffloadController`, a pool."""
 
-    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> object:
-        """Move states to host memory; see `gkd.memory.states.States.offload`."""
+    def offload_states(self, include: Sequence[str] | None = None) -> object:
+        """Move states to host memory; see `States.offload_states`."""
         ...
 
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> object:
+    def reload_states(self, include: Sequence[str] | None = None) -> object:
         """Move states back to the device."""
         ...
 
     def allocated_bytes(self) -> int:
-        """Return the bytes that this process has allocated on the device."""
+        """Return the bytes on the device; of a pool, those of the process with most."""
         ...
 
 
@@ -49,7 +49,8 @@ def state_offload_manager(
 
     Args:
         is_offload_states: False: the states stay on the device after the block.
-        include: the kinds that the block needs, of `gkd.memory.states.KINDS`; None: all.
+        include: the kinds that the block needs, of `gkd.memory.states.KINDS` or, of engines, "params" and "kv_cache";
+            None: all.
         offload: the kinds that are offloaded afterwards; None, and after an error: all.
     """
 

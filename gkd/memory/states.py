@@ -85,7 +85,7 @@ class States:
         self._logged = 0
         self._moved_bytes = {"to_host": 0, "to_device": 0}
 
-    def offload(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
+    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
         """Move these kinds (None: all) to host memory; states that are there stay there.
 
         Args:
@@ -123,7 +123,7 @@ class States:
 
         return self._begun(release, non_blocking)
 
-    def reload(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
+    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> Moves:
         """Move these kinds (None: all) back to the device; states that are there stay there.
 
         Args:
@@ -175,7 +175,7 @@ class States:
             sizes[kind] += storage.nbytes()
         return sizes
 
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return the bytes on the device of all kinds."""
         return sum(self.device_bytes().values())
 

@@ -144,10 +144,10 @@ def _switch(
         states = States(device, lambda: {PARAMS: state[: len(list(model.parameters()))], OPTIMIZER: state})
 
         def go() -> None:
-            states.offload()
+            states.offload_states()
 
         go()
-        return states.reload, go
+        return states.reload_states, go
 
     def away() -> None:
         for tensor in state:

@@ -88,10 +88,10 @@ def changed_by_a_move(student: Any) -> list[str]:
     In between, their device memory is overwritten.
     """
     before, states = _live_bytes(student), student.states
-    states.offload()
+    states.offload_states()
     others = [torch.full_like(value, 0xA5, device=tensor.device) for tensor, value in before.values()]
     del others
-    states.reload()
+    states.reload_states()
     after = _live_bytes(student)
     same = before.keys() == after.keys()
     return [name for name, (_, value) in before.items() if not same or not torch.equal(value, after[name][1])]

@@ -71,8 +71,8 @@ def _diagnosed(rank: int, reports: Path) -> dict[str, Any]:
         result["n_reports"] = len(list(reports.glob("*.json")))
         controller.offload_states()
         result["in_call"] = caught(call)
-        result["after_call"] = states.allocated()
-        result["kept"] = [*caught(lambda: call({"is_offload_states": False})), states.allocated()]
+        result["after_call"] = states.allocated_bytes()
+        result["kept"] = [*caught(lambda: call({"is_offload_states": False})), states.allocated_bytes()]
     return result
 
 
@@ -85,7 +85,7 @@ def _local_call(rank: int) -> list[Any]:
     if rank == 0:
         with controller.states_on_device("sync", [PARAMS], TO_HOST, alone=True):
             pass
-        result.append(states.allocated())
+        result.append(states.allocated_bytes())
     for include, meta in (([PARAMS], None), (None, None), (None, TO_HOST), (None, None)):
         with controller.states_on_device("train", include, meta):
             result.append([float(tensor.sum()) for kind in include or found for tensor in found[kind]])
@@ -98,7 +98,7 @@ def _n_cache_releases(rank: int) -> int:
     found = {PARAMS: [torch.ones(1000)]}
     student = cast(Any, SimpleNamespace(states=states))
     controller = OffloadController(student, torch.device("cuda", 0), automatic=True, timeout_s=60)
-    states.offload()
+    states.offload_states()
     with _scarce(rank == 0), pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
         patch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
@@ -128,17 +128,17 @@ def _errors(rank: int, root: Path) -> dict[str, Any]:
                 time.sleep(0.05)
             raise RuntimeError("connection lost")
 
-    result["alone"] = [type(_error_of(breaks)).__name__, states.allocated()]
+    result["alone"] = [type(_error_of(breaks)).__name__, states.allocated_bytes()]
     (root / f"rank {rank} is out").touch()
-    result["on_all_ranks"] = [caught(block), states.allocated()]
+    result["on_all_ranks"] = [caught(block), states.allocated_bytes()]
     with _scarce(rank == 0):
         result["failed_move"] = str(_error_of(controller.reload_states))
     controller.reload_states()
-    result["next_move"] = [states.allocated(), float(found[PARAMS][0].sum())]
+    result["next_move"] = [states.allocated_bytes(), float(found[PARAMS][0].sum())]
     moves = controller.offload_states(non_blocking=True)
     moves.wait()
     moves.wait()
-    result["non_blocking"] = states.allocated()
+    result["non_blocking"] = states.allocated_bytes()
     return result
 
 

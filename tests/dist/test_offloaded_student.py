@@ -51,10 +51,10 @@ def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root:
 
         def call(work: Any, *args: Any) -> Any:
             if offloads:
-                student.states.reload()
+                student.states.reload_states()
             result = work(*args)
             if offloads:
-                student.states.offload()
+                student.states.offload_states()
             return result
 
         for step in range(N_STEPS):
@@ -67,7 +67,7 @@ def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root:
         call(student.save_hf, root / f"hf_{backend}_{dtype}_{offloads}", root / "model")
         exported = call(weights, student)
         if offloads:
-            student.states.reload()
+            student.states.reload_states()
         return student, numbers, exported, folder
 
     plain, numbers, exported, saved = run(False)
@@ -86,13 +86,13 @@ def _measure(backend: str, dtype: torch.dtype, rank: int, world_size: int, root:
     sizes = states.device_bytes()
     n_tensors = sum(tensor.numel() for tensor in exported.values())
     result["sizes"], result["n_tensors"] = sizes, n_tensors
-    states.offload()
+    states.offload_states()
     result["left"], result["away"] = states.device_bytes(), states.away()
-    states.reload()
+    states.reload_states()
     host = states.host_bytes()
     for _ in range(N_CYCLES):
-        states.offload()
-        states.reload()
+        states.offload_states()
+        states.reload_states()
     result["cycles"] = (
         states.device_bytes() == sizes,
         states.host_bytes() == host,

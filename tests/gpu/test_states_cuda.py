@@ -34,9 +34,9 @@ def test_all_of_it_goes_and_comes_back_to_the_byte() -> None:
     held = torch.cuda.memory_allocated(CUDA)
     for cycle in range(200):
         found[PARAMS][0].add_(1.0)  # a kernel that is still running when the copy is issued
-        states.offload(non_blocking=cycle % 2 == 0).wait()
+        states.offload_states(non_blocking=cycle % 2 == 0).wait()
         assert torch.cuda.memory_allocated(CUDA) < held - 5 * N + (1 << 20)
-        states.reload(non_blocking=True)
+        states.reload_states(non_blocking=True)
         found[PARAMS][0].sub_(1.0)  # must wait for the copy without an explicit synchronization
         assert torch.cuda.memory_allocated(CUDA) == held
     states.settle()
@@ -51,13 +51,13 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
     found = tensors()
     sums = [tensor.double().sum().item() for tensor in found[PARAMS]]
     states = States(CUDA, lambda: found)
-    states.offload()
+    states.offload_states()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(CUDA)
     taken = torch.empty(free - 2 * N, dtype=torch.uint8, device=CUDA)
     with pytest.raises(torch.OutOfMemoryError):
-        states.reload()
-    assert states.allocated() == 0
+        states.reload_states()
+    assert states.allocated_bytes() == 0
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved(CUDA)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
@@ -69,7 +69,7 @@ def test_no_memory_on_the_gpu_leaves_all_on_the_host(tmp_path: Path) -> None:
         dist.destroy_process_group()
     assert torch.cuda.memory_reserved(CUDA) == reserved
     del taken
-    states.reload()
+    states.reload_states()
     assert [tensor.double().sum().item() for tensor in found[PARAMS]] == sums
 
 

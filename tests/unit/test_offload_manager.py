@@ -22,12 +22,12 @@ class Recorder:
         self.offloaded: list[object] = []
         self.bytes = 0
 
-    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
         self.calls.append("offload")
         self.offloaded.append(include)
         self.bytes = 0
 
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
         self.calls.append(include)
         self.bytes = 3 * GIB
 
@@ -93,12 +93,12 @@ class Full(Recorder):
         super().__init__()
         self.fails = fails
 
-    def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+    def offload_states(self, include: Sequence[str] | None = None) -> None:
         super().offload_states()
         if "offload" in self.fails:
             raise MemoryError("host")
 
-    def reload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
+    def reload_states(self, include: Sequence[str] | None = None) -> None:
         super().reload_states(include)
         if "reload" in self.fails:
             raise MemoryError("device")
@@ -129,7 +129,7 @@ def test_resident_models_are_not_a_leak(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(offload, "holders", lambda device: [])  # takes seconds, and is not tested here
     monkeypatch.setattr(offload.log, "warning", lambda text, gib, *_: warnings.append(gib))
     on_device = [0]
-    student: Any = SimpleNamespace(states=SimpleNamespace(allocated=lambda: on_device[0]))
+    student: Any = SimpleNamespace(states=SimpleNamespace(allocated_bytes=lambda: on_device[0]))
     controller = OffloadController(
         student, torch.device("cpu"), automatic=True, timeout_s=1.0, resident_bytes=lambda: GIB
     )

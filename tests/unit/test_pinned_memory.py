@@ -78,7 +78,7 @@ def test_it_is_the_host_that_is_short(tmp_path: Path) -> None:
         pytest.raises(OutOfMemory) as raised,
         diagnosed(tmp_path, device=torch.device("cuda", 0), who="actor rank 0", phase="offloading states", advice=keys),
     ):
-        states.offload()
+        states.offload_states()
     assert str(raised.value).startswith("actor rank 0 ran out of memory of the host (pinned) (offloading states): ")
     assert "GiB failed" in str(raised.value) and not told[0].on_cuda
     assert torch.equal(weights, torch.arange(1000.0)) and buffer.mark == 0 and not states.away()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gkd.memory.host_buffer import HostBuffer
+from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States
 
 CPU = torch.device("cpu")
@@ -51,10 +52,10 @@ def test_all_of_it_goes_and_comes_back_to_the_bit() -> None:
     states = States(CPU, role.found, slab_bytes=64)
     before, sizes = role.values(), states.device_bytes()
     assert all(sizes.values()) and sizes[OPTIMIZER] >= 2 * sizes[PARAMS], "moments; parameters are not counted again"
-    states.offload()
+    states.offload_states()
     assert sum(states.device_bytes().values()) == 0 and states.away() == [PARAMS, GRADS, OPTIMIZER]
     assert all(tensor.untyped_storage().nbytes() == 0 for tensors in role.found().values() for tensor in tensors)
-    states.reload()
+    states.reload_states()
     assert states.device_bytes() == sizes and states.away() == [] and same(role.values(), before)
     # Views of a storage stay valid.
     role.step()
@@ -62,19 +63,32 @@ def test_all_of_it_goes_and_comes_back_to_the_bit() -> None:
     assert same(role.values(), other.values())
 
 
+def test_the_manager_takes_them_without_an_adapter() -> None:
+    """Fails if `state_offload_manager` needs a wrapper around States, or its metrics are not their bytes."""
+    role = Role()
+    states, metrics = States(CPU, role.found), dict[str, float]()
+    before, n_bytes = role.values(), states.allocated_bytes()
+    states.offload_states()
+    with state_offload_manager(states, metrics, "step"):
+        assert same(role.values(), before)
+    assert states.away() == [PARAMS, GRADS, OPTIMIZER] and n_bytes > 0
+    noted = [metrics[f"memory/step/{when}"] for when in ("before_onload", "after_onload", "after_offload")]
+    assert noted == [0.0, n_bytes / GIB, 0.0]
+
+
 def test_kinds_move_on_their_own_and_twice_is_harmless() -> None:
     """Fails if a part of the states cannot be moved alone, or a second call moves what is already there."""
     role = Role()
     states = States(CPU, role.found)
     before, sizes = role.values(), states.device_bytes()
-    states.offload([OPTIMIZER])
-    states.offload([OPTIMIZER, GRADS])
+    states.offload_states([OPTIMIZER])
+    states.offload_states([OPTIMIZER, GRADS])
     assert states.device_bytes() == {PARAMS: sizes[PARAMS], GRADS: 0, OPTIMIZER: 0}
-    states.reload([PARAMS])
-    states.reload([OPTIMIZER])
-    states.reload([OPTIMIZER])
+    states.reload_states([PARAMS])
+    states.reload_states([OPTIMIZER])
+    states.reload_states([OPTIMIZER])
     assert states.away() == [GRADS] and same(role.values(), before)
-    states.reload()
+    states.reload_states()
     assert states.device_bytes() == sizes
 
 
@@ -82,9 +96,9 @@ def test_gradients_come_back_as_zeros() -> None:
     """Fails if gradients take host memory, or a step would add to what memory happened to hold."""
     role = Role()
     states = States(CPU, role.found)
-    states.offload([GRADS])
+    states.offload_states([GRADS])
     assert states.host_bytes() == 0
-    states.reload()
+    states.reload_states()
     assert all(not grad.any() for grad in role.found()[GRADS])
 
 
@@ -93,16 +107,16 @@ def test_moves_beside_other_work() -> None:
     role = Role()
     states = States(CPU, role.found)
     before, sizes = role.values(), states.device_bytes()
-    moves = states.offload(non_blocking=True)
+    moves = states.offload_states(non_blocking=True)
     assert same(role.values(), before), "until it is waited for, everything is still there"
     moves.wait()
     moves.wait()
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in role.found()[PARAMS])
-    back = states.reload(non_blocking=True)
+    back = states.reload_states(non_blocking=True)
     assert states.device_bytes() == sizes and same(role.values(), before)
     back.wait()
-    states.offload(non_blocking=True)
-    states.reload()
+    states.offload_states(non_blocking=True)
+    states.reload_states()
     assert same(role.values(), before), "the next move waits for the one before"
 
 
@@ -110,16 +124,16 @@ def test_the_host_buffers_are_used_again() -> None:
     """Fails if memory on the host grows with every cycle, or with states that come and go."""
     role = Role()
     states = States(CPU, role.found, slab_bytes=1 << 12)
-    states.offload()
+    states.offload_states()
     once, before = states.host_bytes(), None
-    states.reload()
+    states.reload_states()
     before = role.values()
     for _ in range(200):
-        states.offload([OPTIMIZER])
-        states.offload([PARAMS])
-        states.reload([PARAMS])
-        states.offload()
-        states.reload()
+        states.offload_states([OPTIMIZER])
+        states.offload_states([PARAMS])
+        states.reload_states([PARAMS])
+        states.offload_states()
+        states.reload_states()
     assert states.host_bytes() == once and same(role.values(), before)
 
 
@@ -136,10 +150,10 @@ def test_no_memory_on_the_host_leaves_all_where_it_was(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr("gkd.memory.host_buffer.torch.empty", scarce)
         with pytest.raises(RuntimeError, match="allocate"):
-            states.offload()
+            states.offload_states()
     assert states.device_bytes() == sizes and same(role.values(), before)
-    states.offload()
-    states.reload()
+    states.offload_states()
+    states.reload_states()
     assert same(role.values(), before)
 
 
@@ -154,13 +168,13 @@ def test_no_memory_on_the_device_leaves_all_on_the_host(monkeypatch: pytest.Monk
         n_left[0] -= n_bytes > 0
         return real(storage, 2**60 if n_left[0] < 0 and n_bytes else n_bytes)
 
-    states.offload()
+    states.offload_states()
     with monkeypatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "resize_", scarce)
         with pytest.raises(RuntimeError, match="allocate"):
-            states.reload()
+            states.reload_states()
         assert sum(states.device_bytes().values()) == 0
-    states.reload()
+    states.reload_states()
     assert same(role.values(), before)
 
 
@@ -170,13 +184,13 @@ def test_storages_of_another_owner_do_not_move(monkeypatch: pytest.MonkeyPatch) 
     states = States(CPU, lambda: {PARAMS: [foreign, own]})
     told: list[str] = []
     monkeypatch.setattr("gkd.memory.states.log.warning", lambda text, *args: told.append(text % args))
-    states.offload()
-    states.reload()
-    states.offload()
+    states.offload_states()
+    states.reload_states()
+    states.offload_states()
     assert len(told) == 1 and "MiB of states" in told[0], "logged once, not at every step"
     assert foreign.tolist() == [0, 1, 2, 3, 4] and own.untyped_storage().nbytes() == 0
     assert states.device_bytes()[PARAMS] == 0
-    states.reload()
+    states.reload_states()
     assert own.tolist() == [0, 1, 2]
 
 
@@ -185,9 +199,9 @@ def test_an_unknown_kind_of_states_is_an_error() -> None:
     states = States(CPU, lambda: {})
     for wrong in (["parameters"], "params"):
         with pytest.raises(ValueError, match="params, grads, optimizer"):
-            states.offload(wrong)
+            states.offload_states(wrong)
         with pytest.raises(ValueError, match="params, grads, optimizer"):
-            states.reload(wrong)
+            states.reload_states(wrong)
 
 
 def test_whoever_reads_the_states_is_asked_first() -> None:
@@ -197,7 +211,7 @@ def test_whoever_reads_the_states_is_asked_first() -> None:
     def settle() -> None:
         asked.append(all(p.untyped_storage().nbytes() for p in role.found()[PARAMS]))
 
-    States(CPU, role.found, before=settle).offload()
+    States(CPU, role.found, before=settle).offload_states()
     assert asked == [True]
 
 
