@@ -15,9 +15,12 @@ from gkd.errors import RankTimeout
 from gkd.handles import (
     FileDigest,
     GreedyReport,
+    LogprobsHandle,
     PendingScores,
     Recording,
+    ReferenceHandle,
     RolloutChunk,
+    RolloutStream,
     RolloutUsage,
     ScoredChunk,
     SyncReport,
@@ -26,35 +29,37 @@ from gkd.handles import (
 from gkd.types import Prompt
 
 
-class RolloutStream(Protocol):
-    """Rollouts without batches: prompts are admitted at any time, and each is returned when all its samples finish.
+class Pending(Protocol):
+    def wait(self) -> object:
+        """Wait for the calls. Raises the error of a rank that failed."""
+        ...
 
-    A sequence that is in progress when new weights arrive continues with the new weights; its KV cache is recomputed.
-    Its `version_spans` record which version generated which tokens.
-    """
 
-    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
-        """Submit each prompt to the least busy engine; returns at once.
+class MovableStates(Protocol):
+    """States that a role can release; `gkd.memory.offload_manager.state_offload_manager` takes such a role."""
+
+    def offload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+        """Offload states to host memory. Idempotent.
 
         Args:
-            prompt_indices: one number per prompt, unique in the stream. Modulo the number of data-parallel groups it
-                selects the group that scores the prompt; with `seed` it determines the seeds of the samples.
+            include: of the actor "params", "grads", "optimizer"; of the engines "params", "kv_cache". None: all.
+            blocking: wait for all processes. False: the caller waits with the returned handle.
         """
         ...
 
-    def finished(self, timeout_s: float) -> list[RolloutChunk]:
-        """Return the prompts that finished since the last call, one chunk per prompt.
+    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
+        """Undo `offload_states`. Idempotent."""
+        ...
 
-        Waits at most `timeout_s` for the first one, then returns an empty list. Raises ClusterError: an engine died.
+    def allocated_bytes(self) -> int:
+        """Return the bytes that these states, and on GPUs all else of the actor, have on the device.
+
+        Of several processes those of the one with most.
         """
         ...
 
-    def close(self) -> None:
-        """Stop and drop unfinished sequences. Idempotent."""
-        ...
 
-
-class RolloutRole(Protocol):
+class RolloutRole(MovableStates, Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
     ) -> Iterator[RolloutChunk]:
@@ -87,18 +92,16 @@ class RolloutRole(Protocol):
         """Generate greedily and compare with the reference answers; keep the first `n_samples` responses."""
         ...
 
-    def offload_states(self, include: Sequence[str] | None = None, level: int = 1) -> object:
+    def offload_states(self, include: Sequence[str] | None = None, level: int = 1, *, blocking: bool = True) -> Pending:
         """Release the engines' GPU memory. Idempotent. Calls that need a released state reload it.
 
         Args:
-            include: "params", "kv_cache"; None = both.
             level: sleep level as in vLLM. 1 = offload the weights to host memory | 2 = discard them until the next
                 weight sync.
-        """
-        ...
 
-    def reload_states(self, include: Sequence[str] | None = None) -> object:
-        """Undo `offload_states`. Idempotent."""
+        Raises:
+            ConfigError: neither rollout.enable_sleep_mode nor trainer.colocate is on.
+        """
         ...
 
     def usage(self) -> RolloutUsage:
@@ -156,25 +159,7 @@ class ScoringRole(Protocol):
         ...
 
 
-class Pending(Protocol):
-    def wait(self) -> object:
-        """Wait for the calls. Raises the error of a rank that failed."""
-        ...
-
-
-class ActorRole(Protocol):
-    def offload_states(self, include: Sequence[str] | None = None) -> object:
-        """Offload weights, gradients and optimizer state to host memory. Idempotent."""
-        ...
-
-    def reload_states(self, include: Sequence[str] | None = None, *, blocking: bool = True) -> Pending:
-        """Reload what `offload_states` moved. Idempotent.
-
-        Args:
-            blocking: wait for all ranks. False: the caller waits with the returned handle.
-        """
-        ...
-
+class ActorRole(MovableStates, Protocol):
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
         """Make one optimizer step on the whole batch.
 
@@ -191,6 +176,22 @@ class ActorRole(Protocol):
         Args:
             keep_tokens: return the loss terms of each token of this many sequences.
             meta: as for `train_step`.
+        """
+        ...
+
+    def compute_logprobs(
+        self,
+        batch: Sequence[PendingScores | ScoredChunk],
+        *,
+        blocking: bool = True,
+        meta: Mapping[str, Any] | None = None,
+    ) -> LogprobsHandle:
+        """Compute the actor's logprobs of a batch, which may still wait for the teacher's scores. No gradients.
+
+        Args:
+            blocking: wait for all ranks. Otherwise wait on the returned handle.
+            meta: {"disable_adapter": bool}: whether to compute without LoRA adapters. {"is_offload_states": bool}: as
+                for `train_step`.
         """
         ...
 
@@ -229,20 +230,6 @@ class ActorRole(Protocol):
 
         See `gkd.memory.timeline` and `gkd.memory.offload_manager` for the names.
         """
-        ...
-
-
-class ReferenceHandle(Protocol):
-    def wait(self, batch: Sequence[ScoredChunk]) -> list[ScoredChunk]:
-        """Return the batch with `ScoredChunk.reference` set. Raises the error of a failed rank.
-
-        Args:
-            batch: the chunks of the call in the same order, scored meanwhile.
-        """
-        ...
-
-    def tuner_numbers(self) -> dict[str, float]:
-        """Return the duration of the pass, for tuner.jsonl, after `wait`."""
         ...
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gkd.actor.frozen.pools import call_scattered, data_parallel_groups
+from gkd.actor.logprobs import PendingLogprobs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
 from gkd.data.scatter import scatter_to_groups
-from gkd.handles import FileDigest, ScoredChunk, TrainStats
+from gkd.handles import FileDigest, PendingScores, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
 
@@ -108,6 +110,22 @@ class ActorPool:
         tokens = [record for result in results for record in result.tokens]  # each data-parallel group has its own
         return replace(results[0], tokens=sorted(tokens, key=lambda record: record.sample_index))
 
+    def compute_logprobs(
+        self,
+        batch: Sequence[PendingScores | ScoredChunk],
+        *,
+        blocking: bool = True,
+        meta: Mapping[str, Any] | None = None,
+    ) -> PendingLogprobs:
+        """See `ActorRole.compute_logprobs`. The sequences are scattered over the data-parallel groups."""
+        chunks = [chunk.rollouts for chunk in batch]
+        groups = data_parallel_groups(len(self._workers), self._config)
+        calls, parts = call_scattered(self._workers, "compute_logprobs", chunks, groups=groups, meta=meta)
+        pending = Pending(calls, "compute_logprobs", self._timeout_s)
+        if blocking:
+            pending.wait()
+        return PendingLogprobs(pending, parts)
+
     def save(self, folder: Path) -> None:
         self._call_and_wait("save", folder.absolute())
 
@@ -123,6 +141,10 @@ class ActorPool:
 
     def export_hf(self, folder: Path) -> None:
         self._call_and_wait("export_hf", folder.absolute())
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that the rank with most of them has on its device, see `OffloadController`."""
+        return max(gather(self._call("allocated_bytes"), "allocated_bytes", self._timeout_s).values())
 
     def memory_numbers(self) -> dict[str, float]:
         by_rank = gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s)

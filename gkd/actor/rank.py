@@ -18,7 +18,7 @@ from gkd.actor.common.base import Student
 from gkd.actor.common.group_probe import probe_group
 from gkd.actor.frozen.rank_models import FrozenModels
 from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.offload import OffloadController
+from gkd.actor.offload import IS_OFFLOAD_STATES, OffloadController
 from gkd.actor.rank_memory import RankMemory
 from gkd.cluster.assignment import free_port, this_placement
 from gkd.cluster.gpu_table import RankPlacement
@@ -142,7 +142,7 @@ class ActorRank:
         self._log.info("reference built and loaded")
 
     def offload_states(self, include: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
-        """Offload states to host memory, see `States.offload`. Collective.
+        """Offload states to host memory, see `States.offload_states`. Collective.
 
         Args:
             include: of `gkd.memory.states.KINDS`; None: all.
@@ -171,6 +171,10 @@ class ActorRank:
             with self._memory.during("settling states"):
                 moves.wait()
 
+    def allocated_bytes(self) -> int:
+        """Return the bytes on the device, see `OffloadController.allocated_bytes`."""
+        return self._offload.allocated_bytes()
+
     def memory_numbers(self) -> dict[str, float]:
         """Return the metrics of `RankMemory.take` and of `OffloadController.take_metrics`."""
         return self._memory.take() | self._offload.take_metrics()
@@ -184,9 +188,10 @@ class ActorRank:
         meta: Mapping[str, Any] | None = None,
         *,
         alone: bool = False,
+        allowed: Sequence[str] = (IS_OFFLOAD_STATES,),
     ) -> Iterator[None]:
         """Run a phase of work with these states on the device, see `OffloadController.states_on_device`."""
-        on_device = self._offload.states_on_device(infix, include, meta, alone=alone)
+        on_device = self._offload.states_on_device(infix, include, meta, alone=alone, allowed=allowed)
         # Diagnose an out-of-memory error before the states are offloaded, which would hide its cause.
         with self._memory.during(phase), on_device, self._memory.diagnosed(phase):
             yield

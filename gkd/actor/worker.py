@@ -7,8 +7,9 @@ fetches the teacher's scores, because only it computes the loss.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
 SAVES = "saves"
 CONCURRENCY_GROUPS = (SAVES, WATCH)
+_REFERENCE_PHASE = "reference logprobs"
 
 
 class ActorWorker(ActorRank):
@@ -110,34 +112,43 @@ class ActorWorker(ActorRank):
             scores = self._frozen.score(sequence_indices, chunks)
         return (None, *scores) if scores else None
 
-    def reference_logprobs(
-        self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout], meta: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Compute the reference logprobs of this rank's sequences. Collective, also for a rank without sequences.
+    def reference_logprobs(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
+        """Compute the reference model's logprobs of this rank's sequences. Collective, also for a rank without any.
+
+        The student's states are not moved.
 
         Args:
             sequence_indices: as for `score`.
-            meta: `disable_adapter`: True: the student without its adapters is the reference. Else it is a model of its
-                own, and the student's states are not moved. `is_offload_states`: as for `train_step`.
 
         Returns:
             The seconds of the pass, and then as `score` for each chunk, of [R] float32 arrays.
 
         Raises:
-            TeacherError, DataError: on all ranks; see `frozen_logprobs`, `base_logprobs`.
+            TeacherError: on all ranks; see `frozen_logprobs`.
         """
-        phase, began = "reference logprobs", time.perf_counter()
-        with self._memory.during(phase):
-            disable_adapter = bool(check_meta(meta, META_KEYS).get(DISABLE_ADAPTER))
-            compute = self._frozen.reference_function(disable_adapter=disable_adapter)
-            if disable_adapter:
-                on_device = self._offload.states_on_device("reference", [PARAMS], meta, allowed=META_KEYS)
-                with on_device, self._memory.diagnosed(phase):
-                    results = map_selected(sequence_indices, chunks, compute)
-            else:
-                results = map_selected(sequence_indices, chunks, compute)
-        seconds = time.perf_counter() - began
-        return (seconds, *results) if results else seconds
+        with self._memory.during(_REFERENCE_PHASE):
+            return _timed(partial(map_selected, sequence_indices, chunks, self._frozen.reference_logprobs))
+
+    def compute_logprobs(
+        self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout], meta: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Compute the student's logprobs of this rank's sequences. Collective, also for a rank without any.
+
+        Args:
+            sequence_indices: as for `score`.
+            meta: `disable_adapter`: True: compute without the adapters. `is_offload_states`: as for `train_step`.
+
+        Returns:
+            As `reference_logprobs`.
+
+        Raises:
+            DataError: on all ranks; see `student_logprobs`.
+        """
+        disable_adapter = bool(check_meta(meta, META_KEYS).get(DISABLE_ADAPTER))
+        phase, infix = (_REFERENCE_PHASE, "reference") if disable_adapter else ("logprobs", "logprobs")
+        compute = self._frozen.student_logprobs(disable_adapter=disable_adapter)
+        with self._phase(phase, infix, [PARAMS], meta, allowed=META_KEYS):
+            return _timed(partial(map_selected, sequence_indices, chunks, compute))
 
     def set_teacher_head(self, head: np.ndarray) -> None:
         """Set the teacher's LM head, [V, D] float32, for the signal `hidden`. On the last pipeline stage only."""
@@ -217,3 +228,11 @@ class ActorWorker(ActorRank):
             signals=derived.signals,
             with_reference=with_reference and derived.loss.has_reference,
         )
+
+
+def _timed(compute: Callable[[], list[list[np.ndarray]]]) -> Any:
+    """Return the seconds of a computation, and its result for each chunk; without chunks the seconds alone."""
+    began = time.perf_counter()
+    results = compute()
+    seconds = time.perf_counter() - began
+    return (seconds, *results) if results else seconds

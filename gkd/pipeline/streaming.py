@@ -22,9 +22,9 @@ from gkd.config.schema import Config
 from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError, RankTimeout
-from gkd.handles import InFlight, PendingScores, RolloutChunk
+from gkd.handles import InFlight, PendingScores, RolloutChunk, RolloutStream
 from gkd.pipeline.staleness import StreamScheduler
-from gkd.roles import RolloutRole, RolloutStream, ScoringRole
+from gkd.roles import RolloutRole, ScoringRole
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 

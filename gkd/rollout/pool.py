@@ -160,6 +160,10 @@ class RolloutPool:
         refs = [worker.reload_states.remote(include, non_blocking=non_blocking) for worker in self.workers]
         return self._pending(refs, "reload_states", blocking)
 
+    def allocated_bytes(self) -> int:
+        """Return the bytes of weights and KV cache on the GPUs of the engine with most of them, after pending moves."""
+        return max(sum(held.values()) for held in self.settle_states().wait().values())
+
     def settle_states(self) -> Pending:
         """Wait for non-blocking moves in progress. Raises ClusterError: one failed."""
         return self._pending([worker.settle_states.remote() for worker in self.workers], "settle_states", True)

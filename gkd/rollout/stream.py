@@ -69,7 +69,7 @@ def least_busy(n_prompts: int, unfinished: Sequence[int]) -> list[int]:
 
 
 class EngineStreams:
-    """Implements `gkd.roles.RolloutStream`: one open stream on each engine. Thread-safe.
+    """Implements `gkd.handles.RolloutStream`: one open stream on each engine. Thread-safe.
 
     Args:
         workers: Ray handles of all engines; none has an open stream.

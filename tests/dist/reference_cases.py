@@ -45,7 +45,7 @@ def indices_of(rank: int) -> list[int]:
 
 def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[str, Any]:
     """Runs in a rank of two: return all results of the tests."""
-    from gkd.actor.frozen.reference import base_logprobs, frozen_logprobs, frozen_reference
+    from gkd.actor.frozen.reference import frozen_logprobs, frozen_reference, student_logprobs
 
     config = load_config(None, [*SETTINGS, f"model.path={root / 'qwen3'}", "trainer.device=cpu"])
     share = [rollouts()[i] for i in indices_of(rank)]
@@ -61,7 +61,8 @@ def measure_reference(rank: int, root: Path, build: Callable[..., Any]) -> dict[
 
     def base(student: Any, work: list[Rollout], packing: bool = True) -> list[np.ndarray]:
         settings = replace(config, actor=replace(config.actor, packing=packing))
-        return base_logprobs(student, settings, work, device=CPU, where=f"actor rank {rank}")
+        where = f"actor rank {rank}"
+        return student_logprobs(student, settings, work, disable_adapter=True, device=CPU, where=where)
 
     lora = {"lora": LORA, "loss": spec, "signals": ("sampled",)}
     untouched, student = build("qwen3", **lora), build("qwen3", **lora)

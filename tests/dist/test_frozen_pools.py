@@ -17,7 +17,7 @@ from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.data.chunks import chunk_sizes
 from gkd.data.scatter import scatter_to_ranks
 from gkd.errors import TeacherError
-from gkd.handles import ScoredChunk
+from gkd.handles import PendingScores, ScoredChunk
 from gkd.memory.states import KINDS
 from gkd.teacher.records import RecordingEndpoint
 from gkd.teacher.scoring import RECORDS
@@ -63,6 +63,17 @@ def same(one: list[list[np.ndarray]], two: list[list[np.ndarray]]) -> bool:
 
 def changed(chunk: ScoredChunk, rollouts: list[Rollout], **fields: Any) -> ScoredChunk:
     return replace(chunk, rollouts=replace(chunk.rollouts, ref=ray.put(rollouts), **fields))
+
+
+def test_an_actor_before_its_first_step_is_its_reference(actor: Actor, reference: ReferencePool) -> None:
+    """Fails if the actor's logprobs reach other sequences, are of other tokens, or need scores."""
+    pending = [PendingScores(chunk.rollouts, None, None) for chunk in batch()]
+    found = actor.pool.compute_logprobs(pending, blocking=False)
+    wanted = logprobs(reference.compute_logprobs(batch()).wait(batch()))
+    for own, other in zip(found.wait(), wanted, strict=True):
+        for one, two in zip(own, other, strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-5)
+            assert one.dtype == np.float32
 
 
 def test_states_on_the_host_stay_there(actor: Actor, reference: ReferencePool) -> None:

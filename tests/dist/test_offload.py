@@ -18,7 +18,7 @@ from gkd.config.load import load_config
 from gkd.errors import ClusterError, NumericsError
 from gkd.handles import RolloutChunk, ScoredChunk, TrainStats
 from gkd.launcher import worker_env
-from gkd.memory.offload_manager import GIB
+from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.states import KINDS
 from gkd.types import TeacherScores, TeacherTopK
 from gkd.weight_sync.buckets import plan_buckets
@@ -176,6 +176,7 @@ def test_states_are_where_the_settings_or_the_call_specify(slots: Pool, model: P
         got.append(numbers(moved.pool.train_step(some, meta=KEEP)))
         assert got == expected and moved.device_bytes()["optimizer"] > 0
         moved.export()
+        _logprobs_need_the_weights(moved, some)
         assert moved.pool.train_step(some, meta={"is_offload_states": True}).loss > 0 and moved.is_offloaded()
         moved.pool.offload_states()
         assert moved.is_offloaded()
@@ -184,8 +185,26 @@ def test_states_are_where_the_settings_or_the_call_specify(slots: Pool, model: P
         moved.close()
 
 
+def _logprobs_need_the_weights(actor: Actor, some: list[ScoredChunk]) -> None:
+    actor.pool.offload_states()
+    actor.pool.memory_numbers()
+    before = actor.pool.compute_logprobs(some).wait()
+    assert actor.is_offloaded()
+    after = actor.pool.compute_logprobs(some, meta=KEEP).wait()
+    assert [[table.tolist() for table in chunk] for chunk in before] == [[t.tolist() for t in c] for c in after]
+    assert actor.device_bytes()["params"] > 0 == actor.device_bytes()["optimizer"]
+    assert {"time/logprobs/onload", "time/logprobs/offload"} <= actor.pool.memory_numbers().keys()
+    with pytest.raises(ClusterError, match="disable_adapter"):
+        actor.pool.compute_logprobs(some, meta={"disable_adapter": True})
+
+
 def _moves_explicitly(actor: Actor) -> None:
-    before = actor.device_bytes()
+    before, metrics = actor.device_bytes(), dict[str, float]()
+    with state_offload_manager(actor.pool, metrics, "block", include=["params"]):
+        assert actor.pool.allocated_bytes() * N_RANKS >= sum(before.values())
+    assert actor.is_offloaded() and actor.pool.allocated_bytes() == 0
+    assert metrics["memory/block/before_offload"] > metrics["memory/block/after_offload"] == 0
+    actor.pool.reload_states()
     pending = actor.pool.offload_states(["optimizer"], blocking=False)
     pending.wait()
     pending.wait()

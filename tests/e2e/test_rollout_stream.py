@@ -21,9 +21,8 @@ from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import Cluster
 from gkd.config.load import load_config
 from gkd.errors import ClusterError, DataError, RankTimeout
-from gkd.handles import RolloutChunk, ScoredChunk
+from gkd.handles import RolloutChunk, RolloutStream, ScoredChunk
 from gkd.launcher import worker_env
-from gkd.roles import RolloutStream
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.stream import next_chunk

@@ -21,12 +21,12 @@ from gkd.handles import (
     PendingScores,
     Recording,
     RolloutChunk,
+    RolloutStream,
     RolloutUsage,
     ScoredChunk,
     SyncReport,
     TrainStats,
 )
-from gkd.roles import RolloutStream
 from gkd.run.checkpoints import step_of
 from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder

@@ -112,9 +112,10 @@ class ReferencePool:
         self._workers, self._endpoints = list(workers), list(endpoints)
         self._timeout_s = config.trainer.stage_timeout_s
         derived = derive(config)
-        is_actor = derived.reference_is_actor
-        self._groups = _data_parallel_groups(len(workers), config) if is_actor else None
-        self._meta = _WITHOUT_ADAPTERS if is_actor else None
+        self._method, self._options = "reference_logprobs", dict[str, Any]()
+        if derived.reference_is_actor:
+            groups = data_parallel_groups(len(workers), config)
+            self._method, self._options = "compute_logprobs", {"groups": groups, "meta": _WITHOUT_ADAPTERS}
         # A local teacher scores on the same ranks, with the actor's weights offloaded: before they are reloaded here.
         self._starts_in_wait = derived.is_local_teacher
 
@@ -134,9 +135,7 @@ class ReferencePool:
 
     def _begin(self, batch: Sequence[RolloutChunk]) -> tuple[Pending, list[Any]]:
         on_policy = [chunk for chunk in batch if chunk.on_policy]
-        calls, results = call_scattered(
-            self._workers, "reference_logprobs", on_policy, groups=self._groups, meta=self._meta
-        )
+        calls, results = call_scattered(self._workers, self._method, on_policy, **self._options)
         computed = iter(results)
         handles = []
         for chunk in batch:
@@ -159,7 +158,7 @@ class PartialResults:
     refs: list[Any] = field(default_factory=list)  # handle of each part's list of results
 
 
-def _data_parallel_groups(world_size: int, config: Config) -> list[list[int]]:
+def data_parallel_groups(world_size: int, config: Config) -> list[list[int]]:
     """Return the ranks of each data-parallel group."""
     tp, pp = config.actor.tp, config.actor.pp
     layouts = [ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank) for rank in range(world_size)]

@@ -64,27 +64,35 @@ class FrozenModels:
         assert self._teacher is not None
         return self._teacher.score(sequence_indices, chunks)
 
-    def reference_function(self, *, disable_adapter: bool) -> Callable[[list[Rollout]], list[np.ndarray]]:
-        """Return the collective that computes the reference logprobs of sequences, [R] float32 each.
+    def reference_logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """Return the reference model's logprobs of sequences, see `frozen_logprobs`."""
+        from gkd.actor.frozen.reference import frozen_logprobs
+
+        assert self._reference is not None
+        temperature, n_vocab = self._config.teacher.temperature, self._student.n_vocab
+        return frozen_logprobs(self._reference, rollouts, temperature=temperature, n_vocab=n_vocab)
+
+    def student_logprobs(self, *, disable_adapter: bool) -> Callable[[list[Rollout]], list[np.ndarray]]:
+        """Return the collective that computes the student's logprobs of sequences, see `student_logprobs`.
 
         Args:
-            disable_adapter: the student without its adapters computes them, which then must be on the device; else the
-                reference model does.
+            disable_adapter: without the adapters.
 
         Raises:
-            ValueError: the student has no adapters, or there is no reference model.
+            ValueError: the student has no adapters.
         """
-        from gkd.actor.frozen.reference import base_logprobs, frozen_logprobs
+        from gkd.actor.frozen.reference import student_logprobs
 
-        config, student = self._config, self._student
-        if disable_adapter:
-            if not config.actor.lora.rank:
-                raise ValueError("disable_adapter: actor.lora.rank is 0, so the actor has no adapters")
-            return partial(base_logprobs, student, config, device=self._device, where=self._where)
-        if self._reference is None:
-            raise ValueError("this actor has no reference model; with adapters, call with meta disable_adapter: True")
-        temperature, n_vocab = config.teacher.temperature, student.n_vocab
-        return partial(frozen_logprobs, self._reference, temperature=temperature, n_vocab=n_vocab)
+        if disable_adapter and not self._config.actor.lora.rank:
+            raise ValueError("disable_adapter: actor.lora.rank is 0, so the actor has no adapters")
+        return partial(
+            student_logprobs,
+            self._student,
+            self._config,
+            disable_adapter=disable_adapter,
+            device=self._device,
+            where=self._where,
+        )
 
     def device_bytes(self) -> int:
         """Return the bytes of the models on this rank's device."""

@@ -1,4 +1,4 @@
-"""Compute the reference's logprob of each response token on one rank.
+"""Compute the logprob of each response token on one rank, of the reference or of the student.
 
 The reference is a frozen model of its own, or the student with its LoRA adapters disabled. Data flow of a batch:
 teacher scores -> *reference logprobs* -> micro-batches.
@@ -56,13 +56,20 @@ def frozen_logprobs(
     return [cast(np.ndarray, table) for (table,) in model.score(rollouts, [params])]
 
 
-def base_logprobs(
-    student: Student, config: Config, rollouts: Sequence[Rollout], *, device: torch.device, where: str
+def student_logprobs(
+    student: Student,
+    config: Config,
+    rollouts: Sequence[Rollout],
+    *,
+    disable_adapter: bool,
+    device: torch.device,
+    where: str,
 ) -> list[np.ndarray]:
-    """Return the same logprobs, of the student without its adapters: the base model. Collective.
+    """Return the same logprobs, of the student. Collective.
 
     Args:
         rollouts: of this rank's data-parallel group; may be empty.
+        disable_adapter: of the student without its adapters: the base model.
         where: the rank's name, for errors.
 
     Raises:
@@ -78,7 +85,7 @@ def base_logprobs(
         max_tokens=actor.max_tokens_per_micro_batch,
         packed=actor.packing,
     )
-    tables = student.compute_logprobs(batches, disable_adapter=True)
+    tables = student.compute_logprobs(batches, disable_adapter=disable_adapter)
     indices, n_rows = [index for index, _ in batches.samples], [n for _, n in batches.samples]
     if not indices:
         return []
