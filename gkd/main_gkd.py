@@ -1,27 +1,22 @@
 """Command line `python -m gkd.main_gkd --config X.yaml [key=value ...]`: check the run, start the pools, train.
 
-`gkd.launcher` starts and connects the processes, `gkd.trainer` is the loop.
+`gkd.api.open_pools` checks the run and starts the processes, `gkd.trainer` is the loop.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import textwrap
 from types import FrameType
 
+from gkd.api import open_pools
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
-from gkd.log import get_logger
-
-log = get_logger("main")
-
-# Ray prints one of the lines that differ in numbers alone, except for these of each rank: its GPUs, and its memory.
-LINES_OF_ALL_RANKS = "CUDA_VISIBLE_DEVICES=|host RSS"
+from gkd.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,26 +44,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config) -> None:
     """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
-    os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", LINES_OF_ALL_RANKS)  # read when Ray is imported
-    from gkd.preflight.run import preflight
-
-    plan = preflight(config)
-    log.info(
-        "teacher %s (%s), %d shared token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
-        plan.teacher.model_name,
-        plan.teacher.engine,
-        plan.n_vocab,
-        len(plan.train_prompts),
-        len(plan.val_prompts),
-        plan.device,
-        plan.folder.root,
-    )
-    # Heavy imports after the cheap checks.
-    from gkd.launcher import started_roles
-    from gkd.trainer import Trainer
-
-    with started_roles(config, plan) as roles:
-        Trainer(config, roles, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps).fit()
+    with open_pools(config) as pools:
+        plan = pools.plan
+        Trainer(config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps).fit()
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = ("gkd", "teacher_server", "tests", "launch", "docs", "README.md", "CONTRIBUTING.md")
+PLACES = ("gkd", "teacher_server", "tests", "launch", "examples", "docs", "README.md", "CONTRIBUTING.md")
 
 WORDS = {
     "a process is no person": r"nobody|somebody|whoever|whomever|whom|(?<!those )who(?![-:=])",

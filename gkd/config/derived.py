@@ -29,6 +29,7 @@ class Derived:
     reference_is_actor: bool  # the reference is the actor with its adapters disabled
     reference_folder: str  # frozen reference model on the actor's ranks; empty: no second model
     engine_adapter_rank: int  # largest rank of adapters that the engines hold; 0: they hold merged weights
+    engines_sleep: bool  # the engines can release their memory between two calls
     moves_states: bool  # the actor's states are in host memory between two calls
 
 
@@ -61,6 +62,7 @@ def derive(config: Config) -> Derived:
         reference_is_actor=reference_is_actor,
         reference_folder=reference_folder,
         engine_adapter_rank=engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
+        engines_sleep=t.colocate or r.enable_sleep_mode,
         moves_states=t.colocate or (needs_room and not a.fsdp_cpu_offload),
     )
 

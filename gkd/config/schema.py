@@ -180,6 +180,9 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(
         0.85, "Fraction of GPU memory for vLLM (weights and KV cache); ignored on cpu.", gt=0, le=1, resume=True
     )
+    enable_sleep_mode: bool = key(
+        False, "Let calls release the engines' memory without trainer.colocate; docs/own_pipeline.md.", resume=True
+    )
     cpu_kv_cache_mib: int = key(256, "Size of the KV cache on cpu in MiB.", gt=0, resume=True)
     enforce_eager: bool = key(
         False, "Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu.", resume=True

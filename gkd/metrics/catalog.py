@@ -20,9 +20,9 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
         *("eval", "checkpoint", "record", "switch"),
     ),
     "pool": ("rollout", "teacher", "actor"),
-    "call": ("train", "evaluate", "reference", "sync", "save", "load", "teacher", "teacher_head"),
+    "call": ("train", "evaluate", "logprobs", "reference", "sync", "save", "load", "teacher", "teacher_head"),
     "phase": (
-        *("training_step", "evaluation", "teacher_scoring", "reference_logprobs", "sending_weights"),
+        *("training_step", "evaluation", "teacher_scoring", "reference_logprobs", "logprobs", "sending_weights"),
         *("saving_a_checkpoint", "offloading_states", "reloading_states", "settling_states", "loading_a_checkpoint"),
         *("loading_the_teacher", "loading_the_reference", "setting_the_teacher's_LM_head"),
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gkd.errors import ClusterError
+from gkd.errors import ClusterError, ConfigError
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
@@ -33,13 +33,13 @@ class SleepState:
         """Return those of `tags` that are awake, in the order of `TAGS`.
 
         Raises:
-            ClusterError: unknown tag, or the engine was built without sleep mode.
+            ClusterError: unknown tag.
+            ConfigError: the engine was built without sleep mode.
         """
         chosen = _ordered(tags)
         if not self._enabled:
-            raise ClusterError(
-                "this rollout engine was built without sleep mode. Fix: trainer.colocate=true (enable_sleep_mode=True)"
-            )
+            problem = "the rollout engines were built without sleep mode, so their memory cannot be released."
+            raise ConfigError("rollout.enable_sleep_mode", False, problem, "use true.")
         return [tag for tag in chosen if tag not in self._asleep]
 
     def sleep(self, tags: Sequence[str], level: int) -> None:

@@ -90,7 +90,7 @@ class RolloutWorker:
                     device=device,
                     eos_ids=eos_ids,
                     trust_remote_code=config.model.trust_remote_code,
-                    enable_sleep_mode=config.trainer.colocate,
+                    enable_sleep_mode=derived.engines_sleep,
                     lora=config.actor.lora if derived.engine_adapter_rank else None,
                 )
             )
@@ -222,7 +222,7 @@ class RolloutWorker:
             state -> bytes left on the engine's GPUs; empty with `non_blocking`.
 
         Raises:
-            ClusterError: a stream is open, or the engine cannot sleep (see `RolloutEngine.sleep`).
+            ClusterError, ConfigError: a stream is open, or the engine cannot sleep (see `RolloutEngine.sleep`).
         """
         if self._loop is not None:
             raise ClusterError(

@@ -49,8 +49,8 @@ class Pools:
 def pools(lab: Lab) -> Iterator[Pools]:
     settings = lab.command(lab.root / "offload_run", 1)[5:]
     sizes = [f"rollout.n_gpus_per_node={N_ENGINES}", "rollout.max_num_seqs=8", "rollout.cpu_kv_cache_mib=64"]
+    sizes += ["rollout.enable_sleep_mode=true"]
     config = load_config(None, [*settings, *sizes, "weight_sync.verify=always"])
-    config.trainer.colocate = True
     cluster = Cluster("", n_slots=N_ENGINES + 1, on_cpu=True)
     try:
         specs = [PoolSpec("actor", 1, 1, gpus_per_worker=1), PoolSpec("rollout", 1, N_ENGINES, gpus_per_worker=1)]
@@ -81,7 +81,9 @@ def test_calls_reload_the_states_they_need(pools: Pools) -> None:
     awake = _sums(rollout.reload_states().wait())
     assert awake["kv_cache"] >= N_ENGINES * (63 << 20) and awake["params"] > N_ENGINES * (8 << 20)
 
+    assert rollout.allocated_bytes() * N_ENGINES == sum(awake.values())
     assert _sums(rollout.offload_states().wait()) == {"params": 0, "kv_cache": 0}
+    assert rollout.allocated_bytes() == 0
     assert pools.responses() == before
     assert _sums(rollout.offload_states(["kv_cache"]).wait()) == {**awake, "kv_cache": 0}
 

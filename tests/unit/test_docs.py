@@ -37,7 +37,7 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
 
 def test_every_named_file_exists() -> None:
     """Fails if a page names a source file that was moved or deleted."""
-    named = re.compile(r"`((?:gkd|teacher_server|tests|launch|configs)/[\w/.]+\.(?:py|sh|yaml))`")
+    named = re.compile(r"`((?:gkd|teacher_server|tests|launch|configs|examples)/[\w/.]+\.(?:py|sh|yaml))`")
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
     missing = [f"{p.name}: {f}" for p in pages for f in named.findall(p.read_text()) if not (ROOT / f).exists()]
     assert not missing
@@ -68,3 +68,17 @@ def test_the_listed_habits_of_wording_do_not_return() -> None:
     """Fails if a docstring, comment or page has a habit that tests/wording.py lists: see its --list."""
     files = files_of([ROOT / place for place in PLACES])
     assert len(files) > 500 and not [hit for file in files for hit in hits_of(file)]
+
+
+def test_the_own_pipeline_page_runs() -> None:
+    """Fails if the page's Python example is wrong."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_pipeline.md").read_text(), re.DOTALL)
+    exec(compile(example, "own_pipeline.md", "exec"), {})
+
+
+def test_the_own_pipeline_stays_short() -> None:
+    """Fails if the example grows beyond what its page promises, or its settings are invalid."""
+    example = ROOT / "examples" / "own_pipeline.py"
+    code = example.read_text().split('"""', 2)[2]
+    assert len(code.strip().splitlines()) <= 40
+    check_config(load_config(example.with_suffix(".yaml"), []))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gkd.errors import ClusterError
+from gkd.errors import ClusterError, ConfigError
 from gkd.rollout.sleep_state import KV_CACHE, TAGS, WEIGHTS, SleepState, check_level
 
 
@@ -94,6 +94,7 @@ def test_unknown_tags_and_levels_are_refused() -> None:
         with pytest.raises(ClusterError, match=f"sleep level {level!r}"):
             check_level(level)  # type: ignore[arg-type]
     disabled = SleepState(Workers(), enabled=False)
-    with pytest.raises(ClusterError, match="trainer.colocate"):
+    with pytest.raises(ConfigError) as refused:
         disabled.awake_tags(TAGS)
+    assert refused.value.key == "rollout.enable_sleep_mode"
     disabled.wake_up(TAGS)
