@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gkd.config.key_list import all_keys, value_of
-from gkd.config.schema import Config
+from gkd.config.schema import TRACKER_NAMES, Config
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 
@@ -47,8 +47,18 @@ def _errors(config: Config) -> Iterator[ConfigError]:
     if len(config.teacher.name) > MAX_NAME_LENGTH:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
         yield ConfigError("teacher.name", config.teacher.name, "is too long.", fix)
+    yield from _tracker_errors(config)
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         yield ConfigError("actor.optim.betas", betas, "must be two numbers in [0, 1).", "use e.g. [0.9, 0.95].")
     if config.eval.metric == "exact_match" and not config.eval.answer_marker:
         yield ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or eval.metric=none.")
+
+
+def _tracker_errors(config: Config) -> Iterator[ConfigError]:
+    loggers = config.trainer.loggers
+    if not set(loggers) <= set(TRACKER_NAMES) or len(set(loggers)) < len(loggers):
+        fix = f"use some of {', '.join(TRACKER_NAMES)}, each once."
+        yield ConfigError("trainer.loggers", loggers, "is not a list of distinct trackers.", fix)
+    if not config.trainer.project_name:
+        yield ConfigError("trainer.project_name", "", "is empty.", "give a name, e.g. gkd.")

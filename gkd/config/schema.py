@@ -13,7 +13,10 @@ from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, TeacherConfig
 
+TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+
 __all__ = [
+    "TRACKER_NAMES",
     "ActorConfig",
     "ClusterConfig",
     "Config",
@@ -122,6 +125,19 @@ class TrainerConfig:
         "Folder of the run: resolved config, metrics.jsonl, checkpoints, export. Required.",
         required="name a folder, e.g. runs/my_run.",
         resume=True,
+    )
+    loggers: list[str] = key(
+        [],
+        "Experiment trackers that receive every number of metrics.jsonl, too. Each needs the extra of its name. See "
+        "docs/run-folder.md.",
+        limits=f"of {', '.join(TRACKER_NAMES)}, each once",
+        resume=True,
+    )
+    project_name: str = key(
+        "gkd", "Project of wandb and trackio, experiment of mlflow.", limits="not empty", resume=True
+    )
+    experiment_name: str = key(
+        "", "Name of the run in wandb, mlflow and trackio; empty = the name of the folder run_dir.", resume=True
     )
     resume: str = key(
         "never",

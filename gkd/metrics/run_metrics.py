@@ -1,4 +1,7 @@
-"""Put the numbers of each step together: one line in metrics.jsonl, and one in tuner.jsonl for the split tuner."""
+"""Put the numbers of each step together: one line in metrics.jsonl, and one in tuner.jsonl for the split tuner.
+
+The trackers of `trainer.loggers` get the line of metrics.jsonl, too.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from gkd.log import get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers, shares
 from gkd.metrics.step import step_line, step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
+from gkd.metrics.trackers import Trackers
 from gkd.metrics.writer import MetricsWriter, StageTimers
 from gkd.roles import Roles
 from gkd.run.folder import RunFolder
@@ -61,14 +65,16 @@ class RunMetrics:
         self._overlapped_evaluation = False
         self._first_step = 0
         self._files: list[MetricsWriter] = []
+        self._trackers: Trackers | None = None
         self.teacher = TeacherMeter(staleness_bound(config.trainer))
 
     def open(self, resumed_at: int | None) -> None:
-        """Open both files, without the lines after step `resumed_at`. None: a new run.
+        """Open the trackers and both files, without the lines after step `resumed_at`. None: a new run.
 
         Raises CheckpointError: a file of the run folder cannot be read, written or deleted.
         """
         keep_through = -1 if resumed_at is None else resumed_at
+        self._trackers = Trackers(self._config, self._folder, resumed_at)
         self._folder.forget_after(keep_through)
         self._first_step = resumed_at or 0
         self._files = [MetricsWriter(f, keep_through) for f in (self._folder.metrics_file, self._folder.tuner_file)]
@@ -131,6 +137,8 @@ class RunMetrics:
     def close(self) -> None:
         for file in self._files:
             file.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def _memory(self, m: StepMetrics) -> dict[str, float]:
         """Return the memory of the actor's phases since the last call; empty without memory.timeline and offloading."""
@@ -147,4 +155,7 @@ class RunMetrics:
         self._files[1].write(m.step, m.tuner)
 
     def _write_line(self, step: int, numbers: dict[str, float]) -> None:
-        self._files[0].write(step, {"time/unix_s": time.time(), **numbers})
+        line = {"time/unix_s": time.time(), **numbers}
+        self._files[0].write(step, line)
+        if self._trackers is not None:
+            self._trackers.log(step, line)

@@ -19,6 +19,7 @@ from gkd.footprint.totals import scores_gib
 from gkd.gpu_map.choice import with_own_gpus
 from gkd.gpu_map.teacher import teacher_rows
 from gkd.log import get_logger
+from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.device import resolve_device
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
@@ -62,6 +63,7 @@ def preflight(config: Config) -> Plan:
     """
     derived = check_config(config)
     check_ray_installed()
+    check_trackers_installed(config)
     check_run_folder(config)  # open_run_folder reads the checkpoint
     if not derived.is_local_teacher:
         check_reachable(config.teacher)

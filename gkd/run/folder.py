@@ -6,6 +6,7 @@ run_dir/config.yaml            resolved settings
         tuner.jsonl            one line per step: sums that only the split tuner reads
         gpus.json              which rank was on which GPU at the last start, and whether the run reached its end;
                                see `gkd.cluster.gpu_table`
+        trackers.json          with trainer.loggers: id of the trackers' run; see `gkd.metrics.trackers`
         stacks.txt             stacks of all ranks at the last timeout
         checkpoints/           see `gkd.run.checkpoints`
         branched_from          checkpoint of another run that this run started from, if any

@@ -65,11 +65,14 @@ OPD_ARGS=(--use-opd --opd-type sglang --opd-kl-coef 0.5 --rm-url http://$TEACHER
 PERF_ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --use-dynamic-batch-size --max-tokens-per-gpu 4096)
 MISC_ARGS=(--attention-backend flash --adam-beta2 0.98 --lr 1e-6 --lr-decay-style constant)
 python3 train_async.py --actor-num-gpus-per-node 4 --rollout-num-gpus 16 --hf-checkpoint models/student \\
-   --save runs/slime --save-interval 20 ${ROLLOUT_ARGS[@]} ${OPD_ARGS[@]} ${PERF_ARGS[@]} ${MISC_ARGS[@]}
+   --save runs/slime --save-interval 20 \\
+   --use-wandb --use-tensorboard --wandb-project math --wandb-group x \\
+   ${ROLLOUT_ARGS[@]} ${OPD_ARGS[@]} ${PERF_ARGS[@]} ${MISC_ARGS[@]}
 """
 
 ROLL_YAML = """
 exp_name: first
+track_with: tensorboard
 checkpoint_config: {type: file_system, output_dir: "runs/${exp_name}"}
 num_gpus_per_node: 8
 max_steps: 100
@@ -101,7 +104,8 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "data.train_files": ["data/train.parquet"], "data.truncation": "drop", "data.prompt_key": "question",
         "data.max_response_length": 512, "model.path": "models/student", "trainer.global_batch_size": 96,
         "trainer.scheduler": "two_step_off", "trainer.total_steps": 200, "trainer.total_epochs": 30,
-        "trainer.n_gpus_per_node": 4, "trainer.save_every": 0, "trainer.run_dir": "checkpoints/verl_examples/first",
+        "trainer.n_gpus_per_node": 4, "trainer.experiment_name": "first", "trainer.save_every": 0,
+        "trainer.run_dir": "checkpoints/verl_examples/first",
         "trainer.resume": "auto", "eval.every": 25, "actor.tp": 2, "actor.sequence_parallel": True,
         "actor.recompute": "full", "actor.max_tokens_per_micro_batch": 6000, "actor.optim.lr": 2e-6,
         "actor.optim.betas": [0.9, 0.999], "actor.optim.schedule": "cosine", "actor.optim.warmup_steps": 10,
@@ -119,7 +123,7 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "actor.optim.lr": 2e-5, "actor.optim.schedule": "cosine", "actor.optim.min_lr_ratio": 0.1,
         "actor.optim.warmup_steps": 50, "actor.optim.weight_decay": 0.0, "actor.optim.betas": [0.9, 0.999],
         "actor.lora.rank": 64, "actor.lora.alpha": 32.0, "actor.lora.targets": ["q_proj", "v_proj"],
-        "actor.recompute": "full",
+        "actor.recompute": "full", "trainer.loggers": ["wandb"],
     }),
     "slime": ("run.sh", SLIME_SCRIPT, {
         "data.train_files": ["data/prompts.jsonl"], "data.prompt_key": "prompt", "data.max_response_length": 2048,
@@ -128,6 +132,7 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "trainer.scheduler": "one_step_off", "trainer.n_gpus_per_node": 4, "rollout.n_gpus_per_node": 8,
         "rollout.nnodes": 2, "rollout.stop_token_ids": [5, 6], "actor.tp": 2, "actor.sequence_parallel": True,
         "actor.max_tokens_per_micro_batch": 4096, "actor.optim.betas": [0.9, 0.98], "actor.optim.schedule": "constant",
+        "trainer.loggers": ["tensorboard", "wandb"], "trainer.project_name": "math",
         "teacher.server_ip": "10.0.0.7", "teacher.signal": "sampled", "teacher.backend": "zmq",
     }),
     "roll": ("opd.yaml", ROLL_YAML, {
@@ -135,7 +140,8 @@ EXAMPLES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "data.max_prompt_length": 1024, "data.max_response_length": 3072, "model.path": "models/student",
         # 4 per device x 2 x (8 GPUs / 2 stages) = 32 responses of 16 prompts; 128 responses are 4 optimizer steps.
         "trainer.global_batch_size": 16, "rollout.n": 2, "trainer.total_steps": 400, "trainer.save_every": 200,
-        "eval.every": 40, "trainer.run_dir": "runs/first", "trainer.n_gpus_per_node": 8, "rollout.n_gpus_per_node": 8,
+        "eval.every": 40, "trainer.run_dir": "runs/first", "trainer.experiment_name": "first",
+        "trainer.loggers": ["tensorboard"], "trainer.n_gpus_per_node": 8, "rollout.n_gpus_per_node": 8,
         "trainer.colocate": True, "rollout.tp": 2, "rollout.gpu_memory_utilization": 0.7, "rollout.top_p": 1.0,
         "actor.pp": 2, "actor.micro_batch_size": 4, "actor.optim.lr": 5e-7,
         "actor.optim.schedule": "linear", "actor.optim.weight_decay": 0.0, "actor.optim.betas": [0.9, 0.999],

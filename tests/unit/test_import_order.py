@@ -27,6 +27,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
     "yaml": ("teacher_server/config/settings.py",),
+    **dict.fromkeys(("tensorboard", "wandb", "mlflow", "trackio"), ("gkd/metrics/trackers.py",)),
     "matplotlib": ("gkd/tools/split_tuner/plot.py",),
 }
 # The parts of the teacher server that the trainer may import. The local teacher computes with the server's engines;

@@ -34,7 +34,7 @@ from gkd.config.old_names.roll_values import (
     with_lora,
 )
 from gkd.config.old_names.row import Row, Table, mapped, meaningless, same, unsupported
-from gkd.config.old_names.values import choices, fixed, nothing, schedule, tensor_parallel_only
+from gkd.config.old_names.values import choices, fixed, nothing, schedule, tensor_parallel_only, trackers
 
 _PARALLEL = "strategy_args.strategy_config"
 _NO_REWARD = "there are no rewards and advantages: the teacher's distribution is the whole signal."
@@ -227,7 +227,9 @@ _RUN = (
         "between calls on the actor; trainer.colocate includes it", fixed({"actor.offload_train": True})),
     same("*.offload_nccl", "NCCL's buffers stay; with trainer.colocate the other states are moved."),
     same("ppo_epochs", "each batch is trained on once."),
-    meaningless("exp_name logging_dir logging_steps track_with tracker_kwargs tracker_kwargs.* "
+    mapped("track_with", "trainer.loggers", "metrics.jsonl in trainer.run_dir is always written", trackers),
+    mapped("exp_name", "trainer.experiment_name", "of the trackers"),
+    meaningless("logging_dir logging_steps tracker_kwargs tracker_kwargs.* "
         "report_length_and_rewards save_logging_board_dir", _METRICS),
     mapped("rollout_dump_dir", "trainer.record_batches", "kept in trainer.run_dir/batches, for trainer.replay",
         lambda value, old: bool(value)),

@@ -17,6 +17,10 @@ from gkd.config.old_names.values import (
 )
 
 
+def _trackers(value: Any, old: OldSettings) -> list[str]:
+    return [name for name in ("tensorboard", "wandb") if old(f"--use-{name}")]
+
+
 def _samples(old: OldSettings) -> int:
     """Return the responses of one rollout."""
     return int(old("--rollout-batch-size")) * int(old("--n-samples-per-prompt", 1))
@@ -273,7 +277,10 @@ _RUN = (
         "a dead or hanging rank ends the run with a report; trainer.resume=auto continues it."),
     unsupported("--custom-* --rollout-function-path --rollout-sample-* --buffer-filter-path --data-source-path "
         "--rollout-data-* --rollout-all-samples-process-path", _HOOKS),
-    meaningless("--use-wandb --wandb-* --use-tensorboard --tb-* --log-*",
+    mapped("--use-wandb", "trainer.loggers", "metrics.jsonl in trainer.run_dir is always written", _trackers),
+    mapped("--use-tensorboard", "trainer.loggers", "with --use-wandb both", _trackers),
+    mapped("--wandb-project", "trainer.project_name"),
+    meaningless("--wandb-* --tb-* --log-*",
         "metrics are written to metrics.jsonl in trainer.run_dir."),
     mapped("--seed", "data.seed", "slime's other seed, --rollout-seed, is data.seed here", nothing),
     mapped("--save-debug-rollout-data --dump-details", "trainer.record_batches",

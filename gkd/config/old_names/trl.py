@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gkd.config.old_names.row import NotConvertible, OldSettings, Row, Table, mapped, meaningless, same, unsupported
-from gkd.config.old_names.values import as_list, fixed, nothing, ratio_to, schedule, share_of_steps
+from gkd.config.old_names.values import as_list, fixed, nothing, ratio_to, schedule, share_of_steps, trackers
 
 
 def _loss(beta: Any, old: OldSettings) -> dict[str, Any]:
@@ -199,7 +199,9 @@ _RUN = (
         "datasets of a hub are not loaded. Set data.train_files: " + _TEXT),
     meaningless("dataset_train_split dataset_test_split dataset_streaming dataset_text_field dataset_kwargs "
         "dataset_kwargs.* dataset_num_proc ignore_bias_buffers remove_unused_columns", _TEXT),
-    meaningless("report_to run_name logging_* log_level log_on_each_node disable_tqdm trackio_*",
+    mapped("report_to", "trainer.loggers", "metrics.jsonl in trainer.run_dir is always written", trackers),
+    mapped("run_name", "trainer.experiment_name", "of the trackers"),
+    meaningless("logging_* log_level log_on_each_node disable_tqdm trackio_*",
         "every step is written to metrics.jsonl in trainer.run_dir."),
     meaningless("push_to_hub hub_* save_safetensors save_only_model save_on_each_node overwrite_output_dir", _HUB),
     meaningless("per_device_eval_batch_size eval_accumulation_steps eval_on_start eval_packing eval_delay",

@@ -43,6 +43,18 @@ def nothing(value: Any, old: OldSettings) -> None:
     """Return no setting: the value is used by the conversion of another name."""
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # of trainer.loggers
+_NO_TRACKERS = ("console", "stdout", "file", "none")  # metrics.jsonl and the log are always written
+
+
+def trackers(value: Any, old: OldSettings) -> list[str]:
+    """Return trainer.loggers. Raises NotConvertible if it does not have one of the trackers."""
+    names = [str(name) for name in as_list(value, old) if name and name not in _NO_TRACKERS]
+    if unknown := sorted(set(names) - set(TRACKERS)):
+        raise NotConvertible(f"trainer.loggers has {', '.join(TRACKERS)}, not {', '.join(unknown)}.")
+    return names
+
+
 def tensor_parallel_only(name: str) -> Convert:
     """Return a conversion of sequence parallelism, which is off with a tensor parallel size of 1."""
     return lambda value, old: True if value and int(old(name, 1)) > 1 else None

@@ -15,6 +15,7 @@ from gkd.config.old_names.values import (
     schedule,
     share_of_steps,
     tensor_parallel_only,
+    trackers,
 )
 
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -259,8 +260,10 @@ _RUN = (
     mapped("trainer.resume_from_path", "trainer.resume", "with resume_mode=resume_path", nothing),
     mapped("trainer.max_actor_ckpt_to_keep", "trainer.keep_last", "verl keeps all unless it is set"),
     mapped("trainer.ray_wait_register_center_timeout", "trainer.init_timeout_s", "s"),
-    meaningless("trainer.logger trainer.project_name trainer.experiment_name trainer.log_val_generations",
-        "metrics are written to metrics.jsonl in trainer.run_dir."),
+    mapped("trainer.logger", "trainer.loggers", "metrics.jsonl in trainer.run_dir is always written", trackers),
+    mapped("trainer.project_name", "trainer.project_name", "of the trackers"),
+    mapped("trainer.experiment_name", "trainer.experiment_name", "of the trackers"),
+    meaningless("trainer.log_val_generations", "greedy responses are written to samples in trainer.run_dir."),
     unsupported("trainer.val_before_train",
         "with data.val_files a run evaluates before the first and after the last step.", (True,)),
     meaningless("trainer.critic_warmup trainer.max_critic_ckpt_to_keep", _NO_CRITIC),

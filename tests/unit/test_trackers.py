@@ -1,0 +1,216 @@
+"""Test the experiment trackers with their real libraries, offline. A tracker's test is skipped without its library."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gkd.config.key_list import all_keys
+from gkd.config.load import load_config
+from gkd.config.old_names.row import NotConvertible, OldSettings
+from gkd.config.old_names.systems import SYSTEMS
+from gkd.config.old_names.values import TRACKERS
+from gkd.config.schema import TRACKER_NAMES
+from gkd.errors import ClusterError, ConfigError
+from gkd.metrics import trackers
+from gkd.metrics.writer import read_metrics
+from gkd.preflight.run import preflight
+from tests.unit.world import PROMPTS, World, make
+
+SETTINGS = ("trainer.total_steps=5", "trainer.save_every=2", "trainer.project_name=p", "trainer.experiment_name=e")
+Values = Counter[tuple[int, str, float]]  # (step, key, value) -> how often the tracker has it
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Lines(logging.Handler):
+    """Keep the lines of one logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Yield the trackers' log lines."""
+    lines, logger = Lines(), logging.getLogger("gkd.trackers")
+    logger.addHandler(lines)
+    yield lines.texts
+    logger.removeHandler(lines)
+
+
+def read_tensorboard(run_dir: Path) -> Values:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    assert b"trainer.total_steps: 5\n" in events.Tensors("config")[0].tensor_proto.string_val[0]
+    return Counter((event.step, tag, event.value) for tag in events.Tags()["scalars"] for event in events.Scalars(tag))
+
+
+def read_mlflow(run_dir: Path) -> Values:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run_dir / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert run.info.run_name == "e" and run.data.params.keys() == all_keys().keys()
+    assert run.data.params["trainer.total_steps"] == "5"
+    points = [point for key in run.data.metrics for point in client.get_metric_history(run.info.run_id, key)]
+    return Counter((point.step, point.key, point.value) for point in points)
+
+
+def read_trackio(run_dir: Path) -> Values:
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = trackio.Api().runs("p")
+    assert run.name == "e" and run.config["trainer.total_steps"] == 5
+    lines = SQLiteStorage.get_logs("p", "e")
+    return Counter((line["step"], key, value) for line in lines for key, value in line.items() if "/" in key)
+
+
+def read_wandb(run_dir: Path) -> Values:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1, "the resumed run has the same id"
+    values: Values = Counter()
+    for file in files:
+        for content in wandb_records(file.read_bytes()):
+            record = Record.FromString(content)
+            if record.WhichOneof("record_type") == "run":
+                assert (record.run.project, record.run.display_name) == ("p", "e")
+            items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            step = record.history.step.num
+            values += Counter((step, key, value) for key, value in items.items() if "/" in key)
+    return values
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of an offline run's file: LevelDB's log format after 7 bytes, in blocks of 32 KiB."""
+    position, parts = 7, []
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", data, position + 4)
+        parts.append(data[position + 7 : position + 7 + size])
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
+READERS: Mapping[str, Callable[[Path], Values]] = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "mlflow": read_mlflow,
+    "trackio": read_trackio,
+}
+
+
+@pytest.mark.parametrize("name", TRACKER_NAMES)
+def test_a_tracker_has_every_number_once(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a tracker misses a number of metrics.jsonl, or a resumed run starts another tracker run or logs the
+    repeated steps twice.
+    """
+    if name != "tensorboard":
+        pytest.importorskip(name, reason=f"the extra {name} is not installed")
+    if name == "trackio":  # the library reads its folder once per process
+        monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
+    world, again = World(), World()
+    world.rank_dies_at = 3  # the newest checkpoint is that of step 2
+    with pytest.raises(ClusterError):
+        make(tmp_path, world, *SETTINGS, f"trainer.loggers=[{name}]", val=PROMPTS[:1]).fit()
+    lost = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["step"] > 2]
+    settings = (*SETTINGS, f"trainer.loggers=[{name}]", "trainer.resume=auto")
+    make(tmp_path, again, *settings, val=PROMPTS[:1]).fit()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lost] == [3] and [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    found = READERS[name](tmp_path / "run")
+    assert {(step, key): n for (step, key, _), n in found.items() if n != 1} == {}
+    values = {(step, key): value for step, key, value in found}
+    assert len(values) == len(found)
+    kept = {line["step"]: line for line in lines} | ({} if name == "tensorboard" else {3: lost[0]})
+    expected = {(int(step), key): value for step, line in kept.items() for key, value in line.items() if key != "step"}
+    assert values == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_trackers_no_library_is_imported(tmp_path: Path) -> None:
+    """Fails if a run without trackers needs or loads one of their libraries."""
+    code = f"import sys, gkd.metrics.run_metrics; print([m for m in ('torch', *{TRACKER_NAMES}) if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    make(tmp_path, World(), *SETTINGS).fit()
+    assert not (tmp_path / "run" / "trackers.json").exists() and not (tmp_path / "run" / "tensorboard").exists()
+
+
+class Unreliable:
+    """A tracker whose server is lost after the first step."""
+
+    def __init__(self, run: trackers.TrackedRun) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        if step > 1:
+            raise ConnectionError("no route to host")
+
+    def close(self) -> None:
+        raise ConnectionError("no route to host")
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_failing_tracker_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str], opens: bool
+) -> None:
+    """Fails if a lost server ends the run, fills the log, or keeps the numbers from the other trackers."""
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Unreliable)
+    trainer = make(tmp_path, World(), *SETTINGS, "trainer.loggers=[wandb,tensorboard]")
+    if not opens:
+        (tmp_path / "run" / "tensorboard").write_text("not a folder")
+    trainer.fit()
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
+    assert [line.split()[1] for line in logged] == (["wandb"] if opens else ["tensorboard", "wandb"])
+    if opens:
+        assert {step for step, _, _ in read_tensorboard(tmp_path / "run")} == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("name", TRACKER_NAMES)
+def test_a_library_that_is_not_installed_is_refused_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a missing library is found only after the models are loaded, or the error names another extra."""
+    found: Callable[[str], Any] = trackers.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None if module == name else found(module))
+    config = load_config(
+        None, ["data.train_files=[a]", "model.path=m", "trainer.run_dir=r", f"trainer.loggers=[{name}]"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        preflight(config)
+    assert (caught.value.key, caught.value.value) == ("trainer.loggers", name)
+    assert f'pip install -e ".[{name}]"' in caught.value.fix
+
+
+def test_old_names_of_trackers_become_a_list() -> None:
+    """Fails if the logger of a verl run is refused, or a tracker that does not exist here is taken over."""
+    assert set(TRACKERS) == set(TRACKER_NAMES)
+    (row,) = [row for row in SYSTEMS["verl"].rows if "trainer.logger" in row.names]
+    old = OldSettings({}, SYSTEMS["verl"])
+    assert row.convert(["console", "wandb", "file"], old) == row.convert("wandb", old) == ["wandb"]
+    with pytest.raises(NotConvertible, match="swanlab"):
+        row.convert(["console", "swanlab"], old)
