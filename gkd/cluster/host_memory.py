@@ -16,7 +16,7 @@ def host_memory_bytes() -> int:
 
 
 def _limit(file: Path) -> int | None:
-    """Return the limit in a file of the kernel; None: there is no such file, or no limit."""
+    """Read a memory limit from a cgroup file, in bytes; None: the file is missing or sets no limit."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -49,7 +49,7 @@ def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path, shared
     "overrides",
     [
         ("actor.pp=2", "teacher.signal=hidden"),
-        ("actor.strategy=fsdp2", "teacher.signal=logits", "teacher.fsdp_cpu_offload=false"),
+        ("actor.strategy=fsdp2", "teacher.signal=logits", "teacher.fsdp_cpu_offload=false", "memory.strategy=resident"),
         ("actor.tp=2", "distill.losses=[{name: jsd}, {name: k1}]", "distill.on_policy_share=0.5"),
     ],
     ids=["stages", "fsdp2", "mixture"],
@@ -61,11 +61,15 @@ def test_local_losses_on_two_ranks_equal_those_of_the_server(
     name = request.node.callspec.id
     served = lab.root / f"served_{name}"
     settings = ("trainer.n_gpus_per_node=2", "trainer.total_steps=3")
-    of_server = [each for each in overrides if not each.startswith("teacher.fsdp")]
+    of_server = [each for each in overrides if not each.startswith(("teacher.fsdp", "memory."))]
     done = lab.train_run(served, teacher_port, *settings, *of_server)
     assert done.returncode == 0, done.stderr[-4000:]
-    found, expected = losses(train(lab, f"local_{name}", *settings, *overrides)), losses(served)
+    run_dir = train(lab, f"local_{name}", *settings, *overrides)
+    found, expected = losses(run_dir), losses(served)
     assert found.keys() == expected.keys() == {1, 2, 3}
+    if "memory.strategy=resident" in overrides:
+        moves = [key for line in read_metrics(run_dir / "metrics.jsonl") for key in line if key.endswith("/onload")]
+        assert not moves, "the student's states move although all models are resident"
     assert max(abs(found[step] - loss) for step, loss in expected.items()) <= TOLERANCE, (found, expected)
 
 

@@ -238,7 +238,7 @@ def test_a_table_of_only_some_sequences_is_refused() -> None:
     """Fails if rows of a table are assigned to sequences without it."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 1, 1)]
     scores = [make_scores(rollouts[0]), replace(make_scores(rollouts[1]), hidden=None)]
-    with pytest.raises(DataError, match="1 of the 2 sequences .* hidden"):
+    with pytest.raises(DataError, match=r"\b1\b.*\b2\b.*hidden"):
         make_micro_batches(rollouts, scores, micro_batch_size=2)
 
 
@@ -312,7 +312,7 @@ def test_bad_scores_are_refused_by_rank_and_sample(
 def test_scores_of_another_number_of_sequences_are_refused() -> None:
     """Fails if sequences without scores are silently dropped."""
     rollouts = [make_rollout(1, 2, 2), make_rollout(2, 2, 2)]
-    with pytest.raises(GkdError, match="actor rank 3: 1 scores for 2 rollouts"):
+    with pytest.raises(GkdError, match=r"rank 3\b.*\b1\b.*\b2\b"):
         check(rollouts, [make_scores(rollouts[0])])
 
 

@@ -57,7 +57,7 @@ def test_discarded_weights_are_invalid_until_a_sync() -> None:
     state.sleep([WEIGHTS], 1)  # copies uninitialized memory
     state.wake_up(TAGS)
     assert [call[-1] for call in workers.calls if call[0] == "gkd_wake"] == [True, True]
-    with pytest.raises(ClusterError, match=r"cannot generate: sleep\(level=2\)"):
+    with pytest.raises(ClusterError, match=r"level=2"):
         state.require_weights("generate")
     state.weights_loaded()
     state.require_weights("generate")
@@ -76,7 +76,7 @@ def test_an_engine_is_asleep_after_a_failed_move() -> None:
         state.sleep(TAGS, 1)
     with pytest.raises(RuntimeError):
         state.wake_up(TAGS)
-    with pytest.raises(ClusterError, match=r"cannot generate: weights and kv_cache"):
+    with pytest.raises(ClusterError, match=r"weights.*kv_cache"):
         state.require_awake(TAGS, "generate")
     workers.error = None
     state.wake_up(TAGS)

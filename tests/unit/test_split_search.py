@@ -177,9 +177,8 @@ def test_what_the_checks_refuse_is_counted_and_said(tmp_path: Path) -> None:
     assert [(r.scheduler, r.n, r.first.key) for r in ranking.refused] == [("stream", 6, "teacher.overlap_rollout")]
     assert ranking.n_simulated == 18
     (line,) = left_out(ranking)
-    assert line.startswith("excluded: 6 splits under stream, the first because of teacher.overlap_rollout = False: ")
-    assert "Fix: " in line
-    with pytest.raises(ConfigError, match="none of the 6 splits of 5 GPUs"):
+    assert all(token in line for token in (" 6 ", "stream", "teacher.overlap_rollout = False"))
+    with pytest.raises(ConfigError, match=r"\b6\b.*\b5\b"):
         search(config, hardware(5), ["stream"], WORK, RATES, check_memory=None)
 
 
