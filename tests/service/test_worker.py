@@ -44,6 +44,7 @@ from teacher_server.wire.worker_protocol import (
 )
 from teacher_server.worker.compute import Worker
 from teacher_server.worker.link import WorkerLink
+from tests.service.harness import wait_until
 from tests.service.messages import make_hello, make_request, make_scores, make_tokens
 
 pytestmark = pytest.mark.service
@@ -247,7 +248,7 @@ def test_a_stream_waits_for_receipts(broker: ScriptedBroker, engine: StubEngine)
             receipt = JobReceived(job_id=bytes([1] * 16), stream_id=header.stream_id, n_messages=len(seen))
             broker.send(receipt)
     assert seen == [(start, start + 3) for start in range(0, 30, 3)]
-    assert engine.streams[0].closed
+    wait_until(lambda: engine.streams[0].closed, 5, "the stream to close")  # after its last message
 
 
 def test_other_requests_are_served_while_a_stream_waits(broker: ScriptedBroker) -> None:
@@ -266,7 +267,8 @@ def test_a_cancelled_stream_is_closed(broker: ScriptedBroker, engine: StubEngine
     for _ in range(STREAM_WINDOW):
         broker.reply()
     broker.send(JobCancel(job_id=bytes([1] * 16)))
-    assert broker.receives_only_hellos(0.2) and engine.streams[0].closed
+    wait_until(lambda: engine.streams[0].closed, 5, "the stream to close")
+    assert broker.receives_only_hellos(0.2)
 
 
 def test_the_lm_head_is_a_stream(broker: ScriptedBroker) -> None:
@@ -291,7 +293,7 @@ def test_a_broken_connection_is_a_new_worker(broker: ScriptedBroker, engine: Stu
     broker.identity = identity
     broker.assign(2, harmless(20))
     assert isinstance(broker.reply()[1], ScoreReply)
-    assert engine.streams[0].closed
+    wait_until(lambda: engine.streams[0].closed, 5, "the stream of the old connection to close")
 
 
 def test_leave_is_announced_and_dismissal_ends_the_loop(broker: ScriptedBroker) -> None:
@@ -366,6 +368,7 @@ def test_a_failed_device_ends_the_worker() -> None:
 _HANGS = """
 import sys, time
 from teacher_server.worker.link import WorkerLink
+from tests.service.harness import wait_until
 from tests.service.messages import make_hello
 link = WorkerLink("tcp://127.0.0.1:9", make_hello(), compute_timeout_s=0.3)
 with link.computing():
