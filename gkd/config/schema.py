@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gkd.config.declare import IF_CONSTANT, key
-from gkd.config.schedulers import AHEAD, STREAM
+from gkd.config.declare import key
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, TeacherConfig
-
-TRACKER_NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+from gkd.config.schema_trainer import TRACKER_NAMES, TrainerConfig
 
 __all__ = [
     "TRACKER_NAMES",
@@ -79,102 +77,6 @@ class ModelConfig:
     )
     dtype: str = key("bfloat16", "dtype of the weights, also in the rollout engine.", choices=("bfloat16", "float32"))
     trust_remote_code: bool = key(False, "Let transformers run Python code from the model folder.")
-
-
-@dataclass
-class TrainerConfig:
-    device: str = key(
-        "auto",
-        'auto = cuda if there is a GPU. On cpu a "GPU" of a pool is one process.',
-        choices=("auto", "cuda", "cpu"),
-    )
-    scheduler: str = key(
-        "sync",
-        "Overlap of rollouts with training: sync (none, staleness 0), one_step_off or two_step_off (prefetch one or "
-        "two batches), or stream (continuous generation, weights updated mid-response). See docs/architecture.md.",
-        choices=(*AHEAD, STREAM),
-    )
-    max_staleness: int = key(
-        1, "stream: largest number of steps between the start of a response and the step that trains on it.", ge=0
-    )
-    record_batches: bool = key(
-        False, "Keep the rollouts and scores of every step in run_dir/batches, for trainer.replay.", resume=True
-    )
-    replay: str = key(
-        "",
-        "Batches folder of a run with record_batches: train on its batches, in its order. With the same settings and "
-        "layout the results are bit-exact. Empty = off.",
-        resume=True,
-    )
-    total_epochs: int = key(
-        1, "Passes over train_files, unless total_steps ends the run first.", gt=0, resume=IF_CONSTANT
-    )
-    total_steps: int = key(0, "Optimizer steps; 0 = no limit.", ge=0, resume=IF_CONSTANT)
-    n_gpus_per_node: int = key(
-        1,
-        "GPUs per node of the actor pool. Times trainer.nnodes: actor.tp x actor.pp x data parallel.",
-        gt=0,
-        resume=True,
-    )
-    nnodes: int = key(1, "Nodes of the actor pool.", gt=0, resume=True)
-    global_batch_size: int = key(
-        64, "Prompts of one optimizer step; each gets rollout.n responses.", gt=0, limits=">= data-parallel size"
-    )
-    run_dir: str = key(
-        "",
-        "Folder of the run: resolved config, metrics.jsonl, checkpoints, export. Required.",
-        required="name a folder, e.g. runs/my_run.",
-        resume=True,
-    )
-    loggers: list[str] = key(
-        [],
-        "Experiment trackers that receive every number of metrics.jsonl, too. Each needs the extra of its name. See "
-        "docs/run-folder.md.",
-        limits=f"of {', '.join(TRACKER_NAMES)}, each once",
-        resume=True,
-    )
-    project_name: str = key(
-        "gkd", "Project of wandb and trackio, experiment of mlflow.", limits="not empty", resume=True
-    )
-    experiment_name: str = key(
-        "", "Name of the run in wandb, mlflow and trackio; empty = the name of the folder run_dir.", resume=True
-    )
-    resume: str = key(
-        "never",
-        "never: refuse a run_dir with a run in it. auto: resume from its newest undamaged checkpoint. A checkpoint "
-        "folder (.../checkpoints/step_N): rewind to it, or branch into a new run_dir. See docs/operations.md.",
-        limits="never, auto or a folder",
-        resume=True,
-    )
-    save_every: int = key(0, "Steps between checkpoints; 0 = only at the end.", ge=0, resume=True)
-    keep_last: int = key(2, "Newest checkpoints to keep.", gt=0, resume=True)
-    keep_every: int = key(0, "Keep every checkpoint whose step is a multiple of this; 0 = none.", ge=0, resume=True)
-    async_save: bool = key(
-        True,
-        "Write checkpoints in the background; the next optimizer step waits only for the copy to host memory.",
-        resume=True,
-    )
-    colocate: bool = key(
-        False,
-        "Let actor and engines share the same GPUs by turns, offloading the idle side to host memory. Needs pools of "
-        "equal size and scheduler=sync; cluster.order is ignored. See docs/memory.md.",
-        resume=True,
-    )
-    init_timeout_s: float = key(
-        600.0,
-        "Seconds to wait for free GPUs, and then for all ranks to start. After that the run stops and reports late "
-        "ranks; all stacks are in run_dir/stacks.txt.",
-        gt=0,
-        resume=True,
-    )
-    stage_timeout_s: float = key(
-        1800.0,
-        "Seconds to wait for a training step, scores or the next rollout before the run stops and reports where ranks "
-        "hang.",
-        gt=0,
-        limits="zmq: > teacher.outage_budget_s + teacher.request_timeout_s",
-        resume=True,
-    )
 
 
 @dataclass
