@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gkd.config.load import load_config
 from gkd.config.schema import Config
+from gkd.console.activity import activities
 from gkd.log import get_logger
 from gkd.memory.offload_manager import state_offload_manager
 from gkd.roles import Roles
@@ -50,9 +51,10 @@ def open_pools(config: Config) -> Iterator[Pools]:
         GkdError: as `gkd.preflight.run.preflight`, before a process starts, and `gkd.launcher.started_roles`.
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", LINES_OF_ALL_RANKS)  # read when Ray is imported
-    from gkd.preflight.run import preflight
+    with activities.during("checks"):
+        from gkd.preflight.run import preflight
 
-    plan = preflight(config)
+        plan = preflight(config)
     log.info(
         "teacher %s (%s), %d shared token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
         plan.teacher.model_name,
@@ -63,7 +65,8 @@ def open_pools(config: Config) -> Iterator[Pools]:
         plan.device,
         plan.folder.root,
     )
-    from gkd.launcher import started_roles  # a heavy import, after the cheap checks
+    with activities.during("importing Ray"):
+        from gkd.launcher import started_roles  # a heavy import, after the cheap checks
 
     with started_roles(config, plan) as roles:
         yield Pools(plan=plan, **{field.name: getattr(roles, field.name) for field in fields(roles)})

@@ -92,6 +92,24 @@ class RolloutUsage:
     memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> maximum over the engines
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherHealth:
+    """What the clients of the teacher server have heard from it.
+
+    Args:
+        silent_s: time for which a client with pending requests has heard nothing; 0 without pending requests.
+        budget_s: silence after which the run ends: teacher.outage_budget_s.
+        n_in_flight: requests that are not answered, including those that wait in a client.
+        n_workers, n_queued: workers and waiting requests of the server, by its last heartbeat.
+    """
+
+    silent_s: float
+    budget_s: float
+    n_in_flight: int
+    n_workers: int
+    n_queued: int
+
+
 # Calls that are in progress
 
 

@@ -27,6 +27,7 @@ from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
+from gkd.console.activity import activities
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
@@ -42,7 +43,7 @@ from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import RecordingEndpoint
-from gkd.teacher.scoring import RECORDS, ScoringPool
+from gkd.teacher.scoring import HEALTH, RECORDS, ScoringPool
 from gkd.teacher.window import throttle_warning, window_of_group
 from gkd.weight_sync.coordinator import WeightSync
 
@@ -72,12 +73,14 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         replace(config.memory, strategy=plan.memory_strategy),
     )
     config = replace(config, cluster=cluster_config, memory=memory)
-    cluster = make_cluster(config, on_cpu=plan.device == "cpu")
+    with activities.during("joining Ray" if config.cluster.ray_address else "starting Ray"):
+        cluster = make_cluster(config, on_cpu=plan.device == "cpu")
     try:
-        slots = make_pools(cluster, config, t.init_timeout_s)
+        with activities.during("reserving the pools"):
+            slots = make_pools(cluster, config, t.init_timeout_s)
         startup = Startup(t.init_timeout_s)
         try:
-            with startup:
+            with activities.during("start-up"), startup:
                 roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
             log.info("all ranks are ready")
             yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
@@ -87,7 +90,8 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
                 raise
             raise _diagnosed(error, startup, cluster.run, plan) from error
     finally:
-        cluster.close()
+        with activities.during("stopping all processes"):
+            cluster.close()
 
 
 def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool) -> Roles:
@@ -138,8 +142,9 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if is_local:
         return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s), sync, reference)
-    remark = throttle_warning(config.teacher, plan.teacher)
-    return Roles(actor, rollout, ScoringPool(endpoints, timeout_s), sync, reference, remark)
+    remark = "teacher.max_in_flight is low" if throttle_warning(config.teacher, plan.teacher) else ""
+    scoring = ScoringPool(endpoints, timeout_s)
+    return Roles(actor, rollout, scoring, sync, reference, remark, scoring.health)
 
 
 def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
@@ -257,7 +262,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     if plan.derived.is_local_teacher:
         kind, args, n_threads = RecordingEndpoint, (config,), 1
     return [
-        ray.remote(concurrency_groups={RECORDS: 1})(kind)
+        ray.remote(concurrency_groups={RECORDS: 1, HEALTH: 1})(kind)
         .options(
             num_cpus=HELPER_CPUS,
             max_concurrency=n_threads,

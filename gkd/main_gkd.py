@@ -15,7 +15,9 @@ from gkd.api import open_pools
 from gkd.config.key_list import all_keys
 from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
+from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
+from gkd.run.closing import Closing
 from gkd.trainer import Trainer
 
 
@@ -24,8 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     signal.signal(signal.SIGTERM, _as_interrupt)
     signal.signal(signal.SIGINT, _as_interrupt)  # also where a shell started it in the background with SIGINT ignored
+    closing: Closing | None = None
     try:
-        run(load_config(args.config, args.overrides))
+        config = load_config(args.config, args.overrides)
+        closing = Closing(config, sys.argv[1:] if argv is None else argv)
+        run(config, closing)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"config error: {line}", file=sys.stderr)
@@ -35,18 +40,25 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        code = 1
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
         print("interrupted; all started processes are stopped", file=sys.stderr)
-        return 130
-    return 0
+        code = 130
+    else:
+        code = 0
+    if closing is not None:
+        closing.print(code)
+    return code
 
 
-def run(config: Config) -> None:
+def run(config: Config, closing: Closing) -> None:
     """Check the run, start the pools, train, and stop the pools. Blocks until training ends."""
-    with open_pools(config) as pools:
+    with Terminal(config.trainer.progress, config.trainer.run_dir) as terminal, open_pools(config) as pools:
         plan = pools.plan
-        Trainer(config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps).fit()
+        trainer = Trainer(config, pools, plan.train_prompts, plan.val_prompts, plan.folder, plan.total_steps)
+        closing.state = trainer.metrics.state
+        with terminal.watching(trainer.metrics.state, pools.teacher_health):
+            trainer.fit()
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

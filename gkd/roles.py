@@ -24,6 +24,7 @@ from gkd.handles import (
     RolloutUsage,
     ScoredChunk,
     SyncReport,
+    TeacherHealth,
     TrainStats,
 )
 from gkd.types import Prompt
@@ -274,6 +275,7 @@ class Roles:
 
     Attributes:
         remark: warning about a setting that slows every step down, for the steps' log lines; may be empty.
+        teacher_health: returns what is known of the teacher server, within seconds, in any thread; None: nothing.
         diagnose_hang: returns the error with a report of which ranks hang where.
     """
 
@@ -283,4 +285,5 @@ class Roles:
     weight_sync: WeightSyncRole
     reference: ReferenceRole = NoReference()
     remark: str = ""
+    teacher_health: Callable[[], TeacherHealth | None] = lambda: None
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error

@@ -4,4 +4,5 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bash "$root/launch/setup.sh"
+export GKD_COMMAND="${GKD_COMMAND:-bash $(printf %q "$0")}" # the command that a run prints to resume it
 exec "${GKD_VENV:-$root/.venv}/bin/python" -m gkd.main_gkd "$@"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from gkd.console.activity import activities
 from gkd.errors import ClusterError, GkdError, RankTimeout
 
 Key = TypeVar("Key")
@@ -34,12 +36,14 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
     names = {ref: name for name, ref in refs.items()}
     results: dict[str, Any] = {}
     pending = list(names)
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            late = sorted(names[ref] for ref in pending)
-            raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
-        results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
+    with activities.during(what.replace("_", " "), len(pending)):
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                late = sorted(names[ref] for ref in pending)
+                raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
+            results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
+            activities.done(len(results))
     return {name: results[name] for name in refs}
 
 
@@ -103,6 +107,19 @@ def drain(streams: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, 
 def all_done(refs: Collection[Any]) -> bool:
     """Return whether all calls have finished or failed."""
     return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs) if refs else True
+
+
+def answers(refs: Collection[Any], timeout_s: float) -> list[Any]:
+    """Return the results of the calls that succeed within `timeout_s`; failed ones are reported where they matter."""
+    try:
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+    except (RayError, RuntimeError, ConnectionError):  # Ray is shutting down
+        return []
+    results = []
+    for ref in done:
+        with suppress(RayError):  # the process died; the calls that the loop waits for raise it
+            results.append(ray.get(ref))
+    return results
 
 
 def fetch(ref: Any, what: str) -> Any:

@@ -8,10 +8,12 @@ numbering and errors.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,6 +77,10 @@ class Cluster:
         self.run = uuid.uuid4().hex
         self._is_own = not address
         os.environ[_RUN] = self.run  # inherited by all processes that Ray starts here
+        # Ray's colors make a log file hard to search; its line on token authentication asks for nothing.
+        if not sys.stderr.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         local: dict[str, Any] = common | {"include_dashboard": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -40,6 +40,7 @@ class Startup(AbstractContextManager["Startup"]):
         self._ranks: dict[str, Any] = {}
         self._silent: list[str] = []
         self._known: dict[str, Progress] = {}
+        self._ready: set[str] = set()  # ranks that have been ready once: a later phase does not undo that
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._log_progress, name="startup", daemon=True)
 
@@ -95,22 +96,25 @@ class Startup(AbstractContextManager["Startup"]):
                 if not self._ended.is_set():
                     log.warning("start-up progress is not available: %s", str(error))
                 return
+            self._ready |= {name for name, at in progress.items() if at.phase == UP}
             phases = {name: at.phase for name, at in progress.items()}
             if not self._ended.is_set() and (phases != logged or ticks % _REPEAT_EVERY == 0):
-                log.info("%s; %.0f s left", summary(list(self._ranks), progress), self.left_s())
+                log.info("%s; %.0f s left", summary(list(self._ranks), progress, self._ready), self.left_s())
                 logged = phases
 
 
-def summary(names: Sequence[str], progress: Mapping[str, Progress]) -> str:
+def summary(names: Sequence[str], progress: Mapping[str, Progress], ready: Set[str]) -> str:
     """Format the number of ready ranks, and the slowest ranks of each other phase.
 
     Args:
         names: of all ranks. A rank that is missing in `progress` has no process that replies.
+        ready: ranks that have been ready; they count also in a later phase, such as joining the weight-sync groups.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[progress[name].phase if name in progress else "process starting"].append(name)
-    n_up = len(groups.pop(UP, []))
+    groups.pop(UP, None)
+    n_up = len(ready & set(names))
     parts = [_group(ranks, phase, progress) for phase, ranks in groups.items()]
     return f"start-up {n_up}/{len(names)} ready" + (f": {'; '.join(parts)}" if parts else "")
 

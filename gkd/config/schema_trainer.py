@@ -68,6 +68,13 @@ class TrainerConfig:
     experiment_name: str = key(
         "", "Name of the run in wandb, mlflow and trackio; empty = the name of the folder run_dir.", resume=True
     )
+    progress: str = key(
+        "auto",
+        "What the driver shows on stderr. lines: one line per step, and a line in each long silence. panel: a live "
+        "panel instead. auto: panel on a terminal, otherwise lines. off: neither.",
+        choices=("auto", "panel", "lines", "off"),
+        resume=True,
+    )
     resume: str = key(
         "never",
         "never: refuse a run_dir with a run in it. auto: resume from its newest undamaged checkpoint. A checkpoint "

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import DataConfig
+from gkd.console.activity import activities
 from gkd.errors import ConfigError, ModelError
 from gkd.types import Prompt
+
+_REPORT_ROWS = 256  # between reports of the progress
 
 
 def load_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> Any:
@@ -77,29 +80,32 @@ def load_prompts(
     prompts: list[Prompt] = []
     dropped = 0
     row_id = 0
-    for file in files:
-        for where, row in _read_rows(file, key):
-            if config.prompt_key not in row:
-                raise ConfigError(
-                    "data.prompt_key",
-                    config.prompt_key,
-                    f"{where} has only the columns {sorted(row)}.",
-                    "set it to the column of the prompts.",
-                )
-            ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where), config, where)
-            if ids is None:
-                dropped += 1
-            else:
-                answer = row.get(config.answer_key)
-                prompts.append(
-                    Prompt(
-                        row_id,
-                        np.asarray(ids, dtype=np.int32),
-                        None if answer is None else str(answer),
-                        None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
+    with activities.during(f"tokenizing {key}, row"):
+        for file in files:
+            for where, row in _read_rows(file, key):
+                if row_id % _REPORT_ROWS == 0:
+                    activities.done(row_id)
+                if config.prompt_key not in row:
+                    raise ConfigError(
+                        "data.prompt_key",
+                        config.prompt_key,
+                        f"{where} has only the columns {sorted(row)}.",
+                        "set it to the column of the prompts.",
                     )
-                )
-            row_id += 1
+                ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where), config, where)
+                if ids is None:
+                    dropped += 1
+                else:
+                    answer = row.get(config.answer_key)
+                    prompts.append(
+                        Prompt(
+                            row_id,
+                            np.asarray(ids, dtype=np.int32),
+                            None if answer is None else str(answer),
+                            None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
+                        )
+                    )
+                row_id += 1
     if not prompts:
         dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
         raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")

@@ -11,6 +11,7 @@ import numpy as np
 from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
+from gkd.console.forecast import plain_s
 from gkd.handles import RolloutUsage
 
 QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # of the response lengths, per cent
@@ -34,7 +35,6 @@ WITH_EVALUATION = "perf/with_evaluation"  # 1: the engines' numbers of this step
 LENGTH_MEAN = "perf/response_length_mean"  # of the responses that finished in this step
 REFERENCE_S = "perf/reference_s"  # of the reference's pass, also if the loop waited for the teacher meanwhile
 GENERATE_S = "perf/generate_s"  # from the first call to an engine to the last chunk of the batch
-NOT_EACH_STEP = ("eval", "checkpoint", "record")  # stages that do not depend on the split
 _BLOCKED = 0.05  # share of a step; a pool that the loop waits for less than this is not the bottleneck
 _STAGES = {"rollout": ("rollout",), "teacher": ("teacher",), "actor": ("reference", "train")}
 
@@ -82,7 +82,7 @@ def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:
     Args:
         numbers: the step's numbers from both files, with its times.
     """
-    step_s = numbers["time/step_s"] - sum(numbers.get(f"time/{stage}_s", 0.0) for stage in NOT_EACH_STEP)
+    step_s = plain_s(numbers)
     result = {
         f"perf/waited_{pool}_share": sum(numbers.get(f"time/{stage}_s", 0.0) for stage in stages) / step_s
         for pool, stages in _STAGES.items()

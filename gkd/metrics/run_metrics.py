@@ -12,13 +12,17 @@ from contextlib import contextmanager
 from gkd.config.derived import derive
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
+from gkd.console.activity import activities
+from gkd.console.forecast import Forecast
+from gkd.console.state import RunState
+from gkd.console.step_line import STEP_LINE, step_line
 from gkd.handles import ScoredChunk, SyncReport, TrainStats
 from gkd.log import get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers, shares
-from gkd.metrics.step import step_line, step_numbers
+from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.trackers import Trackers
-from gkd.metrics.writer import MetricsWriter, StageTimers
+from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
 from gkd.roles import Roles
 from gkd.run.folder import RunFolder
 
@@ -55,6 +59,7 @@ class RunMetrics:
 
     Attributes:
         teacher: receives every batch that the teacher has scored.
+        state: what the terminal shows of the run.
     """
 
     def __init__(self, config: Config, roles: Roles, folder: RunFolder, total_steps: int) -> None:
@@ -67,6 +72,8 @@ class RunMetrics:
         self._files: list[MetricsWriter] = []
         self._trackers: Trackers | None = None
         self.teacher = TeacherMeter(staleness_bound(config.trainer))
+        evaluates = bool(config.data.val_files)
+        self.state = RunState(total_steps, Forecast(total_steps, config.eval.every, evaluates=evaluates))
 
     def open(self, resumed_at: int | None) -> None:
         """Open the trackers and both files, without the lines after step `resumed_at`. None: a new run.
@@ -78,15 +85,20 @@ class RunMetrics:
         self._folder.forget_after(keep_through)
         self._first_step = resumed_at or 0
         self._files = [MetricsWriter(f, keep_through) for f in (self._folder.metrics_file, self._folder.tuner_file)]
+        for line in read_metrics(self._folder.metrics_file):
+            self.state.add_past(int(line["step"]), line)
 
     @contextmanager
     def before_first_step(self, step: int) -> Iterator[StepMetrics]:
         """Measure what comes before the first step of this start; a line is written if numbers were added."""
         m = StepMetrics(step)
-        yield m
-        memory = self._memory(m)  # read anyway: it must not count for the first step
+        with activities.during("before the first step"):
+            yield m
+            memory = self._memory(m)  # read anyway: it must not count for the first step
         if m.numbers:
-            self._write_line(step, m.numbers | memory | m.stage.report())
+            m.add(memory | m.stage.report())
+            self._write_line(step, m.numbers)
+            self.state.add(step, m.numbers)
         self.teacher.end_step()  # discard scoring done before the first step
 
     @contextmanager
@@ -94,12 +106,13 @@ class RunMetrics:
         """Measure a step. Once it is trained its line is written, also if its evaluation fails."""
         m = StepMetrics(step)
         try:
-            yield m
-            m.add(self._memory(m))
+            with activities.during(f"step {step}/{self._total_steps}"):
+                yield m
+                m.add(self._memory(m))
         finally:
             if m.is_trained:
                 self._write(m)
-        log.info(step_line(step, self._total_steps, m.numbers, self._scheduler, self._remark))
+        log.info("%s", step_line(self.state, self._remark), extra=STEP_LINE)
 
     def add_step(self, m: StepMetrics, batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport) -> None:
         """Add all numbers of an optimizer step, and what the engines did since the last one."""
@@ -153,6 +166,7 @@ class RunMetrics:
         m.add(shares(m.numbers | m.tuner, self._scheduler))
         self._write_line(m.step, m.numbers)
         self._files[1].write(m.step, m.tuner)
+        self.state.add(m.step, m.numbers | m.tuner)
 
     def _write_line(self, step: int, numbers: dict[str, float]) -> None:
         line = {"time/unix_s": time.time(), **numbers}

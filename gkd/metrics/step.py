@@ -1,11 +1,10 @@
-"""Compute loss, rollout and staleness numbers of one step, and its log line; `run_metrics.py` writes the line."""
+"""Compute loss, rollout and staleness numbers of one step; `run_metrics.py` writes the line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from gkd.handles import ScoredChunk, SyncReport, TrainStats
-from gkd.metrics.pools import bottleneck
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
 
@@ -67,18 +66,3 @@ def _heaviest_group(batch: Sequence[ScoredChunk]) -> int:
     for chunk in (c.rollouts for c in batch):
         tokens[chunk.dp_rank] = tokens.get(chunk.dp_rank, 0) + chunk.n_prompt_tokens + chunk.n_response_tokens
     return max(tokens.values())
-
-
-def step_line(step: int, total: int, m: dict[str, float], scheduler: str, remark: str = "") -> str:
-    """Return the log line of a step; seconds of a stage are those that the loop waited for it.
-
-    Args:
-        remark: appended if it is not empty.
-    """
-    pool, share = bottleneck(m, scheduler)
-    stages = " ".join(f"{name} {m[f'time/{name}_s']:.2f}" for name in ("rollout", "teacher", "train", "weight_sync"))
-    return (
-        f"step {step}/{total}  loss {m['loss/total']:.4f}  grad {m['optim/grad_norm']:.3f}  "
-        f"tokens {m['rollout/response_tokens']:.0f}  {m['time/step_s']:.2f} s ({stages})  "
-        f"bottleneck {pool} {share:.0%}" + (f"  ({remark})" if remark else "")
-    )

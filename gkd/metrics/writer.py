@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gkd.console.activity import activities
 from gkd.errors import CheckpointError
 from gkd.run.disk import make_folder, naming, replace_file
 
@@ -36,7 +37,8 @@ class StageTimers:
         self._open = stage
         began = self._clock()
         try:
-            yield
+            with activities.during(stage.replace("_", " ")):
+                yield
         finally:
             self._stages[stage] = self._stages.get(stage, 0.0) + self._clock() - began
             self._open = None

@@ -13,6 +13,7 @@ from gkd.config.check import check_config
 from gkd.config.derived import Derived, derive
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
+from gkd.console.activity import activities
 from gkd.data.prompts import eos_token_ids, load_prompts, load_tokenizer
 from gkd.errors import ClusterError, ConfigError
 from gkd.footprint.totals import scores_gib
@@ -67,6 +68,7 @@ def preflight(config: Config) -> Plan:
     check_run_folder(config)  # open_run_folder reads the checkpoint
     if not derived.is_local_teacher:
         check_reachable(config.teacher)
+    log.info("checking the model, the prompts and the teacher")
     device = resolve_device(config)
     if device == "cpu" and config.actor.loss_kernel == "triton":
         raise ConfigError("actor.loss_kernel", "triton", "the student is on the CPU.", "use auto or torch.")
@@ -131,7 +133,8 @@ def preflight(config: Config) -> Plan:
 def find_teacher(config: Config, device: str) -> TeacherInfo:
     """Return the description of the teacher. Raises as `request_info`, or as `local_teacher`."""
     if not derive(config).is_local_teacher:
-        return request_info(config)
+        with activities.during("waiting for the teacher's description"):
+            return request_info(config)
     from gkd.preflight.frozen import local_teacher  # imports torch and transformers
 
     return local_teacher(config, device)

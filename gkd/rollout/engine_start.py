@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # not vLLM's warning that it binds memory to the only NUMA node
 }
 
 # Start-up phase by the vLLM function that is executing.
@@ -43,6 +45,8 @@ def start_vllm(
 ) -> Any:
     """Return a vLLM `LLM` that is ready to generate; blocks. Arguments as for `gkd.rollout.engine.RolloutEngine`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM sets this level only after its first modules have logged that Triton has no backend for the CPU.
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
     with quick_imports():
         from vllm import LLM
 
@@ -57,6 +61,7 @@ def start_vllm(
         skip_tokenizer_init=True,
         trust_remote_code=trust_remote_code,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         # Logprobs of the sampling distribution, after temperature and top-p.
         logprobs_mode="processed_logprobs",
         # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gkd.run.disk import fsync, naming, remove
 
-_NAME, _NEW, _OLD = "export", ".new_export", ".trash_export"
+NAME, _NEW, _OLD = "export", ".new_export", ".trash_export"
 
 
 def new_export(root: Path) -> Path:
@@ -28,7 +28,7 @@ def publish(root: Path) -> Path:
     Raises:
         CheckpointError: it cannot be renamed; the earlier export stays.
     """
-    final, old = root / _NAME, root / _OLD
+    final, old = root / NAME, root / _OLD
     with naming(final):
         if final.exists():
             final.rename(old)
@@ -45,7 +45,7 @@ def publish(root: Path) -> Path:
 
 def tidy(root: Path) -> None:
     """Undo a replacement that was killed halfway, and delete leftovers of a killed export. Raises OSError."""
-    final, old = root / _NAME, root / _OLD
+    final, old = root / NAME, root / _OLD
     if old.exists() and not final.exists():
         old.rename(final)
         fsync(root)
@@ -55,5 +55,5 @@ def tidy(root: Path) -> None:
 
 def delete(root: Path) -> None:
     """Delete the export and all leftovers; log and keep what cannot be deleted."""
-    for folder in (root / _NAME, root / _OLD, *root.glob(f"{_NEW}*")):
+    for folder in (root / NAME, root / _OLD, *root.glob(f"{_NEW}*")):
         remove(folder)

@@ -21,6 +21,7 @@ import numpy as np
 from gkd.config.check_values import check_value
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.handles import TeacherHealth
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.exchange import ClientStats, Exchange
 from gkd.teacher.link import TeacherLink
@@ -121,6 +122,10 @@ class ZmqTeacher:
     def stats(self) -> ClientStats:
         """Return the live counters of this client."""
         return self._exchange.stats
+
+    def health(self) -> TeacherHealth:
+        """Return what this client has heard from the server. Any thread."""
+        return self._exchange.health()
 
     def info(self) -> TeacherInfo:
         """See `Teacher.info`. Blocks until the server has loaded a model or the outage budget is spent."""

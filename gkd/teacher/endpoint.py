@@ -19,8 +19,9 @@ import numpy as np
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import TeacherError, TeacherUnavailable
-from gkd.handles import ScoreTimes
+from gkd.handles import ScoreTimes, TeacherHealth
 from gkd.teacher.client import ZmqTeacher
+from gkd.teacher.outage import merged
 from gkd.teacher.records import RecordingEndpoint, summary_of
 from gkd.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
@@ -105,6 +106,10 @@ class ScoringEndpoint(RecordingEndpoint):
             self._outage = error
             raise
         return scores, summary_of(scores, ScoreTimes(submitted_s, tuple(completed_s))).encode()
+
+    def health(self) -> TeacherHealth | None:
+        """Return what all connections of this endpoint have heard; None: it has not connected yet."""
+        return merged([teacher.health() for teacher in self._teachers])
 
     def lm_head(self) -> np.ndarray:
         """Return the LM head, [n_vocab, D] float32; hidden states @ lm_head.T = logits before the temperature.

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gkd.errors import TeacherError, TeacherRefusal, TeacherUnavailable
+from gkd.handles import TeacherHealth
 from gkd.teacher.inbox import AnyRequest, Inbox
 from gkd.teacher.link import POLL_S, Message, TeacherLink
 from teacher_server.wire.protocol import (
@@ -85,6 +86,14 @@ class Exchange:
     def acknowledge(self, received: Received) -> None:
         """Tell the server that messages of a stream were consumed."""
         self._inbox.command(lambda: self._send_notice(received))
+
+    def health(self) -> TeacherHealth:
+        """Return what this client has heard; numbers of another thread, each for itself."""
+        n_in_flight = self._n_in_window + len(self._inbox)
+        silent_s = self._clock.silent_s if self._pending else 0.0
+        return TeacherHealth(
+            silent_s, self._clock.outage_budget_s, n_in_flight, self._link.n_workers, self._link.n_queued
+        )
 
     def close(self) -> None:
         """Stop the thread, fail pending requests and close the socket, in bounded time. Idempotent."""

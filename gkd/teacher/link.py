@@ -79,6 +79,7 @@ class TeacherLink:
         self.trouble = ""  # last error reply or unreadable message, for the error text
         self.n_unreadable = 0
         self.n_server_restarts = 0
+        self.n_workers = self.n_queued = 0  # of the server, by its last heartbeat
         self._server_ip, self._server_port, self._keys = server_ip, server_port, keys
         self._refused = ""  # reason of the last failed handshake
         self._n_connections = 0  # established since the start
@@ -195,6 +196,7 @@ class TeacherLink:
             self.clock.heard()
             if isinstance(header, Pong):
                 restarted = self._note_epoch(header) or restarted
+                self.n_workers, self.n_queued = header.n_workers, header.n_queued
             else:
                 messages.append((header, [frame.buffer for frame in frames]))
         return messages, restarted, silence_ended or self.n_unreadable > unreadable

@@ -9,6 +9,9 @@ for them, so one iteration of the loop counts for at most half a second.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+
+from gkd.handles import TeacherHealth
 
 _MAX_TICK_S = 0.5
 
@@ -59,3 +62,17 @@ class OutageClock:
         if stalled_s > self._stall_budget_s:
             return f"the server is alive but returned no scores for {stalled_s:.1f} s"
         return ""
+
+
+def merged(healths: Sequence[TeacherHealth]) -> TeacherHealth | None:
+    """Return the health by all of these clients of one server: the longest silence, and the sum of their requests."""
+    if not healths:
+        return None
+    newest = min(healths, key=lambda health: health.silent_s)
+    return TeacherHealth(
+        max(health.silent_s for health in healths),
+        newest.budget_s,
+        sum(health.n_in_flight for health in healths),
+        newest.n_workers,
+        newest.n_queued,
+    )

@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.calls import all_done, drain, fetch, gather
+from gkd.cluster.calls import all_done, answers, drain, fetch, gather
 from gkd.data.chunks import CHUNK_SIZE, decode_sizes
 from gkd.errors import ClusterError
-from gkd.handles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk
+from gkd.handles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
+from gkd.teacher.outage import merged
 from gkd.teacher.records import ScoreSummary
 
 # Concurrency group of the endpoints: recording and restoring run concurrently with scoring.
 RECORDS = "records"
+# Concurrency group of their health, which answers while all threads that score wait for the teacher.
+HEALTH = "health"
+_HEALTH_S = 2.0  # limit of the wait for it
 _PER_CHUNK = 4  # objects per chunk of `ScoringEndpoint.restore`
 
 
@@ -100,3 +104,8 @@ class ScoringPool(RecordedScoring):
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         scores, summary = self._endpoints[chunk.dp_rank].score.options(num_returns=2).remote(chunk.ref)
         return PendingScores(chunk, scores, summary)
+
+    def health(self) -> TeacherHealth | None:
+        """Return what the endpoints have heard from the teacher server; None: no reply within 2 s. Any thread."""
+        refs = [endpoint.health.options(concurrency_group=HEALTH).remote() for endpoint in self._endpoints]
+        return merged([health for health in answers(refs, _HEALTH_S) if health is not None])

@@ -26,6 +26,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "omegaconf": ("gkd/config/load.py", "gkd/tools/migrate/read.py", "gkd/tools/migrate/report.py"),
     "triton": ("gkd/loss/triton_rows.py",),
     "prometheus_client": ("teacher_server/broker/metrics.py", "teacher_server/cli/serve.py"),
+    "rich": ("gkd/console/",),
     "yaml": ("teacher_server/config/settings.py",),
     **dict.fromkeys(("tensorboard", "wandb", "mlflow", "trackio"), ("gkd/metrics/trackers.py",)),
     "matplotlib": ("gkd/tools/split_tuner/plot.py",),

@@ -13,15 +13,16 @@ import numpy as np
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config
+from gkd.console.step_line import step_line
 from gkd.data.score_checks import validate_topk
 from gkd.errors import GkdError
 from gkd.metrics.pools import shares
-from gkd.metrics.step import step_line
 from gkd.pipeline.staleness import check_staleness
 from gkd.run.checkpoints import CheckpointStore, read_state
 from gkd.types import TeacherTopK
 from teacher_server.config.settings import check_name, tcp_endpoint
 from teacher_server.errors import ServerError
+from tests.unit.console_runs import run
 from tests.unit.world import PROMPTS, answers
 
 FILE = Path(__file__).with_name("messages.txt")
@@ -69,7 +70,9 @@ def messages(folder: Path) -> Iterator[str]:
     yield message(lambda: check_name("a b", "--name"))
     times = {f"time/{stage}_s": 1.0 for stage in ("rollout", "teacher", "train", "weight_sync")} | {"time/step_s": 4.0}
     m = times | shares(times, "sync") | {"loss/total": 0.5, "optim/grad_norm": 1.0, "rollout/response_tokens": 640.0}
-    yield step_line(3, 120, m, "sync")
+    state = run(120)
+    state.add(3, m)
+    yield step_line(state)
 
 
 def written() -> str:

@@ -14,6 +14,7 @@ from gkd.config.derived import derive
 from gkd.config.load import load_config
 from gkd.config.schedulers import STREAM, staleness_bound
 from gkd.config.schema import Config
+from gkd.console.forecast import NOT_EACH_STEP
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.errors import ConfigError
 from gkd.metrics.pools import (
@@ -22,7 +23,6 @@ from gkd.metrics.pools import (
     GENERATE_S,
     LENGTH_MEAN,
     MAX_NUM_SEQS,
-    NOT_EACH_STEP,
     PASS_SUMS,
     QUANTILES,
     REFERENCE_S,

@@ -1,0 +1,111 @@
+"""The last words of a run: a table of what it has done, and the commands to go on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gkd.console.numbers import count, seconds, short
+from gkd.console.state import RunState, is_worse
+
+COMMAND_ENV = "GKD_COMMAND"  # set by launch/train.sh: what the user typed before the arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A number before and after the run, as text."""
+
+    name: str
+    before: str
+    after: str
+    is_worse: bool = False
+
+
+def changes(state: RunState) -> list[Change]:
+    """Return loss, KL and accuracy before and after; without evaluations only the loss."""
+    rows = []
+    if state.first_losses:
+        before, after = (sum(x) / len(x) for x in (state.first_losses, state.last_losses))
+        rows.append(
+            Change("loss (mean of 5 steps)", short(before), short(after), is_worse("loss/total", before, after))
+        )
+    found = state.evaluations
+    names = {"eval/kl": "validation KL", "eval/reverse_kl": "validation k1", "eval/accuracy": "validation accuracy"}
+    for key, name in names.items():
+        if key in found.last:
+            rows.append(_change(key, name, found.first.get(key) if found.n > 1 else None, found.last[key]))
+    return rows
+
+
+def _change(key: str, name: str, before: float | None, after: float) -> Change:
+    is_share = key == "eval/accuracy"
+    before_text, after_text = ("-" if x is None else f"{x:.1%}" if is_share else short(x) for x in (before, after))
+    return Change(name, before_text, after_text, before is not None and is_worse(key, before, after))
+
+
+def typed_command() -> list[str]:
+    """Return the words before the arguments of this program, as the user can type them again."""
+    typed = os.environ.get(COMMAND_ENV)
+    return shlex.split(typed) if typed else [sys.executable, "-m", "gkd.main_gkd"]
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """Return the command line that resumes the run, quoted for a shell.
+
+    Args:
+        arguments: of the command that was interrupted.
+    """
+    kept = [word for word in arguments if not word.startswith("trainer.resume=")]
+    return shlex.join([*typed_command(), *kept, "trainer.resume=auto"])
+
+
+def summary(state: RunState) -> list[tuple[str, str]]:
+    """Return the facts about a run: label and text."""
+    n_steps = state.step - state.first_step
+    text = f"{state.step} of {state.total_steps}" + (
+        f", {n_steps} of them since the resume" if state.first_step else ""
+    )
+    mean = f", mean step {seconds(state.step_s / n_steps)}" if n_steps else ""
+    alarms = ", ".join(f"{name} ({n} steps)" for name, n in state.alarms.items()) or "none"
+    return [
+        ("steps", text),
+        ("time", seconds(state.elapsed_s) + mean),
+        ("tokens trained", count(state.tokens)),
+        ("health alarms", alarms),
+    ]
+
+
+def print_closing(
+    stream: TextIO, title: str, state: RunState | None, facts: Sequence[tuple[str, str]], commands: Sequence[str]
+) -> None:
+    """Print the closing table, red where a number became worse, and commands to copy, one per line.
+
+    Args:
+        state: None: the run has not reached its loop.
+        facts: more rows: label and text.
+        commands: quoted for a shell; they are not wrapped.
+    """
+    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 200)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for label, text in [] if state is None else summary(state):
+        table.add_row(f"  {label}", text)
+    for change in [] if state is None else changes(state):
+        after = f"{change.after}  worse" if change.is_worse else change.after
+        style = "bold red" if change.is_worse else "bold"
+        table.add_row(f"  {change.name}", Text(f"{change.before} -> ").append(after, style))
+    for label, text in facts:
+        table.add_row(f"  {label}", Text(text, overflow="fold"))
+    console.print(Text(title, "bold"), soft_wrap=True)
+    console.print(table)
+    if commands:
+        console.print(Text("next:", "bold"))
+        for command in commands:
+            console.print(Text(f"  {command}"), soft_wrap=True)

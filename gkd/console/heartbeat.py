@@ -1,0 +1,46 @@
+"""Decide when a silent run prints a line about what it is doing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gkd.console.activity import Activity
+
+FIRST_S = 4.5  # of silence; with the poll of `terminal`, a line comes within 5 s
+STEP = "step "  # begin of the name of an activity that recurs: a step of the loop
+
+
+class Heartbeat:
+    """Return a line after 4.5 s of silence and then every 4.5 s; within a step after 4.5, 9, 18, 36, 72 s, and so on.
+
+    Steps recur, so that a long stage of each step would fill a log file otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # begin of the silence
+        self._next_s = FIRST_S  # of silence
+
+    def line(self, now_s: float, spoke_s: float, doing: Sequence[Activity]) -> str:
+        """Return the line that is due now, or an empty string.
+
+        Args:
+            spoke_s: time of the newest line of the run.
+            doing: the current activities, outermost first.
+        """
+        if spoke_s != self._since_s:
+            self._since_s, self._next_s = spoke_s, FIRST_S
+        silent_s = now_s - spoke_s
+        if silent_s < self._next_s or not doing:
+            return ""
+        self._next_s = 2 * silent_s if doing[0].name.startswith(STEP) else silent_s + FIRST_S
+        return f"{described(doing)}: {now_s - current_stage(doing).since_s:.0f} s so far"
+
+
+def current_stage(doing: Sequence[Activity]) -> Activity:
+    """Return the activity whose duration interests: the stage within a step, otherwise the outermost one."""
+    return doing[1] if len(doing) > 1 and doing[0].name.startswith(STEP) else doing[0]
+
+
+def described(doing: Sequence[Activity]) -> str:
+    """Return e.g. "step 12/120, teacher, teacher scoring 3/8"."""
+    return ", ".join(str(activity) for activity in doing)

@@ -1,0 +1,158 @@
+"""Draw the live panel of a run with rich: a few lines of text in a box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+from rich.console import Group
+from rich.panel import Panel
+from rich.text import Text
+
+from gkd.console.activity import Activity
+from gkd.console.heartbeat import current_stage, described
+from gkd.console.numbers import clock, count, seconds, short
+from gkd.console.state import TREND_STEPS, RunState, bottleneck_of, is_worse, kl_of, rates_of
+from gkd.handles import TeacherHealth
+
+_LABEL = 9  # columns
+_FLAT = 0.02  # relative change that counts as none
+_SILENT_S = 10.0
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Hold what the panel shows.
+
+    Args:
+        title: the run folder.
+        state: None: the run is not training yet.
+        teacher: None: not known, or a local teacher.
+        now_s: on the clock of `Activities`.
+        elapsed_s: since the program began.
+    """
+
+    title: str
+    state: RunState | None
+    doing: Sequence[Activity]
+    teacher: TeacherHealth | None
+    now_s: float
+    elapsed_s: float
+
+
+def panel(view: View, width: int) -> Panel:
+    """Return the panel for a terminal of `width` columns; lines that are too long end in an ellipsis."""
+    rows = [_progress(view, width - 4)]
+    state = view.state
+    if state is not None and state.numbers:
+        rows += [_loss(state), *_evaluation(state), _speed(state.numbers), *_bottleneck(state.numbers)]
+    rows.append(_row("memory", _memory({} if state is None else state.numbers)))
+    if view.teacher is not None:
+        rows.append(_teacher(view.teacher))
+    if state is not None and (alarms := state.active_alarms):
+        rows.append(_row("ALARM", Text(", ".join(alarms), "bold red"), "bold red"))
+    rows.append(_now(view))
+    return Panel(Group(*rows), title=Text(view.title, "bold", no_wrap=True), title_align="left", width=width)
+
+
+def _row(label: str, content: str | Text, style: str = "dim") -> Text:
+    row = Text(no_wrap=True, overflow="ellipsis")
+    row.append(f"{label:{_LABEL}}", style)
+    return row.append_text(content if isinstance(content, Text) else Text(content))
+
+
+def _parts(*parts: tuple[str, str]) -> Text:
+    """Join (text, style), three blanks between them."""
+    joined = Text()
+    for i, (text, style) in enumerate(part for part in parts if part[0]):
+        joined.append("   " if i else "").append(text, style)
+    return joined
+
+
+def _progress(view: View, width: int) -> Text:
+    state = view.state
+    if state is None:
+        return _row("starting", f"elapsed {clock(view.elapsed_s)}")
+    share = state.step / state.total_steps if state.total_steps else 1.0
+    head = f"{state.step}/{state.total_steps} "
+    tail = f" {share:.0%}   elapsed {clock(view.elapsed_s)}   ETA {clock(state.left_s)}"
+    cells = max(0, width - _LABEL - len(head) - len(tail))
+    full = round(share * cells)
+    row = _row("step", head)
+    row.append("━" * full, "green").append("━" * (cells - full), "dim")
+    return row.append(tail)
+
+
+def _loss(state: RunState) -> Text:
+    m, (label, kl), trend = state.numbers, kl_of(state.numbers), state.trend
+    parts = [(short(m["loss/total"]), "bold")]
+    if kl is not None:
+        parts.append((f"{label} {short(kl)}", "bold"))
+        if trend is not None:
+            arrow, style = ("→", "") if abs(trend) < _FLAT else ("↓", "green") if trend < 0 else ("↑", "yellow")
+            parts.append((f"{arrow} {trend:+.0%} in {TREND_STEPS} steps", style))
+    parts.append((f"grad {short(m.get('optim/grad_norm'))}", ""))
+    parts.append((f"lr {short(m.get('optim/lr'))}", ""))
+    return _row("loss", _parts(*parts))
+
+
+def _evaluation(state: RunState) -> list[Text]:
+    found = state.evaluations
+    parts = [_change(key, found.first[key], value) for key, value in found.last.items() if key in found.first]
+    if not any(text for text, _ in parts):
+        return []
+    return [_row("eval", _parts(*parts, (f"(step {found.step})", "dim")))]
+
+
+def _change(key: str, first: float, last: float) -> tuple[str, str]:
+    """Return "KL 0.1494 → 0.1395" and its style; an empty text for a number without direction."""
+    names = {"eval/kl": "KL", "eval/reverse_kl": "k1", "eval/accuracy": "accuracy"}
+    if key not in names:
+        return "", ""
+    written = (lambda x: f"{x:.1%}") if key == "eval/accuracy" else short
+    style = "red" if is_worse(key, first, last) else "green" if is_worse(key, last, first) else ""
+    return f"{names[key]} {written(first)} → {written(last)}", style
+
+
+def _speed(m: Mapping[str, float]) -> Text:
+    rates = [(f"{pool} {count(rate)}", "") for pool, rate in rates_of(m).items()]
+    return _row("tokens/s", _parts(*rates, (f"step {seconds(m['time/step_s'])}", "")))
+
+
+def _bottleneck(m: Mapping[str, float]) -> list[Text]:
+    found = bottleneck_of(m)
+    if found is None:
+        return []
+    age = f"staleness {m.get('staleness/mean', 0.0):.1f}, max {m.get('staleness/max', 0.0):.0f}"
+    return [_row("waits for", _parts((f"{found[0]} {found[1]:.0%} of the step", "bold"), (age, "")))]
+
+
+def _memory(m: Mapping[str, float]) -> Text:
+    parts = []
+    for name, end in (("actor GPU peak", "/peak_gib"), ("engine GPU", "/rollout_device_used_gib")):
+        found = [v for key, v in m.items() if key.startswith("memory/") and key.endswith(end)]
+        if found:
+            parts.append((f"{name} {max(found):.1f} GiB", ""))
+    host = psutil.virtual_memory()
+    used = host.total - host.available
+    style = "red" if host.available < 0.05 * host.total else ""
+    parts.append((f"host {used / _GIB:.1f} of {host.total / _GIB:.0f} GiB", style))
+    return _parts(*parts)
+
+
+def _teacher(health: TeacherHealth) -> Text:
+    queue = f"{health.n_in_flight} in flight, {health.n_queued} queued, {health.n_workers} workers"
+    if health.silent_s >= _SILENT_S:
+        return _row(
+            "teacher", _parts((f"silent for {health.silent_s:.0f} of {health.budget_s:.0f} s", "bold red"), (queue, ""))
+        )
+    return _row("teacher", _parts((queue, "")))
+
+
+def _now(view: View) -> Text:
+    if not view.doing:
+        return _row("now", "-")
+    doing = view.doing[1:] if view.state is not None and len(view.doing) > 1 else view.doing
+    return _row("now", f"{described(doing)}   {seconds(view.now_s - current_stage(view.doing).since_s)}")

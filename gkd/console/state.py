@@ -1,0 +1,150 @@
+"""The state of a run as its terminal shows it, from the lines of metrics.jsonl. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gkd.console.forecast import Forecast
+
+TREND_STEPS = 20  # the trend compares the halves of this window
+_FEWEST = 8  # steps for a trend
+_ENDS = 5  # steps at the begin and the end of a run whose mean loss the closing table compares
+_POOLS = ("rollout", "teacher", "actor")
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """First and newest evaluation of the run.
+
+    Args:
+        first, last: "eval/kl", "eval/reverse_kl", "eval/accuracy": those that the run measures.
+    """
+
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    step: int = 0  # of the newest one
+    n: int = 0
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        found = {key: value for key, value in numbers.items() if key.startswith("eval/") and value is not None}
+        if found:
+            self.first = self.first or found
+            self.last, self.step, self.n = found, step, self.n + 1
+
+
+class RunState:
+    """Numbers of a run so far.
+
+    Attributes:
+        numbers: of the newest step; those of metrics.jsonl and of tuner.jsonl.
+        step: optimizer steps made.
+        first_step: step at which this start of the run began.
+
+    Args:
+        forecast: of the remaining time.
+        clock: seconds; the clock of the panel.
+    """
+
+    def __init__(self, total_steps: int, forecast: Forecast, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_steps, self._forecast, self._clock = total_steps, forecast, clock
+        self.began_s = self._stepped_s = clock()
+        self.step = self.first_step = 0
+        self.numbers: Mapping[str, float] = {}
+        self.evaluations = Evaluations()
+        self.step_s = self.tokens = 0.0  # sums over the steps of this start
+        self.alarms: dict[str, int] = {}  # name -> number of steps with it
+        self.first_losses: list[float] = []
+        self.last_losses: deque[float] = deque(maxlen=_ENDS)
+        self._kls: deque[float] = deque(maxlen=TREND_STEPS)
+
+    def add_past(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add a line that an earlier start of the run has written."""
+        self.step = self.first_step = step
+        self._add(step, numbers)
+
+    def add(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add a step, or an evaluation before the first step."""
+        self._add(step, numbers)
+        self._forecast.add(step, numbers)
+        if "loss/total" in numbers:
+            self.step, self.numbers, self._stepped_s = step, numbers, self._clock()
+            self.step_s += numbers["time/step_s"]
+            self.tokens += numbers.get("loss/tokens", 0.0)
+
+    def _add(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.evaluations.add(step, numbers)
+        for key, value in numbers.items():
+            if key.startswith("health/") and value:
+                name = key.removeprefix("health/")
+                self.alarms[name] = self.alarms.get(name, 0) + 1
+        loss = numbers.get("loss/total")
+        if loss is not None:
+            if len(self.first_losses) < _ENDS:
+                self.first_losses.append(loss)
+            self.last_losses.append(loss)
+        kl = kl_of(numbers)[1]
+        if kl is not None:
+            self._kls.append(kl)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self.began_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Return the estimated time to the end of the last step, from now; None: not known yet."""
+        left_s = self._forecast.left_s()
+        return None if left_s is None else max(0.0, left_s - (self._clock() - self._stepped_s))
+
+    @property
+    def trend(self) -> float | None:
+        """Return the relative change of the KL between the halves of the newest steps; None: too few, or KL is 0."""
+        kls = list(self._kls)
+        if len(kls) < _FEWEST:
+            return None
+        half = len(kls) // 2
+        before, after = sum(kls[:half]) / half, sum(kls[half:]) / (len(kls) - half)
+        return (after - before) / abs(before) if abs(before) > 1e-12 else None
+
+    @property
+    def active_alarms(self) -> list[str]:
+        """Return the alarms of the newest step."""
+        return [key.removeprefix("health/") for key, v in self.numbers.items() if key.startswith("health/") and v]
+
+
+def kl_of(numbers: Mapping[str, float]) -> tuple[str, float | None]:
+    """Return label and value of a step's KL; the estimate k1 of the sampled tokens if there is no distribution."""
+    if (kl := numbers.get("loss/token_kl")) is not None:
+        return "KL", kl
+    return "k1", numbers.get("loss/sampled_reverse_kl")
+
+
+def bottleneck_of(numbers: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the bottleneck pool and the share of the step that the loop waited for it; None: not measured."""
+    for pool in _POOLS:
+        if numbers.get(f"perf/bound_by_{pool}"):
+            return pool, numbers[f"perf/waited_{pool}_share"]
+    return None
+
+
+def rates_of(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return tokens per second of each pool while it works: generated, scored, trained.
+
+    The teacher's are those of an earlier step, see `gkd.metrics.teacher_meter`.
+    """
+    response = numbers.get("rollout/response_tokens", 0.0)
+    parts = {
+        "rollout": (response, numbers.get("perf/generate_s") or numbers.get("time/rollout_s")),
+        "teacher": (numbers.get("perf/teacher_tokens"), numbers.get("perf/teacher_busy_1_s")),
+        "actor": (response + numbers.get("rollout/prompt_tokens", 0.0), numbers.get("time/train_s")),
+    }
+    return {pool: tokens / spent_s for pool, (tokens, spent_s) in parts.items() if tokens and spent_s}
+
+
+def is_worse(key: str, before: float, after: float) -> bool:
+    """Return whether a loss rose or an accuracy fell, by more than a hundredth of it."""
+    rise = after - before
+    return (-rise if key == "eval/accuracy" else rise) > 0.01 * abs(before)

@@ -1,0 +1,80 @@
+"""Test what a silent run prints, and what it is doing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gkd.console.activity import Activities, Activity
+from gkd.console.heartbeat import Heartbeat
+from gkd.console.teacher_watch import TeacherWatch
+from gkd.handles import TeacherHealth
+from tests.unit.console_runs import Clock
+
+
+def spoken(name: str, until_s: int) -> list[float]:
+    """Return the seconds at which a run that does one thing for a long time prints a line."""
+    heartbeat, doing = Heartbeat(), [Activity(name, 0.0), Activity("teacher", 2.0)]
+    return [t / 4 for t in range(4 * until_s) if heartbeat.line(t / 4, 0.0, doing)]
+
+
+def test_lines_in_a_silence() -> None:
+    """Fails if a start-up is silent for more than 5 s, or a long stage of every step fills the log."""
+    times = spoken("start-up", 60)
+    assert max(b - a for a, b in zip([0.0, *times], times, strict=False)) <= 5.0 and len(times) == 13
+    assert spoken("step 3/9", 200) == [4.5, 9.0, 18.0, 36.0, 72.0, 144.0]
+
+
+def test_a_line_of_the_run_starts_a_new_silence() -> None:
+    """Fails if heartbeats come although the run prints lines, or stay rare after a long stage."""
+    heartbeat, doing = Heartbeat(), [Activity("step 3/9", 0.0), Activity("rollout", 0.0)]
+    assert heartbeat.line(4.6, 0.0, doing) and heartbeat.line(20.0, 0.0, doing)
+    assert not heartbeat.line(24.0, 20.0, doing)
+    assert heartbeat.line(24.6, 20.0, doing)
+    assert not heartbeat.line(99.0, 20.0, [])
+
+
+def test_a_line_names_the_stage_and_its_duration() -> None:
+    """Fails if the seconds are those of the whole step, or the finished parts are missing."""
+    doing = [Activity("step 3/9", 1.0), Activity("teacher", 10.0), Activity("teacher scoring", 10.5, 3, 8)]
+    line = Heartbeat().line(18.0, 9.0, doing)
+    assert line.startswith("step 3/9, teacher, teacher scoring 3/8: 8 s")
+    assert str(Activity("rows", 0.0, 512)) == "rows 512" and str(Activity("init model", 0.0, 0, 1)) == "init model"
+
+
+def test_activities_nest_and_end_with_an_error() -> None:
+    """Fails if a failed stage stays on the screen, or a thread that works ahead replaces the stage of the loop."""
+    clock = Clock()
+    activities = Activities(clock)
+    with pytest.raises(ValueError), activities.during("step 1/2"):  # noqa: SIM117
+        with activities.during("teacher", 4):
+            clock.now_s += 1.0
+            activities.done(3)
+            assert [str(a) for a in activities.now] == ["step 1/2", "teacher 3/4"]
+            seen: list[int] = []
+
+            def work_ahead() -> None:
+                with activities.during("rollout"):
+                    activities.done(4)
+                    seen.append(len(activities.now))
+
+            thread = threading.Thread(target=work_ahead)
+            thread.start()
+            thread.join()
+            assert seen == [2] and activities.now[-1].done == 3
+            raise ValueError
+    assert activities.now == ()
+
+
+def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if an outage prints a line per poll, none, or its end is not reported."""
+    watch, lines = TeacherWatch(), list[str]()
+    monkeypatch.setattr("gkd.console.teacher_watch.log.warning", lambda text, *args: lines.append(text % args))
+    counts = []
+    for silent_s in (0.2, 4.0, 9.0, 14.0, 19.0, 24.0, 39.0, 41.0, 0.1, 0.2, 11.0):
+        watch.add(TeacherHealth(silent_s, 300.0, 3, 2, 1))
+        counts.append(len(lines))
+    assert counts == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5]
+    assert "14 s" in lines[0] and "300 s" in lines[0] and "teacher.outage_budget_s" in lines[0]
+    assert watch.health is not None and watch.health.silent_s == 11.0
