@@ -94,7 +94,7 @@ class RolloutUsage:
 
 @dataclass(frozen=True, slots=True)
 class TeacherHealth:
-    """What the clients of the teacher server have heard from it.
+    """Hold what the clients of the teacher server have heard from it.
 
     Args:
         silent_s: time for which a client with pending requests has heard nothing; 0 without pending requests.

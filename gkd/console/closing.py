@@ -103,9 +103,12 @@ def print_closing(
         table.add_row(f"  {change.name}", Text(f"{change.before} -> ").append(after, style))
     for label, text in facts:
         table.add_row(f"  {label}", Text(text, overflow="fold"))
-    console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(table)
-    if commands:
-        console.print(Text("next:", "bold"))
+    with console.capture() as captured:
+        console.print(Text(title, "bold"), soft_wrap=True)
+        console.print(table)
+        if commands:
+            console.print(Text("next:", "bold"))
         for command in commands:
             console.print(Text(f"  {command}"), soft_wrap=True)
+    stream.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+    stream.flush()

@@ -13,12 +13,13 @@ from rich.text import Text
 from gkd.console.activity import Activity
 from gkd.console.heartbeat import current_stage, described
 from gkd.console.numbers import clock, count, seconds, short
-from gkd.console.state import TREND_STEPS, RunState, bottleneck_of, is_worse, kl_of, rates_of
+from gkd.console.state import TREND_STEPS, Evaluations, RunState, bottleneck_of, is_worse, kl_of, rates_of
+from gkd.console.teacher_watch import FIRST_WARNING_S
 from gkd.handles import TeacherHealth
 
-_LABEL = 9  # columns
+_LABEL = 11  # columns
 _FLAT = 0.02  # relative change that counts as none
-_SILENT_S = 10.0
+_SCORES = {"eval/kl": "KL", "eval/reverse_kl": "k1", "eval/accuracy": "accuracy"}
 _GIB = 1 << 30
 
 
@@ -100,20 +101,20 @@ def _loss(state: RunState) -> Text:
 
 def _evaluation(state: RunState) -> list[Text]:
     found = state.evaluations
-    parts = [_change(key, found.first[key], value) for key, value in found.last.items() if key in found.first]
-    if not any(text for text, _ in parts):
+    parts = [_change(key, found, value) for key, value in found.last.items() if key in _SCORES]
+    if not parts:
         return []
     return [_row("eval", _parts(*parts, (f"(step {found.step})", "dim")))]
 
 
-def _change(key: str, first: float, last: float) -> tuple[str, str]:
-    """Return "KL 0.1494 → 0.1395" and its style; an empty text for a number without direction."""
-    names = {"eval/kl": "KL", "eval/reverse_kl": "k1", "eval/accuracy": "accuracy"}
-    if key not in names:
-        return "", ""
+def _change(key: str, found: Evaluations, last: float) -> tuple[str, str]:
+    """Return "KL 0.1494 → 0.1395" and its style; the first evaluation alone has no arrow."""
     written = (lambda x: f"{x:.1%}") if key == "eval/accuracy" else short
+    first = found.first.get(key)
+    if found.n == 1 or first is None:
+        return f"{_SCORES[key]} {written(last)}", ""
     style = "red" if is_worse(key, first, last) else "green" if is_worse(key, last, first) else ""
-    return f"{names[key]} {written(first)} → {written(last)}", style
+    return f"{_SCORES[key]} {written(first)} → {written(last)}", style
 
 
 def _speed(m: Mapping[str, float]) -> Text:
@@ -126,7 +127,7 @@ def _bottleneck(m: Mapping[str, float]) -> list[Text]:
     if found is None:
         return []
     age = f"staleness {m.get('staleness/mean', 0.0):.1f}, max {m.get('staleness/max', 0.0):.0f}"
-    return [_row("waits for", _parts((f"{found[0]} {found[1]:.0%} of the step", "bold"), (age, "")))]
+    return [_row("bottleneck", _parts((f"{found[0]} {found[1]:.0%} of the step", "bold"), (age, "")))]
 
 
 def _memory(m: Mapping[str, float]) -> Text:
@@ -144,7 +145,7 @@ def _memory(m: Mapping[str, float]) -> Text:
 
 def _teacher(health: TeacherHealth) -> Text:
     queue = f"{health.n_in_flight} in flight, {health.n_queued} queued, {health.n_workers} workers"
-    if health.silent_s >= _SILENT_S:
+    if health.silent_s >= FIRST_WARNING_S:
         return _row(
             "teacher", _parts((f"silent for {health.silent_s:.0f} of {health.budget_s:.0f} s", "bold red"), (queue, ""))
         )

@@ -123,6 +123,7 @@ def base_run(lab: Lab, teacher_port: int) -> Path:
     settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
     done = lab.train_run(run_dir, teacher_port, *settings)
     assert done.returncode == 0, done.stderr[-4000:]
+    (lab.root / "base_run.stderr").write_text(done.stderr)
     return run_dir
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import pytest
 
 from gkd.cluster.assignment import free_port
 from gkd.cluster.gpu_table import gpu_map_from_json
+from gkd.console.step_line import MAX_LINE
 from gkd.gpu_map.running import refresh
 from gkd.metrics.catalog import EVERY_STEP
 from gkd.metrics.writer import read_metrics
@@ -56,6 +59,21 @@ def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
         assert stages <= m.keys() and 0 < m["time/accounted_share"] <= 1
     assert (base_run / "config.yaml").is_file()
     assert sorted(p.name for p in (base_run / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
+
+
+def test_the_terminal_shows_the_run_and_nothing_foreign(base_run: Path, lab: Lab) -> None:
+    """Fails if a library prints bars, colors or warnings among the run's lines, a step line is missing or long, or the
+    run ends without its table and the commands to go on.
+    """
+    lines = (lab.root / "base_run.stderr").read_text().splitlines()
+    log, _, closing = "\n".join(lines).partition("run finished: ")
+    steps = [line for line in log.splitlines() if " step " in line and "  ETA " in line]
+    assert [re.findall(r"step (\d)/4", line) for line in steps] == [["1"], ["2"], ["3"], ["4"]]
+    assert max(map(len, steps)) <= MAX_LINE and all("  KL " in line for line in steps)
+    foreign = ("\x1b", "%|", "it/s]", "WARNING", "Warning", "[W", "Triton")
+    assert not [line for line in lines if any(mark in line for mark in foreign)]
+    assert all(str(path) in closing for path in (base_run / "export", base_run / "checkpoints" / "step_00000004"))
+    assert lines[-1].split()[:4] == ["python", "-m", "gkd.tools.split", "--run"]
 
 
 def test_a_step_has_the_metrics_that_the_page_promises(base_run: Path) -> None:
@@ -276,6 +294,7 @@ def test_an_interrupt_leaves_no_process(
     assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
     assert "Traceback" not in stderr, stderr[-3000:]
     if step is not None:
+        assert shlex.split(stderr.splitlines()[-1])[-1] == "trainer.resume=auto", "the command to go on"
         table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
         placed = [(row.label, row.cuda_visible_devices) for row in table.rows if row.pool != "teacher"]
         assert placed == [("actor 0", "2"), ("rollout 0", "4,6")] and table.findings == ()

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from gkd.errors import TeacherUnavailable
+from gkd.handles import TeacherHealth
+from gkd.teacher.outage import merged
 from teacher_server.cli.keygen import make_keys
 from teacher_server.wire.keys import load_server_keys
 from teacher_server.wire.protocol import ScoreRequest
@@ -50,6 +52,23 @@ def test_a_server_that_only_replies_busy_is_an_outage(code: str) -> None:
     """Fails if retries count as progress, or if the error lacks the server's last error."""
     with pytest.raises(TeacherUnavailable, match=f"{code}.*scripted"):
         run(lambda request, tokens, n: [error(request, code, 0.1)], request_timeout_s=0.2, outage_budget_s=0.3)
+
+
+def test_the_client_counts_the_silence_of_the_server() -> None:
+    """Fails if the terminal of a run cannot show how long the teacher has been silent, its queue, or its workers."""
+    with ScriptedServer(ignore) as server, client(server, outage_budget_s=60.0) as teacher:
+        assert teacher.health().silent_s == 0.0, "without pending requests nobody waits"
+        futures = [teacher.submit(rollout) for rollout in random_rollouts(3, N_VOCAB)]
+        wait_until(lambda: teacher.health().n_workers == 1, 5.0, "a heartbeat")
+        server.replies_to_pings = False
+        wait_until(lambda: teacher.health().silent_s > 1.0, 5.0, "the silence")
+        health = teacher.health()
+        assert (health.budget_s, health.n_in_flight, health.n_queued) == (60.0, 3, 0)
+        server.replies_to_pings = True
+        wait_until(lambda: teacher.health().silent_s < 1.0, 5.0, "the end of the silence")
+        assert not any(future.done() for future in futures)
+        other = TeacherHealth(9.0, 60.0, 4, 0, 7)
+        assert merged([health, other]) == TeacherHealth(9.0, 60.0, 7, 1, 0) and merged([]) is None
 
 
 def test_the_client_can_be_used_after_an_outage() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from gkd.tools.memory import main as memory
 from gkd.tools.split import _parse as parse_split
 from tests.unit.checkpoint_files import commit
 from tests.unit.console_runs import line, run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_number_that_got_worse_is_marked() -> None:
@@ -77,8 +81,8 @@ def test_the_command_that_resumes_a_run(
     (command,) = closed(tmp_path, code, capsys, "trainer.resume=never", "data.prompt_key=the question")
     expected = ["--config", "my file.yaml", "data.prompt_key=the question", "trainer.resume=auto"]
     assert shlex.split(command) == [sys.executable, "-m", "gkd.main_gkd", *expected]
-    monkeypatch.setenv(COMMAND_ENV, "bash 'my launch/train.sh'")
-    assert shlex.split(resume_command(expected[:2])) == ["bash", "my launch/train.sh", *expected[:2], expected[-1]]
+    monkeypatch.setenv(COMMAND_ENV, "bash 'my run/launch/train.sh'")
+    assert shlex.split(resume_command(expected[:2])) == ["bash", "my run/launch/train.sh", *expected[:2], expected[-1]]
 
 
 def test_the_newest_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +94,30 @@ def test_the_newest_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     config = load_config(None, [f"trainer.run_dir={tmp_path / 'my run'}"])
     Closing(config, []).print(130)
     assert "step 4, " in (err := capsys.readouterr().err) and "step_00000004" in err
+
+
+def test_the_launch_script_names_itself(tmp_path: Path) -> None:
+    """Fails if a run that launch/train.sh started prints a command that does not start it again."""
+    launch = tmp_path / "my run" / "launch"
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    launch.mkdir(parents=True)
+    for file, text in (
+        (launch / "train.sh", (ROOT / "launch" / "train.sh").read_text()),
+        (launch / "setup.sh", "exit 0\n"),
+        (tmp_path / "venv" / "bin" / "python", f'#!/bin/sh\nprintf %s "${COMMAND_ENV}"\n'),
+    ):
+        file.write_text(text)
+        file.chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key != COMMAND_ENV}
+    done = subprocess.run(
+        ["bash", "my run/launch/train.sh", "--config", "x.yaml"],
+        cwd=tmp_path,
+        env=environment | {"GKD_VENV": str(tmp_path / "venv")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shlex.split(done.stdout) == ["bash", "my run/launch/train.sh"]
 
 
 @pytest.mark.parametrize("shared", ["", "trainer.colocate=true"])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
-from gkd.console.activity import Activities, Activity
+from gkd.cluster.progress import UP, Progress
+from gkd.cluster.startup import summary
+from gkd.config.schema import DataConfig
+from gkd.console.activity import Activities, Activity, activities
 from gkd.console.heartbeat import Heartbeat
 from gkd.console.teacher_watch import TeacherWatch
+from gkd.data.prompts import load_prompts
 from gkd.handles import TeacherHealth
 from tests.unit.console_runs import Clock
 
@@ -46,25 +51,25 @@ def test_a_line_names_the_stage_and_its_duration() -> None:
 def test_activities_nest_and_end_with_an_error() -> None:
     """Fails if a failed stage stays on the screen, or a thread that works ahead replaces the stage of the loop."""
     clock = Clock()
-    activities = Activities(clock)
-    with pytest.raises(ValueError), activities.during("step 1/2"):  # noqa: SIM117
-        with activities.during("teacher", 4):
+    doing = Activities(clock)
+    with pytest.raises(ValueError), doing.during("step 1/2"):  # noqa: SIM117
+        with doing.during("teacher", 4):
             clock.now_s += 1.0
-            activities.done(3)
-            assert [str(a) for a in activities.now] == ["step 1/2", "teacher 3/4"]
+            doing.done(3)
+            assert [str(a) for a in doing.now] == ["step 1/2", "teacher 3/4"]
             seen: list[int] = []
 
             def work_ahead() -> None:
-                with activities.during("rollout"):
-                    activities.done(4)
-                    seen.append(len(activities.now))
+                with doing.during("rollout"):
+                    doing.done(4)
+                    seen.append(len(doing.now))
 
             thread = threading.Thread(target=work_ahead)
             thread.start()
             thread.join()
-            assert seen == [2] and activities.now[-1].done == 3
+            assert seen == [2] and doing.now[-1].done == 3
             raise ValueError
-    assert activities.now == ()
+    assert doing.now == ()
 
 
 def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +83,26 @@ def test_an_outage_of_the_teacher_is_reported_at_growing_intervals(monkeypatch: 
     assert counts == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5]
     assert "14 s" in lines[0] and "300 s" in lines[0] and "teacher.outage_budget_s" in lines[0]
     assert watch.health is not None and watch.health.silent_s == 11.0
+
+
+def test_the_count_of_ready_ranks_never_falls() -> None:
+    """Fails if the start-up lines run backwards when a rank that is ready joins the weight-sync groups."""
+    names, ready = ["actor rank 0", "rollout engine 0"], {"actor rank 0"}
+    progress = {"actor rank 0": Progress("joining", 3.0), "rollout engine 0": Progress("starting vLLM", 4.0)}
+    text = summary(names, progress, ready)
+    assert "1/2" in text and "joining (3 s)" in text and "starting vLLM (4 s)" in text
+    assert "2/2" in summary(names, {name: Progress(UP, 1.0) for name in names}, {*names, "of another pool"})
+
+
+def test_tokenizing_shows_the_row(tmp_path: Path) -> None:
+    """Fails if a start that tokenizes millions of prompts looks as if it hung."""
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "a"}\n' * 600)
+    seen: set[str] = set()
+
+    def tokenizer(text: str) -> dict[str, list[int]]:
+        seen.add(str(activities.now[-1]))
+        return {"input_ids": [1]}
+
+    load_prompts([str(file)], DataConfig(), tokenizer, "data.train_files")
+    assert sorted(name.rpartition(" ")[2] for name in seen) == ["256", "512", "row"] and activities.now == ()

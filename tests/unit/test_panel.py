@@ -61,7 +61,7 @@ def test_missing_numbers_leave_their_line_out() -> None:
     state.add(1, nothing)
     assert state.left_s == 0.0
     text = drawn(state, 80, health=None)
-    assert "KL" not in text and "waits for" not in text and "eval" not in text and "in flight" not in text
+    assert "KL" not in text and "bottleneck" not in text and "eval" not in text and "in flight" not in text
     assert "starting" in drawn(None, 80) and "0/120" in drawn(run(120), 80)
 
 

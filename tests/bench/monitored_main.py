@@ -1,0 +1,119 @@
+"""Run `gkd.main_gkd` and account the driver's CPU time to parts of its monitoring.
+
+    python -m tests.bench.monitored_main RESULT.json --config X.yaml [key=value ...]
+
+Each function of a part is wrapped: it counts the CPU time of its thread, once where it calls another one of the part.
+Counted is the time of `Trainer.fit`: start-up and end of a run are the same with any monitoring.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from gkd import main_gkd
+
+# Part -> its functions, as module:attribute.attribute.
+PARTS: dict[str, tuple[str, ...]] = {
+    "state, step line": (
+        "gkd.console.state:RunState.add",
+        "gkd.metrics.run_metrics:step_line",
+        "gkd.metrics.run_metrics:log.info",
+    ),
+    "panel, heartbeat": ("gkd.console.terminal:Terminal._tick", "rich.file_proxy:FileProxy.write"),
+    "metrics files": ("gkd.metrics.writer:MetricsWriter.write",),
+}
+# Part -> its context managers, whose entry and exit count.
+CONTEXTS: dict[str, tuple[str, ...]] = {"activities": ("gkd.console.activity:Activities.during",)}
+
+
+class Account:
+    """CPU seconds by part, while `is_open`."""
+
+    def __init__(self) -> None:
+        self.cpu_s: dict[str, float] = defaultdict(float)
+        self.is_open = False
+        self._inside = threading.local()
+
+    @contextmanager
+    def counting(self, part: str) -> Iterator[None]:
+        if getattr(self._inside, part, False):
+            yield
+            return
+        setattr(self._inside, part, True)
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            self.cpu_s[part] += (time.thread_time() - began_s) * self.is_open
+            setattr(self._inside, part, False)
+
+    def function(self, part: str, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.counting(part):
+                return wrapped(*args, **kwargs)
+
+        return counted
+
+    def context(self, part: str, wrapped: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+        @contextmanager
+        def counted(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            with self.counting(part):
+                block = wrapped(*args, **kwargs)
+                entered = block.__enter__()
+            try:
+                yield entered
+            except BaseException as error:
+                block.__exit__(type(error), error, error.__traceback__)
+                raise
+            with self.counting(part):
+                block.__exit__(None, None, None)
+
+        return counted
+
+
+def wrap(place: str, make: Callable[[Any], Any]) -> None:
+    """Replace module:attribute.attribute by `make` of it."""
+    module, _, path = place.partition(":")
+    *outer, name = path.split(".")
+    holder = importlib.import_module(module)
+    for attribute in outer:
+        holder = getattr(holder, attribute)
+    setattr(holder, name, make(getattr(holder, name)))
+
+
+def main() -> int:
+    result, *arguments = sys.argv[1:]
+    account, fitted = Account(), {}
+    for part, places in PARTS.items():
+        for place in places:
+            wrap(place, lambda wrapped, part=part: account.function(part, wrapped))
+    for part, places in CONTEXTS.items():
+        for place in places:
+            wrap(place, lambda wrapped, part=part: account.context(part, wrapped))
+
+    def timed(fit: Callable[..., None]) -> Callable[..., None]:
+        def counted(*args: Any) -> None:
+            account.is_open, cpu_s, wall_s = True, time.process_time(), time.perf_counter()
+            fit(*args)
+            account.is_open = False
+            fitted.update(cpu_s=time.process_time() - cpu_s, wall_s=time.perf_counter() - wall_s)
+
+        return counted
+
+    wrap("gkd.main_gkd:Trainer.fit", timed)
+    code = main_gkd.main(arguments)
+    Path(result).write_text(json.dumps({"driver": fitted, "parts": account.cpu_s}))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
