@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import textwrap
-from types import FrameType
 
 from gkd.api import open_pools
 from gkd.config.key_list import all_keys
@@ -17,6 +15,7 @@ from gkd.config.load import load_config, parse_overrides
 from gkd.config.schema import Config
 from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
+from gkd.run import interrupts
 from gkd.run.closing import Closing
 from gkd.trainer import Trainer
 
@@ -24,8 +23,7 @@ from gkd.trainer import Trainer
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 the run failed, 2 invalid config, model or prompt file, 130 interrupted."""
     args = _parse(argv)
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    signal.signal(signal.SIGINT, _as_interrupt)  # also where a shell started it in the background with SIGINT ignored
+    interrupts.install()  # also where a shell started it in the background with SIGINT ignored
     closing: Closing | None = None
     try:
         config = load_config(args.config, args.overrides)
@@ -81,11 +79,6 @@ def _keys_help() -> str:
         lines += textwrap.wrap(text, 110, initial_indent="      ", subsequent_indent="      ")
     lines += ["", "example:", "  python -m gkd.main_gkd --config configs/quickstart_cpu.yaml actor.optim.lr=1e-3"]
     return "\n".join(lines)
-
-
-def _as_interrupt(signum: int, frame: FrameType | None) -> None:
-    del signum, frame
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

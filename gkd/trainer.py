@@ -24,6 +24,7 @@ from gkd.roles import Roles
 from gkd.run.checkpoints import IN_FLIGHT
 from gkd.run.ending import attempt, run_ending, save_and_export
 from gkd.run.folder import RunFolder
+from gkd.run.interrupts import interruptible
 from gkd.run.saver import Saver
 from gkd.types import Prompt
 
@@ -49,13 +50,13 @@ class Trainer:
         self.recorder = make_recorder(config, folder, roles.scoring)
         self.metrics = RunMetrics(config, roles, folder, total_steps)
         self.evaluator = Evaluator(config, roles, val_prompts, folder, self.gpus, self.metrics)
-        self.saver = Saver(folder, roles.actor, roles.scoring, in_background=config.trainer.async_save)
+        self.saver = Saver(config.trainer, folder, roles.actor, roles.scoring)
 
     def fit(self) -> None:
         """Train to the end; blocks. Leaves a checkpoint of the last step and an export in the run folder.
 
         Raises:
-            TeacherUnavailable: after a checkpoint of the last finished step is saved.
+            TeacherUnavailable, KeyboardInterrupt: after a checkpoint of the last finished step is saved.
             NumericsError, TeacherError: the batch has not changed the weights.
             ClusterError, WeightSyncError: a resume starts from the newest checkpoint.
             CheckpointError: a save failed (an asynchronous one: reported at a later step), or a file of the run folder
@@ -63,7 +64,7 @@ class Trainer:
         """
         self.resume()
         with closing(self.metrics), run_ending(self.saver, self.save_now, self.source.close, self.roles.diagnose_hang):
-            with self.metrics.before_first_step(self.step) as m:
+            with self.metrics.before_first_step(self.step) as m, interruptible():
                 with m.stage("weight_sync"):
                     sync = self.roles.weight_sync.push(self.step)
                 log.info("weights synced: %d bytes, %d tensors verified", sync.n_bytes, sync.verified_tensors)
@@ -73,11 +74,12 @@ class Trainer:
                 with self.metrics.of_step(self.step + 1) as m:
                     with m.stage("checkpoint"):
                         m.add(self.saver.poll())  # of an asynchronous save that has finished
-                        if self.config.trainer.save_every and self.step % self.config.trainer.save_every == 0:
+                        if self.saver.is_due(self.step):
                             m.add(self.save())
                     self.train_one_batch(m)
-                    if self.evaluator.is_due(self.step, self.total_steps):
-                        self.evaluator.run(self.step, m, overlapped=self.source.is_streaming)
+                    with interruptible():  # raises an interrupt that came during the step, whose line is written
+                        if self.evaluator.is_due(self.step, self.total_steps):
+                            self.evaluator.run(self.step, m, overlapped=self.source.is_streaming)
             save_and_export(self.save_now, self.export)
             attempt("reading the memory use of the last save and the export", self.metrics.log_memory)
             attempt("stopping the rollouts", lambda: self.source.close(wait=True))
@@ -91,10 +93,10 @@ class Trainer:
         """
         with m.stage("data"):
             self.source.prefetch(self.step)  # start rollouts for this step and, if the scheduler allows, later ones
-        with self.gpus.for_rollout(m, needed=self.source.generates), m.stage("rollout"):
+        with self.gpus.for_rollout(m, needed=self.source.generates), m.stage("rollout"), interruptible():
             pending = self.source.next_batch(self.step)  # the teacher is already scoring it
         with self.gpus.for_training(m, new_weights_follow=True):
-            with m.stage("teacher"):
+            with m.stage("teacher"), interruptible():
                 reference = self.roles.reference.compute_logprobs(pending, blocking=False)  # while the teacher scores
                 batch = self.roles.scoring.collect(pending)
             self.metrics.teacher.add(batch)
@@ -108,9 +110,7 @@ class Trainer:
                 self.step += 1
             with m.stage("rollout"):
                 self.source.wait_until_idle()
-            m.add_tuner(
-                self.metrics.teacher.end_step() | reference.tuner_numbers()
-            )  # before the engines get new weights
+            m.add_tuner(self.metrics.teacher.end_step() | reference.tuner_numbers())  # before the weight sync
             with m.stage("weight_sync"):
                 sync = self.roles.weight_sync.push(self.step)
         self.metrics.add_step(m, batch, stats, sync)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gkd.config.interval import save_interval
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema import TRACKER_NAMES, Config
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
@@ -48,6 +49,10 @@ def _errors(config: Config) -> Iterator[ConfigError]:
         fix = f"use one of the server's names, of at most {MAX_NAME_LENGTH} characters."
         yield ConfigError("teacher.name", config.teacher.name, "is too long.", fix)
     yield from _tracker_errors(config)
+    try:
+        save_interval(config.trainer.save_every)
+    except ConfigError as error:
+        yield error
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         yield ConfigError("actor.optim.betas", betas, "must be two numbers in [0, 1).", "use e.g. [0.9, 0.95].")

@@ -29,6 +29,7 @@ _EXPECTED = {
     "float": "a number, e.g. 0.5",
     "bool": "true or false",
     "str": "a text",
+    "int | str": "steps, e.g. 100, or a time, e.g. 30min",
     "list[str]": "a list, e.g. [a, b]",
     "list[int]": "a list of integers, e.g. [0, 1]",
     "list[float]": "a list of numbers, e.g. [0.9, 0.95]",

@@ -82,7 +82,13 @@ class TrainerConfig:
         limits="never, auto or a folder",
         resume=True,
     )
-    save_every: int = key(0, "Steps between checkpoints; 0 = only at the end.", ge=0, resume=True)
+    save_every: int | str = key(
+        "30min",
+        "Steps or time between checkpoints; 0 = only at the end. An interrupt and a lost teacher save the last step, "
+        "too. See docs/operations.md.",
+        limits="steps >= 0, or a time such as 45s, 30min, 2h",
+        resume=True,
+    )
     keep_last: int = key(2, "Newest checkpoints to keep.", gt=0, resume=True)
     keep_every: int = key(0, "Keep every checkpoint whose step is a multiple of this; 0 = none.", ge=0, resume=True)
     async_save: bool = key(

@@ -80,7 +80,7 @@ _PERF = (
     Row(
         "perf/checkpoint_write_s", "s", "a save has finished",
         "Duration of the save that finished in this step, from its start; also in the background.",
-        "Less than `trainer.save_every` steps take.",
+        "Less than the interval `trainer.save_every`.",
         "Longer than the interval between saves: `time/checkpoint_s` grows; raise `trainer.save_every`, or use a "
         "faster disk.",
     ),

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gkd.errors import CheckpointError, ClusterError, RankTimeout, TeacherUnavailable
 from gkd.log import get_logger
+from gkd.run import interrupts
 from gkd.run.saver import Saver
 
 log = get_logger("run")
@@ -31,32 +32,42 @@ def run_ending(
 
     - Every error but KeyboardInterrupt is raised after the pending save has finished (ClusterError: after at most
       `LAST_SAVE_WAIT_S`, since the ranks may hang).
+    - KeyboardInterrupt: the last finished step is saved, within `interrupts.LIMIT_S` of the first signal, if the
+      interrupt came between steps (`gkd.run.interrupts`); otherwise nothing is.
     - TeacherUnavailable: the last finished step is saved, without the scores that the teacher still owes.
     - RankTimeout: `diagnose_hang` runs before anything else, while the ranks still hang.
     Errors on the way are logged, so that the user gets the one that ended the run.
     """
-    try:
-        yield
-    except RankTimeout as timeout:
-        error = diagnose_hang(timeout)
-        _save_what_can_be_saved(error, saver, save_now, close_source)
-        raise error from None
-    except Exception as error:
-        _save_what_can_be_saved(error, saver, save_now, close_source)
-        raise
-    finally:
-        close_source(wait=False)  # also after an interrupt: no thread may start anything more
+    with interrupts.training_loop():
+        try:
+            yield
+        except KeyboardInterrupt:
+            _end_interrupted(saver, save_now)
+            raise
+        except RankTimeout as timeout:
+            error = diagnose_hang(timeout)
+            _save_what_can_be_saved(error, saver, save_now, close_source)
+            raise error from None
+        except Exception as error:
+            _save_what_can_be_saved(error, saver, save_now, close_source)
+            raise
+        finally:
+            close_source(wait=False)  # also after an interrupt: no thread may start anything more
 
 
 def save_and_export(save_now: Callable[[], None], export: Callable[[], None]) -> None:
-    """Save the last step, then export; export even if the save fails. Raises CheckpointError: the save failed."""
+    """Save the last step, then export; export even if the save fails, not after an interrupt.
+
+    Raises CheckpointError: the save failed.
+    """
     try:
         save_now()
     except CheckpointError as error:
         log.error("the last checkpoint failed: %s; exporting the student anyway", str(error))
         attempt("the export", export)
         raise
-    export()
+    with interrupts.interruptible():
+        export()
 
 
 def attempt(what: str, action: Callable[[], object]) -> bool:
@@ -67,6 +78,18 @@ def attempt(what: str, action: Callable[[], object]) -> bool:
         log.error("%s failed, too: %s: %s", what, type(error).__name__, str(error))
         return False
     return True
+
+
+def _end_interrupted(saver: Saver, save_now: SaveNow) -> None:
+    if interrupts.came_between_steps():
+        try:
+            attempt("the pending save", saver.finish)
+            attempt("the last save", lambda: save_now(scored=False))
+        except KeyboardInterrupt:
+            log.warning("the last save is not finished, and discarded")
+    interrupts.ignore_signals()
+    newest = f"step {saver.committed_step}; trainer.resume=auto continues there" if saver.committed_step else "none"
+    log.warning("interrupted; newest checkpoint: %s", newest)
 
 
 def _save_what_can_be_saved(error: Exception, saver: Saver, save_now: SaveNow, close_source: CloseSource) -> None:

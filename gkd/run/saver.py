@@ -6,7 +6,7 @@
     finish    wait until they have, and commit: before the next save and before the run ends
 
 One save at a time, so at most one copy in host memory. A save that fails stops the run at the next of these calls. An
-uncommitted save is not usable, so every end of the run but an interrupt calls `finish`.
+uncommitted save is not usable, so every end of the run calls `finish`, unless a second interrupt stops it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gkd.config.interval import save_interval
+from gkd.config.schema import TrainerConfig
 from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.handles import FileDigest, InFlight, PendingScores, Recording
 from gkd.log import get_logger
@@ -39,23 +41,25 @@ class _Save:
 
 
 class Saver:
-    """Start and commit the saves of one run.
+    """Decide when a save is due, start it and commit it, for one run.
 
-    Args:
-        in_background: False: `save` returns when the checkpoint is committed.
+    Attributes:
+        committed_step: step of the newest checkpoint.
     """
 
     def __init__(
         self,
+        config: TrainerConfig,
         folder: RunFolder,
         actor: ActorRole,
         scoring: ScoringRole,
         *,
-        in_background: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._actor, self._scoring = folder, actor, scoring
-        self._in_background, self._clock = in_background, clock
+        self._interval, self._in_background = save_interval(config.save_every), config.async_save
+        self._clock = clock
+        self._began_s = clock()  # of the last save; before it, of this start
         self._pending: _Save | None = None
         self.committed_step = 0  # of the newest checkpoint; step 0 needs none
 
@@ -65,6 +69,12 @@ class Saver:
         if state is not None and self._folder.resumes_own_checkpoint():  # a branch has no checkpoint yet
             self.committed_step = state.step
         return state
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save this finished step, as trainer.save_every demands."""
+        if self._interval.seconds:
+            return self._clock() - self._began_s >= self._interval.seconds
+        return self._interval.steps > 0 and step % self._interval.steps == 0
 
     def save(self, step: int, in_flight: InFlight, *, scored: bool = True) -> dict[str, float]:
         """Start to save this step, unless it is saved or being saved; blocks for the copy and for a pending save.
@@ -81,7 +91,7 @@ class Saver:
         if step == self.committed_step or (self._pending and step == self._pending.state.step):
             return {}
         numbers = self.finish()
-        began_s = self._clock()
+        self._began_s = began_s = self._clock()
         try:
             folder = self._folder.store.begin(step)
             self._actor.save(folder / ACTOR)

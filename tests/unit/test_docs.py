@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import yaml
-
 from gkd.config.check import check_config
 from gkd.config.load import load_config
 from tests.structure import MAP_PAGE, ROOT, package_map, written_map
@@ -52,7 +50,6 @@ def test_the_readme_stays_short() -> None:
 def test_the_readme_s_configuration_is_valid(tmp_path: Path) -> None:
     """Fails if a newcomer's first YAML is refused."""
     (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert yaml.safe_load(example)["trainer"]["save_every"] > 0, "an interrupted run must not lose everything"
     file = tmp_path / "mine.yaml"
     file.write_text(example)
     check_config(load_config(file, []))

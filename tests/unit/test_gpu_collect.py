@@ -265,7 +265,7 @@ def test_without_ray(
 ) -> None:
     """Fails if an environment without Ray ends in a traceback."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(main_gkd.signal, "signal", lambda *args: None)  # pytest's own handlers stay
+    monkeypatch.setattr(main_gkd.interrupts, "install", lambda: None)  # pytest's own handlers stay
     (tmp_path / "x.yaml").write_text("{}\n")
     assert main(["--config", str(tmp_path / "x.yaml"), *GOOD, "trainer.device=cpu"]) == 1
     assert "Ray" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""Ctrl-C and SIGTERM: stop the training loop only where the student is that of a finished step.
+
+    before and after the loop   the first signal raises KeyboardInterrupt at once
+    in the loop                 the first signal is held until the loop is in an `interruptible` block; then the last
+                                finished step can be saved
+    held, or during that save   a second signal, or the end of LIMIT_S, raises KeyboardInterrupt at once
+    after KeyboardInterrupt     signals are ignored for STOP_S, so that nothing interrupts the end of the processes
+
+Signal handlers belong to the process, so this state does, too. Without `install` (a loop of one's own) Python's
+handlers stay, and nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+LIMIT_S = 120.0  # from the first signal in the loop until the last save has to be finished
+STOP_S = 30.0  # stopping all processes takes seconds
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOTICE = (
+    f"interrupted: the last step is finished and saved, within {LIMIT_S:.0f} s; a second Ctrl-C stops without saving\n"
+)
+
+
+class _State:
+    in_loop = False
+    may_stop = False  # in an `interruptible` block
+    received = False  # the first signal in the loop
+    between_steps = False  # KeyboardInterrupt was raised in an `interruptible` block
+    stopping_s: float | None = None  # clock when the processes began to stop
+
+
+_state = _State()
+
+
+def install() -> None:
+    """Receive SIGINT and SIGTERM in this process from now on. Call it in the main thread."""
+    global _state
+    _state = _State()
+    for number in (*_SIGNALS, signal.SIGALRM):
+        signal.signal(number, _receive)
+
+
+@contextmanager
+def training_loop() -> Iterator[None]:
+    """Hold the first signal while the block runs, except in its `interruptible` blocks."""
+    _state.in_loop = True
+    try:
+        yield
+    finally:
+        if _state.received:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _state.in_loop = _state.received = False
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let a signal, also one that is held, raise KeyboardInterrupt in the block.
+
+    In the block no rank may change the student, and what the block changes must not be part of a checkpoint.
+    """
+    _state.may_stop = _state.in_loop
+    try:
+        if _state.may_stop and _state.received:
+            _stop_between_steps()
+        yield
+    finally:
+        _state.may_stop = False
+
+
+def came_between_steps() -> bool:
+    """Return whether the KeyboardInterrupt that ends the loop left the student of a finished step."""
+    return _state.between_steps
+
+
+def ignore_signals() -> None:
+    """Ignore further signals for STOP_S: this process is stopping all that it has started."""
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    _state.stopping_s = time.monotonic()
+
+
+def _receive(number: int, frame: FrameType | None) -> None:
+    del frame
+    if number == signal.SIGALRM and not _state.in_loop:
+        return
+    if _state.stopping_s is not None and time.monotonic() - _state.stopping_s < STOP_S:
+        return
+    if not _state.in_loop or _state.received:
+        _state.between_steps = False
+        ignore_signals()
+        raise KeyboardInterrupt
+    _state.received = True
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    os.write(2, _NOTICE.encode())  # a logger is not safe in a signal handler
+    if _state.may_stop:
+        _stop_between_steps()
+
+
+def _stop_between_steps() -> None:
+    _state.between_steps, _state.may_stop = True, False
+    raise KeyboardInterrupt
