@@ -6,6 +6,8 @@ Nothing else is needed from this package for `examples/own_pipeline.py`; `gkd.ro
 from __future__ import annotations
 
 import os
+import shlex
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -52,9 +54,12 @@ def open_pools(config: Config) -> Iterator[Pools]:
     """
     os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", LINES_OF_ALL_RANKS)  # read when Ray is imported
     with activities.during("checks"):
+        from gkd.preflight.environment import describe_start
         from gkd.preflight.run import preflight
 
         plan = preflight(config)
+        facts = describe_start(config, plan)
+    plan.folder.add_start(facts)
     log.info(
         "teacher %s (%s), %d shared token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
         plan.teacher.model_name,
@@ -68,5 +73,6 @@ def open_pools(config: Config) -> Iterator[Pools]:
     with activities.during("importing Ray"):
         from gkd.launcher import started_roles  # a heavy import, after the cheap checks
 
-    with started_roles(config, plan) as roles:
+    header = f"==== {time.ctime()}: {shlex.join(facts['command'])}"
+    with plan.folder.logged(header), started_roles(config, plan) as roles:
         yield Pools(plan=plan, **{field.name: getattr(roles, field.name) for field in fields(roles)})

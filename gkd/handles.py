@@ -210,6 +210,7 @@ class Sample:
     text: str
     answer: str
     correct: bool
+    prompt: str  # with its special tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,12 @@ def machine_gpus() -> list[GpuInfo]:
     return with_processes(gpus, _query(_PROCESSES)) if gpus else []
 
 
+def driver_version() -> str | None:
+    """Return the version of the GPU driver; None: unknown, as for `machine_gpus`."""
+    listed = _query("--query-gpu=driver_version").split()
+    return listed[0] if listed else None
+
+
 def gpu_memory_bytes(gpu_gib: float | None) -> int | None:
     """Return the memory per GPU that a tool plans with: the given size, else the smallest GPU here; None: no GPU.
 

@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
 from gkd.cluster.stacks import rank_env
+from gkd.cluster.worker_lines import keep_worker_lines
 from gkd.errors import ClusterError
 from gkd.log import get_logger
 
@@ -85,6 +86,7 @@ class Cluster:
         common: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True, "runtime_env": _JOB_ENV}
         local: dict[str, Any] = common | {"include_dashboard": False}
         on_sigterm = signal.getsignal(signal.SIGTERM)
+        keep_worker_lines()
         try:
             if address:
                 _check_answers(address)

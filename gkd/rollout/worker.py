@@ -152,6 +152,7 @@ class RolloutWorker:
                     text=text,
                     answer=answer,
                     correct=correct,
+                    prompt=self._tokenizer.decode(rollout.prompt_ids),
                 )
         return n_correct, [samples[index] for index in sorted(samples)]
 

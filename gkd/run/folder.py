@@ -7,6 +7,9 @@ run_dir/config.yaml            resolved settings
         gpus.json              which rank was on which GPU at the last start, and whether the run reached its end;
                                see `gkd.cluster.gpu_table`
         trackers.json          with trainer.loggers: id of the trackers' run; see `gkd.metrics.trackers`
+        log.txt                what all starts of the run have logged, with the lines of ranks and engines
+        environment.jsonl      one line per start: command, versions, commit, machine, seeds, data, models; see
+                               `gkd.preflight.environment`
         stacks.txt             stacks of all ranks at the last timeout
         checkpoints/           see `gkd.run.checkpoints`
         branched_from          checkpoint of another run that this run started from, if any
@@ -24,7 +27,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -32,7 +36,7 @@ from typing import TextIO
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
 from gkd.handles import FileDigest, Sample, TokenRecord
-from gkd.log import get_logger
+from gkd.log import get_logger, log_to
 from gkd.run import export_folder
 from gkd.run.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state
 from gkd.run.disk import TMP, fsync, make_folder, naming, replace_file
@@ -42,6 +46,7 @@ log = get_logger("run_folder")
 
 BATCHES = "batches"
 CHECKPOINTS = "checkpoints"
+ENVIRONMENT, LOG = "environment.jsonl", "log.txt"
 PLACES = "gpus.json"
 STACKS = "stacks.txt"
 LOCK, ORIGIN, GOING_BACK = ".lock", "branched_from", "going_back"
@@ -59,13 +64,28 @@ class RunFolder:
         self, root: Path, config: Config, teacher: Mapping[str, str], lock: TextIO, start: Path | None
     ) -> None:
         self.root, self.config, self.start = root, config, start
-        self._teacher = teacher
+        self.teacher = teacher
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
         self.tuner_file = root / "tuner.jsonl"
         self.new_export = export_folder.new_export(root)
         self.batches = root / BATCHES
         self.store = CheckpointStore(root / CHECKPOINTS)
+
+    def add_start(self, facts: Mapping[str, object]) -> None:
+        """Append one start of the run to environment.jsonl. Raises CheckpointError: it cannot be written."""
+        file = self.root / ENVIRONMENT
+        with naming(file):
+            before = file.read_bytes() if file.exists() else b""
+            replace_file(file, before + json.dumps(facts).encode() + b"\n")
+
+    @contextmanager
+    def logged(self, header: str) -> Iterator[None]:
+        """Append a header, and what the block logs, to log.txt. Raises CheckpointError: it cannot be written."""
+        with ExitStack() as stack:
+            with naming(self.root / LOG):
+                stack.enter_context(log_to(self.root / LOG, header))
+            yield
 
     def write_places(self, table: bytes) -> None:
         """Write which rank is on which GPU. Raises CheckpointError: it cannot be written."""
@@ -128,7 +148,7 @@ class RunFolder:
         """Return the documents that identify the run, settings and teacher: file name -> content."""
         return {
             "config.yaml": config_yaml(self.config).encode(),
-            "teacher.json": teacher_json(self._teacher).encode(),
+            "teacher.json": teacher_json(self.teacher).encode(),
         }
 
     def resumes_own_checkpoint(self) -> bool:

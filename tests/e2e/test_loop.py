@@ -25,8 +25,8 @@ from gkd.metrics.writer import read_metrics
 from gkd.quickstart.check_export import count_equal
 from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS
-from tests.e2e.conftest import Lab
-from tests.e2e.exactness import differences
+from tests.e2e.conftest import N_TRAIN, Lab
+from tests.e2e.exactness import check_taken, differences
 from tests.service.harness import ServerProcess, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -74,6 +74,18 @@ def test_the_terminal_shows_the_run_and_nothing_foreign(base_run: Path, lab: Lab
     assert not [line for line in lines if any(mark in line for mark in foreign)]
     assert all(str(path) in closing for path in (base_run / "export", base_run / "checkpoints" / "step_00000004"))
     assert lines[-1].split()[:4] == ["python", "-m", "gkd.tools.split", "--run"]
+
+
+def test_the_run_folder_describes_the_run(base_run: Path, lab: Lab) -> None:
+    """If it fails, a finished run has no lines of its ranks, no record of its data, or samples without prompts."""
+    log = (base_run / "log.txt").read_text()
+    assert "==== " in log and "RolloutWorker" in log and "step 4/4" in log
+    (start,) = map(json.loads, (base_run / "environment.jsonl").read_text().splitlines())
+    assert [(data["file"], data["rows"]) for data in start["data"]] == [(str(lab.train), 40), (str(lab.heldout), 52)]
+    assert start["command"][1:3] == ["-m", "gkd.main_gkd"] and all(start["versions"].values())
+    rows = [json.loads(line)["prompt"] for line in lab.heldout.read_text().splitlines()]
+    samples = map(json.loads, (base_run / "samples" / "step_00000004.jsonl").read_text().splitlines())
+    assert [sample["prompt"] for sample in samples] == rows[:50]
 
 
 def test_a_step_has_the_metrics_that_the_page_promises(base_run: Path) -> None:
@@ -210,7 +222,9 @@ def start(
 ) -> subprocess.Popen[str]:
     command = lab.command(run_dir, port, *overrides)
     whole = os.environ | (env or {})
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=whole)
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=whole, start_new_session=True
+    )
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -263,16 +277,23 @@ def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab
         ),
     ],
 )
-def test_an_interrupt_leaves_no_process(
-    lab: Lab, teacher_port: int, number: signal.Signals, scheduler: str, step: int | None
+def test_an_interrupt_leaves_a_checkpoint_and_no_process(
+    lab: Lab, teacher_port: int, shared_ray: str, number: signal.Signals, scheduler: str, step: int | None
 ) -> None:
-    """If it fails, a stopped run keeps GPUs, ports or Ray daemons, or a thread of it starts another Ray."""
+    """If it fails, a stopped run keeps GPUs, ports or Ray daemons, a thread of it starts another Ray, or it loses a
+    finished step, prompts or rollouts.
+    """
     run_dir = lab.root / f"interrupted_{number.name}_{scheduler}_{step}"
     # An engine of two workers, so that vLLM's own children have to go as well.
     engine = ("rollout.n_gpus_per_node=2", "rollout.tp=2", "cluster.gpus=[6,4,2]")
-    more = ("trainer.total_steps=60", *engine, f"trainer.scheduler={scheduler}")
+    more = (
+        "trainer.total_steps=60",
+        f"trainer.scheduler={scheduler}",
+        "trainer.record_batches=true",
+        "eval.max_prompts=2",
+    )
     mark = {"GKD_TEST_RUN": str(run_dir)}
-    process = start(lab, run_dir, teacher_port, *more, "eval.max_prompts=2", env=mark)
+    process = start(lab, run_dir, teacher_port, *more, *engine, env=mark)
     try:
         if step is not None:
             wait_for_step(run_dir, step, process)  # in the middle of training, or right before it
@@ -281,7 +302,10 @@ def test_an_interrupt_leaves_no_process(
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("raylet" in p.name() for p in family)
         began = time.monotonic()
-        process.send_signal(number)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does: to all processes of the run
+        else:
+            process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -295,9 +319,20 @@ def test_an_interrupt_leaves_no_process(
     assert "Traceback" not in stderr, stderr[-3000:]
     if step is not None:
         assert shlex.split(stderr.splitlines()[-1])[-1] == "trainer.resume=auto", "the command to go on"
+        reached = int(read_metrics(run_dir / "metrics.jsonl")[-1]["step"])
+        latest = run_dir / "checkpoints" / "latest"
+        assert (int(latest.read_text().removeprefix("step_")) if latest.exists() else 0) == reached >= step
         table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
         placed = [(row.label, row.cuda_visible_devices) for row in table.rows if row.pool != "teacher"]
         assert placed == [("actor 0", "2"), ("rollout 0", "4,6")] and table.findings == ()
+    if step:
+        resume = ("trainer.resume=auto", f"trainer.total_steps={reached + 1}", shared_ray)
+        done = lab.train_run(run_dir, teacher_port, *more, *resume)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert sorted(steps_of(run_dir)) == list(range(reached + 2))
+        starts = [json.loads(line)["resumed_from"] for line in (run_dir / "environment.jsonl").read_text().splitlines()]
+        assert starts == [None, str(run_dir / "checkpoints" / f"step_{reached:08d}")]
+        check_taken(run_dir, n_steps=reached + 1, n_prompts=N_TRAIN, whole=scheduler != "stream")
 
 
 def environment(process: psutil.Process) -> dict[str, str]:

@@ -304,7 +304,7 @@ def test_a_missing_new_export_keeps_the_old_one(tmp_path: Path) -> None:
 def test_samples_are_written_atomically_and_discarded_with_their_step(tmp_path: Path) -> None:
     """Fails if a full disk leaves a partial file, or samples of discarded steps are kept."""
     folder = open_folder(config(tmp_path / "run"))
-    sample = Sample(1, [1], [2], "x" * 400, "y", correct=False)
+    sample = Sample(1, [1], [2], "x" * 400, "y", correct=False, prompt="p")
     record = TokenRecord(7, 0, [5, 6], {"total": [0.5, 0.25]})
     for step in (0, 2, 4):
         folder.write_samples(step, [sample])

