@@ -169,12 +169,16 @@ class ReferenceHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Loss terms of each response token of one sequence, for inspection."""
+    """Loss terms of each response token of one sequence, for inspection; `gkd.tools.report` shows them."""
 
     prompt_id: int
     sample_index: int
+    prompt_ids: list[int]
     response_ids: list[int]
     values: dict[str, list[float]]  # field of `gkd.loss.token_loss.TokenLosses` -> nats or probabilities
+    # Per response token the teacher's most probable tokens: (id, probability of the teacher, of the student). Empty: the
+    # teacher sent no distribution.
+    choices: list[list[tuple[int, float, float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,15 +86,19 @@ class ActorWorker(ActorRank):
         phase = "evaluation"
         with self._memory.during(phase):
             batches, rollouts = self._micro_batches(sequence_indices, lists)
-            keeps = keep_tokens > 0 and self._layout.is_last_stage and self._layout.tp_rank == 0
+            collects = keep_tokens > 0 and self._layout.is_last_stage  # the teacher's choices need all TP ranks
+            keeps = collects and self._layout.tp_rank == 0
             tables: list[torch.Tensor] = []
+            choices: list[torch.Tensor] = []
             with self._offload.states_on_device("evaluate", [PARAMS], meta), self._memory.diagnosed(phase):
                 on_rows = (lambda table: tables.append(table.cpu())) if keeps else None
-                stats = self._student.evaluate(batches, on_rows)
+                on_choices = (lambda table: choices.append(table.cpu())) if collects else None
+                stats = self._student.evaluate(batches, on_rows, on_choices)
         if not keeps:
             return stats
         kept = [rollout for rollout in rollouts if rollout.sample_index < keep_tokens]
-        return replace(stats, tokens=token_records(batches, tables, self._student.loss.evaluation_names, kept))
+        names = self._student.loss.evaluation_names
+        return replace(stats, tokens=token_records(batches, tables, names, kept, choices))
 
     def score(self, sequence_indices: Sequence[bytes | None], *chunks: list[Rollout]) -> Any:
         """Compute the local teacher's scores of this rank's sequences. Collective, also for a rank without sequences.

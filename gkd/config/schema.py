@@ -140,9 +140,9 @@ class EvalConfig:
     )
     max_prompts: int = key(200, "Held-out prompts to use, the first ones of val_files; 0 = all.", ge=0, resume=True)
     keep_token_losses: int = key(
-        0,
-        "Sequences of an evaluation whose per-token losses, KL, masses and entropy are written to "
-        "run_dir/token_losses/step_N.jsonl; 0 = none.",
+        8,
+        "Sequences of an evaluation whose per-token losses, KL, masses, entropy and five most probable tokens of the "
+        "teacher are written to run_dir/token_losses/step_N.jsonl for the report, 0.3 kB per token; 0 = none.",
         ge=0,
         resume=True,
     )

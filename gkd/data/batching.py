@@ -106,25 +106,38 @@ def make_micro_batches(
 
 
 def token_records(
-    batches: MicroBatches, tables: Sequence[torch.Tensor], names: Sequence[str], rollouts: Sequence[Rollout]
+    batches: MicroBatches,
+    tables: Sequence[torch.Tensor],
+    names: Sequence[str],
+    rollouts: Sequence[Rollout],
+    choices: Sequence[torch.Tensor] = (),
 ) -> list[TokenRecord]:
-    """Return the loss terms of each token of some sequences, by sequence.
+    """Return the loss terms of each token of some sequences, and the teacher's choices, by sequence.
 
     Args:
         tables: [n, len(names)] each; concatenated, the rows of `batches`.
         rollouts: sequences to return.
+        choices: [n, C, 3] each, of the same rows, see `gkd.loss.choices`; empty: the teacher sent no distribution.
     """
     by_index = {rollout.sample_index: rollout for rollout in rollouts}
     rows = torch.cat(list(tables)) if tables else torch.zeros(0, len(names))
+    chosen = torch.cat(list(choices)) if choices else None
     records, stop = [], 0
     for index, n_rows in batches.samples:
         start, stop = stop, stop + n_rows
         if (rollout := by_index.get(index)) is not None:
             values = {name: rows[start:stop, i].tolist() for i, name in enumerate(names)}
-            records.append(TokenRecord(rollout.prompt_id, index, rollout.response_ids.tolist(), values))
+            prompt_ids, response_ids = rollout.prompt_ids.tolist(), rollout.response_ids.tolist()
+            top = [] if chosen is None else [_choices_of(row) for row in chosen[start:stop].tolist()]
+            records.append(TokenRecord(rollout.prompt_id, index, prompt_ids, response_ids, values, top))
     if stop != len(rows):
         raise DataError(f"the loss returned terms of {len(rows)} tokens, but the batch has {stop}")
     return records
+
+
+def _choices_of(row: Sequence[Sequence[float]]) -> list[tuple[int, float, float]]:
+    """Return (id, teacher's probability, student's) of one token; with a mass target its list may be shorter."""
+    return [(int(token), round(p, 6), round(q, 6)) for token, p, q in row if token >= 0]
 
 
 def _by_longest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

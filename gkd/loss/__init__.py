@@ -6,6 +6,7 @@
     full_vocab.py         losses against a teacher's distribution over the full vocabulary
     row_kernels.py        the two passes over the logits: torch here, Triton in triton_rows.py
     token_loss.py         tables of logprobs -> the loss and the diagnostics of each token
+    choices.py            the teacher's most probable tokens of each row, for inspection
     divergence.py         the divergences as they are defined; divergence_slopes.py has their derivatives
     policy_gradient.py    k1, k2, k3 on the sampled token
     sampled_logprobs.py   the student's logprob of the sampled token, without a loss

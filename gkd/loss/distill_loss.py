@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
 from gkd.errors import DataError
+from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
@@ -46,6 +47,8 @@ class DistillLoss:
         chunk_bytes: size of the logits of one chunk, including the teacher's logits if there are any.
         teacher_head: [V_local, D] float32, this rank's rows of the teacher's LM head, for the signal `hidden`.
         on_rows: called with a [n, len(report_names)] table of each chunk's tokens, in row order.
+        on_choices: called after it with the teacher's most probable tokens, [n, C, 3], see `gkd.loss.choices`; not
+            called if the teacher sends no distribution. Set on all ranks of the shard's group or on none.
     """
 
     spec: LossSpec
@@ -55,6 +58,7 @@ class DistillLoss:
     chunk_bytes: int
     teacher_head: Tensor | None = None
     on_rows: Callable[[Tensor], None] | None = None
+    on_choices: Callable[[Tensor], None] | None = None
 
     @property
     def is_full_vocab(self) -> bool:
@@ -72,14 +76,16 @@ class DistillLoss:
         return self._names(_without_reference(self.spec))
 
     @contextmanager
-    def evaluating(self, on_rows: Callable[[Tensor], None] | None) -> Iterator[None]:
-        """Within the block, leave out the reference term and call `on_rows`."""
+    def evaluating(
+        self, on_rows: Callable[[Tensor], None] | None, on_choices: Callable[[Tensor], None] | None = None
+    ) -> Iterator[None]:
+        """Within the block, leave out the reference term, and call `on_rows` and `on_choices`."""
         spec = self.spec
-        self.spec, self.on_rows = _without_reference(spec), on_rows
+        self.spec, self.on_rows, self.on_choices = _without_reference(spec), on_rows, on_choices
         try:
             yield
         finally:
-            self.spec, self.on_rows = spec, None
+            self.spec, self.on_rows, self.on_choices = spec, None, None
 
     def _names(self, spec: LossSpec) -> tuple[str, ...]:
         has_topk = "topk" in self.signals
@@ -150,7 +156,10 @@ class DistillLoss:
         if self.is_full_vocab:
             teacher = self._teacher_logits(chunk, logits)
             losses = full_vocab_losses(
-                logits, teacher, chunk, self.spec, self.shard, kernels=self.kernels, with_grad=with_grad
+                *(logits, teacher, chunk, self.spec, self.shard),
+                kernels=self.kernels,
+                with_grad=with_grad,
+                with_choices=self.on_choices is not None,
             )
             return self._sums(losses)
         ids, n_listed, temperature = _picked_ids(chunk), _n_listed(chunk), self.spec.temperature
@@ -185,7 +194,11 @@ class DistillLoss:
         """Compute the losses from the student's logprobs of `_picked_ids`."""
         has_list = targets.topk_ids is not None
         student_topk = rows.logprobs[:, :-1] if has_list else None
-        return topk_losses(self.spec, targets, student_topk, rows.logprobs[:, -1], rows.entropy, student_tail=rows.tail)
+        sampled = rows.logprobs[:, -1]
+        losses = topk_losses(self.spec, targets, student_topk, sampled, rows.entropy, student_tail=rows.tail)
+        if student_topk is not None and self.on_choices is not None:
+            losses.choices = listed_choices(targets, student_topk)
+        return losses
 
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
         """Return the teacher's logits / temperature, [n, v], for this rank's columns."""
@@ -204,6 +217,8 @@ class DistillLoss:
         table = torch.stack([values[name] for name in self.report_names], dim=1)
         if self.on_rows is not None:
             self.on_rows(table)
+        if self.on_choices is not None and losses.choices is not None:
+            self.on_choices(losses.choices)
         return table.double().sum(dim=0)
 
     def check(self, targets: TokenTargets) -> None:

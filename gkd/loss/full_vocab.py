@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
+from gkd.loss.choices import full_vocab_choices
 from gkd.loss.divergence_slopes import SLOPES, forward_kl
 from gkd.loss.row_kernels import RowKernels, SoftmaxShare, pieces
 from gkd.loss.token_loss import PLAIN, TokenLosses, sampled_losses
@@ -34,6 +35,7 @@ def full_vocab_losses(
     *,
     kernels: RowKernels,
     with_grad: bool,
+    with_choices: bool = False,
 ) -> TokenLosses:
     """Return the losses of a chunk; with `with_grad`, overwrite `logits` with d sum(total) / d logits.
 
@@ -41,6 +43,7 @@ def full_vocab_losses(
         logits: [n, v] the student's, any float dtype.
         teacher_logits: [n, v] float32 (float64 for float64 logits), already divided by the temperature; overwritten.
         targets: of these rows; the teacher's tables in it are not read, the reference's logprobs are.
+        with_choices: set `TokenLosses.choices`; the same on all ranks of the shard's group.
 
     Returns:
         Losses without gradient.
@@ -61,6 +64,8 @@ def full_vocab_losses(
     if with_grad and total.requires_grad:
         (slope,) = torch.autograd.grad(total, student_sampled)
     losses.total = losses.total.detach()
+    if with_choices:
+        losses.choices = full_vocab_choices(logits, teacher_logits, norm_q, norm_p, temperature, shard)
 
     sums, g = _divergence_sums(logits, teacher_logits, norm_q, norm_p, spec, with_grad=with_grad)
     if shard.group is not None:

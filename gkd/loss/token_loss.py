@@ -44,6 +44,7 @@ class TokenLosses:
 
     total: Tensor  # [N] weighted sum of the terms, differentiable
     values: dict[str, Tensor] = field(default_factory=dict)
+    choices: Tensor | None = None  # [N, C, 3], see `gkd.loss.choices`; only where they are requested
 
 
 def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_sampled: bool) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ run_dir/config.yaml            resolved settings
         going_back             earlier checkpoint that a rewind was asked for, until it is loaded
         memory/                reports of ranks that ran out of memory; see `gkd.memory.oom`
         samples/step_N.jsonl   greedy responses to validation prompts
-        token_losses/step_N.jsonl  with eval.keep_token_losses: loss terms of each token of an evaluation
+        token_losses/step_N.jsonl  each token of some responses of an evaluation, see `TokenRecord`
         batches/step_N/        with trainer.record_batches: the batch of each step; see `gkd.pipeline.replay`
         export/                the trained student in Hugging Face format; see `gkd.run.export_folder`
 """

@@ -25,6 +25,7 @@ from gkd.config.loss_spec import (
     Tail,
     teacher_signals,
 )
+from gkd.loss.choices import N_CHOICES
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
@@ -226,8 +227,23 @@ def no_rows(rank: int, world_size: int) -> float:
     return largest
 
 
-def _world(rank: int, world_size: int, settings: Sequence[Setting]) -> tuple[dict[str, float], bool, float]:
-    return differences(rank, world_size, settings), same_on_all_ranks(rank, world_size), no_rows(rank, world_size)
+def choices_error(rank: int, world_size: int) -> float:
+    """Return, in a rank, the largest error of the teacher's most probable tokens and their probabilities."""
+    errors = []
+    for vocab, signal in product((21, 5), ("logits", "hidden")):
+        case, spec = make_case(vocab, world_size, torch.float64), LossSpec((LossTerm("jsd"),), temperature=0.7)
+        loss, found = _distill_loss(case, spec, signal, rank, world_size), list[Tensor]()
+        with torch.no_grad(), loss.evaluating(None, found.append):
+            loss.from_hidden(case.hidden, case.head.chunk(world_size)[rank], case.targets(spec, signal))
+        p, ids = case.teacher_logits(0.7).softmax(dim=-1).topk(N_CHOICES)
+        q = (case.hidden @ case.head[:vocab].T / 0.7).softmax(dim=-1).gather(1, ids)
+        errors.append(float((torch.cat(found) - torch.stack([ids.double(), p, q], dim=2)).abs().max()))
+    return max(errors)
+
+
+def _world(rank: int, world_size: int, settings: Sequence[Setting]) -> tuple[dict[str, float], bool, float, float]:
+    zeros = no_rows(rank, world_size), choices_error(rank, world_size)
+    return differences(rank, world_size, settings), same_on_all_ranks(rank, world_size), *zeros
 
 
 def test_one_rank_equals_dense() -> None:
@@ -236,6 +252,7 @@ def test_one_rank_equals_dense() -> None:
     measured = differences(0, 1, ALL)
     assert max(measured.values()) <= 1.0, _worst(measured)
     assert no_rows(0, 1) == 0.0
+    assert choices_error(0, 1) < 1e-10
 
 
 @pytest.mark.dist
@@ -256,11 +273,12 @@ def test_equals_dense_everywhere(tp: int) -> None:
     _check(run_gloo(_world, tp, ALL, timeout_s=290.0))
 
 
-def _check(ranks: list[tuple[dict[str, float], bool, float]]) -> None:
-    for measured, same, of_no_rows in ranks:
+def _check(ranks: list[tuple[dict[str, float], bool, float, float]]) -> None:
+    for measured, same, of_no_rows, of_choices in ranks:
         assert max(measured.values()) <= 1.0, _worst(measured)
         assert same
         assert of_no_rows == 0.0
+        assert of_choices < 1e-10, "the report would show other tokens than the teacher's most probable ones"
 
 
 def _worst(measured: dict[str, float]) -> str:

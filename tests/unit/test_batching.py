@@ -325,10 +325,16 @@ def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -
     batches = make_micro_batches(rollouts, scores, micro_batch_size=2, max_tokens=max_tokens, packed=packed)
     # Values that identify the token.
     tables = [torch.stack([targets_of(b).sampled_ids.float(), targets_of(b).on_policy.float()], dim=1) for b in batches]
-    records = token_records(batches, tables, ("token", "on_policy"), rollouts[1:])
+    # The teacher's choices: the token itself, and one that a shorter list lacks.
+    choices = [torch.stack([table[:, :1].repeat(1, 3), torch.full((len(table), 3), -1.0)], dim=1) for table in tables]
+    records = token_records(batches, tables, ("token", "on_policy"), rollouts[1:], choices)
+    assert token_records(batches, tables, ("token", "on_policy"), rollouts[1:])[0].choices == []
     assert {r.sample_index for r in records} == {r.sample_index for r in rollouts[1:]}
     for record in records:
         assert record.values["token"] == record.response_ids and set(record.values["on_policy"]) == {1.0}
         assert record.prompt_id == 5 - record.sample_index
+        (rollout,) = (r for r in rollouts if r.sample_index == record.sample_index)
+        assert record.prompt_ids == rollout.prompt_ids.tolist()
+        assert record.choices == [[(token, token, token)] for token in record.response_ids]
     with pytest.raises(DataError, match="2 tokens"):
         token_records(batches, [torch.zeros(2, 2)], ("token", "on_policy"), rollouts)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.loss.choices import N_CHOICES
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.token_loss import report_names, topk_losses
@@ -15,7 +16,9 @@ from gkd.types import TokenTargets
 from teacher_server.wire.protocol import Signal
 from tests.unit.loss_cases import (
     Batch,
+    K,
     N,
+    V,
     normal,
     one_thread,  # noqa: F401
     topk_targets,
@@ -48,6 +51,28 @@ def test_numbers_of_every_token(signal: Signal, temperature: float, fused: bool)
         torch.testing.assert_close(column, values[name], msg=f"{name}: {column} is not {values[name]}")
     torch.testing.assert_close(sums, table.sum(dim=0))
     assert 0 < int(values["importance_clipped"].sum()) < N  # the case has both kinds
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", ["topk", "logits", "hidden", "sampled"])
+def test_the_teachers_choices_of_every_token(signal: Signal, fused: bool) -> None:
+    """Fails if the report shows other tokens than the teacher's most probable ones, or wrong probabilities."""
+    temperature, batch = 0.7, Batch()
+    terms = (LossTerm("k1"),) if signal == "sampled" else (LossTerm("jsd"),)
+    loss = batch.loss(LossSpec(terms, temperature=temperature), signal, 3)
+    logits, found = batch.hidden @ batch.head.T, list[Tensor]()
+    with torch.no_grad(), loss.evaluating(None, found.append):
+        if fused:
+            loss.from_hidden(batch.hidden, batch.head, batch.targets(signal, temperature))
+        else:
+            loss.from_logits(logits.clone(), batch.targets(signal, temperature))
+    assert loss.on_choices is None
+    if signal == "sampled":
+        assert not found, "without a distribution there are no choices"
+        return
+    p, ids = batch.teacher_logprobs(temperature).exp().topk(min(N_CHOICES, K if signal == "topk" else V))
+    q = (logits[:, :V] / temperature).softmax(dim=-1).gather(1, ids)
+    torch.testing.assert_close(torch.cat(found), torch.stack([ids.double(), p, q], dim=2))
 
 
 def test_names_and_their_order() -> None:

@@ -270,9 +270,12 @@ def test_a_commit_prunes_old_checkpoints(tmp_path: Path) -> None:
 def test_an_infinite_token_loss_is_written_as_null(tmp_path: Path) -> None:
     """If it fails, lines with infinite losses, the most interesting ones, are invalid JSON."""
     folder = open_folder(config(tmp_path / "run"))
-    folder.write_token_losses(3, [TokenRecord(7, 0, [5, 6], {"total": [0.5, float("inf")]})])
+    folder.write_token_losses(3, [TokenRecord(7, 0, [4], [5, 6], {"total": [0.5, float("inf")]}, [[(5, 0.5, 0.25)], []])])
     (line,) = (tmp_path / "run" / "token_losses" / "step_00000003.jsonl").read_text().splitlines()
-    expected = {"prompt_id": 7, "sample_index": 0, "response_ids": [5, 6], "values": {"total": [0.5, None]}}
+    expected = {
+        **{"prompt_id": 7, "sample_index": 0, "prompt_ids": [4], "response_ids": [5, 6]},
+        **{"values": {"total": [0.5, None]}, "choices": [[[5, 0.5, 0.25]], []]},
+    }
     assert json.loads(line, parse_constant=pytest.fail) == expected
 
 
@@ -305,7 +308,7 @@ def test_samples_are_written_atomically_and_discarded_with_their_step(tmp_path: 
     """Fails if a full disk leaves a partial file, or samples of discarded steps are kept."""
     folder = open_folder(config(tmp_path / "run"))
     sample = Sample(1, [1], [2], "x" * 400, "y", correct=False, prompt="p")
-    record = TokenRecord(7, 0, [5, 6], {"total": [0.5, 0.25]})
+    record = TokenRecord(7, 0, [4], [5, 6], {"total": [0.5, 0.25]})
     for step in (0, 2, 4):
         folder.write_samples(step, [sample])
         folder.write_token_losses(step, [record])

@@ -119,14 +119,18 @@ class Student(ABC):
         return TrainStats(loss, sums.n_loss_tokens, grad_norm, lr, diagnostics(self.loss, sums))
 
     def evaluate(
-        self, micro_batches: Sequence[MicroBatch], on_rows: Callable[[Tensor], None] | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        on_rows: Callable[[Tensor], None] | None = None,
+        on_choices: Callable[[Tensor], None] | None = None,
     ) -> TrainStats:
         """Compute the loss of one global batch without gradients and without a step. Raises like `train_step`.
 
         Args:
             on_rows: receives the numbers of each token, see `DistillLoss.on_rows`; on ranks that compute the loss.
+            on_choices: receives the teacher's most probable tokens, see `DistillLoss.on_choices`.
         """
-        with torch.no_grad(), self.loss.evaluating(on_rows):
+        with torch.no_grad(), self.loss.evaluating(on_rows, on_choices):
             sums = self._run(micro_batches, backward=False)
         return evaluation(self.step, self.loss, sums)
 
