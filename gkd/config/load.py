@@ -92,6 +92,15 @@ def parse_overrides(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
     return args
 
 
+def yaml_values(path: str | Path) -> dict[str, Any]:
+    """Return the values of a YAML file by dotted key as they are written, also keys that this version does not have.
+
+    Raises:
+        ConfigError: the file is not readable.
+    """
+    return dict(_leaves(OmegaConf.to_container(_read_yaml(path), resolve=False), ""))
+
+
 def config_yaml(config: Config) -> str:
     """Return the resolved settings as YAML; `load_config` of a file with it gives the same config."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -270,7 +270,9 @@ def test_a_commit_prunes_old_checkpoints(tmp_path: Path) -> None:
 def test_an_infinite_token_loss_is_written_as_null(tmp_path: Path) -> None:
     """If it fails, lines with infinite losses, the most interesting ones, are invalid JSON."""
     folder = open_folder(config(tmp_path / "run"))
-    folder.write_token_losses(3, [TokenRecord(7, 0, [4], [5, 6], {"total": [0.5, float("inf")]}, [[(5, 0.5, 0.25)], []])])
+    folder.write_token_losses(
+        3, [TokenRecord(7, 0, [4], [5, 6], {"total": [0.5, float("inf")]}, [[(5, 0.5, 0.25)], []])]
+    )
     (line,) = (tmp_path / "run" / "token_losses" / "step_00000003.jsonl").read_text().splitlines()
     expected = {
         **{"prompt_id": 7, "sample_index": 0, "prompt_ids": [4], "response_ids": [5, 6]},

@@ -1,0 +1,90 @@
+"""`python -m gkd.tools.report RUN [RUN ...]`: write one HTML page about one run, or compare several."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gkd.errors import ConfigError, GkdError
+from gkd.run.disk import naming, replace_file
+from gkd.tools.report.page import page
+from gkd.tools.report.read import folder_state, read_runs
+
+_EXAMPLES = """examples:
+  python -m gkd.tools.report runs/mine                        # runs/mine/report.html
+  python -m gkd.tools.report runs/forward runs/reverse        # compare: ./report.html
+  python -m gkd.tools.report runs/mine --watch 30             # rewrite it while the run goes on, until Ctrl-C
+
+exit code: 0 written; 1 a file of a run is damaged, or the page cannot be written; 2 wrong arguments, or no such run
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    out = args.out or (args.runs[0] / "report.html" if len(args.runs) == 1 else Path("report.html"))
+    try:
+        if args.watch is not None and args.watch <= 0:
+            raise ConfigError("--watch", args.watch, "is not above 0.", "give seconds, for example --watch 10.")
+        if args.watch is None:
+            _write(args.runs, out)
+        else:
+            _watch(args.runs, out, args.watch)
+    except ConfigError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except GkdError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _write(folders: Sequence[Path], out: Path, reload_s: float = 0) -> None:
+    began = time.perf_counter()
+    content = page(read_runs(folders), reload_s).encode()
+    with naming(out):
+        replace_file(out, content)
+    print(f"{out}: {len(content) / 1e6:.1f} MB in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def _watch(folders: Sequence[Path], out: Path, seconds: float) -> None:
+    """Write the page, and again whenever a run has changed, until Ctrl-C; the last page does not reload itself."""
+    print(f"watching {len(folders)} run(s) every {seconds:g} s, until Ctrl-C", flush=True)
+    try:
+        seen = None
+        while True:
+            state = [folder_state(folder) for folder in folders]
+            if state != seen:
+                _write(folders, out, seconds)
+                seen = state
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        _write(folders, out)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gkd.tools.report",
+        description="Write one HTML page about a run, or about several to compare them. It needs no network.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (trainer.run_dir)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: report.html in the run folder; of several runs here"
+    )
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=10.0,
+        metavar="SECONDS",
+        help="write the page again when a run has changed, and let it reload itself; default: every 10 s",
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

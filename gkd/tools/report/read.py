@@ -1,0 +1,144 @@
+"""Read the files of a run folder that the report shows. A run may be in progress, killed, or of an older version."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gkd.cluster.gpu_table import GpuMap, gpu_map_from_json
+from gkd.config.load import yaml_values
+from gkd.errors import CheckpointError, ConfigError
+from gkd.metrics.writer import read_metrics
+from gkd.run.disk import naming
+from gkd.tools.report.decimate import Curve
+
+_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+# Files and folders whose change makes the page out of date.
+WATCHED = (
+    *("metrics.jsonl", "config.yaml", "gpus.json", "environment.json", "spans.jsonl"),
+    *("samples", "token_losses", "export"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder.
+
+    Args:
+        name: the folder's name; if two runs have the same one, its path.
+        lines: of metrics.jsonl, in order.
+        settings: of config.yaml by dotted key, as written; keys of older versions included.
+    """
+
+    name: str
+    root: Path
+    lines: Sequence[dict[str, float | None]]
+    settings: dict[str, Any]
+
+    @functools.cached_property
+    def curves(self) -> dict[str, Curve]:
+        """All keys of metrics.jsonl, in the order in which they first occur."""
+        found: dict[str, tuple[list[int], list[float | None]]] = {}
+        for line in self.lines:
+            step = int(line["step"] or 0)
+            for key, value in line.items():
+                if key != "step":
+                    steps, values = found.setdefault(key, ([], []))
+                    steps.append(step)
+                    values.append(value)
+        return {key: Curve(*columns) for key, columns in found.items()}
+
+    @property
+    def last_step(self) -> int:
+        return int(self.lines[-1]["step"] or 0) if self.lines else 0
+
+    def gpu_map(self) -> GpuMap | None:
+        """Return the content of gpus.json; None: there is none. Raises ClusterError: it is damaged."""
+        file = self.root / "gpus.json"
+        return gpu_map_from_json(_bytes(file), str(file)) if file.exists() else None
+
+    def environment(self) -> list[dict[str, Any]]:
+        """Return the starts of the run in environment.json, oldest first; empty: there is none.
+
+        Raises:
+            CheckpointError: it is neither a JSON object nor a list of objects.
+        """
+        file = self.root / "environment.json"
+        if not file.exists():
+            return []
+        content = _json(file, _bytes(file), "the file")
+        starts = content if isinstance(content, list) else [content]
+        if not all(isinstance(start, dict) for start in starts):
+            raise CheckpointError(f"{file} is not a list of JSON objects; restore or delete it")
+        return starts
+
+    def step_files(self, folder: str) -> dict[int, Path]:
+        """Return step -> file of samples/ or token_losses/, ascending."""
+        found = {int(m[1]): file for file in (self.root / folder).glob("*") if (m := _STEP_FILE.fullmatch(file.name))}
+        return dict(sorted(found.items()))
+
+
+def folder_state(root: Path) -> list[tuple[int, int]]:
+    """Return time and size of every file and folder that the page is made of, to compare."""
+    found = [path for name in WATCHED for path in [root / name, *sorted((root / name).glob("*"))]]
+    stats = [path.stat() for path in found if path.exists()]
+    return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Read several run folders.
+
+    Raises:
+        ConfigError: a folder does not exist, is no run folder or is given twice.
+        CheckpointError: a file is damaged; names the line.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for i, folder in enumerate(resolved):
+        if folder in resolved[:i]:
+            raise ConfigError("RUN", str(folders[i]), "this run is given twice.", "name each run once.")
+    names = [folder.name for folder in resolved]
+    return [
+        _read(folder, name if names.count(name) == 1 else str(folder))
+        for folder, name in zip(folders, names, strict=True)
+    ]
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file with one JSON object per line, without an incomplete last line.
+
+    Raises:
+        CheckpointError: the file cannot be read, or a line is not a JSON object; names the line.
+    """
+    for number, line in enumerate(_bytes(file).split(b"\n")[:-1], start=1):
+        if line:
+            content = _json(file, line, f"line {number}")
+            if not isinstance(content, dict):
+                raise CheckpointError(f"{file}: line {number} is not a JSON object; delete it, or restore the file")
+            yield content
+
+
+def _read(folder: Path, name: str) -> Run:
+    if not folder.is_dir():
+        raise ConfigError("RUN", str(folder), "there is no such folder.", "give the folder of a run (trainer.run_dir).")
+    metrics, config = folder / "metrics.jsonl", folder / "config.yaml"
+    if not metrics.is_file():
+        fix = "give the folder of a run (trainer.run_dir); a run writes this file when it starts."
+        raise ConfigError("RUN", str(folder), "it has no metrics.jsonl.", fix)
+    return Run(name, folder, read_metrics(metrics), yaml_values(config) if config.is_file() else {})
+
+
+def _bytes(file: Path) -> bytes:
+    with naming(file, "read"):
+        return file.read_bytes()
+
+
+def _json(file: Path, data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:  # JSON's and UTF-8's errors alike
+        raise CheckpointError(f"{file}: {where} is not valid JSON ({error}); delete it, or restore the file") from error

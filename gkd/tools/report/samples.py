@@ -1,0 +1,142 @@
+"""Collect responses for the sample browser: their text, each token's KL, and the teacher's choices.
+
+Of a run's evaluations at most 12 are shown: the first, the last, and evenly spaced ones between them. Of each one the
+first 8 kept responses (`eval.keep_token_losses`) with their first 400 tokens, and 20 greedy responses with their first
+2,000 characters. With several runs each has its part of the evaluations, at least two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gkd.errors import CheckpointError
+from gkd.tools.report.read import Run, json_lines
+
+MAX_EVALUATIONS = 12
+MAX_RESPONSES = 8
+MAX_TOKENS = 400
+MAX_GREEDY = 20
+MAX_CHARACTERS = 2000
+# Number of a token by which it is colored: the first one that a record has.
+COLORS = {"token_kl": "KL(teacher || student)", "sampled_reverse_kl": "log q - log p of the token", "total": "loss"}
+
+
+class TokenTexts:
+    """Texts of token ids by the run's tokenizer: of the export, or of model.path. Without one, the ids.
+
+    Raises:
+        CheckpointError: tokenizer.json is damaged.
+    """
+
+    def __init__(self, run: Run) -> None:
+        folders = [run.root / "export", Path(str(run.settings.get("model.path", "")) or ".")]
+        self.file = next((f / "tokenizer.json" for f in folders if (f / "tokenizer.json").is_file()), None)
+        self._tokenizer = None
+        if self.file is not None:
+            try:
+                self._tokenizer = Tokenizer.from_file(str(self.file))
+            except Exception as error:  # the library raises Exception itself
+                raise CheckpointError(f"{self.file} is not a tokenizer ({error}); restore or delete it") from error
+
+    def token(self, token_id: int) -> str:
+        """Return the text of one token with its leading space; special tokens by their names."""
+        if self._tokenizer is None:
+            return f"[{token_id}]"
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return f"[{token_id}]"
+        if piece.startswith("▁"):  # SentencePiece; decode drops the space at the beginning of a text
+            return piece.replace("▁", " ")
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) or piece
+
+    def text(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return " ".join(f"[{i}]" for i in ids)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def evenly(steps: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` of the steps: first, last, and evenly spaced ones between them."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def browser(run: Run, n_runs: int = 1) -> dict[str, Any]:
+    """Return the data of one run's sample browser.
+
+    Raises:
+        CheckpointError: a file of token_losses/ or samples/, or the tokenizer, is damaged.
+    """
+    texts, most = TokenTexts(run), max(MAX_EVALUATIONS // n_runs, 2)
+    kept, greedy = run.step_files("token_losses"), run.step_files("samples")
+    used: set[int] = set()
+    responses = {step: _responses(kept[step], texts, used) for step in evenly(list(kept), most)}
+    return {
+        "steps": list(responses),
+        "n_evaluations": len(kept),
+        "responses": responses,
+        "vocabulary": {token: texts.token(token) for token in sorted(used)},
+        "has_tokenizer": texts.file is not None,
+        "greedy": {step: _greedy(greedy[step], texts) for step in evenly(list(greedy), most)},
+        "n_greedy": len(greedy),
+    }
+
+
+def _responses(file: Path, texts: TokenTexts, used: set[int]) -> dict[str, dict[str, Any]]:
+    """Return the responses of one evaluation by prompt and sample; adds the ids of their tokens to `used`."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in _first(file, MAX_RESPONSES, ("prompt_id", "sample_index", "response_ids", "values")):
+        ids, values = record["response_ids"][:MAX_TOKENS], record["values"]
+        choices = [[_choice(*one) for one in row] for row in record.get("choices", ())[:MAX_TOKENS]]
+        used.update(ids, (one[0] for row in choices for one in row))
+        color = next((name for name in COLORS if name in values), None)
+        found[f"{record['prompt_id']}/{record['sample_index']}"] = {
+            "prompt": _end(texts.text(record["prompt_ids"])) if "prompt_ids" in record else None,
+            "ids": ids,
+            "n_tokens": len(record["response_ids"]),
+            "kind": COLORS[color] if color else "",
+            "color": [_short(value) for value in values[color][:MAX_TOKENS]] if color else [None] * len(ids),
+            "entropy": [_short(value) for value in values.get("student_entropy", ())[:MAX_TOKENS]],
+            "choices": choices,
+        }
+    return found
+
+
+def _greedy(file: Path, texts: TokenTexts) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": sample["prompt_id"],
+            "prompt": _end(sample.get("prompt") or texts.text(sample.get("prompt_ids", ()))),
+            "text": sample["text"][:MAX_CHARACTERS],
+            "answer": sample.get("answer", ""),
+            "correct": sample.get("correct"),
+        }
+        for sample in _first(file, MAX_GREEDY, ("prompt_id", "text"))
+    ]
+
+
+def _first(file: Path, n: int, keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the first lines of a file. Raises CheckpointError: one is damaged, or lacks a key."""
+    lines = [line for line, _ in zip(json_lines(file), range(n), strict=False)]
+    for number, line in enumerate(lines, start=1):
+        if missing := [key for key in keys if key not in line]:
+            raise CheckpointError(f"{file}: line {number} lacks {missing[0]!r}; delete the file, or restore it")
+    return lines
+
+
+def _end(text: str) -> str:
+    """Return the end of a prompt, which has the question."""
+    return text if len(text) <= MAX_CHARACTERS else f"... {text[-MAX_CHARACTERS:]}"
+
+
+def _choice(token: int, p: float, q: float) -> tuple[int, float, float]:
+    return token, round(p, 4), round(q, 4)
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")

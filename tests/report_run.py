@@ -1,0 +1,154 @@
+"""Write run folders with every kind of file that the report reads, through the run's own writers where they are small.
+
+The numbers are made up from a seed, so a test compares the page with the files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+
+from gkd.cluster.gpu_table import GpuInfo, GpuMap, PoolNeed, RankPlacement
+from gkd.config.load import load_config, save_config
+from gkd.handles import Sample, TokenRecord
+from gkd.metrics.catalog import NUMBER, PLACEHOLDERS
+from gkd.metrics.catalog_learning import LEARNING
+from gkd.metrics.catalog_system import SYSTEM
+from gkd.metrics.writer import MetricsWriter
+
+# A response may contain anything; the fourth one ends a script element if it is not escaped.
+WORDS = ("<pad>", "<eos>", " add", "</script><script>window.broken=1</script>", "<!--", " 7", "\n", "&lt;", " ü", "'\"")
+EVAL = ("eval/kl", "eval/accuracy", "eval/response_tokens")
+BEGAN_S = 1_700_000_000.0
+
+
+def make_run(
+    root: Path,
+    *overrides: str,
+    steps: int = 12,
+    eval_every: int = 4,
+    n_tokens: int = 6,
+    n_ranks: int = 1,
+    seed: int = 0,
+) -> Path:
+    """Write a finished run of so many steps, and return its folder.
+
+    Args:
+        overrides: `key=value` settings.
+        n_tokens: of each kept response.
+        n_ranks: actor ranks with a memory curve of their own.
+    """
+    root.mkdir(parents=True)
+    config = load_config(None, [f"trainer.run_dir={root}", f"trainer.total_steps={steps}", *overrides])
+    save_config(config, root / "config.yaml")
+    keys = _keys(config.distill.loss, n_ranks)
+    generator = random.Random(seed)
+    writer = MetricsWriter(root / "metrics.jsonl", -1)
+    with (root / "spans.jsonl").open("w") as spans:
+        for step in range(steps + 1):
+            line = {key: _value(key, step, steps, generator) for key in keys if step or key in EVAL}
+            if step % eval_every and step != steps:
+                line = {key: value for key, value in line.items() if key not in EVAL}
+            writer.write(step, {"time/unix_s": BEGAN_S + 10.0 * step, **line})
+            for process in _processes(step):
+                spans.write(json.dumps(process) + "\n")
+    writer.close()
+    for step in range(0, steps + 1, eval_every):
+        _write_lines(root / "token_losses", step, [_record(i, n_tokens, generator) for i in range(8)])
+        samples = [Sample(i, [2, 5], [5, 1], WORDS[3] + str(step), "7", bool(i % 2)) for i in range(3)]
+        _write_lines(root / "samples", step, samples)
+    _write_rest(root)
+    return root
+
+
+def span(name: str, start_s: float, duration_s: float, **args: Any) -> dict[str, Any]:
+    return {"name": name, "start_s": start_s, "duration_s": duration_s, "args": args}
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a tokenizer.json whose texts are `WORDS`."""
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _keys(loss: str, n_ranks: int) -> list[str]:
+    chosen = {
+        "loss": (loss,),
+        "stage": ("data", "rollout", "teacher", "reference", "train", "weight_sync", "usage"),
+        "call": (),
+        "age": ("0", "1"),
+        "rank": tuple(map(str, range(n_ranks))),
+    }
+    values = {name: chosen.get(name, all_) for name, all_ in PLACEHOLDERS.items()}
+    assert NUMBER not in values.values()
+    keys = [row.key for rows in (LEARNING | SYSTEM).values() for row in rows if row.key != "time/unix_s"]
+    for name, options in values.items():
+        keys = [key.replace(f"<{name}>", str(option)) for key in keys for option in _options(key, name, options)]
+    return keys
+
+
+def _options(key: str, name: str, options: tuple[str, ...] | str) -> tuple[str, ...] | str:
+    return options if f"<{name}>" in key else ("",)
+
+
+def _value(key: str, step: int, steps: int, generator: random.Random) -> float:
+    """Return a number that falls over the run with noise; accuracy rises."""
+    done = step / steps
+    if key == "eval/accuracy":
+        return 0.1 + 0.8 * done
+    if key.startswith("perf/bound_by_"):
+        return float(key.endswith("teacher"))
+    if key == "optim/grad_norm" and step == steps // 2:
+        return math.inf if steps > 4 else 1.0
+    return (2.0 + math.cos(9 * done)) * (1.1 - done) * generator.uniform(0.9, 1.1) * (0.1 + len(key) / 40)
+
+
+def _record(index: int, n_tokens: int, generator: random.Random) -> TokenRecord:
+    ids = [2 + (index + i) % (len(WORDS) - 2) for i in range(n_tokens - 1)] + [1]
+    kl = [generator.uniform(0, 2) for _ in ids]
+    choices = [[(i, 0.5, 0.25), ((i + 1) % len(WORDS), 0.125, 0.0625)] for i in ids]
+    values = {"total": kl, "token_kl": kl, "student_entropy": [generator.uniform(0, 1) for _ in ids]}
+    return TokenRecord(100 + index, index, [2, 5, 3], ids, values, choices)
+
+
+def _processes(step: int) -> Iterator[dict[str, Any]]:
+    """Yield the span lines of a step of 10 s: the driver's stages, two engines, one actor; step 0 has none."""
+    if step == 0:
+        return
+    begin = BEGAN_S + 10.0 * (step - 1)
+    stages = [span("rollout", begin, 4.0), span("teacher", begin + 4, 1.0), span("train", begin + 5, 5.0)]
+    yield {"step": step, "process": "driver", "host": "a", "spans": stages}
+    for engine in range(2):
+        made = [span("generate", begin + engine, 2.0, sequences=8), span("receive_weights", begin + 9, 0.5)]
+        yield {"step": step, "process": f"engine {engine}", "host": "a", "spans": made}
+    lanes = [span("score", begin + 2, 3.0, lane=0), span("score", begin + 3, 2.0, lane=1)]
+    yield {"step": step, "process": "scoring 0", "host": "a", "spans": lanes}
+    yield {"step": step, "process": "actor 0", "host": "b", "spans": [span("train", begin + 5, 4.0)]}
+
+
+def _write_lines(folder: Path, step: int, rows: list[Any]) -> None:
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(asdict(row)) + "\n" for row in rows]
+    (folder / f"step_{step:08d}.jsonl").write_text("".join(lines))
+
+
+def _write_rest(root: Path) -> None:
+    make_tokenizer(root / "export")
+    gpu = GpuInfo(id="3", name="GPU <b>X</b>", memory_total_mib=81920)
+    row = RankPlacement(pool="actor", rank=0, host="a", pid=1, cuda_visible_devices="3", gpus=(gpu,))
+    pool = PoolNeed(name="actor", n_ranks=1, gpus_per_rank=1)
+    table = GpuMap(device="cuda", pools=(pool,), rows=(row,), findings=(), ended=True)
+    (root / "gpus.json").write_bytes(table.to_json())
+    start = {"versions": {"torch": "2.13.0"}, "commit": "abc", "seeds": {"data": 1}, "data": [{"file": "<x>"}]}
+    (root / "environment.json").write_text(json.dumps([start, start]))

@@ -1,0 +1,310 @@
+"""Test what the report reads and computes; tests/browser checks the page itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gkd.errors import CheckpointError, ClusterError, ConfigError
+from gkd.tools.report import headline, pipeline, samples, settings
+from gkd.tools.report.__main__ import main
+from gkd.tools.report.charts import CHARTS, ROWS, chart_sections, row_of
+from gkd.tools.report.decimate import ALL_POINTS, MIN_POINTS, Curve, extremes, means, points_per_curve
+from gkd.tools.report.page import page
+from gkd.tools.report.read import read_runs
+from tests.report_run import WORDS, make_run, span
+from tests.structure import ROOT
+
+
+@pytest.mark.parametrize("n", [1, 7, 1000, 1001, 4999, 20_000])
+def test_a_decimated_curve_keeps_its_extremes(n: int) -> None:
+    """Fails if a peak, a value that is not finite or an end of a curve is lost, or points are invented."""
+    generator = random.Random(n)
+    values: list[float | None] = [generator.gauss(0, 1) for _ in range(n)]
+    values[n // 2] = 1e6
+    values[n // 3] = -1e6 if n > 7 else values[n // 3]
+    if n > 7:
+        values[n // 5] = None
+    curve = Curve(list(range(10, 10 + n)), values)
+    found = extremes(curve, 1000)
+    assert len(found.steps) <= (n if n <= 1000 else 1000 + 3) and list(found.steps) == sorted(set(found.steps))
+    assert all(curve.values[step - 10] == value for step, value in zip(found.steps, found.values, strict=True))
+    assert {found.steps[0], found.steps[-1]} == {10, 9 + n}
+    assert 1e6 in found.values and (n <= 7 or (-1e6 in found.values and None in found.values))
+
+
+def test_every_bucket_keeps_minimum_and_maximum() -> None:
+    """Fails if a bucket keeps other points than its extremes."""
+    generator = random.Random(0)
+    curve = Curve(range(4000), [generator.random() for _ in range(4000)])
+    kept = set(extremes(curve, 100).steps)
+    for start in range(0, 4000, 80):
+        bucket = list(curve.values[start : start + 80])
+        assert {start + bucket.index(min(bucket)), start + bucket.index(max(bucket))} <= kept
+
+
+def test_a_stacked_curve_shows_means() -> None:
+    """Fails if stacked areas do not add up: their curves need the same steps and the mean of each bucket."""
+    curve = Curve(range(10), [1.0, 3.0, None, 5.0, 1.0, 1.0, None, None, 7.0, 9.0])
+    found = means(curve, 5)
+    assert list(found.steps) == [0, 2, 4, 6, 8] and list(found.values) == [2.0, 5.0, 1.0, None, 8.0]
+    assert means(curve, 10) == curve
+
+
+def test_the_number_of_points_on_a_page_is_bounded() -> None:
+    """Fails if a run with many ranks makes a page of any size."""
+    assert points_per_curve(1) == 1000 and points_per_curve(1000) * 1000 <= ALL_POINTS
+    assert points_per_curve(10**6) == MIN_POINTS
+
+
+def test_charts_show_keys_of_the_catalog() -> None:
+    """Fails if a chart names a key that no longer exists, so that it silently disappears from the page."""
+    known = {row.key for row in ROWS}
+    named = [name for charts in CHARTS.values() for chart in charts for name in chart.rows]
+    assert set(named) <= known and len(named) == len(set(named))
+    (section,) = chart_sections(["time/step_s", "time/train_s", "no/such_key"])
+    assert {chart["title"]: chart["keys"] for chart in section["charts"]} == {
+        "Time per stage": ["time/train_s"],
+        "Duration of a step": ["time/step_s"],
+    }
+    row = row_of("time/step_s")
+    assert row is not None and row.key == "time/step_s" and row_of("no/such_key") is None
+
+
+def test_differences_are_found_whatever_a_number_is_written_as(tmp_path: Path) -> None:
+    """Fails if a setting that differs between runs is missing, or one that does not is listed."""
+    a = make_run(tmp_path / "a", "distill.loss=reverse_kl", "actor.optim.lr=1e-3")
+    b = make_run(tmp_path / "b", "trainer.scheduler=stream")
+    text = (b / "config.yaml").read_text().replace("temperature: 1.0", "temperature: 1") + "old:\n  key: 1\n"
+    (b / "config.yaml").write_text(text)
+    runs = read_runs([a, b])
+    found = {row["key"]: row["values"] for row in settings.differences(runs)}
+    assert found.pop("trainer.run_dir") == [str(a), str(b)]
+    assert found == {
+        "distill.loss": ["reverse_kl", "forward_kl"],
+        "actor.optim.lr": ["0.001", "1e-06"],
+        "trainer.scheduler": ["sync", "stream"],
+        "old.key": ["(no such key)", "1"],
+    }
+    assert list(found)[-1] == "old.key"
+    assert settings.trained_loss(runs[0]) != settings.trained_loss(runs[1])
+    changed = {row["key"]: (row["value"], row["default"]) for row in settings.from_defaults(runs[1])}
+    assert changed["trainer.scheduler"] == ("stream", "sync") and "rollout.temperature" not in changed
+    assert changed["old.key"] == ("1", "")
+
+
+def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
+    """Fails if a run that got worse is shown as one that learned, or numbers differ from metrics.jsonl."""
+    root = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["eval/kl"], lines[-1]["eval/accuracy"], lines[-1]["health/entropy"] = 9.0, 0.05, 1.0
+    lines[4]["eval/kl"] = 0.01
+    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read_runs([root])
+    cells = {row["key"] or row["label"]: row["cells"][0] for row in headline.headline([run])}
+    kl = cells["eval/kl"]
+    assert kl["text"] == f"{lines[0]['eval/kl']:.4g} → 9" and kl["tone"] == "worse"
+    assert "0.01" in kl["remark"] and "4" in kl["remark"], "the best value and its step"
+    assert cells["eval/accuracy"]["tone"] == "worse" and cells["loss/total"]["tone"] == ""
+    assert cells["Steps"]["text"] == "12 of 12" and cells["Bottleneck"]["text"] == "teacher"
+    assert headline.alarms(run) == [{"key": "health/entropy", "n": 1, "first": 12, "last": 12}]
+    assert cells["Health alarms"]["text"] == "health/entropy" and cells["Health alarms"]["tone"] == "worse"
+
+
+def test_chosen_steps_and_their_idle_time(tmp_path: Path) -> None:
+    """Fails if the Gantt chart shows other steps than stated, or idle time is wrong."""
+    root = make_run(tmp_path / "run", steps=20)
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["time/step_s"] = {1: 99.0, 2: 5.0, 9: 30.0, 14: 7.0}.get(line["step"], 3.0 + line["step"] / 10)
+    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read_runs([root])
+    charts = pipeline.charts(run)
+    assert charts is not None
+    by_duration = sorted(lines[2:], key=lambda line: line["time/step_s"])
+    assert {c["step"] for c in charts} == {2, by_duration[len(by_duration) // 2]["step"], 9, 20}
+    first = charts[0]
+    assert first["step"] == 2 and first["duration"] == pytest.approx(10)
+    processes = {p["process"]: p for p in first["processes"]}
+    assert list(processes) == ["driver", "engine 0", "engine 1", "scoring 0", "actor 0"]
+    idle = {name: round(p["idle"], 6) for name, p in processes.items()}
+    assert idle == {"driver": 0, "engine 0": 0.75, "engine 1": 0.75, "scoring 0": 0.7, "actor 0": 0.6}
+    assert [row[3] for row in processes["scoring 0"]["spans"]] == [0, 1]
+    assert processes["engine 1"]["spans"][0] == ["generate", 1.0, 2.0, 0, {"sequences": 8}]
+
+
+def test_spans_of_neighboring_steps_are_drawn_up_to_the_border(tmp_path: Path) -> None:
+    """Fails if work for another step, as under `stream`, is missing from the chart or drawn outside of it."""
+    root = make_run(tmp_path / "run", steps=3)
+    extra = {"step": 3, "process": "engine 0", "spans": [span("generate", 1_700_000_008.0, 4.0)]}
+    with (root / "spans.jsonl").open("a") as file:
+        file.write(json.dumps(extra) + "\n" + '{"step": 3, "proc')
+    (run,) = read_runs([root])
+    (chart,) = (c for c in pipeline.charts(run) or () if c["step"] == 2)
+    engine = next(p for p in chart["processes"] if p["process"] == "engine 0")
+    assert ["generate", 0.0, 2.0, 0, {}] in engine["spans"]
+
+
+def test_the_sample_browser_is_bounded_by_its_rule(tmp_path: Path) -> None:
+    """Fails if long runs make the page grow, or the first or last evaluation is not shown."""
+    root = make_run(tmp_path / "run", steps=13, eval_every=1, n_tokens=410)
+    (run,) = read_runs([root])
+    data = samples.browser(run)
+    assert len(data["steps"]) == len(data["greedy"]) == samples.MAX_EVALUATIONS and data["n_evaluations"] == 14
+    assert data["steps"][0] == 0 and data["steps"][-1] == 13
+    record = data["responses"][13]["100/0"]
+    assert len(record["ids"]) == len(record["color"]) == len(record["choices"]) == samples.MAX_TOKENS
+    assert record["n_tokens"] == 410 and record["prompt"] == WORDS[2] + WORDS[5] + WORDS[3]
+    assert set(data["vocabulary"].values()) <= set(WORDS) and data["has_tokenizer"]
+    assert len(samples.browser(run, n_runs=12)["steps"]) == 2
+
+
+def test_runs_of_older_versions_and_killed_runs_are_shown(tmp_path: Path) -> None:
+    """Fails if a missing file, a half-written line or a missing key keeps a user from the report."""
+    root = make_run(tmp_path / "run")
+    for name in ("export", "samples"):
+        shutil.rmtree(root / name)
+    for name in ("spans.jsonl", "gpus.json", "environment.json"):
+        (root / name).unlink()
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss/to')
+    for file_ in (root / "token_losses").iterdir():
+        old = [json.loads(line) for line in file_.read_text().splitlines()]
+        kept = [{k: v for k, v in row.items() if k not in ("prompt_ids", "choices")} for row in old]
+        file_.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    (run,) = read_runs([root])
+    assert run.last_step == 12 and pipeline.charts(run) is None and run.gpu_map() is None and not run.environment()
+    data = samples.browser(run)
+    record = data["responses"][12]["100/0"]
+    assert not data["has_tokenizer"] and data["vocabulary"][1] == "[1]"
+    assert record["prompt"] is None and record["choices"] == [] and data["greedy"] == {}
+    assert len(data_of(page([run]))["runs"]) == 1
+    empty = tmp_path / "just_started"
+    empty.mkdir()
+    (empty / "metrics.jsonl").touch()
+    assert data_of(page(read_runs([empty])))["sections"] == []
+
+
+class Scripts(HTMLParser):
+    """Collect the script elements and the address attributes of a page, as a browser reads them."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.scripts: list[str] = []
+        self.addresses: list[str] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag == "script"
+        if self._inside:
+            self.scripts.append("")
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.scripts[-1] += data
+
+
+def data_of(text: str) -> dict[str, object]:
+    parser = Scripts()
+    parser.feed(text)
+    assert len(parser.scripts) == 3, "the data, the library and the scripts of the page"
+    assert all(address.startswith(("#", "data:")) for address in parser.addresses), "the page needs no other file"
+    found: dict[str, object] = json.loads(parser.scripts[0])
+    return found
+
+
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    """Fails if a response, a name or a setting can end an element of the page or run a script."""
+    root = make_run(tmp_path / "<img src=x onerror=alert(1)>", f"model.path={WORDS[3]}")
+    text = page(read_runs([root]))
+    assert "<img" not in text.partition("<script>")[0] and "window.broken=1</script>" not in text
+    (run,) = data_of(text)["runs"]  # type: ignore[misc]
+    assert run["samples"]["vocabulary"]["3"] == WORDS[3] and run["name"] == root.name
+
+
+def test_runs_are_named_by_their_folders(tmp_path: Path) -> None:
+    """Fails if two runs cannot be told apart on the page."""
+    a, b, c = (make_run(tmp_path / name, steps=1) for name in ("x/run", "y/run", "other"))
+    assert [run.name for run in read_runs([a, b, c])] == [str(a), str(b), "other"]
+    with pytest.raises(ConfigError) as twice:
+        read_runs([a, a / ".." / "run"])
+    assert twice.value.key == "RUN"
+
+
+def test_wrong_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a typing error ends in a traceback."""
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "empty"):
+        assert main([str(tmp_path / name)]) == 2
+        assert str(tmp_path / name) in capsys.readouterr().err
+    root = make_run(tmp_path / "run", steps=1)
+    assert main([str(root), "--watch", "0"]) == 2 and "--watch" in capsys.readouterr().err
+    assert main([str(root), "--out", str(tmp_path / "no" / "such.html")]) == 1 and "no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "error", "where"),
+    [
+        ("metrics.jsonl", '{"step": 1}\nnonsense\n', CheckpointError, "line 2"),
+        ("metrics.jsonl", '{"step": 1}\n{"loss": 2}\n', CheckpointError, "line 2"),
+        ("spans.jsonl", '{"step": 2, "process": "driver"}\n', CheckpointError, "spans"),
+        ("spans.jsonl", '{"step": 2, "spa\n', CheckpointError, "spans.jsonl"),
+        ("spans.jsonl", "[]\n", CheckpointError, "line 1"),
+        ("gpus.json", "{}", ClusterError, "gpus.json"),
+        ("environment.json", "3", CheckpointError, "environment.json"),
+        ("environment.json", "{", CheckpointError, "environment.json"),
+        ("config.yaml", "a: [", ConfigError, "config.yaml"),
+        ("token_losses/step_00000004.jsonl", "{}\n", CheckpointError, "prompt_id"),
+        ("samples/step_00000004.jsonl", "[1]\n", CheckpointError, "line 1"),
+        ("export/tokenizer.json", "{}", CheckpointError, "tokenizer.json"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, file: str, text: str, error: type[Exception], where: str) -> None:
+    """Fails if a damaged file ends in a traceback, or the error does not name the place."""
+    root = make_run(tmp_path / "run", steps=4)
+    (root / file).write_text(text)
+    with pytest.raises(error) as raised:
+        page(read_runs([root]))
+    assert where in str(raised.value)
+    assert main([str(root)]) == (2 if error is ConfigError else 1)
+
+
+def test_without_its_libraries_the_report_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a missing library ends in an ImportError without the command that installs it."""
+    root = make_run(tmp_path / "run", steps=1)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError) as raised:
+        page(read_runs([root]))
+    assert "plotly" in str(raised.value.value) and "[report]" in str(raised.value)
+
+
+def test_an_installed_package_has_the_assets() -> None:
+    """Fails if a wheel lacks a file of the page."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (pattern,) = project["tool"]["setuptools"]["package-data"]["gkd.tools.report"]
+    folder = ROOT / "gkd" / "tools" / "report"
+    others = {file for file in folder.rglob("*.*") if file.suffix not in (".py", ".pyc")}
+    assert others and others == set(folder.glob(pattern))
+
+
+def test_the_command_loads_no_engine(tmp_path: Path) -> None:
+    """Fails if the report takes seconds to start, because it imports torch, ray or transformers."""
+    root = make_run(tmp_path / "run", steps=1)
+    code = (
+        "import sys; from gkd.tools.report.__main__ import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'ray', 'transformers', 'vllm'} & sys.modules.keys())); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]" and (root / "report.html").stat().st_size > 10**6
