@@ -176,8 +176,8 @@ class TokenRecord:
     prompt_ids: list[int]
     response_ids: list[int]
     values: dict[str, list[float]]  # field of `gkd.loss.token_loss.TokenLosses` -> nats or probabilities
-    # Per response token the teacher's most probable tokens: (id, probability of the teacher, of the student). Empty: the
-    # teacher sent no distribution.
+    # Per response token the teacher's most probable tokens: (id, probability of the teacher, of the student). Empty: it
+    # sent no distribution.
     choices: list[list[tuple[int, float, float]]] = field(default_factory=list)
 
 

@@ -5,7 +5,24 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
+# The tests marked `browser` need a Chromium: it is installed beside the set-up where that is possible.
+chromium_log="$(mktemp)"
+trap 'rm -f "$chromium_log"' EXIT
+chromium_pid=""
+if [ -z "${GKD_CHROMIUM:-}" ] && ! command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        timeout 300 bash -c 'apt-get -q update && apt-get -q install -y --no-install-recommends chromium' \
+            >"$chromium_log" 2>&1 </dev/null &
+        chromium_pid=$!
+    else
+        echo "[test] no Chromium: tests marked browser are skipped; install Debian's package chromium to run them"
+    fi
+fi
 bash launch/setup.sh
+if [ -n "$chromium_pid" ] && ! wait "$chromium_pid"; then
+    echo "[test] Chromium could not be installed, tests marked browser are skipped:"
+    tail -n 3 "$chromium_log"
+fi
 bin="${GKD_VENV:-$root/.venv}/bin"
 workers="$(env -u OMP_NUM_THREADS nproc)" # nproc would take that variable for the number of cores
 export OMP_NUM_THREADS=1
@@ -24,7 +41,7 @@ checks() {
 }
 # The checks run concurrently with the tests; their output is kept together.
 report="$(mktemp)"
-trap 'rm -f "$report"' EXIT
+trap 'rm -f "$report" "$chromium_log"' EXIT
 checks >"$report" 2>&1 &
 checks_pid=$!
 

@@ -40,7 +40,7 @@ def make_run(
     n_ranks: int = 1,
     seed: int = 0,
 ) -> Path:
-    """Write a finished run of so many steps, and return its folder.
+    """Write a finished run, and return its folder.
 
     Args:
         overrides: `key=value` settings.

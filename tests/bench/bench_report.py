@@ -3,8 +3,8 @@
     python -m tests.bench.bench_report [--only write,open] [--json docs/results/report.json] [--rounds 3]
 
 The run is made up: every key of the catalog in each line, spans of five processes in each step, an evaluation every
-500 steps with 8 kept responses of 512 tokens. Part `open` needs a Chromium, see tests/browser/chromium.py. The goals: 10 s,
-15 MB, a page that can be read after 3 s, and no pause above 1 s while one scrolls through all charts.
+500 steps with 8 kept responses of 512 tokens. Part `open` needs a Chromium, see tests/browser/chromium.py. The goals:
+10 s, 15 MB, a page that can be read after 3 s, and no pause above 1 s while one scrolls through all charts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test the report in a real browser: numbers equal metrics.jsonl, tooltips, pipeline, comparison, both color schemes."""
+"""Test the report in a real browser: numbers equal metrics.jsonl, tooltips, pipeline, comparison, color schemes."""
 
 from __future__ import annotations
 

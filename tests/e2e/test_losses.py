@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from gkd.metrics.writer import read_metrics
+from gkd.tools.report.page import page
+from gkd.tools.report.read import read_runs
+from gkd.tools.report.samples import browser
 from tests.e2e.conftest import Lab
 
 pytestmark = pytest.mark.e2e
@@ -154,6 +157,13 @@ def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
     assert [record["sample_index"] for record in kept] == [0, 1, 2, 3, 4], "from both data-parallel groups, in order"
     for record in kept:
         n_tokens = len(record["response_ids"])
+        assert record["prompt_ids"] and len(record["choices"]) == n_tokens
+        for choices in record["choices"]:  # a list that reaches teacher.mass may be short
+            teacher = [p for _, p, _ in choices]
+            assert 1 <= len(choices) <= 5 and teacher == sorted(teacher, reverse=True) and sum(teacher) < 1 + 1e-5
+            assert all(0 <= q <= 1 for *_, q in choices)
         assert {len(values) for values in record["values"].values()} == {n_tokens}
         reverse_kl, k3, total = (record["values"][name] for name in ("reverse_kl", "k3", "total"))
         assert total == pytest.approx([r + 0.5 * k for r, k in zip(reverse_kl, k3, strict=True)], rel=1e-5)
+    (shown,) = read_runs([run_dir])
+    assert browser(shown)["steps"] == [0, 3] and run_dir.name in page([shown])

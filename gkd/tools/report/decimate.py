@@ -26,7 +26,7 @@ class Curve:
 
 
 def points_per_curve(n_curves: int) -> int:
-    """Return the largest number of points of a curve on a page with so many curves."""
+    """Return the largest number of points of a curve on a page with `n_curves` curves."""
     return min(max(ALL_POINTS // max(n_curves, 1), MIN_POINTS), MAX_POINTS)
 
 

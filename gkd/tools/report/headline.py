@@ -1,4 +1,4 @@
-"""Answer the first questions about a run in one table: did it learn, how long did it take, who waited for whom."""
+"""Answer the first questions about a run in one table: did it learn, how long did it take, which pool was slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from gkd.metrics.catalog import PLACEHOLDERS
 from gkd.tools.report.read import Run
 
-# Key -> whether a larger value is better. The first one that a run has says whether it learned.
+# Key -> whether a larger value is better.
 SCORES = {"eval/kl": False, "eval/reverse_kl": False, "eval/accuracy": True}
 LABELS = {
     "eval/kl": "KL(teacher || student), validation",

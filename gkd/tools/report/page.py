@@ -26,7 +26,7 @@ def page(runs: Sequence[Run], reload_s: float = 0) -> str:
     """Return the page of one or several runs.
 
     Args:
-        reload_s: the page loads itself again after so many seconds; 0: it does not.
+        reload_s: seconds after which the page loads itself again; 0: it does not.
 
     Raises:
         ConfigError: the libraries of the page are not installed.

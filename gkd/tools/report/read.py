@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Run:
 
     name: str
     root: Path
-    lines: Sequence[dict[str, float | None]]
+    lines: Sequence[Mapping[str, float | None]]
     settings: dict[str, Any]
 
     @functools.cached_property
@@ -94,7 +94,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read several run folders.
 
     Raises:
-        ConfigError: a folder does not exist, is no run folder or is given twice.
+        ConfigError: a folder does not exist, has no metrics.jsonl or is given twice.
         CheckpointError: a file is damaged; names the line.
     """
     resolved = [folder.resolve() for folder in folders]

@@ -15,12 +15,12 @@ LOSS_KEYS = ("distill.loss", "distill.losses")
 
 
 def from_defaults(run: Run) -> list[dict[str, str]]:
-    """Return key, value, default and help of each setting that is not the default; older versions' keys have no help."""
+    """Return key, value, default and help of each setting that is not the default; the help of older keys is empty."""
     rows = []
     for name, value in run.settings.items():
         declared = all_keys().get(name)
         if declared is None:
-            rows.append({"key": name, "value": shown(value), "default": "", "help": "Not a key of this version."})
+            rows.append({"key": name, "value": shown(value), "default": "", "help": ""})
         elif _plain(value) != _plain(declared.default):
             row = {"key": name, "value": shown(value), "default": shown(declared.default)}
             rows.append(row | {"help": declared.key.help})
