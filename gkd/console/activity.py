@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(NamedTuple):
     """One level.
 
     Args:
@@ -36,40 +35,53 @@ class Activity:
 class Activities:
     """The nested activities of the main thread; any thread may read them.
 
+    Attributes:
+        now: the current activities, outermost first; replaced as a whole, so readers need no lock.
+
     Args:
         clock: seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._now: tuple[Activity, ...] = ()  # replaced as a whole, so readers need no lock
+        self.now: tuple[Activity, ...] = ()
 
-    @property
-    def now(self) -> tuple[Activity, ...]:
-        """Return the current activities, outermost first."""
-        return self._now
-
-    @contextmanager
-    def during(self, name: str, total: int = 0) -> Iterator[None]:
-        """Enter an activity until the end of the block.
+    def during(self, name: str, total: int = 0) -> During:
+        """Return a context manager that enters an activity for its block.
 
         Args:
             total: number of its parts, for `done`.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        outer = self._now
-        self._now = (*outer, Activity(name, self.clock(), 0, total))
-        try:
-            yield
-        finally:
-            self._now = outer
+        return During(self, name, total)
 
     def done(self, n: int) -> None:
         """Set the number of finished parts of the innermost activity."""
-        if self._now and threading.current_thread() is threading.main_thread():
-            self._now = (*self._now[:-1], replace(self._now[-1], done=n))
+        if self.now and threading.get_ident() == _MAIN:
+            name, since_s, _, total = self.now[-1]
+            self.now = (*self.now[:-1], Activity(name, since_s, n, total))
 
 
+class During:
+    """One activity; a class, since steps of a second enter dozens of them."""
+
+    __slots__ = ("_activities", "_name", "_outer", "_total")
+
+    def __init__(self, activities: Activities, name: str, total: int) -> None:
+        self._activities, self._name, self._total = activities, name, total
+        self._outer: tuple[Activity, ...] | None = None  # None: another thread's, which is ignored
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == _MAIN:
+            activities = self._activities
+            self._outer = activities.now
+            activities.now = (*self._outer, Activity(self._name, activities.clock(), 0, self._total))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._outer is not None:
+            self._activities.now = self._outer
+
+
+_MAIN = threading.main_thread().ident
 activities = Activities()

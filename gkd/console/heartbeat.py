@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gkd.console.activity import Activity
 
-FIRST_S = 4.5  # of silence; with the poll of `terminal`, a line comes within 5 s
+FIRST_S = 4.4  # of silence; with the poll of `terminal`, a line comes within 5 s
 STEP = "step "  # begin of the name of an activity that recurs: a step of the loop
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
-from rich.console import Group
-from rich.panel import Panel
-from rich.text import Text
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
 
 from gkd.console.activity import Activity
 from gkd.console.heartbeat import current_stage, described
@@ -21,6 +21,8 @@ _LABEL = 11  # columns
 _FLAT = 0.02  # relative change that counts as none
 _SCORES = {"eval/kl": "KL", "eval/reverse_kl": "k1", "eval/accuracy": "accuracy"}
 _GIB = 1 << 30
+_STYLES = {name: Style.parse(name) for name in ("", "dim", "bold", "green", "yellow", "red", "bold red")}
+Part = tuple[str, str]  # text, name of a style
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,50 +45,64 @@ class View:
     elapsed_s: float
 
 
-def panel(view: View, width: int) -> Panel:
-    """Return the panel for a terminal of `width` columns; lines that are too long end in an ellipsis."""
+class Box:
+    """Rows of text in a box with a title; rows that are too long are cropped.
+
+    Not rich's Panel: wrapping and measuring rows that are one line each would cost five times as much as the rest, at
+    each refresh.
+    """
+
+    def __init__(self, title: str, rows: Sequence[Sequence[Part]], width: int) -> None:
+        self._title, self._rows, self._width = title, rows, width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = self._width - 4
+        head = Segment.adjust_line_length([Segment(self._title, _STYLES["bold"]), Segment(" ")], inner - 1, pad=False)
+        rule = "─" * (inner - 1 - Segment.get_line_length(head))
+        yield from (Segment("╭─ "), *head, Segment(f"{rule}─╮\n"))
+        for row in self._rows:
+            line = [Segment(text, _STYLES[style]) for text, style in row]
+            yield from (Segment("│ "), *Segment.adjust_line_length(line, inner), Segment(" │\n"))
+        yield Segment(f"╰{'─' * (inner + 2)}╯")
+
+
+def panel(view: View, width: int) -> Box:
+    """Return the panel for a terminal of `width` columns."""
     rows = [_progress(view, width - 4)]
     state = view.state
     if state is not None and state.numbers:
         rows += [_loss(state), *_evaluation(state), _speed(state.numbers), *_bottleneck(state.numbers)]
-    rows.append(_row("memory", _memory({} if state is None else state.numbers)))
+    rows.append(_row("memory", *_memory({} if state is None else state.numbers)))
     if view.teacher is not None:
         rows.append(_teacher(view.teacher))
-    if state is not None and (alarms := state.active_alarms):
-        rows.append(_row("ALARM", Text(", ".join(alarms), "bold red"), "bold red"))
+    if state is not None and state.active_alarms:
+        rows.append(_row("ALARM", (", ".join(state.active_alarms), "bold red"), style="bold red"))
     rows.append(_now(view))
-    return Panel(Group(*rows), title=Text(view.title, "bold", no_wrap=True), title_align="left", width=width)
+    return Box(view.title, rows, width)
 
 
-def _row(label: str, content: str | Text, style: str = "dim") -> Text:
-    row = Text(no_wrap=True, overflow="ellipsis")
-    row.append(f"{label:{_LABEL}}", style)
-    return row.append_text(content if isinstance(content, Text) else Text(content))
+def _row(label: str, *parts: Part, style: str = "dim") -> list[Part]:
+    """Return a row: a label, and parts with three blanks between them."""
+    row: list[Part] = [(f"{label:{_LABEL}}", style)]
+    for i, part in enumerate(parts):
+        row += [("   ", ""), part] if i else [part]
+    return row
 
 
-def _parts(*parts: tuple[str, str]) -> Text:
-    """Join (text, style), three blanks between them."""
-    joined = Text()
-    for i, (text, style) in enumerate(part for part in parts if part[0]):
-        joined.append("   " if i else "").append(text, style)
-    return joined
-
-
-def _progress(view: View, width: int) -> Text:
+def _progress(view: View, width: int) -> list[Part]:
     state = view.state
     if state is None:
-        return _row("starting", f"elapsed {clock(view.elapsed_s)}")
+        return _row("starting", (f"elapsed {clock(view.elapsed_s)}", ""))
     share = state.step / state.total_steps if state.total_steps else 1.0
     head = f"{state.step}/{state.total_steps} "
     tail = f" {share:.0%}   elapsed {clock(view.elapsed_s)}   ETA {clock(state.left_s)}"
     cells = max(0, width - _LABEL - len(head) - len(tail))
     full = round(share * cells)
-    row = _row("step", head)
-    row.append("━" * full, "green").append("━" * (cells - full), "dim")
-    return row.append(tail)
+    bar = [("━" * full, "green"), ("━" * (cells - full), "dim")]
+    return [*_row("step", (head, "")), *bar, (tail, "")]
 
 
-def _loss(state: RunState) -> Text:
+def _loss(state: RunState) -> list[Part]:
     m, (label, kl), trend = state.numbers, kl_of(state.numbers), state.trend
     parts = [(short(m["loss/total"]), "bold")]
     if kl is not None:
@@ -96,18 +112,18 @@ def _loss(state: RunState) -> Text:
             parts.append((f"{arrow} {trend:+.0%} in {TREND_STEPS} steps", style))
     parts.append((f"grad {short(m.get('optim/grad_norm'))}", ""))
     parts.append((f"lr {short(m.get('optim/lr'))}", ""))
-    return _row("loss", _parts(*parts))
+    return _row("loss", *parts)
 
 
-def _evaluation(state: RunState) -> list[Text]:
+def _evaluation(state: RunState) -> list[list[Part]]:
     found = state.evaluations
     parts = [_change(key, found, value) for key, value in found.last.items() if key in _SCORES]
     if not parts:
         return []
-    return [_row("eval", _parts(*parts, (f"(step {found.step})", "dim")))]
+    return [_row("eval", *parts, (f"(step {found.step})", "dim"))]
 
 
-def _change(key: str, found: Evaluations, last: float) -> tuple[str, str]:
+def _change(key: str, found: Evaluations, last: float) -> Part:
     """Return "KL 0.1494 → 0.1395" and its style; the first evaluation alone has no arrow."""
     written = (lambda x: f"{x:.1%}") if key == "eval/accuracy" else short
     first = found.first.get(key)
@@ -117,20 +133,20 @@ def _change(key: str, found: Evaluations, last: float) -> tuple[str, str]:
     return f"{_SCORES[key]} {written(first)} → {written(last)}", style
 
 
-def _speed(m: Mapping[str, float]) -> Text:
+def _speed(m: Mapping[str, float]) -> list[Part]:
     rates = [(f"{pool} {count(rate)}", "") for pool, rate in rates_of(m).items()]
-    return _row("tokens/s", _parts(*rates, (f"step {seconds(m['time/step_s'])}", "")))
+    return _row("tokens/s", *rates, (f"step {seconds(m['time/step_s'])}", ""))
 
 
-def _bottleneck(m: Mapping[str, float]) -> list[Text]:
+def _bottleneck(m: Mapping[str, float]) -> list[list[Part]]:
     found = bottleneck_of(m)
     if found is None:
         return []
     age = f"staleness {m.get('staleness/mean', 0.0):.1f}, max {m.get('staleness/max', 0.0):.0f}"
-    return [_row("bottleneck", _parts((f"{found[0]} {found[1]:.0%} of the step", "bold"), (age, "")))]
+    return [_row("bottleneck", (f"{found[0]} {found[1]:.0%} of the step", "bold"), (age, ""))]
 
 
-def _memory(m: Mapping[str, float]) -> Text:
+def _memory(m: Mapping[str, float]) -> list[Part]:
     parts = []
     for name, end in (("actor GPU peak", "/peak_gib"), ("engine GPU", "/rollout_device_used_gib")):
         found = [v for key, v in m.items() if key.startswith("memory/") and key.endswith(end)]
@@ -140,20 +156,19 @@ def _memory(m: Mapping[str, float]) -> Text:
     used = host.total - host.available
     style = "red" if host.available < 0.05 * host.total else ""
     parts.append((f"host {used / _GIB:.1f} of {host.total / _GIB:.0f} GiB", style))
-    return _parts(*parts)
+    return parts
 
 
-def _teacher(health: TeacherHealth) -> Text:
-    queue = f"{health.n_in_flight} in flight, {health.n_queued} queued, {health.n_workers} workers"
-    if health.silent_s >= FIRST_WARNING_S:
-        return _row(
-            "teacher", _parts((f"silent for {health.silent_s:.0f} of {health.budget_s:.0f} s", "bold red"), (queue, ""))
-        )
-    return _row("teacher", _parts((queue, "")))
+def _teacher(health: TeacherHealth) -> list[Part]:
+    queue = (f"{health.n_in_flight} in flight, {health.n_queued} queued, {health.n_workers} workers", "")
+    if health.silent_s < FIRST_WARNING_S:
+        return _row("teacher", queue)
+    return _row("teacher", (f"silent for {health.silent_s:.0f} of {health.budget_s:.0f} s", "bold red"), queue)
 
 
-def _now(view: View) -> Text:
+def _now(view: View) -> list[Part]:
     if not view.doing:
-        return _row("now", "-")
+        return _row("now", ("-", ""))
     doing = view.doing[1:] if view.state is not None and len(view.doing) > 1 else view.doing
-    return _row("now", f"{described(doing)}   {seconds(view.now_s - current_stage(view.doing).since_s)}")
+    since_s = current_stage(view.doing).since_s
+    return _row("now", (described(doing), ""), (seconds(view.now_s - since_s), ""))

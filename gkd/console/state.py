@@ -29,8 +29,8 @@ class Evaluations:
     n: int = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        found = {key: value for key, value in numbers.items() if key.startswith("eval/") and value is not None}
-        if found:
+        if "time/eval_s" in numbers:
+            found = {key: value for key, value in numbers.items() if key.startswith("eval/") and value is not None}
             self.first = self.first or found
             self.last, self.step, self.n = found, step, self.n + 1
 
@@ -56,6 +56,7 @@ class RunState:
         self.evaluations = Evaluations()
         self.step_s = self.tokens = 0.0  # sums over the steps of this start
         self.alarms: dict[str, int] = {}  # name -> number of steps with it
+        self.active_alarms: list[str] = []  # of the newest line
         self.first_losses: list[float] = []
         self.last_losses: deque[float] = deque(maxlen=_ENDS)
         self._kls: deque[float] = deque(maxlen=TREND_STEPS)
@@ -76,10 +77,9 @@ class RunState:
 
     def _add(self, step: int, numbers: Mapping[str, float]) -> None:
         self.evaluations.add(step, numbers)
-        for key, value in numbers.items():
-            if key.startswith("health/") and value:
-                name = key.removeprefix("health/")
-                self.alarms[name] = self.alarms.get(name, 0) + 1
+        self.active_alarms = [key[7:] for key, value in numbers.items() if key.startswith("health/") and value]
+        for name in self.active_alarms:
+            self.alarms[name] = self.alarms.get(name, 0) + 1
         loss = numbers.get("loss/total")
         if loss is not None:
             if len(self.first_losses) < _ENDS:
@@ -108,11 +108,6 @@ class RunState:
         half = len(kls) // 2
         before, after = sum(kls[:half]) / half, sum(kls[half:]) / (len(kls) - half)
         return (after - before) / abs(before) if abs(before) > 1e-12 else None
-
-    @property
-    def active_alarms(self) -> list[str]:
-        """Return the alarms of the newest step."""
-        return [key.removeprefix("health/") for key, v in self.numbers.items() if key.startswith("health/") and v]
 
 
 def kl_of(numbers: Mapping[str, float]) -> tuple[str, float | None]:

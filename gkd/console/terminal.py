@@ -11,12 +11,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from gkd.console.activity import Activities, Activity, activities
+from gkd.console.activity import Activities, activities
 from gkd.console.heartbeat import FIRST_S, Heartbeat, current_stage
 from gkd.console.state import RunState
 from gkd.console.teacher_watch import TeacherWatch
@@ -24,15 +24,19 @@ from gkd.handles import TeacherHealth
 from gkd.log import get_logger
 
 if TYPE_CHECKING:
-    from rich.panel import Panel
-
     from gkd.console.live import LivePanel
+    from gkd.console.panel import Box
 
 log = get_logger("run")
 
 PANEL, LINES, OFF = "panel", "lines", "off"
-_TICK_S = {PANEL: 1.0, LINES: 0.25}
-_PROBE_S = 5.0  # between requests of the teacher's health
+_TICK_S = {PANEL: 1.0, LINES: 0.5}
+_PROBE_S = {True: 5.0, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
+# The panel is drawn every second while its thread has used less than this share of the process's CPU time, otherwise only
+# every 5 s: a driver of long steps is nearly idle.
+_CPU_SHARE = 0.008
+_SLOWEST_S = 5.0
+_JOIN_S = 3.0  # a request of the teacher's health may take 2 s
 _HEARTBEAT = {"is_heartbeat": True}  # `extra` of the records that do not end a silence
 
 
@@ -56,12 +60,11 @@ class Terminal(AbstractContextManager["Terminal"]):
     def __init__(self, setting: str, title: str, stream: TextIO | None = None, doing: Activities = activities) -> None:
         self.stream = sys.stderr if stream is None else stream
         self.mode = resolve_mode(setting, self.stream)
-        self.cpu_s = 0.0  # of the thread
         self._title, self._doing = title, doing
         self._began_s = doing.clock()
         self._state: RunState | None = None
         self._probe: Callable[[], TeacherHealth | None] | None = None
-        self._probed_s = self._began_s
+        self._probed_s = self._drawn_s = self._began_s
         self._teacher = TeacherWatch()
         self._heartbeat = Heartbeat()
         self._pulse = _Pulse(doing.clock)
@@ -107,7 +110,7 @@ class Terminal(AbstractContextManager["Terminal"]):
     ) -> None:
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join(_PROBE_S)
+            self._thread.join(_JOIN_S)
         if self._live is not None:
             self._live.stop()
         logging.getLogger("gkd").removeHandler(self._pulse)
@@ -117,25 +120,23 @@ class Terminal(AbstractContextManager["Terminal"]):
     def _run(self) -> None:
         while not self._ended.wait(_TICK_S[self.mode]):
             self._tick()
-            self.cpu_s = time.thread_time()
 
     def _tick(self) -> None:
         now_s, doing = self._doing.clock(), self._doing.now
         probe = self._probe
-        if probe is not None and now_s - self._probed_s >= _PROBE_S and self._wants_health(now_s, doing):
+        is_long = bool(doing) and now_s - current_stage(doing).since_s >= FIRST_S
+        if probe is not None and (is_long or self._live) and now_s - self._probed_s >= _PROBE_S[is_long]:
             self._probed_s = now_s
             if (health := probe()) is not None:
                 self._teacher.add(health)
         if self._live is not None:
-            self._live.refresh()
+            if time.thread_time() < _CPU_SHARE * time.process_time() or now_s - self._drawn_s >= _SLOWEST_S:
+                self._drawn_s = now_s
+                self._live.refresh()
         elif line := self._heartbeat.line(self._doing.clock(), self._pulse.spoke_s, doing):
             log.info("%s", line, extra=_HEARTBEAT)
 
-    def _wants_health(self, now_s: float, doing: Sequence[Activity]) -> bool:
-        """Return whether the panel shows the teacher's health, or a stage lasts so long that it may be the reason."""
-        return self._live is not None or (bool(doing) and now_s - current_stage(doing).since_s >= FIRST_S)
-
-    def _draw(self, width: int) -> Panel:
+    def _draw(self, width: int) -> Box:
         from gkd.console.panel import View, panel
 
         now_s = self._doing.clock()

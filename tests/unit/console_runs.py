@@ -45,6 +45,8 @@ def line(**changes: float | None) -> dict[str, float]:
             del m[key]
         else:
             m[key] = value
+    if any(key.startswith("eval/") for key in m):
+        m.setdefault("time/eval_s", 0.0)
     return m
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_number_that_got_worse_is_marked() -> None:
     """Fails if a run whose KL rose or whose accuracy fell ends without a word about it, or noise is called worse."""
     state = run()
-    state.add(0, {"eval/kl": 0.266, "eval/accuracy": 0.14, "time/step_s": 1.0})
+    state.add(0, {"eval/kl": 0.266, "eval/accuracy": 0.14, "time/eval_s": 1.0, "time/step_s": 1.0})
     for step in range(1, 11):
         state.add(step, line(loss__total=0.2 if step < 6 else 0.1))
     state.add(11, line(loss__total=0.1, eval__kl=0.442, eval__accuracy=0.0))

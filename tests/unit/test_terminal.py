@@ -55,14 +55,16 @@ def test_a_panel_is_drawn_on_a_terminal(
     """Fails if there is no panel on a terminal, a log line tears it, a step line doubles it, or it stays at the end."""
     stream, arrived = screen
     monkeypatch.setattr(sys, "stderr", stream)  # here, since pytest replaces it after the fixtures
-    state = run(120, clock=Clock())
-    with Terminal("auto", "runs/mine", doing=Activities(Clock())) as terminal:
+    clock = Clock()
+    state = run(120, clock=clock)
+    with Terminal("auto", "runs/mine", doing=Activities(clock)) as terminal:
         assert terminal.mode == PANEL and sys.stderr is not stream
         with terminal.watching(state, lambda: None):
             state.add(1, line())
             log.info("an event")
             log.info("a step line", extra=STEP_LINE)
             print("printed by a library", file=sys.stderr)
+            clock.now_s += 6.0  # drawn whatever it costs
             terminal._tick()
     assert sys.stderr is stream
     log.info("after the end", extra=STEP_LINE)
