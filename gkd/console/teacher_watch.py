@@ -18,6 +18,11 @@ class TeacherWatch:
         self._next_s = FIRST_WARNING_S
         self._warned_s = 0.0
 
+    @property
+    def is_silent(self) -> bool:
+        """Return whether a silence is reported whose end is not."""
+        return self._warned_s > 0
+
     def add(self, health: TeacherHealth) -> None:
         self.health = health
         if health.silent_s >= self._next_s:

@@ -31,8 +31,8 @@ log = get_logger("run")
 
 PANEL, LINES, OFF = "panel", "lines", "off"
 _TICK_S = {PANEL: 1.0, LINES: 0.5}
-_PROBE_S = {True: 5.0, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
-# The panel is drawn every second while its thread has used less than this share of the process's CPU time, otherwise only
+_PROBE_S = {True: 2.5, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
+# The panel is drawn every second while its thread has used less than this share of the process's CPU time, otherwise
 # every 5 s: a driver of long steps is nearly idle.
 _CPU_SHARE = 0.008
 _SLOWEST_S = 5.0
@@ -125,6 +125,7 @@ class Terminal(AbstractContextManager["Terminal"]):
         now_s, doing = self._doing.clock(), self._doing.now
         probe = self._probe
         is_long = bool(doing) and now_s - current_stage(doing).since_s >= FIRST_S
+        is_long = is_long or self._teacher.is_silent
         if probe is not None and (is_long or self._live) and now_s - self._probed_s >= _PROBE_S[is_long]:
             self._probed_s = now_s
             if (health := probe()) is not None:

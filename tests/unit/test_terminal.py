@@ -126,28 +126,34 @@ def test_step_lines_can_be_switched_off(setting: str, lines: list[str]) -> None:
 
 
 def test_the_health_of_the_teacher_is_requested_only_in_long_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if short stages cost a request each, an outage is not reported, or the probe is used after the loop."""
-    clock, warnings, n_probes = Clock(), list[str](), 0
+    """Fails if short stages cost a request each, an outage or its end is not reported, or one follows the loop."""
+    clock, warnings, n_probes, silent_s = Clock(), list[str](), 0, 0.0
     monkeypatch.setattr("gkd.console.teacher_watch.log.warning", lambda text, *args: warnings.append(text % args))
     doing = Activities(clock)
 
     def probe() -> TeacherHealth:
         nonlocal n_probes
         n_probes += 1
-        return TeacherHealth(2.5 * n_probes, 300.0, 1, 1, 0)
+        return TeacherHealth(silent_s, 300.0, 1, 1, 0)
 
-    terminal = Terminal("lines", "", io.StringIO(), doing)  # not entered: this test is its thread
-    with terminal.watching(run(), probe):
-        for _ in range(20):
+    def short_stages(n: int) -> None:
+        for _ in range(n):
             with doing.during("step 1/2"), doing.during("teacher"):
                 clock.now_s += 3.0
                 terminal._tick()
+
+    terminal = Terminal("lines", "", io.StringIO(), doing)  # not entered: this test is its thread
+    with terminal.watching(run(), probe):
+        short_stages(20)
         assert n_probes == 0
         with doing.during("step 2/2"), doing.during("teacher"):
-            for _ in range(24):
-                clock.now_s += 1.0
+            for _ in range(15):
+                clock.now_s, silent_s = clock.now_s + 1.0, silent_s + 1.0
                 terminal._tick()
-    assert n_probes == 4 and len(warnings) == 1
+        assert n_probes == 4 and len(warnings) == 1
+        silent_s = 0.0
+        short_stages(5)
+        assert n_probes == 5 and len(warnings) == 2
     clock.now_s += 100.0
     terminal._tick()
-    assert n_probes == 4
+    assert n_probes == 5
