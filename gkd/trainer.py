@@ -59,8 +59,7 @@ class Trainer:
             TeacherUnavailable, KeyboardInterrupt: after a checkpoint of the last finished step is saved.
             NumericsError, TeacherError: the batch has not changed the weights.
             ClusterError, WeightSyncError: a resume starts from the newest checkpoint.
-            CheckpointError: a save failed (an asynchronous one: reported at a later step), or a file of the run folder
-                cannot be written.
+            CheckpointError: a save failed (an asynchronous one: at a later step), or a file cannot be written.
         """
         self.resume()
         with closing(self.metrics), run_ending(self.saver, self.save_now, self.source.close, self.roles.diagnose_hang):
@@ -77,7 +76,7 @@ class Trainer:
                         if self.saver.is_due(self.step):
                             m.add(self.save())
                     self.train_one_batch(m)
-                    with interruptible():  # raises an interrupt that came during the step, whose line is written
+                    with interruptible():  # also for an interrupt that came during the step
                         if self.evaluator.is_due(self.step, self.total_steps):
                             self.evaluator.run(self.step, m, overlapped=self.source.is_streaming)
             save_and_export(self.save_now, self.export)
@@ -88,8 +87,7 @@ class Trainer:
         """Make one optimizer step; afterwards the engines hold the new weights.
 
         Raises:
-            NumericsError: a rollout is staler than the scheduler allows, or the loss or gradient is not finite. The
-                optimizer has not moved.
+            NumericsError: a rollout is too stale, or the loss or gradient is not finite. The optimizer has not moved.
         """
         with m.stage("data"):
             self.source.prefetch(self.step)  # start rollouts for this step and, if the scheduler allows, later ones
@@ -134,6 +132,8 @@ class Trainer:
             Numbers of a save that finished in this call.
         """
         self.metrics.sync()
+        if self.saver.has(self.step):
+            return {}  # engines that share the actor's GPUs need not stop
         with self.gpus.for_training():
             return self.saver.save(self.step, self.source.in_flight(self.step), scored=scored)
 

@@ -76,6 +76,10 @@ class Saver:
             return self._clock() - self._began_s >= self._interval.seconds
         return self._interval.steps > 0 and step % self._interval.steps == 0
 
+    def has(self, step: int) -> bool:
+        """Return whether this step is saved or being saved."""
+        return step == self.committed_step or (self._pending is not None and step == self._pending.state.step)
+
     def save(self, step: int, in_flight: InFlight, *, scored: bool = True) -> dict[str, float]:
         """Start to save this step, unless it is saved or being saved; blocks for the copy and for a pending save.
 
@@ -88,7 +92,7 @@ class Saver:
         Raises:
             CheckpointError: this save or the pending one failed; its files are removed.
         """
-        if step == self.committed_step or (self._pending and step == self._pending.state.step):
+        if self.has(step):
             return {}
         numbers = self.finish()
         self._began_s = began_s = self._clock()
