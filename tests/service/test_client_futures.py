@@ -60,7 +60,7 @@ def test_requests_above_the_window_wait_in_the_client() -> None:
     with ScriptedServer(script) as server, client(server, n_in_flight=3, max_waiting=4) as teacher:
         thread = threading.Thread(target=lambda: futures.extend(teacher.submit(rollout) for rollout in rollouts))
         thread.start()
-        wait_until(lambda: len(futures) == 7, 5.0, "three in flight and four waiting")
+        wait_until(lambda: len(futures) == 7 and len(held) == 3, 5.0, "three in flight and four waiting")
         time.sleep(0.2)
         assert len(futures) == 7 and len(held) == 3, "`submit` must block on the fifth waiting request"
         assert teacher.info().n_streams == 24, "an info request must not wait for the window"

@@ -59,7 +59,8 @@ def test_logits_wait_for_the_consumer() -> None:
     with StreamingServer() as server, client(server) as teacher:
         pieces = teacher.logits(rollout())
         first = next(pieces)
-        time.sleep(0.5)
+        wait_until(lambda: server.streams[0].n_sent > STREAM_WINDOW, 5.0, "a full window")  # after the first receipt
+        time.sleep(0.2)
         assert server.streams[0].n_sent == STREAM_WINDOW + 1, "one message is read, eight wait"
         rest = gather(iter([first, *pieces]))
         np.testing.assert_array_equal(rest, matrix("logits", N_ROWS, N_VOCAB))
