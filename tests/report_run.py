@@ -151,4 +151,4 @@ def _write_rest(root: Path) -> None:
     table = GpuMap(device="cuda", pools=(pool,), rows=(row,), findings=(), ended=True)
     (root / "gpus.json").write_bytes(table.to_json())
     start = {"versions": {"torch": "2.13.0"}, "commit": "abc", "seeds": {"data": 1}, "data": [{"file": "<x>"}]}
-    (root / "environment.json").write_text(json.dumps([start, start]))
+    (root / "environment.jsonl").write_text(2 * (json.dumps(start) + "\n"))

@@ -172,7 +172,7 @@ def test_runs_of_older_versions_and_killed_runs_are_shown(tmp_path: Path) -> Non
     root = make_run(tmp_path / "run")
     for name in ("export", "samples"):
         shutil.rmtree(root / name)
-    for name in ("spans.jsonl", "gpus.json", "environment.json"):
+    for name in ("spans.jsonl", "gpus.json", "environment.jsonl"):
         (root / name).unlink()
     with (root / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "loss/to')
@@ -263,8 +263,8 @@ def test_wrong_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         ("spans.jsonl", '{"step": 2, "spa\n', CheckpointError, "spans.jsonl"),
         ("spans.jsonl", "[]\n", CheckpointError, "line 1"),
         ("gpus.json", "{}", ClusterError, "gpus.json"),
-        ("environment.json", "3", CheckpointError, "environment.json"),
-        ("environment.json", "{", CheckpointError, "environment.json"),
+        ("environment.jsonl", "3\n", CheckpointError, "line 1"),
+        ("environment.jsonl", "{\n", CheckpointError, "environment.jsonl"),
         ("config.yaml", "a: [", ConfigError, "config.yaml"),
         ("token_losses/step_00000004.jsonl", "{}\n", CheckpointError, "prompt_id"),
         ("samples/step_00000004.jsonl", "[1]\n", CheckpointError, "line 1"),

@@ -17,7 +17,7 @@ from gkd.errors import CheckpointError
 from gkd.run.disk import naming
 from gkd.tools.report.read import Run
 
-NEIGHBORS = 2  # steps before and after, whose spans may reach into the chosen one
+NEIGHBORS = 8  # steps before and after, whose spans may reach into the chosen one
 MAX_SPANS = 400  # of one process in one chart; the longest ones
 DRIVER = "driver"
 _STEP = re.compile(rb'\s*{\s*"step":\s*(\d+)')

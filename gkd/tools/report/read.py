@@ -20,7 +20,7 @@ from gkd.tools.report.decimate import Curve
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 # Files and folders whose change makes the page out of date.
 WATCHED = (
-    *("metrics.jsonl", "config.yaml", "gpus.json", "environment.json", "spans.jsonl"),
+    *("metrics.jsonl", "config.yaml", "gpus.json", "environment.jsonl", "spans.jsonl"),
     *("samples", "token_losses", "export"),
 )
 
@@ -63,19 +63,13 @@ class Run:
         return gpu_map_from_json(_bytes(file), str(file)) if file.exists() else None
 
     def environment(self) -> list[dict[str, Any]]:
-        """Return the starts of the run in environment.json, oldest first; empty: there is none.
+        """Return the lines of environment.jsonl, one per start of the run; empty: there is none.
 
         Raises:
-            CheckpointError: it is neither a JSON object nor a list of objects.
+            CheckpointError: a line is damaged.
         """
-        file = self.root / "environment.json"
-        if not file.exists():
-            return []
-        content = _json(file, _bytes(file), "the file")
-        starts = content if isinstance(content, list) else [content]
-        if not all(isinstance(start, dict) for start in starts):
-            raise CheckpointError(f"{file} is not a list of JSON objects; restore or delete it")
-        return starts
+        file = self.root / "environment.jsonl"
+        return list(json_lines(file)) if file.exists() else []
 
     def step_files(self, folder: str) -> dict[int, Path]:
         """Return step -> file of samples/ or token_losses/, ascending."""
