@@ -14,6 +14,47 @@ import numpy as np
 
 from gkd.types import Prompt
 
+# Spans of time
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a process did, for the trace of a run."""
+
+    name: str
+    start_s: float  # since the epoch, on the clock of the process's host
+    duration_s: float
+    args: Mapping[str, float] = field(default_factory=dict)  # "lane": row of its process; see gkd.metrics.spans
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpans:
+    """Spans of one process since it was last read."""
+
+    process: str  # "driver", "actor 0", "engine 0", "scoring 0" or "teacher <name>"
+    host: str
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """A batch that a worker of the teacher server computed, as a scoring endpoint learns of it."""
+
+    worker: str
+    received_s: float  # first reply of the batch; since the epoch, on the clock of the endpoint's host
+    queue_s: float  # that this request waited at the server
+    compute_s: float
+    n_replies: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostClock:
+    """The clock of another host against the driver's."""
+
+    offset_s: float = 0.0  # to subtract from its times
+    uncertainty_s: float = 0.0
+
+
 # Rollouts and scores
 
 
@@ -81,6 +122,7 @@ class EngineUsage:
     products: np.ndarray  # [4, 4] float64: sum over passes of x x^T with x = (1, b, p, seconds)
     response_lengths: np.ndarray  # [finished sequences] int32, tokens
     memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> peak value
+    spans: ProcessSpans | None = None  # None: not recorded
 
 
 @dataclass(frozen=True, slots=True)

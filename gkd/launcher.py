@@ -18,7 +18,8 @@ from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather, wait_all
-from gkd.cluster.gpu_table import gpu_map_from_json
+from gkd.cluster.clocks import measure_clocks
+from gkd.cluster.gpu_table import GpuMap, gpu_map_from_json
 from gkd.cluster.hang import hang_report
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
@@ -124,7 +125,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         building = {}
     actor.check_run_dir(plan.folder.root, startup.left_s())
     building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
-    _record_placement(config, plan, calls, startup.left_s())
+    places = _record_placement(config, plan, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
     is_local = plan.derived.is_local_teacher
     if is_local:
@@ -138,13 +139,16 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         heads = _teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
+    workers = {ACTOR: actor_workers, ROLLOUT: rollout_workers}
+    clocks = measure_clocks(places.rows, workers, actor.last_stage_ranks(), startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if is_local:
-        return Roles(actor, rollout, LocalScoring(actor.workers, endpoints, timeout_s), sync, reference)
+        scoring = LocalScoring(actor.workers, endpoints, timeout_s)
+        return Roles(actor, rollout, scoring, sync, reference, clocks=clocks)
     remark = "teacher.max_in_flight is low" if throttle_warning(config.teacher, plan.teacher) else ""
-    scoring = ScoringPool(endpoints, timeout_s)
-    return Roles(actor, rollout, scoring, sync, reference, remark, scoring.health)
+    pool = ScoringPool(endpoints, timeout_s)
+    return Roles(actor, rollout, pool, sync, reference, remark, pool.health, clocks=clocks)
 
 
 def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
@@ -203,8 +207,8 @@ def shares_with(config: Config) -> str:
     return ACTOR if config.trainer.colocate else ""
 
 
-def _record_placement(config: Config, plan: Plan, calls: Sequence[collect.PlacementCalls], timeout_s: float) -> None:
-    """Log the table of ranks and GPUs, and write it to the run folder.
+def _record_placement(config: Config, plan: Plan, calls: Sequence[collect.PlacementCalls], timeout_s: float) -> GpuMap:
+    """Log the table of ranks and GPUs, write it to the run folder, and return it.
 
     Raises ClusterError, as `collect.check_can_run`; CheckpointError: the run folder cannot be written.
     """
@@ -213,6 +217,7 @@ def _record_placement(config: Config, plan: Plan, calls: Sequence[collect.Placem
     plan.folder.write_places(table.to_json())
     log.log(logging.WARNING if table.findings else logging.INFO, "GPU placement:\n%s", gpu_report(table))
     collect.check_can_run(table)
+    return table
 
 
 def _record_end(plan: Plan) -> None:
@@ -256,11 +261,17 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     # the end of a chunk. A stream's chunks are the samples of one prompt.
     per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
     n_threads = -(-window.n_connections * window.n_per_connection // per_chunk) + 1
-    env = worker_env(plan.device == "cpu")
-    kind: type = ScoringEndpoint
-    args: tuple[Any, ...] = (config, plan.n_vocab, plan.teacher.fingerprint, window)
     if plan.derived.is_local_teacher:
-        kind, args, n_threads = RecordingEndpoint, (config,), 1
+        return spawn_endpoints(actor, slots, plan.device, RecordingEndpoint, config)
+    args = config, plan.n_vocab, plan.teacher.fingerprint, window
+    return spawn_endpoints(actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
+
+
+def spawn_endpoints(
+    actor: ActorPool, slots: Pool, device: str, kind: type, *args: Any, n_threads: int = 1
+) -> list[Any]:
+    """Start a scoring endpoint of this class per data-parallel group, on the node of its last pipeline stage."""
+    env = worker_env(device == "cpu")
     return [
         ray.remote(concurrency_groups={RECORDS: 1, HEALTH: 1})(kind)
         .options(

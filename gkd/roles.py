@@ -7,16 +7,19 @@ pass plain objects.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from gkd.errors import RankTimeout
 from gkd.handles import (
+    Computation,
     FileDigest,
     GreedyReport,
+    HostClock,
     LogprobsHandle,
     PendingScores,
+    ProcessSpans,
     Recording,
     ReferenceHandle,
     RolloutChunk,
@@ -159,6 +162,10 @@ class ScoringRole(Protocol):
         """
         ...
 
+    def take_computations(self) -> Mapping[str, Sequence[Computation]]:
+        """Return by endpoint ("scoring 0") what the teacher had computed by the previous call; does not wait."""
+        ...
+
 
 class ActorRole(MovableStates, Protocol):
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
@@ -233,6 +240,10 @@ class ActorRole(MovableStates, Protocol):
         """
         ...
 
+    def take_spans(self) -> list[ProcessSpans]:
+        """Return the spans that came with the calls of `memory_numbers` since the last call; asks no rank."""
+        ...
+
 
 class ReferenceRole(Protocol):
     def compute_logprobs(
@@ -277,6 +288,7 @@ class Roles:
         remark: warning about a setting that slows every step down, for the steps' log lines; may be empty.
         teacher_health: returns what is known of the teacher server, within seconds, in any thread; None: nothing.
         diagnose_hang: returns the error with a report of which ranks hang where.
+        clocks: of the processes on other hosts than the driver's, by the names in `ProcessSpans`.
     """
 
     actor: ActorRole
@@ -287,3 +299,4 @@ class Roles:
     remark: str = ""
     teacher_health: Callable[[], TeacherHealth | None] = lambda: None
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error
+    clocks: Mapping[str, HostClock] = field(default_factory=dict)

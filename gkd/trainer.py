@@ -97,7 +97,7 @@ class Trainer:
             with m.stage("teacher"), interruptible():
                 reference = self.roles.reference.compute_logprobs(pending, blocking=False)  # while the teacher scores
                 batch = self.roles.scoring.collect(pending)
-            self.metrics.teacher.add(batch)
+            self.metrics.add_scored(batch)
             check_staleness(batch, self.step, self.source.max_staleness, self.config.trainer.scheduler)
             with self.recorder.recording(self.step + 1, batch, m):
                 with m.stage("reference"):

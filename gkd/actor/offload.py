@@ -15,6 +15,7 @@ import torch
 
 from gkd.actor.common.base import Student
 from gkd.actor.rank_barrier import RankBarrier, raised_by_all_ranks
+from gkd.cluster.progress import SPAN_NAMES
 from gkd.log import get_logger
 from gkd.memory.offload_manager import GIB, state_offload_manager
 from gkd.memory.referrers import holders
@@ -54,6 +55,7 @@ class OffloadController:
         timeout_s: how long a rank waits for the others.
         diagnosed: see `RankBarrier`.
         resident_bytes: device memory of other models that stays allocated while the states are offloaded.
+        span: records a move under a name.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class OffloadController:
         timeout_s: float,
         diagnosed: Callable[[str], AbstractContextManager[None]] = _undiagnosed,
         resident_bytes: Callable[[], int] = lambda: 0,
+        span: Callable[[str], AbstractContextManager[None]] = _undiagnosed,
     ) -> None:
         self._student, self._device, self._automatic = student, device, automatic
         self._barrier = RankBarrier(timeout_s, diagnosed)
-        self._resident_bytes = resident_bytes
+        self._resident_bytes, self._span = resident_bytes, span
         self._metrics: dict[str, float] = {}
         self._reported_bytes = 0
         # Whether a collective call has ever moved states: the same on all ranks, wherever each rank's states are.
@@ -200,7 +203,7 @@ class OffloadController:
     @contextmanager
     def _synchronized(self, phase: str, alone: bool) -> Iterator[None]:
         self._ever_moved |= not alone
-        with self._barrier.synchronized(phase, alone=alone):
+        with self._span(SPAN_NAMES[phase]), self._barrier.synchronized(phase, alone=alone):
             yield
 
 

@@ -13,7 +13,7 @@ from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
 from gkd.data.scatter import scatter_to_groups
-from gkd.handles import FileDigest, PendingScores, ScoredChunk, TrainStats
+from gkd.handles import FileDigest, PendingScores, ProcessSpans, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
 
@@ -36,6 +36,7 @@ class ActorPool:
             for rank in range(len(workers))
         ]
         self.dp_size = self._layouts[0].dp
+        self._spans: list[ProcessSpans] = []
 
     def init_model(self, device: str, total_steps: int, timeout_s: float) -> dict[str, Any]:
         """Start `ActorWorker.init_model` on all ranks. Return the handles by rank's name, to be gathered.
@@ -147,8 +148,13 @@ class ActorPool:
         return max(gather(self._call("allocated_bytes"), "allocated_bytes", self._timeout_s).values())
 
     def memory_numbers(self) -> dict[str, float]:
-        by_rank = gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s)
-        return merge(list(by_rank.values()), each=self._config.memory.timeline_of_ranks)
+        by_rank = gather(self._call("memory_numbers"), "memory_numbers", self._timeout_s).values()
+        self._spans += [spans for _, spans in by_rank]
+        return merge([numbers for numbers, _ in by_rank], each=self._config.memory.timeline_of_ranks)
+
+    def take_spans(self) -> list[ProcessSpans]:
+        spans, self._spans = self._spans, []
+        return spans
 
     def exporters(self) -> list[list[Any]]:
         """Return, by pipeline stage, the ranks that export its tensors together; the first of them sends.

@@ -25,9 +25,11 @@ from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.progress import UP, WATCH, Phases, Progress
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.handles import ProcessSpans
 from gkd.log import get_logger
 from gkd.memory.states import PARAMS, Moves
 from gkd.memory.usage import log_gpu_memory_usage
+from gkd.metrics.spans import SpanRecorder
 from gkd.run import shared_folder
 
 # Collectives time out this much later than the driver's calls, so that a hang report finds the ranks in them.
@@ -44,7 +46,8 @@ class ActorRank:
     def __init__(self, rank: int) -> None:
         self._rank, self._name = rank, f"actor rank {rank}"
         self._log = get_logger(f"actor.{rank}")
-        self._phases = Phases()
+        self._spans = SpanRecorder(f"actor {rank}")
+        self._phases = Phases(self._spans)
         self._pending_moves: Moves | None = None  # started non-blocking; not waited for yet
 
     def placement(self, ask_driver: bool) -> RankPlacement:
@@ -90,6 +93,7 @@ class ActorRank:
         self._device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
         if device == "cuda":
             torch.cuda.set_device(self._device)
+        self._run_dir = run_dir
         self._memory = RankMemory(config, self._device, run_dir, self._name, self._phases, self._log)
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
@@ -115,6 +119,7 @@ class ActorRank:
             timeout_s=timeout_s,
             diagnosed=self._memory.diagnosed,
             resident_bytes=self._frozen.device_bytes,
+            span=self._spans.span,
         )
         if derived.moves_states:
             self.offload_states()
@@ -175,9 +180,9 @@ class ActorRank:
         """Return the bytes on the device, see `OffloadController.allocated_bytes`."""
         return self._offload.allocated_bytes()
 
-    def memory_numbers(self) -> dict[str, float]:
-        """Return the metrics of `RankMemory.take` and of `OffloadController.take_metrics`."""
-        return self._memory.take() | self._offload.take_metrics()
+    def memory_numbers(self) -> tuple[dict[str, float], ProcessSpans]:
+        """Return the metrics of `RankMemory.take` and of `OffloadController.take_metrics`, and this rank's spans."""
+        return self._memory.take() | self._offload.take_metrics(), self._spans.take()
 
     @contextmanager
     def _phase(

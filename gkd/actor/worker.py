@@ -21,6 +21,7 @@ from gkd.actor.common.lora import scaled_factors
 from gkd.actor.common.shard_writer import BackgroundWriter
 from gkd.actor.group_batches import group_batches
 from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, check_meta
+from gkd.actor.profiling import profiled
 from gkd.actor.rank import ActorRank
 from gkd.cluster.progress import WATCH
 from gkd.config.derived import derive
@@ -63,8 +64,11 @@ class ActorWorker(ActorRank):
         with self._memory.during(phase):
             batches = self._micro_batches(sequence_indices, lists, with_reference=True)[0]
             on_device = self._offload.states_on_device("train", meta=meta, sync_follows=self._sends_weights)
+            step, trainer = self._student.step + 1, self._config.trainer
+            profiler = profiled(step, self._rank, trainer, self._device, self._run_dir)
             with on_device, self._memory.diagnosed(phase):
-                stats = self._student.train_step(batches)
+                with profiler:
+                    stats = self._student.train_step(batches)
                 self._memory.after_step()  # before a refresh of a frozen model changes what is allocated
                 self._phases.enter("refreshing frozen models")
                 self._frozen.after_step()

@@ -10,9 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from gkd.metrics.spans import SpanRecorder
+
 # Concurrency group of the method that returns the progress; the pools are spawned with it.
 WATCH = "watch"
 
+# Phase -> its name in spans.jsonl; other phases keep theirs.
+SPAN_NAMES = {
+    "training step": "train",
+    "sending weights": "sync",
+    "receiving weights": "receive_weights",
+    "evaluation": "evaluate",
+    "saving a checkpoint": "save",
+    "offloading states": "offload",
+    "reloading states": "onload",
+    "teacher scoring": "score",
+    "reference logprobs": "reference",
+}
 PROCESS_UP, UP = "process started", "ready"
 
 
@@ -20,13 +34,18 @@ PROCESS_UP, UP = "process started", "ready"
 class Progress:
     phase: str
     for_s: float  # time since the phase began
+    host_s: float  # time of the rank's host, seconds since the epoch
 
 
 class Phases:
-    """The current phase of this rank. `enter` is called by the working thread, `now` by any thread."""
+    """The current phase of this rank. `enter` is called by the working thread, `now` by any thread.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    Args:
+        spans: records the blocks of `during`.
+    """
+
+    def __init__(self, spans: SpanRecorder, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spans, self._clock = spans, clock
         self._phase, self._since = PROCESS_UP, clock()
         self._thread: int | None = None
 
@@ -39,7 +58,8 @@ class Phases:
         """Enter the phase, and return to `UP` at the end."""
         self.enter(phase)
         try:
-            yield
+            with self._spans.span(SPAN_NAMES.get(phase, phase.replace(" ", "_"))):
+                yield
         finally:
             self.enter(UP)
 
@@ -53,7 +73,7 @@ class Phases:
         phase = self._phase
         frame = sys._current_frames().get(self._thread) if finer and self._thread is not None else None
         found = _innermost(frame, finer or {})
-        return Progress(f"{phase}: {found}" if found else phase, self._clock() - self._since)
+        return Progress(f"{phase}: {found}" if found else phase, self._clock() - self._since, time.time())
 
 
 def _innermost(frame: FrameType | None, finer: dict[str, str]) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gkd.config.interval import save_interval
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema import TRACKER_NAMES, Config
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError
+
+_MOST_PROFILED = 100  # steps of one range; each writes megabytes per rank
 
 
 def check_values(config: Config) -> None:
@@ -53,11 +55,37 @@ def _errors(config: Config) -> Iterator[ConfigError]:
         save_interval(config.trainer.save_every)
     except ConfigError as error:
         yield error
+    yield from _profile_errors(config)
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         yield ConfigError("actor.optim.betas", betas, "must be two numbers in [0, 1).", "use e.g. [0.9, 0.95].")
     if config.eval.metric == "exact_match" and not config.eval.answer_marker:
         yield ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or eval.metric=none.")
+
+
+def listed_steps(entries: Sequence[str]) -> set[int]:
+    """Return the steps of trainer.profile_steps. Raises ValueError: an entry is neither a step nor a range."""
+    steps: set[int] = set()
+    for entry in entries:
+        first, dash, last = entry.partition("-")
+        chosen = range(int(first), int(last if dash else first) + 1)
+        if not chosen or chosen[0] < 1 or len(chosen) > _MOST_PROFILED:
+            raise ValueError(entry)
+        steps.update(chosen)
+    return steps
+
+
+def _profile_errors(config: Config) -> Iterator[ConfigError]:
+    t = config.trainer
+    try:
+        listed_steps(t.profile_steps)
+    except ValueError:
+        problem = f"an entry is neither a step from 1 on nor a range of at most {_MOST_PROFILED} steps."
+        yield ConfigError("trainer.profile_steps", t.profile_steps, problem, "write e.g. [3, 10-12].")
+    n_ranks = t.nnodes * t.n_gpus_per_node
+    if not all(0 <= rank < n_ranks for rank in t.profile_ranks):
+        problem = f"the actor has the ranks 0 to {n_ranks - 1}."
+        yield ConfigError("trainer.profile_ranks", t.profile_ranks, problem, "choose among these.")
 
 
 def _tracker_errors(config: Config) -> Iterator[ConfigError]:

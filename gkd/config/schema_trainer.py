@@ -75,6 +75,23 @@ class TrainerConfig:
         choices=("auto", "panel", "lines", "off"),
         resume=True,
     )
+    spans_every: int = key(
+        1,
+        "Write what each process did, and when, to run_dir/spans.jsonl: in every n-th step, for python -m "
+        "gkd.tools.trace; 0 = off.",
+        ge=0,
+        resume=True,
+    )
+    profile_steps: list[str] = key(
+        [],
+        "Steps in which torch's profiler runs on the actor ranks of profile_ranks, like [3, 10-12]. Traces go to "
+        "run_dir/profile; such a step is slower.",
+        limits="steps >= 1, or ranges of them like 10-12",
+        resume=True,
+    )
+    profile_ranks: list[int] = key(
+        [0], "Actor ranks that profile_steps profiles.", limits="each below the number of actor ranks", resume=True
+    )
     resume: str = key(
         "never",
         "never: refuse a run_dir with a run in it. auto: resume from its newest undamaged checkpoint. A checkpoint "

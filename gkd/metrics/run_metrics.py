@@ -1,6 +1,6 @@
 """Put the numbers of each step together: one line in metrics.jsonl, and one in tuner.jsonl for the split tuner.
 
-The trackers of `trainer.loggers` get the line of metrics.jsonl, too.
+The trackers of `trainer.loggers` get the line of metrics.jsonl, too. spans.jsonl gets what each process did.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from gkd.console.activity import activities
 from gkd.console.forecast import Forecast
 from gkd.console.state import RunState
 from gkd.console.step_line import STEP_LINE, step_line
-from gkd.handles import ScoredChunk, SyncReport, TrainStats
+from gkd.handles import RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from gkd.log import get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers, shares
+from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
 from gkd.metrics.trackers import Trackers
@@ -36,11 +37,14 @@ class StepMetrics:
         step: the optimizer step that is being made, from 1; before the first step the number of steps made.
         stage: `with m.stage("train"):` measures a stage; stages do not nest.
         is_trained: the optimizer step is made, so the line is written whatever happens next.
+
+    Args:
+        spans: also records the stages.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, spans: SpanFile | None = None) -> None:
         self.step = step
-        self.stage = StageTimers()
+        self.stage = StageTimers() if spans is None else StageTimers(on_stage=spans.begin(step))
         self.numbers: dict[str, float] = {}
         self.tuner: dict[str, float] = {}
         self.is_trained = False
@@ -64,7 +68,7 @@ class RunMetrics:
 
     def __init__(self, config: Config, roles: Roles, folder: RunFolder, total_steps: int) -> None:
         self._config, self._actor, self._rollout, self._folder = config, roles.actor, roles.rollout, folder
-        self._remark = roles.remark
+        self._scoring, self._clocks, self._remark = roles.scoring, roles.clocks, roles.remark
         self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
         self._reads_memory = config.memory.timeline or derive(config).moves_states
         self._overlapped_evaluation = False
@@ -75,6 +79,11 @@ class RunMetrics:
         evaluates = bool(config.data.val_files)
         self.state = RunState(total_steps, Forecast(total_steps, config.eval.every, evaluates=evaluates))
 
+    def add_scored(self, batch: Sequence[ScoredChunk]) -> None:
+        """Add a batch that the teacher has scored."""
+        self.teacher.add(batch)
+        self._spans.add_scored(batch)
+
     def open(self, resumed_at: int | None) -> None:
         """Open the trackers and both files, without the lines after step `resumed_at`. None: a new run.
 
@@ -84,14 +93,17 @@ class RunMetrics:
         self._trackers = Trackers(self._config, self._folder, resumed_at)
         self._folder.forget_after(keep_through)
         self._first_step = resumed_at or 0
-        self._files = [MetricsWriter(f, keep_through) for f in (self._folder.metrics_file, self._folder.tuner_file)]
+        files = (self._folder.metrics_file, self._folder.tuner_file, self._folder.spans_file)
+        self._files = [MetricsWriter(file, keep_through) for file in files]
+        every, teacher = self._config.trainer.spans_every, self._config.teacher.server_ip
+        self._spans = SpanFile(self._files[2], every, self._clocks, teacher)
         for line in read_metrics(self._folder.metrics_file):
             self.state.add_past(int(line["step"]), line)
 
     @contextmanager
     def before_first_step(self, step: int) -> Iterator[StepMetrics]:
         """Measure what comes before the first step of this start; a line is written if numbers were added."""
-        m = StepMetrics(step)
+        m = StepMetrics(step, self._spans)
         with activities.during("before the first step"):
             yield m
             memory = self._memory(m)  # read anyway: it must not count for the first step
@@ -99,12 +111,13 @@ class RunMetrics:
             m.add(memory | m.stage.report())
             self._write_line(step, m.numbers)
             self.state.add(step, m.numbers)
+        self._spans.end()
         self.teacher.end_step()  # discard scoring done before the first step
 
     @contextmanager
     def of_step(self, step: int) -> Iterator[StepMetrics]:
         """Measure a step. Once it is trained its line is written, also if its evaluation fails."""
-        m = StepMetrics(step)
+        m = StepMetrics(step, self._spans)
         try:
             with activities.during(f"step {step}/{self._total_steps}"):
                 yield m
@@ -112,12 +125,13 @@ class RunMetrics:
         finally:
             if m.is_trained:
                 self._write(m)
+            self._spans.end()
         log.info("%s", step_line(self.state, self._remark), extra=STEP_LINE)
 
     def add_step(self, m: StepMetrics, batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport) -> None:
         """Add all numbers of an optimizer step, and what the engines did since the last one."""
         with m.stage("usage"):
-            usage = self._rollout.usage()
+            usage = self._usage()
         m.add(step_numbers(batch, stats, sync, version=m.step - 1))
         m.add(usage.memory)
         m.add_tuner(rollout_numbers(usage) | layout_numbers(self._config, m.step - self._first_step))
@@ -135,12 +149,13 @@ class RunMetrics:
         if overlapped:
             self._overlapped_evaluation = True
         else:
-            self._rollout.usage()
+            self._usage()
 
     def log_memory(self) -> None:
-        """Log the memory of what came after the last line: the last save and the export."""
-        if numbers := self._memory(StepMetrics(self._total_steps)):
+        """Log the memory of what came after the last line, the last save and the export, and write its spans."""
+        if numbers := self._memory(StepMetrics(self._total_steps, self._spans)):
             log.info("after the last step: %s", "  ".join(f"{k} {v:.3g}" for k, v in sorted(numbers.items())))
+        self._spans.end()
 
     def sync(self) -> None:
         """Flush all lines to disk. Raises CheckpointError."""
@@ -154,11 +169,23 @@ class RunMetrics:
             self._trackers.close()
 
     def _memory(self, m: StepMetrics) -> dict[str, float]:
-        """Return the memory of the actor's phases since the last call; empty without memory.timeline and offloading."""
-        if not self._reads_memory:
+        """Return the memory of the actor's phases since the last call; empty without memory.timeline and offloading.
+
+        With trainer.spans_every, the same call collects the spans of the ranks.
+        """
+        if not self._reads_memory and not self._spans.is_on:
             return {}
         with m.stage("usage"):
-            return self._actor.memory_numbers()
+            numbers = self._actor.memory_numbers()
+            self._spans.add(self._actor.take_spans())
+            if self._spans.is_on:
+                self._spans.add_computations(self._scoring.take_computations())
+        return numbers if self._reads_memory else {}
+
+    def _usage(self) -> RolloutUsage:
+        usage = self._rollout.usage()
+        self._spans.add(engine.spans for engine in usage.engines)
+        return usage
 
     def _write(self, m: StepMetrics) -> None:
         m.add(m.stage.report())

@@ -9,9 +9,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gkd.console.activity import activities
 from gkd.errors import CheckpointError
@@ -22,10 +23,17 @@ class StageTimers:
     """Measure the wall-clock time of each stage of one step.
 
     Stages do not nest, so their sum is at most the step's wall time. `time/accounted_share` is their share of it.
+
+    Args:
+        on_stage: receives each stage that has ended: name, start and end on the clock.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        on_stage: Callable[[str, float, float], None] = lambda name, began_s, ended_s: None,
+    ) -> None:
+        self._clock, self._on_stage = clock, on_stage
         self._start = clock()
         self._stages: dict[str, float] = {}
         self._open: str | None = None
@@ -40,8 +48,10 @@ class StageTimers:
             with activities.during(stage.replace("_", " ")):
                 yield
         finally:
-            self._stages[stage] = self._stages.get(stage, 0.0) + self._clock() - began
+            ended = self._clock()
+            self._stages[stage] = self._stages.get(stage, 0.0) + ended - began
             self._open = None
+            self._on_stage(stage, began, ended)
 
     def report(self) -> dict[str, float]:
         """Return `time/<stage>_s` of each stage so far, `time/step_s` and `time/accounted_share`."""
@@ -76,7 +86,11 @@ class MetricsWriter:
         """Append a line. Raises CheckpointError: it cannot be written; the file may hold a part of it."""
         # JSON has no NaN.
         clean = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
-        left = (json.dumps({"step": step, **clean}) + "\n").encode()
+        self.write_line({"step": step, **clean})
+
+    def write_line(self, line: Mapping[str, Any]) -> None:
+        """Append a line that has a "step". Raises as `write`."""
+        left = (json.dumps(line) + "\n").encode()
         with naming(self._path):
             while left:
                 left = left[self._file.write(left) :]

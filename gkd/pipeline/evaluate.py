@@ -68,7 +68,7 @@ class Evaluator:
                 greedy = self._roles.rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES) if decodes else None
             with self._gpus.for_training():
                 scored = self._roles.scoring.collect(pending)
-                self._metrics.teacher.add(scored)
+                self._metrics.add_scored(scored)
                 stats = self._roles.actor.evaluate(scored, keep_tokens=self._config.keep_token_losses)
             if stats.tokens:
                 self._folder.write_token_losses(step, stats.tokens)

@@ -15,6 +15,7 @@ import numpy as np
 from gkd.config.schema import LoraConfig, RolloutConfig
 from gkd.errors import ClusterError, DataError
 from gkd.handles import EngineUsage
+from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.engine_start import adapter_request, start_vllm
 from gkd.rollout.sampling import Request, Sampling, vllm_params
 from gkd.rollout.sleep_state import TAGS, WEIGHTS, SleepState, check_level
@@ -39,6 +40,7 @@ class RolloutEngine:
         eos_ids: a response ends with the first of these, inclusive.
         enable_sleep_mode: allow `sleep`. On CUDA, weights and KV cache then use vLLM's own allocator.
         lora: adapters that `receive` must load before `generate`; None: the engine has none.
+        spans: records the passes.
     """
 
     def __init__(
@@ -53,13 +55,12 @@ class RolloutEngine:
         trust_remote_code: bool = False,
         enable_sleep_mode: bool = False,
         lora: LoraConfig | None = None,
+        spans: SpanRecorder | None = None,
     ) -> None:
-        self.policy_version = 0
-        self._eos_ids = list(eos_ids)
-        self._n_requests = 0
+        self.policy_version = self._n_requests = 0
         self._running: dict[str, Request] = {}
         self._finished: defaultdict[Hashable, list[Rollout]] = defaultdict(list)
-        self._meter = PassMeter(config.max_num_seqs)
+        self._eos_ids, self._meter = list(eos_ids), PassMeter(config.max_num_seqs, spans)
         self.llm = start_vllm(
             model_path,
             config,

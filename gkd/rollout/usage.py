@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gkd.handles import EngineUsage
+from gkd.metrics.spans import SpanRecorder
 
 
 class PassMeter:
@@ -24,10 +25,13 @@ class PassMeter:
 
     Args:
         max_running: maximum number of sequences in a pass.
+        spans: records the periods of successive passes as `generate`; on the same clock.
     """
 
-    def __init__(self, max_running: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._max_running, self._clock = max_running, clock
+    def __init__(
+        self, max_running: int, spans: SpanRecorder | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._max_running, self._spans, self._clock = max_running, spans, clock
         self._waiting: deque[int] = deque()  # prompt tokens of each sequence that has not started
         self._n_running = 0
         self._lock = threading.Lock()  # guards the sums: products, lengths, gap
@@ -68,6 +72,8 @@ class PassMeter:
         step()
         ended_s = self._clock()
         self._ended_s = ended_s if self._n_running or self._waiting else None
+        if self._spans is not None:
+            self._spans.extend("generate", began_s, ended_s)
         x = np.array([1.0, n_running, n_prefill, ended_s - began_s])
         with self._lock:
             self._products += np.outer(x, x)

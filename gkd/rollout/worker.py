@@ -27,6 +27,7 @@ from gkd.handles import EngineUsage, Sample
 from gkd.log import get_logger
 from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
+from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES
@@ -59,7 +60,8 @@ class RolloutWorker:
         sort_visible_gpus()
         self._rank = rank
         self._log = get_logger(f"rollout.{rank}")
-        self._phases = Phases()
+        self._spans = SpanRecorder(f"engine {rank}")
+        self._phases = Phases(self._spans)
         self._loop: EngineLoop | None = None  # of the open stream
 
     def placement(self, ask_driver: bool) -> RankPlacement:
@@ -92,6 +94,7 @@ class RolloutWorker:
                     trust_remote_code=config.model.trust_remote_code,
                     enable_sleep_mode=derived.engines_sleep,
                     lora=config.actor.lora if derived.engine_adapter_rank else None,
+                    spans=self._spans,
                 )
             )
         self._tokenizer: Any = load_tokenizer(
@@ -248,8 +251,8 @@ class RolloutWorker:
         return self._on_engine(self._states.state_bytes)
 
     def usage(self) -> EngineUsage:
-        """Return and reset the engine's counters; with memory.timeline also its memory at the end of each phase."""
-        return replace(self._engine.usage(), memory=self._states.pop_peaks())
+        """Return and reset the engine's counters and spans; with memory.timeline also its memory after each phase."""
+        return replace(self._engine.usage(), memory=self._states.pop_peaks(), spans=self._spans.take())
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]

@@ -4,6 +4,8 @@ run_dir/config.yaml            resolved settings
         teacher.json           name and fingerprint of the teacher's weights
         metrics.jsonl          one line per step
         tuner.jsonl            one line per step: sums that only the split tuner reads
+        spans.jsonl            what each process did when; see `gkd.metrics.span_file`
+        profile/               traces of torch's profiler, with trainer.profile_steps; see `gkd.actor.profiling`
         gpus.json              which rank was on which GPU at the last start, and whether the run reached its end;
                                see `gkd.cluster.gpu_table`
         trackers.json          with trainer.loggers: id of the trackers' run; see `gkd.metrics.trackers`
@@ -50,7 +52,7 @@ ENVIRONMENT, LOG = "environment.jsonl", "log.txt"
 PLACES = "gpus.json"
 STACKS = "stacks.txt"
 LOCK, ORIGIN, GOING_BACK = ".lock", "branched_from", "going_back"
-_BY_STEP = ("samples", "token_losses", BATCHES)  # folders with files of each evaluation or step
+_BY_STEP = ("samples", "token_losses", "profile", BATCHES)  # folders with files of each evaluation or step
 
 
 class RunFolder:
@@ -68,6 +70,7 @@ class RunFolder:
         self._lock = lock  # held while this object lives
         self.metrics_file = root / "metrics.jsonl"
         self.tuner_file = root / "tuner.jsonl"
+        self.spans_file = root / "spans.jsonl"
         self.new_export = export_folder.new_export(root)
         self.batches = root / BATCHES
         self.store = CheckpointStore(root / CHECKPOINTS)
@@ -120,7 +123,7 @@ class RunFolder:
         self._write_of_step("token_losses", step, rows)
 
     def forget_after(self, step: int) -> None:
-        """Delete samples, token losses and recorded batches of later steps, which the run makes again.
+        """Delete samples, token losses, profiles and recorded batches of later steps, which the run makes again.
 
         Raises CheckpointError: one cannot be deleted.
         """

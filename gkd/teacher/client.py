@@ -23,7 +23,7 @@ from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.handles import TeacherHealth
 from gkd.teacher.base import TeacherInfo
-from gkd.teacher.exchange import ClientStats, Exchange
+from gkd.teacher.exchange import ClientStats, Exchange, OnScored
 from gkd.teacher.link import TeacherLink
 from gkd.teacher.outage import OutageClock
 from gkd.teacher.requests import (
@@ -65,6 +65,7 @@ class ZmqTeacher:
         name: one of the server's teachers; may be empty if there is only one.
         keys: folder with server.key and client.key_secret; empty: no encryption.
         max_waiting: requests waiting in the client before `submit` blocks.
+        on_scored: called with each reply that holds scores, in the client's thread.
 
     Raises:
         ConfigError: a setting is out of range, or the keys are invalid.
@@ -86,6 +87,7 @@ class ZmqTeacher:
         name: str = "",
         keys: str = "",
         max_waiting: int = MAX_WAITING,
+        on_scored: OnScored | None = None,
     ) -> None:
         check_value("teacher.server_port", server_port)
         check_value("teacher.topk", k)
@@ -105,7 +107,11 @@ class ZmqTeacher:
         clock = OutageClock(outage_budget_s=outage_budget_s, stall_budget_s=outage_budget_s + request_timeout_s)
         link = TeacherLink(server_ip, server_port, clock, load_keys(keys))
         self._exchange = Exchange(
-            link, n_in_flight=n_in_flight, max_waiting=max_waiting, fingerprint=expected_fingerprint
+            link,
+            n_in_flight=n_in_flight,
+            max_waiting=max_waiting,
+            fingerprint=expected_fingerprint,
+            on_scored=on_scored,
         )
 
     def __enter__(self) -> ZmqTeacher:

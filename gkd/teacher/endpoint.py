@@ -19,8 +19,9 @@ import numpy as np
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.errors import TeacherError, TeacherUnavailable
-from gkd.handles import ScoreTimes, TeacherHealth
+from gkd.handles import Computation, ScoreTimes, TeacherHealth
 from gkd.teacher.client import ZmqTeacher
+from gkd.teacher.computations import Computations
 from gkd.teacher.outage import merged
 from gkd.teacher.records import RecordingEndpoint, summary_of
 from gkd.teacher.window import Window
@@ -48,6 +49,7 @@ class ScoringEndpoint(RecordingEndpoint):
         self._lock = threading.Lock()
         self._teachers: list[ZmqTeacher] = []
         self._outage: TeacherUnavailable | None = None
+        self._computations = Computations()
 
     def is_up(self) -> bool:
         """Return once the process runs. Raises ConfigError: teacher.keys cannot be read on this host."""
@@ -76,7 +78,12 @@ class ScoringEndpoint(RecordingEndpoint):
             expected_fingerprint=self._fingerprint,
             name=teacher.name,
             keys=teacher.keys,
+            on_scored=self._computations.note,
         )
+
+    def take_computations(self) -> list[Computation]:
+        """Return what the teacher has computed for this endpoint since the last call."""
+        return self._computations.take()
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[TeacherScores], bytes]:
         """Score a chunk; blocks. After an error all its requests are cancelled.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,7 @@ _MAX_DAMAGED = 5  # damaged messages of one request before it fails
 _RETRY_S = 0.02  # delay of a resend after a transient failure
 _DOUBT_S = 0.5  # delay of a resend if a message may be lost: a reply in transit arrives before
 _CLOSE_S = 5.0  # limit of the wait for the thread; a future's callback may delay it
+OnScored = Callable[[ScoreReply | RowsReply], None]
 
 
 @dataclass(slots=True)
@@ -60,14 +61,17 @@ class Exchange:
         n_in_flight: size of the window.
         max_waiting: number of requests waiting for the window from which on `submit` blocks.
         fingerprint: of the teacher's weights; empty: that of the first reply.
+        on_scored: called in the thread with each reply that holds scores.
     """
 
-    def __init__(self, link: TeacherLink, *, n_in_flight: int, max_waiting: int, fingerprint: str) -> None:
+    def __init__(
+        self, link: TeacherLink, *, n_in_flight: int, max_waiting: int, fingerprint: str, on_scored: OnScored | None
+    ) -> None:
         self.stats = ClientStats()
         self._inbox = Inbox(max_waiting, link.wake)
         # The attributes below are used only by the thread.
         self._link, self._clock = link, link.clock
-        self._n_in_flight, self._fingerprint = n_in_flight, fingerprint
+        self._n_in_flight, self._fingerprint, self._on_scored = n_in_flight, fingerprint, on_scored
         self._pending: dict[bytes, AnyRequest] = {}
         self._n_in_window = 0  # pending requests that use the window
         self._next_due_s = 0.0  # lower bound of all `due_s`
@@ -212,6 +216,8 @@ class Exchange:
                 self._check_model(header.model_fingerprint)
                 result = request.accept(header, frames, self._clock.now_s)
                 self._clock.progressed()
+                if self._on_scored is not None and isinstance(header, ScoreReply | RowsReply):
+                    self._on_scored(header)
                 if result is not None:
                     self._finish(request, result)
         except ProtocolError as error:

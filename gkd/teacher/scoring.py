@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gkd.cluster.calls import all_done, answers, drain, fetch, gather
 from gkd.data.chunks import CHUNK_SIZE, decode_sizes
 from gkd.errors import ClusterError
-from gkd.handles import FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
+from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
 from gkd.teacher.outage import merged
 from gkd.teacher.records import ScoreSummary
 
@@ -34,6 +34,10 @@ class RecordedScoring(ABC):
 
     @abstractmethod
     def submit(self, chunk: RolloutChunk) -> PendingScores: ...
+
+    def take_computations(self) -> Mapping[str, Sequence[Computation]]:
+        """Return nothing: there is no teacher server."""
+        return {}
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
         refs = {f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})": p.summary for i, p in enumerate(pending)}
@@ -100,6 +104,21 @@ class RecordedScoring(ABC):
 
 class ScoringPool(RecordedScoring):
     """Implements `gkd.roles.ScoringRole` over endpoints that use the teacher server."""
+
+    def __init__(self, endpoints: Sequence[Any], timeout_s: float) -> None:
+        super().__init__(endpoints, timeout_s)
+        self._taking: dict[int, Any] = {}  # by data-parallel rank: call that has not been read
+
+    def take_computations(self) -> Mapping[str, Sequence[Computation]]:
+        found = {}
+        for dp_rank, endpoint in enumerate(self._endpoints):
+            call = self._taking.get(dp_rank)
+            if call is not None and not all_done([call]):
+                continue
+            if call is not None:
+                found[f"scoring {dp_rank}"] = fetch(call, f"take_computations on scoring endpoint {dp_rank}")
+            self._taking[dp_rank] = endpoint.take_computations.options(concurrency_group=RECORDS).remote()
+        return found
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         scores, summary = self._endpoints[chunk.dp_rank].score.options(num_returns=2).remote(chunk.ref)

@@ -21,7 +21,7 @@ import torch
 
 from gkd.config.schema import Config
 from gkd.data.scatter import select
-from gkd.handles import FileDigest, TrainStats
+from gkd.handles import FileDigest, ProcessSpans, TrainStats
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.usage import PassMeter
@@ -221,8 +221,8 @@ class TimedActorWorker:
     def export_hf(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
 
-    def memory_numbers(self) -> dict[str, float]:
-        return {}
+    def memory_numbers(self) -> tuple[dict[str, float], ProcessSpans]:
+        return {}, ProcessSpans(f"actor {self._rank}", "", [])
 
     def export_plan(self) -> list[TensorSpec]:
         return [TensorSpec("nothing", (2,), "float32")]

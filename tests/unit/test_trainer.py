@@ -116,7 +116,8 @@ def test_every_line_has_its_memory_numbers(tmp_path: Path) -> None:
     assert [line["memory/training_step/peak_gib"] for line in lines] == [1.5] * 3
     assert world.n_memory_calls == 4, "also after the last line"
     world = World()
-    make(tmp_path / "off", world, *settings, "memory.timeline=false", val=PROMPTS[:1]).fit()
+    off = ("memory.timeline=false", "trainer.spans_every=0")
+    make(tmp_path / "off", world, *settings, *off, val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "off" / "run" / "metrics.jsonl")
     assert world.n_memory_calls == 0 and not [name for line in lines for name in line if name.startswith("memory/")]
     world = World()

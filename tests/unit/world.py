@@ -6,6 +6,7 @@ The fake actor writes real files, and the real checkpoint store commits them.
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,15 +16,18 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
 from gkd.handles import (
+    Computation,
     EngineUsage,
     FileDigest,
     GreedyReport,
     PendingScores,
+    ProcessSpans,
     Recording,
     RolloutChunk,
     RolloutStream,
     RolloutUsage,
     ScoredChunk,
+    Span,
     SyncReport,
     TrainStats,
 )
@@ -184,6 +188,13 @@ class World:
     def memory_numbers(self) -> dict[str, float]:
         self.n_memory_calls += 1
         return {"memory/training_step/peak_gib": 1.5}
+
+    def take_spans(self) -> list[ProcessSpans]:
+        now_s = time.time()
+        return [ProcessSpans("actor 0", "h", [Span("train", now_s - 1e-3, 5e-4), Span("sync", now_s - 4e-4, 1e-4)])]
+
+    def take_computations(self) -> dict[str, list[Computation]]:
+        return {"scoring 0": [Computation("w", time.time(), 0.0, 1e-4, 1)]}
 
     def push(self, policy_version: int) -> SyncReport:
         self.events.append(f"push {policy_version}")

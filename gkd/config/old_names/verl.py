@@ -147,8 +147,8 @@ _STUDENT = (
     unsupported(f"{_ACTOR}.ulysses_sequence_parallel_size", "context and Ulysses parallelism are not supported.", (1,)),
     unsupported(f"{_ACTOR}.clip_ratio* {_ACTOR}.entropy_coeff {_ACTOR}.ppo_epochs {_ACTOR}.loss_agg_mode "
         f"{_ACTOR}.kl_loss_type {_ACTOR}.policy_loss.*", _NO_REWARD),
-    unsupported(f"{_ACTOR}.profiler.enable trainer.profile_steps", "the time of each stage is in metrics.jsonl.",
-        (False, [])),
+    unsupported(f"{_ACTOR}.profiler.enable trainer.profile_steps",
+        "torch's profiler runs in the steps of trainer.profile_steps here.", (False, [])),
     meaningless(f"{_ACTOR}.profiler.* {_ROLLOUT}.profiler.* global_profiler.*", "there are no profiler runs."),
     mapped(f"{_MEGATRON}.tensor_model_parallel_size", "actor.tp"),
     mapped(f"{_MEGATRON}.pipeline_model_parallel_size", "actor.pp"),

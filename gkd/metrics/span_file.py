@@ -1,0 +1,114 @@
+"""Write run_dir/spans.jsonl: what every process of the run did, on the driver's clock.
+
+One line per step and process: {"step", "process", "host", "spans": [{"name", "start_s", "duration_s", "args"}]}; of a
+process on another host also "clock", its offset against the driver and the uncertainty of that, in seconds. A span
+belongs to the step in which it starts. The driver may learn of it later: then the step has another line of the process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gkd.handles import Computation, HostClock, ProcessSpans, ScoredChunk, Span
+from gkd.metrics.spans import SpanRecorder, in_lanes, merged
+from gkd.metrics.writer import MetricsWriter
+
+_STEPS_KEPT = 64  # whose starts are kept, for spans that arrive later
+_SAME = HostClock()
+
+
+class SpanFile:
+    """Collects the spans of all processes and writes them.
+
+    Args:
+        writer: of spans.jsonl.
+        every: write every n-th step; 0: none.
+        clocks: of processes on other hosts, see `gkd.roles.Roles.clocks`.
+        teacher_host: where the teacher server runs.
+    """
+
+    def __init__(
+        self, writer: MetricsWriter, every: int, clocks: Mapping[str, HostClock], teacher_host: str = ""
+    ) -> None:
+        self._writer, self._every, self._clocks, self._teacher_host = writer, every, clocks, teacher_host
+        self._driver = SpanRecorder("driver")
+        self._starts: deque[tuple[float, int]] = deque(maxlen=_STEPS_KEPT)  # on the monotonic clock
+        self._found: list[ProcessSpans] = []
+
+    @property
+    def is_on(self) -> bool:
+        return self._every > 0
+
+    def begin(self, step: int) -> Callable[[str, float, float], None]:
+        """Start a step: spans from now on belong to it. Return what records a stage, see `StageTimers`."""
+        self._starts.append((time.perf_counter(), step))
+        return self._driver.add
+
+    def add(self, found: Iterable[ProcessSpans | None]) -> None:
+        """Add spans on the clocks of their hosts."""
+        if self.is_on:
+            self._found += [spans for spans in found if spans is not None]
+
+    def add_scored(self, batch: Sequence[ScoredChunk]) -> None:
+        """Add the spans of scored chunks; chunks from a checkpoint or of a local teacher have none."""
+        by_endpoint: defaultdict[str, list[Span]] = defaultdict(list)
+        for chunk in batch if self.is_on else ():
+            if chunk.times is not None:
+                start_s, end_s = chunk.times.submitted_s, max(chunk.times.completed_s)
+                args = {"sequences": chunk.rollouts.n_sequences, "tokens": int(chunk.rollouts.n_tokens.sum())}
+                by_endpoint[f"scoring {chunk.rollouts.dp_rank}"].append(Span("score", start_s, end_s - start_s, args))
+        self._found += [ProcessSpans(name, "", in_lanes(merged(spans))) for name, spans in by_endpoint.items()]
+
+    def add_computations(self, by_endpoint: Mapping[str, Sequence[Computation]]) -> None:
+        """Add the batches of the teacher's workers.
+
+        A batch ends when its first reply arrives, or a bit earlier: at the latest when the worker's next one starts.
+        Its replies may go to several endpoints.
+        """
+        first: dict[tuple[str, float], tuple[float, Computation]] = {}
+        for endpoint, computations in by_endpoint.items():
+            offset_s = self._clocks.get(endpoint, _SAME).offset_s
+            for found in computations:
+                key, end_s = (found.worker, found.compute_s), found.received_s - offset_s
+                if key not in first or end_s < first[key][0]:
+                    first[key] = end_s, found
+        by_worker: defaultdict[str, list[Span]] = defaultdict(list)
+        for end_s, batch in sorted(first.values(), key=lambda pair: pair[0] - pair[1].compute_s):
+            start_s, spans = end_s - batch.compute_s, by_worker[f"teacher {batch.worker}"]
+            if spans and spans[-1].start_s + spans[-1].duration_s > start_s:
+                last = spans[-1]
+                spans[-1] = Span(last.name, last.start_s, start_s - last.start_s, last.args)
+            args = {"queue_s": round(batch.queue_s, 6), "replies": batch.n_replies}
+            spans.append(Span("compute", start_s, end_s - start_s, args))
+        self._found += [ProcessSpans(name, self._teacher_host, merged(spans)) for name, spans in by_worker.items()]
+
+    def end(self) -> None:
+        """Write what has been added. Raises CheckpointError: the file cannot be written."""
+        to_wall_s = time.time() - time.perf_counter()
+        found, self._found = [self._driver.take(), *self._found], []
+        hosts = {spans.process: spans.host for spans in found}
+        lines: defaultdict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+        for spans in found if self.is_on else ():
+            offset_s = self._clocks.get(spans.process, _SAME).offset_s
+            for span in spans.spans:
+                start_s = span.start_s - offset_s
+                step = self._step_at(start_s - to_wall_s)
+                if step % self._every == 0:
+                    entry = {"name": span.name, "start_s": round(start_s, 6), "duration_s": round(span.duration_s, 6)}
+                    lines[step, spans.process].append(entry | ({"args": dict(span.args)} if span.args else {}))
+        for (step, process), entries in lines.items():
+            line: dict[str, Any] = {"step": step, "process": process, "host": hosts[process]}
+            if process in self._clocks:
+                line["clock"] = asdict(self._clocks[process])
+            self._writer.write_line(line | {"spans": entries})
+
+    def _step_at(self, time_s: float) -> int:
+        """Return the step that was being made; before the first known one, that one."""
+        for start_s, step in reversed(self._starts):
+            if start_s <= time_s:
+                return step
+        return self._starts[0][1] if self._starts else 0

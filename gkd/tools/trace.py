@@ -1,0 +1,137 @@
+"""`python -m gkd.tools.trace RUN [--steps A-B] [--out trace.json]`: what each process of a run did, for Perfetto.
+
+Reads spans.jsonl of a run folder, also while the run is in progress, and writes a trace in Chrome's format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gkd.errors import ConfigError, GkdError
+from gkd.handles import Span
+from gkd.metrics.span_lines import SpanLine, read_spans, sort_key
+from gkd.run.disk import naming
+
+_EXAMPLES = """example:
+  python -m gkd.tools.trace runs/mine --steps 10-12 --out trace.json
+
+Open the file at https://ui.perfetto.dev (it stays on this machine), or without a network at chrome://tracing in Chrome.
+Each process is a group: driver, actor ranks, engines, scoring endpoints, teacher workers. All times are on the driver's
+clock; the name of a process on another host has the uncertainty.
+
+exit code: 0 the trace was written, 1 a file is missing, damaged or cannot be written, 2 wrong arguments
+"""
+_STEPS_ROW = 1000  # row of the driver that marks the steps, below its stages
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool and return its exit code, see `_EXAMPLES`."""
+    args = _parse(argv)
+    try:
+        chosen = select(read_spans(args.run / "spans.jsonl"), args.steps)
+        trace = chrome_trace(chosen)
+        with naming(args.out):
+            args.out.write_text(json.dumps(trace) + "\n")
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return 2
+    except GkdError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    steps = sorted({line.step for line in chosen})
+    n_spans, n_processes = sum(len(line.spans) for line in chosen), len({line.process for line in chosen})
+    print(f"{args.out}: {n_spans} spans of {n_processes} processes, steps {steps[0]} to {steps[-1]}")
+    print("open it at https://ui.perfetto.dev, or at chrome://tracing")
+    return 0
+
+
+def select(lines: Sequence[SpanLine], steps: str | None) -> list[SpanLine]:
+    """Return the lines of these steps; None: all.
+
+    Args:
+        steps: "12" or "10-12".
+
+    Raises:
+        ConfigError: not of this form, or there is no span in these steps.
+    """
+    first, last = 0, sys.maxsize
+    if steps is not None:
+        matched = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
+        if matched is None:
+            raise ConfigError("--steps", steps, "neither a step nor a range.", "write it as 12 or 10-12.")
+        first, last = int(matched[1]), int(matched[2] or matched[1])
+    chosen = [line for line in lines if first <= line.step <= last]
+    if not chosen:
+        known = sorted({line.step for line in lines})
+        have = f"the run has spans of steps {known[0]} to {known[-1]}" if known else "the run has none"
+        fix = "choose among these." if known else "start the run with trainer.spans_every=1."
+        raise ConfigError("--steps", steps or "all", f"no spans; {have}.", fix)
+    return chosen
+
+
+def chrome_trace(lines: Sequence[SpanLine]) -> dict[str, Any]:
+    """Return the trace as the JSON object of Chrome's trace event format.
+
+    Times are in microseconds from the first span; `otherData` has its time. Source:
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    begin_s = min(span.start_s for line in lines for span in line.spans)
+    processes = sorted({line.process for line in lines}, key=sort_key)
+    last = {line.process: line for line in lines}  # of each process
+    events: list[dict[str, Any]] = []
+    for pid, process in enumerate(processes):
+        line = last[process]
+        about = f" on {line.host}" if line.host else ""
+        if line.clock is not None:
+            about += f" (clock within {line.clock.uncertainty_s * 1e3:.2f} ms)"
+        events += [
+            _about(pid, "process_name", name=process + about),
+            _about(pid, "process_sort_index", sort_index=pid),
+        ]
+    slices, marked = [], set[int]()
+    for line in lines:
+        pid, spans = processes.index(line.process), list(line.spans)
+        for span in spans:
+            args = {"step": line.step, **{key: value for key, value in span.args.items() if key != "lane"}}
+            slices.append(_slice(pid, int(span.args.get("lane", 0)), span, begin_s, args))
+        if line.process == "driver" and spans and line.step not in marked:
+            marked.add(line.step)
+            start_s, end_s = spans[0].start_s, max(span.start_s + span.duration_s for span in spans)
+            slices.append(_slice(pid, _STEPS_ROW, Span(f"step {line.step}", start_s, end_s - start_s), begin_s, {}))
+    for pid, tid in sorted({(each["pid"], each["tid"]) for each in slices}):
+        name = "steps" if tid == _STEPS_ROW else processes[pid]
+        events += [_about(pid, "thread_name", tid, name=name), _about(pid, "thread_sort_index", tid, sort_index=tid)]
+    slices.sort(key=lambda each: (each["ts"], -each["dur"]))
+    return {"displayTimeUnit": "ms", "otherData": {"start_unix_s": begin_s}, "traceEvents": events + slices}
+
+
+def _slice(pid: int, tid: int, span: Span, begin_s: float, args: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": round((span.start_s - begin_s) * 1e6, 1), "dur": round(span.duration_s * 1e6, 1)}
+    return {"ph": "X", "name": span.name, "pid": pid, "tid": tid, **times, "args": args}
+
+
+def _about(pid: int, what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gkd.tools.trace",
+        description="Write what each process of a run did as a trace that Perfetto shows.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may be in progress")
+    parser.add_argument("--steps", metavar="A-B", help="a step or a range of steps; default: all")
+    parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

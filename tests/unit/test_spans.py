@@ -1,0 +1,212 @@
+"""Test spans: what a process records, the clocks of other hosts, spans.jsonl, and the trace made of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gkd.errors import CheckpointError, ConfigError
+from gkd.handles import Computation, HostClock, ProcessSpans, RolloutChunk, ScoredChunk, ScoreTimes, Span
+from gkd.metrics.span_file import SpanFile
+from gkd.metrics.span_lines import SpanLine, read_spans
+from gkd.metrics.spans import MAX_SPANS, SpanRecorder, measure_clock
+from gkd.metrics.writer import MetricsWriter
+from gkd.tools import trace
+from tests.unit.world import World, make
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def recorder(clock: Clock, wall_s: float = 0.0) -> SpanRecorder:
+    return SpanRecorder("p", clock=clock, wall=lambda: clock.now_s + wall_s)
+
+
+def test_blocks_are_recorded_in_lanes() -> None:
+    """Fails if a nested block overlaps its outer one in one lane, a block in one of its own name counts twice, or
+    starts are not on the wall clock.
+    """
+    clock = Clock()
+    spans = recorder(clock, 1000.0)
+    with spans.span("train"):
+        clock.now_s += 1
+        with spans.span("offload"), spans.span("offload"):
+            clock.now_s += 2
+        clock.now_s += 1
+    with pytest.raises(ValueError, match="x"), spans.span("save"):
+        clock.now_s += 1
+        raise ValueError("x")
+    found = spans.take().spans
+    assert found == [Span("train", 1100, 4), Span("offload", 1101, 2, {"lane": 1}), Span("save", 1104, 1)]
+    assert not spans.take().spans
+
+
+def test_passes_without_a_long_gap_are_one_period() -> None:
+    """Fails if each pass of an engine is a span, or a pause between two batches is hidden."""
+    clock = Clock()
+    spans = recorder(clock)
+    for _ in range(5):
+        spans.extend("generate", clock.now_s, clock.now_s + 0.5)
+        clock.now_s += 0.52
+    clock.now_s += 1
+    spans.extend("generate", clock.now_s, clock.now_s + 0.5)
+    first, second = spans.take().spans
+    assert first.duration_s == pytest.approx(2.58) and first.args["parts"] == 5 and second.args["parts"] == 1
+
+
+@pytest.mark.parametrize("n", [MAX_SPANS, MAX_SPANS + 1, 1000, 12345])
+def test_the_number_of_spans_is_bounded(n: int) -> None:
+    """Fails if a large batch fills memory or the file, or merged spans are not counted."""
+    clock = Clock()
+    spans = recorder(clock)
+    for i in range(n):
+        clock.now_s += 1
+        spans.add(("a", "b")[i % 2], clock.now_s, clock.now_s + 0.25)
+    found = spans.take().spans
+    assert MAX_SPANS / 4 < len(found) <= MAX_SPANS
+    assert sum(span.args.get("merged", 1) for span in found) == n
+    assert sum(span.args.get("busy_s", span.duration_s) for span in found) == pytest.approx(0.25 * n)
+
+
+@pytest.mark.parametrize("skew_s", [-3.5, 0.0, 7200.25])
+def test_the_clock_of_another_host_is_measured_within_its_uncertainty(skew_s: float) -> None:
+    """Fails if a skewed host's spans are shifted by more than the file states."""
+    here, rng = Clock(), np.random.default_rng(3)
+
+    def read_there() -> float:
+        here.now_s += rng.uniform(0.001, 0.1)  # there
+        answer = here.now_s + skew_s
+        here.now_s += rng.uniform(0.001, 0.1)  # back
+        return answer
+
+    found = measure_clock(read_there, n=20, clock=here)
+    assert abs(found.offset_s - skew_s) <= found.uncertainty_s < 0.05
+
+
+def opened(tmp_path: Path, every: int = 1, keep_through: int = -1, **clocks: HostClock) -> SpanFile:
+    writer = MetricsWriter(tmp_path / "spans.jsonl", keep_through)
+    return SpanFile(writer, every, {name.replace("_", " "): clock for name, clock in clocks.items()}, "teacher-host")
+
+
+def lines_of(tmp_path: Path) -> dict[tuple[int, str], tuple[Span, ...]]:
+    return {(line.step, line.process): line.spans for line in read_spans(tmp_path / "spans.jsonl")}
+
+
+def test_spans_of_a_skewed_host_are_on_the_drivers_clock(tmp_path: Path) -> None:
+    """Fails if another host's spans are not shifted, or the file lacks the offset and its uncertainty."""
+    file = opened(tmp_path, actor_1=HostClock(50.0, 0.002))
+    file.begin(1)
+    now_s = time.time()
+    of_rank = [Span("train", now_s, 0.25)], [Span("train", now_s + 50.0, 0.25)]
+    file.add([ProcessSpans(f"actor {i}", f"h{i}", spans) for i, spans in enumerate(of_rank)])
+    file.end()
+    here, there = read_spans(tmp_path / "spans.jsonl")
+    assert here.spans[0].start_s == pytest.approx(there.spans[0].start_s, abs=1e-5)
+    assert (here.clock, there.clock) == (None, HostClock(50.0, 0.002)) and there.host == "h1"
+
+
+def test_a_late_span_belongs_to_the_step_in_which_it_started(tmp_path: Path) -> None:
+    """Fails if scores that are collected a step later are drawn in the wrong step, or steps are not left out."""
+    file = opened(tmp_path, every=2)
+    for step in (1, 2, 3, 4):
+        on_stage = file.begin(step)
+        began = time.perf_counter()
+        if step == 2:
+            early_s = time.time()
+        time.sleep(0.002)
+        on_stage("train", began, time.perf_counter())
+        if step == 3:
+            file.add(
+                [ProcessSpans("engine 0", "h", [Span("generate", early_s, 0.5), Span("generate", time.time(), 0)])]
+            )
+        file.end()
+    found = lines_of(tmp_path)
+    assert set(found) == {(2, "driver"), (2, "engine 0"), (4, "driver")} and len(found[2, "engine 0"]) == 1
+
+
+def test_chunks_and_batches_of_the_teacher_are_placed(tmp_path: Path) -> None:
+    """Fails if concurrent chunks share a lane, a batch of two endpoints counts twice, or two batches overlap."""
+    file = opened(tmp_path, scoring_1=HostClock(-9.0, 0.001))
+    file.begin(1)
+    at = time.time()
+    sizes = np.full(2, 7, np.int32)
+    chunk = RolloutChunk(0, None, 2, 4, 10, 0, 0, sample_index=sizes, n_tokens=sizes)
+    times = (ScoreTimes(at, (at + 0.25, at + 0.5)), ScoreTimes(at + 0.25, (at + 0.75,)), None)
+    file.add_scored([ScoredChunk(chunk, None, None, 0, each) for each in times])
+    second = Computation("w", at + 0.625, 0.5, 0.25, 3)  # starts before the reply of the first one has arrived
+    by_endpoint = {
+        "scoring 0": [Computation("w", at + 0.5, 0.125, 0.375, 2), second],
+        "scoring 1": [Computation("w", at + 0.4375 - 9.0, 0.25, 0.375, 2)],
+    }
+    file.add_computations(by_endpoint)
+    file.end()
+    found = lines_of(tmp_path)
+    assert [span.args.get("lane", 0) for span in found[1, "scoring 0"]] == [0, 1]
+    assert found[1, "scoring 0"][0].args == {"sequences": 2, "tokens": 14}
+    placed = [(span.start_s - at, span.duration_s) for span in found[1, "teacher w"]]
+    assert placed == [pytest.approx(each, abs=1e-4) for each in ((0.0625, 0.3125), (0.375, 0.25))]
+
+
+def test_a_resumed_run_keeps_the_spans_of_the_steps_that_it_keeps(tmp_path: Path) -> None:
+    """Fails if spans of discarded steps stay, or those of kept steps are lost."""
+    settings = ("trainer.total_steps=4", "trainer.save_every=2", "trainer.keep_last=9")
+    make(tmp_path, World(), *settings).fit()
+    run = tmp_path / "run"
+    assert {step for step, process in lines_of(run) if process == "driver"} == {0, 1, 2, 3, 4}
+    assert {"driver", "actor 0", "teacher w"} == {process for _, process in lines_of(run)}
+    before = (run / "spans.jsonl").read_text().splitlines()
+    back = f"trainer.resume={run / 'checkpoints' / 'step_00000002'}"
+    make(tmp_path, World(), "trainer.total_steps=3", back, "trainer.spans_every=0").fit()
+    assert (run / "spans.jsonl").read_text().splitlines() == [line for line in before if json.loads(line)["step"] <= 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1}',
+        '{"step": 1, "process": "driver", "host": "h", "spans": [{"name": "a", "start_s": NaN, "duration_s": 1}]}',
+        '{"step": 1, "process": "driver", "host": "h", "spans": [{"name": "a", "start_s": 1, "duration_s": -1}]}',
+        '{"step": 1, "process": "driver", "host": "h", "spans": [{"name": "a"}]}',
+        '{"step": 1, "process": "driver", "host": "h", "spans": 5}',
+        '{"step": 1, "process": "ghost 1", "host": "h", "spans": []}',
+        '{"step": 1, "process": "driver", "host": "h", "spans": [], "clock": {"x": 1}}',
+        "{",
+    ],
+)
+def test_a_damaged_line_is_refused(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fails if a damaged file ends in a traceback, or is drawn in part."""
+    (tmp_path / "spans.jsonl").write_text(line + "\n")
+    with pytest.raises(CheckpointError):
+        read_spans(tmp_path / "spans.jsonl")
+    assert trace.main([str(tmp_path), "--out", str(tmp_path / "t.json")]) == 1
+    assert not (tmp_path / "t.json").exists() and "line 1" in capsys.readouterr().err
+
+
+def test_wrong_arguments_of_the_trace_are_refused(tmp_path: Path) -> None:
+    """Fails if a wrong range gives an empty trace, or a missing run a traceback."""
+    lines = [SpanLine(step, "driver", "h", (Span("train", 1.0 * step, 0.5),)) for step in (3, 4)]
+    for steps in ("5-9", "x", "3-", "4-3", "-1"):
+        with pytest.raises(ConfigError) as caught:
+            trace.select(lines, steps)
+        assert (caught.value.key, caught.value.value) == ("--steps", steps)
+    assert [len(trace.select(lines, steps)) for steps in (None, "3", "3-4")] == [2, 1, 2]
+    out = str(tmp_path / "t.json")
+    assert trace.main([str(tmp_path), "--out", out]) == 1
+    (tmp_path / "spans.jsonl").write_text("")
+    assert trace.main([str(tmp_path), "--out", out]) == 2
+    (tmp_path / "spans.jsonl").write_text(
+        '{"step": 1, "process": "driver", "host": "h", "spans": [{"name": "a", "start_s": 1, "duration_s": 1}]}\n'
+    )
+    assert trace.main([str(tmp_path), "--out", str(tmp_path / "no" / "t.json")]) == 1
+    assert trace.main([str(tmp_path), "--out", out]) == 0
