@@ -115,13 +115,15 @@ def shared_ray() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def base_run(lab: Lab, teacher_port: int) -> Path:
-    """Run four steps on one actor rank and one engine: every sync verified, a checkpoint every second step.
+    """Run four steps on one actor rank and one engine: every sync verified, a checkpoint every second step, every batch
+    recorded, one step profiled.
 
     The run starts a Ray of its own and may use GPUs 4 and 6.
     """
     run_dir = lab.root / "base_run"
     settings = ("trainer.save_every=2", "trainer.keep_last=9", "weight_sync.verify=always", "cluster.gpus=[6,4]")
-    done = lab.train_run(run_dir, teacher_port, *settings)
+    kept = ("trainer.record_batches=true", "trainer.profile_steps=[2]")
+    done = lab.train_run(run_dir, teacher_port, *settings, *kept)
     assert done.returncode == 0, done.stderr[-4000:]
     (lab.root / "base_run.stderr").write_text(done.stderr)
     return run_dir

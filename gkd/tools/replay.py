@@ -1,0 +1,213 @@
+"""`python -m gkd.tools.replay RUN --step N`: whether the loss of a step comes out again.
+
+Loads the newest checkpoint before the step, trains on the recorded batches up to it, and compares with metrics.jsonl.
+Starts the actor's ranks alone: no engine, no teacher. Writes nothing into the run folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gkd.config.check import check_config
+from gkd.config.load import load_config, parse_overrides
+from gkd.config.schema import Config
+from gkd.errors import ConfigError, GkdError
+from gkd.handles import TrainStats
+from gkd.metrics.writer import read_metrics
+from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
+from gkd.run.folder import BATCHES, CHECKPOINTS, ORIGIN
+from gkd.run.resume_compat import check_same_run
+
+_EXAMPLES = """example:
+  python -m gkd.tools.replay runs/mine --step 20
+  python -m gkd.tools.replay runs/mine --step 20 cluster.ray_address=10.0.0.5:6379
+
+The run needs trainer.record_batches=true. A checkpoint of step N - 1 is best; from an earlier one, or from model.path,
+the steps in between are trained again. Settings that a resumed run may change can be given. With the same settings,
+versions and devices the numbers are equal bit by bit; else rounding differs.
+
+exit code: 0 equal (bit by bit, or within --rtol; the last line names which), 1 different, 2 cannot be replayed
+"""
+# Key in metrics.jsonl -> attribute of TrainStats.
+_COMPARED = {"loss/total": "loss", "optim/grad_norm": "grad_norm", "loss/tokens": "n_loss_tokens"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool and return its exit code, see `_EXAMPLES`."""
+    args = _parse(argv)
+    try:
+        case = find_case(args.run, args.step, args.overrides)
+        print(f"replaying from {case.start or case.config.model.path}: {args.step - case.first} step(s)", flush=True)
+        stats = replayed(case)
+    except GkdError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    table, verdict, equal = compared(case.recorded, stats, args.rtol)
+    print(f"{table}\nstep {args.step}: {verdict}")
+    return 0 if equal else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Names what a replay loads and compares.
+
+    Attributes:
+        start: checkpoint to load; None: the run's first step is made from model.path.
+        first: number of steps made at the start.
+    """
+
+    config: Config
+    root: Path
+    step: int
+    start: Path | None
+    first: int
+    recorded: dict[str, float]
+
+
+def find_case(root: Path, step: int, overrides: list[str]) -> Case:
+    """Return what a replay of the step needs; changes nothing.
+
+    Raises:
+        ConfigError: the folder has no such step, batch or checkpoint; or a setting cannot be changed.
+        CheckpointError: a file is damaged.
+    """
+    if not (root / "config.yaml").is_file():
+        raise ConfigError("RUN", str(root), "it has no config.yaml, so it is no run folder.", "name a run folder.")
+    config = load_config(root / "config.yaml", overrides)
+    check_config(config)
+    check_same_run(root / "config.yaml", config)
+    lines = {int(line["step"]): line for line in read_metrics(root / "metrics.jsonl") if "loss/total" in line}
+    if step not in lines:
+        have = f"has steps {min(lines)} to {max(lines)}" if lines else "has no step"
+        raise ConfigError("--step", step, f"{root / 'metrics.jsonl'} {have}.", "choose one of its steps.")
+    if "hidden" in check_config(config).signals:
+        problem = "hidden states need the teacher's LM head, and batches do not contain it."
+        raise ConfigError("teacher.signal", "hidden", problem, "record with teacher.signal topk or logits.")
+    start = _start(root, step)
+    first = 0 if start is None else verified(start)[0].step
+    missing = [n for n in range(first + 1, step + 1) if not (root / BATCHES / step_folder(n)).is_dir()]
+    if missing:
+        before = f"{start.name}, the newest checkpoint before it" if start else "model.path; no checkpoint is before it"
+        problem = f"the batch of step {missing[0]} was not kept. The replay would start from {before}."
+        fix = "make a run with trainer.record_batches=true and, for a short replay, trainer.save_every."
+        raise ConfigError("trainer.record_batches", config.trainer.record_batches, problem, fix)
+    return Case(config, root.absolute(), step, start, first, lines[step])
+
+
+def _start(root: Path, step: int) -> Path | None:
+    """Return the newest checkpoint before the step, of the run or that it branched from. Raises ConfigError."""
+    before = [folder for folder in CheckpointStore(root / CHECKPOINTS).committed() if (step_of(folder) or 0) < step]
+    if before or not (root / ORIGIN).exists():
+        return before[-1].absolute() if before else None
+    origin = Path((root / ORIGIN).read_text().removesuffix("\n"))
+    if not origin.is_dir():
+        problem = "the checkpoint that the run branched from is gone, and the run has none before this step."
+        raise ConfigError("--step", step, problem, "choose a step after the run's own first checkpoint.")
+    return origin
+
+
+def replayed(case: Case) -> TrainStats:
+    """Start the actor, train up to the step, and return the numbers of the step.
+
+    Raises ClusterError, CheckpointError, ModelError as a training run.
+    """
+    from gkd.actor import worker as actor_worker
+    from gkd.actor.frozen.pools import LocalScoring, ReferencePool
+    from gkd.actor.pool import ActorPool
+    from gkd.cluster.calls import gather
+    from gkd.cluster.pools import HELPER_CPUS, Cluster
+    from gkd.launcher import ACTOR as ACTOR_POOL
+    from gkd.launcher import pool_specs, spawn_endpoints, worker_env
+    from gkd.pipeline.replay import ReplayedBatches
+    from gkd.preflight.device import resolve_device
+    from gkd.roles import NoReference
+    from gkd.teacher.records import RecordingEndpoint
+
+    device, timeout_s = resolve_device(case.config), case.config.trainer.init_timeout_s
+    with tempfile.TemporaryDirectory(prefix="gkd_replay_") as folder:
+        trainer = replace(case.config.trainer, run_dir=folder, replay=str(case.root / BATCHES), profile_steps=[])
+        config = replace(case.config, trainer=trainer)
+        spec = pool_specs(config)[0]
+        cluster = Cluster(
+            config.cluster.ray_address,
+            n_slots=spec.n_gpus,
+            on_cpu=device == "cpu",
+            gpus=config.cluster.gpus,
+            cpus_a_slot=1.0 + HELPER_CPUS,
+        )
+        try:
+            slots = cluster.make_pools([spec], timeout_s)[ACTOR_POOL]
+            groups = actor_worker.CONCURRENCY_GROUPS
+            workers = slots.spawn(actor_worker.ActorWorker, worker_env(device == "cpu"), concurrency_groups=groups)
+            actor = ActorPool(workers, config)
+            gather(actor.init_model(device, _total_steps(case), timeout_s), "init_model", timeout_s)
+            has_reference = bool(check_config(config).reference_folder)
+            if has_reference:
+                actor.init_reference(timeout_s)
+            endpoints = spawn_endpoints(actor, slots, device, RecordingEndpoint, config)
+            scoring = LocalScoring(workers, endpoints, config.trainer.stage_timeout_s)
+            with_reference = check_config(config).loss.has_reference
+            reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
+            batches = ReplayedBatches(config, scoring)
+            if case.start is not None:
+                actor.load(case.start / ACTOR)
+            for made in range(case.first, case.step):
+                pending = batches.next_batch(made)
+                logprobs = reference.compute_logprobs(pending, blocking=False)
+                stats = actor.train_step(logprobs.wait(scoring.collect(pending)))
+        finally:
+            cluster.close()
+    return stats
+
+
+def compared(recorded: dict[str, float], stats: TrainStats, rtol: float) -> tuple[str, str, bool]:
+    """Return a table of the numbers, the verdict, and whether they are equal.
+
+    Args:
+        rtol: largest relative difference of loss and gradient norm that counts as equal; the tokens are compared
+            exactly.
+    """
+    rows = [f"{'':<16}{'recorded':>24}{'replayed':>24}{'difference':>14}"]
+    exact, close = True, True
+    for key, attribute in _COMPARED.items():
+        before, now = recorded[key], float(getattr(stats, attribute))
+        rows.append(f"{key:<16}{before!r:>24}{now!r:>24}{now - before:>14.3g}")
+        limit = 0.0 if attribute == "n_loss_tokens" else rtol * abs(before)
+        exact, close = exact and now == before, close and abs(now - before) <= limit
+    verdict = "equal, bit by bit" if exact else f"equal within --rtol {rtol:g}" if close else "DIFFERENT"
+    return "\n".join(rows), verdict, close
+
+
+def _total_steps(case: Case) -> int:
+    """Return the steps of the run, on which a learning rate schedule may depend. Raises DataError, ConfigError."""
+    config = case.config
+    if config.actor.optim.schedule == "constant":
+        return case.step
+    from gkd.data.prompts import load_prompts, load_tokenizer
+    from gkd.preflight.run import planned_steps
+
+    tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
+    prompts, _ = load_prompts(config.data.train_files, config.data, tokenizer, "data.train_files")
+    return planned_steps(config, len(prompts))
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m gkd.tools.replay",
+        description="Make a recorded step of a run again, and compare loss, gradient norm and tokens.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to make again")
+    parser.add_argument("--rtol", type=float, default=1e-3, metavar="X", help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that differ from the run's")
+    return parse_overrides(parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
