@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-_FIRST_LINES = 1000  # kept for `log_to`: checks before a run has a folder log far less
+_WAITING_LINES = 1000  # kept for `log_to`: checks before a run has a folder log far less
 _FILE_FORMAT = logging.Formatter("%(asctime)s [%(name)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
 
 class _FileCopy(logging.Handler):
-    """Appends lines to the file of `log_to`; before there is one, it keeps the first ones, as text."""
+    """Appends lines to the file of `log_to`; while there is none, it keeps the last ones, as text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(_FILE_FORMAT)
         self._file: TextIO | None = None
-        self._waiting: deque[str] = deque(maxlen=_FIRST_LINES)
+        self._waiting: deque[str] = deque(maxlen=_WAITING_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._file is None:
@@ -69,7 +69,7 @@ def get_logger(name: str) -> logging.Logger:
 
 @contextmanager
 def log_to(path: Path, header: str) -> Iterator[None]:
-    """Append a header to a file, all that this process logs, from its first line on, and the error that ends the block.
+    """Append a header to a file, what this process has logged so far and logs in the block, and the error that ends it.
 
     A disk that is full later does not end the run: it is logged once, on the terminal.
 
@@ -86,7 +86,7 @@ def log_to(path: Path, header: str) -> Iterator[None]:
 
 
 def log_to_file_only(text: str, name: str) -> None:
-    """Append lines to the file of `log_to`, not to the terminal; without a file they are dropped after its limit.
+    """Append lines to the file of `log_to`, not to the terminal.
 
     Args:
         text: one line or several.

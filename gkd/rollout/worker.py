@@ -155,7 +155,7 @@ class RolloutWorker:
                     text=text,
                     answer=answer,
                     correct=correct,
-                    prompt=self._tokenizer.decode(rollout.prompt_ids),
+                    prompt=self._tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False),
                 )
         return n_correct, [samples[index] for index in sorted(samples)]
 

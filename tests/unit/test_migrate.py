@@ -72,7 +72,8 @@ def test_each_old_key_has_a_line(tmp_path: Path) -> None:
     assert entries["actor_rollout_ref.actor.megatron.context_parallel_size"].status == "not supported"
     assert entries["actor_rollout_ref.rollout.name"].status == "not supported"
     assert entries["--config-name"].status == "meaningless"
-    assert entries["trainer.save_freq"].status == "default"
+    assert entries["trainer.save_freq"].settings == {"trainer.save_every": 0}
+    assert entries["actor_rollout_ref.actor.use_dynamic_bsz"].status == "default"
     assert not entries["trainer.total_epochs"].is_set and entries["trainer.total_epochs"].settings
 
 

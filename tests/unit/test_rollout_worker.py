@@ -23,7 +23,7 @@ from gkd.rollout.sampling import Sampling, sequence_seed
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
 
-WORDS = {1: "work", 2: ";", 3: "42", 4: "43"}
+WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}
 
 
 class Engine:
@@ -87,7 +87,7 @@ class Engine:
 
 class Tokenizer:
     def decode(self, ids: np.ndarray, skip_special_tokens: bool) -> str:
-        return "".join(WORDS[int(i)] for i in ids)
+        return "".join(WORDS[int(i)] for i in ids if i or not skip_special_tokens)
 
 
 def worker(
@@ -105,14 +105,16 @@ def prompts(n: int) -> list[Prompt]:
 
 
 def test_a_response_is_correct_only_if_it_is_complete_and_marked() -> None:
-    """Fails if the accuracy counts truncated or unmarked responses, or uses another prompt's reference answer."""
+    """Fails if the accuracy counts truncated or unmarked responses, or uses another prompt's reference answer, or a
+    sample lacks its prompt's text.
+    """
     responses = [([1, 2, 3], "stop"), ([1, 2, 3], "length"), ([3], "stop"), ([1, 2, 4], "stop")]
     n_correct, samples = worker(responses).greedy(prompts(4), ";", n_samples=3)
     assert n_correct == 1
-    assert [(s.prompt_id, s.text, s.correct) for s in samples] == [
-        (0, "work;42", True),
-        (1, "work;42", False),
-        (2, "42", False),
+    assert [(s.prompt_id, s.prompt, s.text, s.correct) for s in samples] == [
+        (0, "<start>", "work;42", True),
+        (1, "work", "work;42", False),
+        (2, ";", "42", False),
     ]
 
 

@@ -29,18 +29,18 @@ def folder_at(root: Path) -> RunFolder:
 
 def test_a_run_s_log_begins_with_its_checks_and_ends_with_its_error(tmp_path: Path) -> None:
     """Fails if the log lacks what was logged before there was a run folder, or why the run ended."""
-    log.warning("before the folder %d", 1)
-    with pytest.raises(ClusterError), folder_at(tmp_path / "run").logged("==== first"):
-        log.info("in the run")
+    log.warning("checked %d", 4711)
+    with pytest.raises(ClusterError), folder_at(tmp_path / "run").logged("==== start 4710"):
+        log.info("trained 4712")
         raise ClusterError("rank 3 died")
     with folder_at(tmp_path / "run").logged("==== second"):
-        log.info("resumed")
-    log.info("after the run")
+        log.info("resumed 4713")
+    log.info("ended 4714")
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
-    kept = ("before the folder 1", "in the run", "ClusterError: rank 3 died", "==== second", "resumed")
-    places = [next(i for i, line in enumerate(lines) if text in line) for text in ("==== first", *kept)]
+    kept = ("checked 4711", "trained 4712", "ClusterError: rank 3 died", "==== second", "resumed 4713")
+    places = [next(i for i, line in enumerate(lines) if text in line) for text in ("==== start 4710", *kept)]
     assert places == sorted(places) and places[0] == 0
-    assert "[gkd.test_run_log]" in lines[places[2]] and not any("after the run" in line for line in lines)
+    assert "[gkd.test_run_log]" in lines[places[2]] and not any("ended 4714" in line for line in lines)
 
 
 def test_the_lines_of_ranks_are_in_the_log_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,7 +54,7 @@ def test_the_lines_of_ranks_are_in_the_log_only(tmp_path: Path, capfd: pytest.Ca
         "lines": ["CUDA error", "second"],
         "is_err": True,
     }
-    with folder_at(tmp_path / "run").logged("==== first"):
+    with folder_at(tmp_path / "run").logged("==== start 4710"):
         global_worker_stdstream_dispatcher.emit(batch)
     lines = [line for line in (tmp_path / "run" / "log.txt").read_text().splitlines() if "pid=17" in line]
     assert [line.rsplit("] ")[-1] for line in lines] == ["CUDA error", "second"]
@@ -78,7 +78,7 @@ def test_an_unwritable_log_is_refused(tmp_path: Path) -> None:
     """Fails if a run starts whose log cannot be written, or the error does not name the file."""
     folder = folder_at(tmp_path / "run")
     (folder.root / "log.txt").mkdir()
-    with pytest.raises(CheckpointError, match=r"log\.txt"), folder.logged("==== first"):
+    with pytest.raises(CheckpointError, match=r"log\.txt"), folder.logged("==== start 4710"):
         raise AssertionError("the block must not run")
 
 
