@@ -205,8 +205,8 @@ _HEAD = (
     ),
     _mutant(
         "evaluation_keeps_its_spec",
-        "self.spec, self.on_rows = spec, None",
-        "self.on_rows = None",
+        "self.spec, self.on_rows, self.on_choices = spec, None, None",
+        "self.on_rows, self.on_choices = None, None",
         ("test_reference_term.py",),
     ),
 )
