@@ -100,7 +100,9 @@ def print_closing(
     for change in [] if state is None else changes(state):
         after = f"{change.after}  worse" if change.is_worse else change.after
         style = "bold red" if change.is_worse else "bold"
-        table.add_row(f"  {change.name}", Text(f"{change.before} -> ").append(after, style))
+        table.add_row(
+            f"  {change.name}", Text("" if change.before == "-" else f"{change.before} -> ").append(after, style)
+        )
     for label, text in facts:
         table.add_row(f"  {label}", Text(text, overflow="fold"))
     with console.capture() as captured:

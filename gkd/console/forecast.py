@@ -8,6 +8,7 @@ from collections.abc import Mapping
 RECENT = 20  # steps whose mean duration counts
 NOT_EACH_STEP = ("eval", "checkpoint", "record")  # stages that not every step has
 _RECENT_EVALUATIONS = 3
+_FEW = 4
 
 
 class Forecast:
@@ -51,7 +52,10 @@ class Forecast:
             return 0.0
         if not self._plain_s:
             return None
-        steps_s = left * (sum(self._plain_s) / len(self._plain_s) + self._saves_s / self._n_steps)
+        recent_s = sorted(self._plain_s)
+        if len(recent_s) > _FEW:
+            recent_s.pop()  # one outage must not multiply the estimate
+        steps_s = left * (sum(recent_s) / len(recent_s) + self._saves_s / self._n_steps)
         eval_s = sum(self._eval_s) / len(self._eval_s) if self._eval_s else 0.0
         return steps_s + self._evaluations_left() * eval_s
 

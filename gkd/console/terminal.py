@@ -32,10 +32,10 @@ log = get_logger("run")
 PANEL, LINES, OFF = "panel", "lines", "off"
 _TICK_S = {PANEL: 1.0, LINES: 0.5}
 _PROBE_S = {True: 2.5, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
-# The panel is drawn every second while its thread has used less than this share of the process's CPU time, otherwise
-# every 5 s: a driver of long steps is nearly idle.
-_CPU_SHARE = 0.008
-_SLOWEST_S = 5.0
+# The panel is drawn every second while that costs less than this share of the process's CPU time, otherwise down to every
+# 4 s: a driver of long steps is nearly idle.
+_CPU_SHARE = 0.004
+_SLOWEST_S = 4.0
 _JOIN_S = 3.0  # a request of the teacher's health may take 2 s
 _HEARTBEAT = {"is_heartbeat": True}  # `extra` of the records that do not end a silence
 
@@ -65,6 +65,7 @@ class Terminal(AbstractContextManager["Terminal"]):
         self._state: RunState | None = None
         self._probe: Callable[[], TeacherHealth | None] | None = None
         self._probed_s = self._drawn_s = self._began_s
+        self._used_s = self._cost_s = 0.0  # CPU time: of the process at the newest drawing, of the drawing
         self._teacher = TeacherWatch()
         self._heartbeat = Heartbeat()
         self._pulse = _Pulse(doing.clock)
@@ -131,11 +132,18 @@ class Terminal(AbstractContextManager["Terminal"]):
             if (health := probe()) is not None:
                 self._teacher.add(health)
         if self._live is not None:
-            if time.thread_time() < _CPU_SHARE * time.process_time() or now_s - self._drawn_s >= _SLOWEST_S:
-                self._drawn_s = now_s
-                self._live.refresh()
+            self._refresh(self._live, now_s)
         elif line := self._heartbeat.line(self._doing.clock(), self._pulse.spoke_s, doing):
             log.info("%s", line, extra=_HEARTBEAT)
+
+    def _refresh(self, live: LivePanel, now_s: float) -> None:
+        used_s = time.process_time() - self._used_s
+        if used_s * _CPU_SHARE < self._cost_s and now_s - self._drawn_s < _SLOWEST_S:
+            return
+        began_s = time.thread_time()
+        live.refresh()
+        self._cost_s = time.thread_time() - began_s
+        self._drawn_s, self._used_s = now_s, time.process_time()
 
     def _draw(self, width: int) -> Box:
         from gkd.console.panel import View, panel

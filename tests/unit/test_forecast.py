@@ -30,6 +30,14 @@ def test_the_remaining_time_counts_evaluations_and_checkpoints(total: int, every
     assert forecast.left_s() == 0.0
 
 
+def test_one_slow_step_does_not_multiply_the_remaining_time() -> None:
+    """Fails if an outage of the teacher in one step is expected in all later steps."""
+    forecast = Forecast(1000, 0, evaluates=False)
+    for step in range(1, 12):
+        forecast.add(step, {"loss/total": 1.0, "time/step_s": 300.0 if step == 8 else 2.0})
+    assert forecast.left_s() == pytest.approx(2.0 * 989)
+
+
 def test_without_validation_prompts_no_evaluation_is_expected() -> None:
     """Fails if a run without validation waits for an evaluation in its ETA."""
     forecast = Forecast(3, 0, evaluates=False)
