@@ -27,6 +27,7 @@ def train(lab: Lab, name: str, *overrides: str) -> Path:
     return run_dir
 
 
+@pytest.mark.slow  # in CI test_lora.py has a local teacher and compares the first step
 def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path, shared_ray: str) -> None:
     """If it fails, local and served scores of the same responses differ, scores are assigned to other sequences, or two
     pipeline stages do not train like one rank.

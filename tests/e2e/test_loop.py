@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,8 @@ def test_a_run_resumes_with_its_pools_split_anew(base_run: Path, lab: Lab, teach
 @pytest.mark.parametrize(
     "layout",
     [
-        # In CI: TP 2 (test_losses.py), DP 2 (test_reference.py), PP 2 (test_local_teacher.py), and two engines with two
-        # ranks of fsdp2 (test_losses.py).
+        # In CI: TP 2 (test_losses.py), DP 2 (test_own_pipeline.py), PP 2 (test_lora.py), and two engines with two ranks
+        # of fsdp2 (test_losses.py).
         pytest.param(
             ("trainer.n_gpus_per_node=2", "actor.tp=2", "rollout.n_gpus_per_node=2"),
             id="tp2-two-engines",
@@ -265,12 +266,39 @@ def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab
         assert lines[step]["loss/total"] == pytest.approx(base[step]["loss/total"], rel=1e-5)
 
 
+def interrupt(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Interrupt a run that `start` has started with GKD_TEST_RUN in its environment, and return its stderr.
+
+    Assert that it ends as interrupted, and that no process of it is left or begins afterwards.
+    """
+    family = psutil.Process(process.pid).children(recursive=True)
+    mark = environment(psutil.Process(process.pid))["GKD_TEST_RUN"]
+    assert any("raylet" in p.name() for p in family)
+    began = time.monotonic()
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does: to all processes of the run
+    else:
+        process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT), stderr[-3000:]  # a shell shows 130 for both
+    assert time.monotonic() - began < 40
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+    begun = [p for p in psutil.process_iter() if environment(p).get("GKD_TEST_RUN") == mark]
+    _, left = psutil.wait_procs(begun, timeout=15)
+    assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
+    assert "Traceback" not in stderr, stderr[-3000:]
+    return stderr
+
+
 @pytest.mark.parametrize(
     ("number", "scheduler", "step"),
     [
-        pytest.param(signal.SIGINT, "stream", 1, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, "sync", None, id="sigterm"),
-        *(pytest.param(signal.SIGINT, name, 1, id=name, marks=pytest.mark.slow) for name in ("sync", "two_step_off")),
+        pytest.param(signal.SIGTERM, "sync", None, id="sigterm"),  # Ctrl-C in training: test_schedulers.py
+        *(
+            pytest.param(signal.SIGINT, name, 1, id=name, marks=pytest.mark.slow)
+            for name in ("sync", "two_step_off", "stream")
+        ),
         *(
             pytest.param(signal.SIGINT, name, 0, id=f"{name} begins", marks=pytest.mark.slow)
             for name in ("one_step_off", "two_step_off", "stream")
@@ -278,7 +306,7 @@ def test_a_lost_teacher_stops_the_run_and_loses_nothing(base_run: Path, lab: Lab
     ],
 )
 def test_an_interrupt_leaves_a_checkpoint_and_no_process(
-    lab: Lab, teacher_port: int, shared_ray: str, number: signal.Signals, scheduler: str, step: int | None
+    lab: Lab, teacher_port: int, number: signal.Signals, scheduler: str, step: int | None
 ) -> None:
     """If it fails, a stopped run keeps GPUs, ports or Ray daemons, a thread of it starts another Ray, or it loses a
     finished step, prompts or rollouts.
@@ -286,53 +314,41 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(
     run_dir = lab.root / f"interrupted_{number.name}_{scheduler}_{step}"
     # An engine of two workers, so that vLLM's own children have to go as well.
     engine = ("rollout.n_gpus_per_node=2", "rollout.tp=2", "cluster.gpus=[6,4,2]")
-    more = (
-        "trainer.total_steps=60",
-        f"trainer.scheduler={scheduler}",
-        "trainer.record_batches=true",
-        "eval.max_prompts=2",
-    )
-    mark = {"GKD_TEST_RUN": str(run_dir)}
-    process = start(lab, run_dir, teacher_port, *more, *engine, env=mark)
+    settings = ("trainer.record_batches=true", "eval.max_prompts=2", f"trainer.scheduler={scheduler}")
+    more = ("trainer.total_steps=60", *settings)
+    process = start(lab, run_dir, teacher_port, *more, *engine, env={"GKD_TEST_RUN": str(run_dir)})
     try:
         if step is not None:
             wait_for_step(run_dir, step, process)  # in the middle of training, or right before it
         else:
-            wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 4, 100.0, "Ray's start")
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert any("raylet" in p.name() for p in family)
-        began = time.monotonic()
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does: to all processes of the run
-        else:
-            process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
+            wait_until(lambda: n_children_of_engines(process) >= 2, 100.0, "the start of vLLM's children")
+        stderr = interrupt(process, number)
     finally:
         process.kill()
-    assert process.returncode in (130, -signal.SIGINT), stderr[-3000:]  # a shell shows 130 for both
-    assert time.monotonic() - began < 40
-    _, alive = psutil.wait_procs(family, timeout=15)
-    assert not alive, [p.cmdline()[:3] for p in alive]
-    begun = [p for p in psutil.process_iter() if environment(p).get("GKD_TEST_RUN") == mark["GKD_TEST_RUN"]]
-    _, left = psutil.wait_procs(begun, timeout=15)
-    assert not left, f"begun after the signal: {[p.cmdline()[:3] for p in left]}\n{stderr[-3000:]}"
-    assert "Traceback" not in stderr, stderr[-3000:]
-    if step is not None:
-        assert shlex.split(stderr.splitlines()[-1])[-1] == "trainer.resume=auto", "the command to go on"
-        reached = int(read_metrics(run_dir / "metrics.jsonl")[-1]["step"])
-        latest = run_dir / "checkpoints" / "latest"
-        assert (int(latest.read_text().removeprefix("step_")) if latest.exists() else 0) == reached >= step
-        table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
-        placed = [(row.label, row.cuda_visible_devices) for row in table.rows if row.pool != "teacher"]
-        assert placed == [("actor 0", "2"), ("rollout 0", "4,6")] and table.findings == ()
-    if step:
-        resume = ("trainer.resume=auto", f"trainer.total_steps={reached + 1}", shared_ray)
-        done = lab.train_run(run_dir, teacher_port, *more, *resume)
+    if step is None:
+        return
+    assert shlex.split(stderr.splitlines()[-1])[-1] == "trainer.resume=auto", "the command to go on"
+    reached = int(read_metrics(run_dir / "metrics.jsonl")[-1]["step"])
+    latest = run_dir / "checkpoints" / "latest"
+    assert (int(latest.read_text().removeprefix("step_")) if latest.exists() else 0) == reached >= step
+    table = gpu_map_from_json((run_dir / "gpus.json").read_bytes(), "gpus.json")
+    placed = [(row.label, row.cuda_visible_devices) for row in table.rows if row.pool != "teacher"]
+    assert placed == [("actor 0", "2"), ("rollout 0", "4,6")] and table.findings == ()
+    if reached:
+        resume = ("trainer.resume=auto", f"trainer.total_steps={reached + 1}")
+        done = lab.train_run(run_dir, teacher_port, *settings, *resume)
         assert done.returncode == 0, done.stderr[-4000:]
         assert sorted(steps_of(run_dir)) == list(range(reached + 2))
-        starts = [json.loads(line)["resumed_from"] for line in (run_dir / "environment.jsonl").read_text().splitlines()]
-        assert starts == [None, str(run_dir / "checkpoints" / f"step_{reached:08d}")]
         check_taken(run_dir, n_steps=reached + 1, n_prompts=N_TRAIN, whole=scheduler != "stream")
+
+
+def n_children_of_engines(process: subprocess.Popen[str]) -> int:
+    """Return the number of processes that vLLM has spawned."""
+    spawned = 0
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has ended since the list was made
+            spawned += any("spawn_main" in word for word in child.cmdline()) or "VLLM::" in child.name()
+    return spawned
 
 
 def environment(process: psutil.Process) -> dict[str, str]:

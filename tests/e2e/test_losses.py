@@ -29,21 +29,29 @@ EXACT = ("distill.loss=jsd", "distill.beta=0.3", "trainer.total_steps=2", "eval.
 @pytest.fixture(scope="module")
 def hidden_run(lab: Lab, teacher_port: int, shared_ray: str) -> dict[int, dict[str, Any]]:
     """Run JSD on the teacher's hidden states and LM head: TP 2, several chunks."""
-    run_dir = lab.root / "run_hidden"
-    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1")
-    done = lab.train_run(run_dir, teacher_port, *EXACT, "teacher.signal=hidden", *layout, shared_ray)
+    return hidden(lab, teacher_port, "sync", shared_ray)
+
+
+def hidden(lab: Lab, port: int, scheduler: str, shared_ray: str) -> dict[int, dict[str, Any]]:
+    run_dir = lab.root / f"run_hidden_{scheduler}"
+    layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1", f"trainer.scheduler={scheduler}")
+    done = lab.train_run(run_dir, port, *EXACT, "teacher.signal=hidden", *layout, shared_ray)
     assert done.returncode == 0, done.stderr[-4000:]
     return steps_of(run_dir)
 
 
-def test_hidden_states_train(hidden_run: dict[int, dict[str, Any]]) -> None:
-    """If it fails, the teacher's LM head does not reach the actor, or its logits do not reduce the KL."""
+def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> None:
+    """If it fails, the teacher's LM head does not reach the actor, its logits do not reduce the KL, or a stream of real
+    engines does not feed the loop.
+    """
+    lines = hidden(lab, teacher_port, "stream", shared_ray)
     for step in (1, 2):
-        m = hidden_run[step]
+        m = lines[step]
+        assert m["rollout/sequences"] == 12 and m["staleness/max"] <= 1
         assert m["loss/total"] == pytest.approx(m["loss/jsd"]) and m["loss/total"] > 0
         assert 0 < m["loss/overlap"] < 1 and m["loss/student_entropy"] > 0
         assert "teacher/topk_mass" not in m
-    assert hidden_run[2]["eval/kl"] < hidden_run[0]["eval/kl"], "JSD must bring the student closer"
+    assert lines[2]["eval/kl"] < lines[0]["eval/kl"], "JSD must bring the student closer"
 
 
 @pytest.mark.slow
@@ -147,6 +155,7 @@ def test_a_mixture_trains_adapters_on_student_and_dataset_responses(
         assert 0 < m["teacher/topk_mass"] < 0.9
         assert m["loss/importance_weight"] == pytest.approx(1.0, abs=0.02), "actor and engine have the same weights"
         assert m["loss/importance_clipped"] == 0.0
+        assert m["time/reference_s"] > 0
         assert m["loss/sft"] > 0 and m["loss/k3"] > 0 and m["loss/reverse_kl"] > 0
         terms = m["loss/reverse_kl"] + 0.5 * m["loss/k3"] + 0.25 * m["loss/sft"]
         assert m["loss/total"] < terms + REFERENCE * kl[step], (

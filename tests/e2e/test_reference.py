@@ -39,6 +39,7 @@ def distance(student: Path, initial: Path) -> float:
     return float((log_q.exp() * (log_q - log_p)).sum(-1).mean())
 
 
+@pytest.mark.slow  # in CI test_own_pipeline.py has a reference of its own, test_lora.py and test_losses.py the base
 def test_a_reference_keeps_the_student_close(lab: Lab, teacher_port: int, base_run: Path, shared_ray: str) -> None:
     """If it fails, the reference is not the initial student, its logprobs are misaligned, its term does not train, or
     an evaluation includes it; or two data-parallel ranks do not train like one.

@@ -6,6 +6,8 @@ With kills: `python -m tests.e2e.kill_matrix --layouts one_step_off,two_step_off
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from gkd.cluster.assignment import free_port
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab
 from tests.e2e.exactness import check_taken, differences
-from tests.e2e.test_loop import start, wait_for_step
+from tests.e2e.test_loop import interrupt, start, wait_for_step
 from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
@@ -27,15 +29,15 @@ FEW = "eval.max_prompts=4"
 @pytest.mark.parametrize(
     ("scheduler", "ahead"), [("one_step_off", 1), pytest.param("two_step_off", 2, marks=pytest.mark.slow)]
 )
-def test_a_resumed_prefetching_run_that_loses_its_teacher_is_bit_exact(
+def test_a_prefetching_run_that_is_interrupted_and_loses_its_teacher_is_bit_exact(
     scheduler: str, ahead: int, lab: Lab, teacher_port: int, shared_ray: str
 ) -> None:
     """If it fails, batches in flight at a checkpoint are lost, generated with other weights, or trained twice, the
-    staleness is not that of the scheduler, or an outage hangs a run or loses steps.
+    staleness is not that of the scheduler, an outage hangs a run or loses steps, or Ctrl-C does, or leaves a process.
     """
-    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, shared_ray)
+    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW)
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
-    done = lab.train_run(whole, teacher_port, *settings, f"trainer.total_steps={N_STEPS}")
+    done = lab.train_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={N_STEPS}")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = {line["step"]: line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line}
     assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(N_STEPS)]
@@ -43,31 +45,48 @@ def test_a_resumed_prefetching_run_that_loses_its_teacher_is_bit_exact(
     assert _state(begin) == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}
     assert len(list((begin / "in_flight").iterdir())) == ahead
 
-    # Another run resumes from step 2 and has many steps to go when its teacher is killed.
+    # Another run resumes from step 2 and has many steps to go. First Ctrl-C stops it, in a Ray of its own.
     port, brief = free_port("127.0.0.1"), ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
+    many, alone = (*settings, *brief, "trainer.total_steps=60"), f"trainer.resume={begin}"
     with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE) as server:
-        process = start(lab, rest, port, *settings, *brief, "trainer.total_steps=60", f"trainer.resume={begin}")
-        wait_for_step(rest, 4, process)
+        process = start(lab, rest, port, *many, alone, env={"GKD_TEST_RUN": str(rest)})
+        try:
+            wait_for_step(rest, 3, process)
+            stderr = interrupt(process, signal.SIGINT)
+        finally:
+            process.kill()
+        assert shlex.split(stderr.splitlines()[-1])[-1] == "trainer.resume=auto", "the command to go on"
+        stopped = _newest(rest)
+        assert 3 <= _state(stopped)["step"] == read_metrics(rest / "metrics.jsonl")[-1]["step"]
+        assert len(list((stopped / "in_flight").iterdir())) == ahead
+        # Then its teacher is killed.
+        process = start(lab, rest, port, *many, "trainer.resume=auto", shared_ray)
+        wait_for_step(rest, _state(stopped)["step"] + 1, process)
         server.kill()
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert f"127.0.0.1:{port}" in stderr and "TeacherUnavailable" in stderr and "failed, too" not in stderr
-    latest = rest / "checkpoints" / (rest / "checkpoints" / "latest").read_text().strip()
-    reached = _state(latest)["step"]
-    assert 4 <= reached < N_STEPS, "the teacher was killed too late for a comparison of what follows"
-    assert list((latest / "in_flight").iterdir())
+    lost = _newest(rest)
+    assert _state(stopped)["step"] < _state(lost)["step"] < N_STEPS, "the teacher was killed too late for a comparison"
+    assert list((lost / "in_flight").iterdir())
 
     with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE):
-        more = (f"trainer.total_steps={N_STEPS}", "trainer.resume=auto")
+        more = (f"trainer.total_steps={N_STEPS}", "trainer.resume=auto", shared_ray)
         done = lab.train_run(rest, port, *settings, *brief, *more)
     assert done.returncode == 0, done.stderr[-4000:]
+    starts = [json.loads(line)["resumed_from"] for line in (rest / "environment.jsonl").read_text().splitlines()]
+    assert list(map(Path, starts)) == [begin, stopped, lost]
     again = {line["step"]: line for line in read_metrics(rest / "metrics.jsonl") if "loss/total" in line}
     assert list(again) == list(range(3, N_STEPS + 1))
     assert [line["loss/total"] for line in again.values()] == [lines[step]["loss/total"] for step in again]
     # weight_sync.verify: first = the sync at each start (not in a line) and the first one after a training step
     verified = [step for step, line in again.items() if line["weight_sync/verified_tensors"] > 0]
-    assert verified == [3, reached + 1]
+    assert verified == [_state(start_of)["step"] + 1 for start_of in (begin, stopped, lost)]
     assert not [text for text in differences(whole, rest) if "weights" in text or " loss/" in text]
+
+
+def _newest(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
