@@ -92,7 +92,7 @@ function drawResponse(body, legend, samples) {
 }
 
 function percent(p) {
-  return p === 0 ? "0%" : p < 0.0005 ? "<0.1%" : `${(100 * p).toFixed(1)}%`;
+  return p < 0.0005 ? "<0.1%" : `${(100 * p).toFixed(1)}%`;
 }
 
 function quoted(text) {
