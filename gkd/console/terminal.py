@@ -32,8 +32,8 @@ log = get_logger("run")
 PANEL, LINES, OFF = "panel", "lines", "off"
 _TICK_S = {PANEL: 1.0, LINES: 0.5}
 _PROBE_S = {True: 2.5, False: 15.0}  # between requests of the teacher's health: in a long stage, and otherwise
-# The panel is drawn every second while that costs less than this share of the process's CPU time, otherwise down to every
-# 4 s: a driver of long steps is nearly idle.
+# The panel is drawn every second while that costs less than this share of the process's CPU time, otherwise every
+# 4 s at the latest: a driver of long steps is nearly idle.
 _CPU_SHARE = 0.004
 _SLOWEST_S = 4.0
 _JOIN_S = 3.0  # a request of the teacher's health may take 2 s

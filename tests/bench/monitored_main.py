@@ -3,7 +3,7 @@
     python -m tests.bench.monitored_main RESULT.json --config X.yaml [key=value ...]
 
 Each function of a part is wrapped: it counts the CPU time of its thread, once where it calls another one of the part,
-less that of an empty function in the same wrapper. Counted is the time of `Trainer.fit`, without start-up and end of a run.
+less that of an empty function in the same wrapper. Start-up and end of the run do not count.
 """
 
 from __future__ import annotations
