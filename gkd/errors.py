@@ -106,5 +106,17 @@ class WeightSyncError(GkdError):
     """A rollout engine does not hold the weights that the actor sent; names the tensors."""
 
 
+class HealthAlarm(GkdError):
+    """A health check found something, and health.on_alarm is stop; the step is saved.
+
+    Args:
+        checks: names of the checks.
+    """
+
+    def __init__(self, checks: tuple[str, ...], message: str) -> None:
+        self.checks = checks
+        super().__init__(message)
+
+
 class NumericsError(GkdError):
     """NaN, infinity or another invalid value in scores, loss or gradients; raised before the optimizer step."""

@@ -72,6 +72,8 @@ class RolloutChunk:
     on_policy: bool = True  # False: responses from the dataset
     sample_index: np.ndarray = field(kw_only=True)  # [n_sequences] int32, see `Rollout`; in the order of the rollouts
     n_tokens: np.ndarray = field(kw_only=True)  # [n_sequences] int32, prompt and response
+    n_4grams: int = 0  # sequences of 4 consecutive response tokens, summed over the responses
+    n_repeated_4grams: int = 0  # of them, those that occur earlier in the same response
 
 
 @dataclass(frozen=True, slots=True)

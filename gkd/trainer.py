@@ -56,7 +56,7 @@ class Trainer:
         """Train to the end; blocks. Leaves a checkpoint of the last step and an export in the run folder.
 
         Raises:
-            TeacherUnavailable, KeyboardInterrupt: after a checkpoint of the last finished step is saved.
+            TeacherUnavailable, HealthAlarm, KeyboardInterrupt: after a checkpoint of the last finished step is saved.
             NumericsError, TeacherError: the batch has not changed the weights.
             ClusterError, WeightSyncError: a resume starts from the newest checkpoint.
             CheckpointError: a save failed (an asynchronous one: at a later step), or a file cannot be written.
@@ -70,7 +70,7 @@ class Trainer:
                 if self.evaluator.is_due_at_start(self.step, self.total_steps):
                     self.evaluator.run(self.step, m)
             while self.step < self.total_steps:
-                with self.metrics.of_step(self.step + 1) as m:
+                with self.metrics.of_step(self.step + 1, self.save_now) as m:
                     with m.stage("checkpoint"):
                         m.add(self.saver.poll())  # of an asynchronous save that has finished
                         if self.saver.is_due(self.step):

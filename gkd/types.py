@@ -118,6 +118,8 @@ class TokenTargets:
     logits: torch.Tensor | None = None  # [N, V] of the teacher, divided by the temperature; stays on the host
     hidden: torch.Tensor | None = None  # [N, D] final hidden states of the teacher; stays on the host
     reference_logprobs: torch.Tensor | None = None  # [N] float32, nats, of the reference for sampled_ids
+    # [N] bool, the token with which the student ended its response; False for truncated and dataset responses.
+    ends: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from gkd.config.interval import save_interval
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.schema import TRACKER_NAMES, Config
+from gkd.config.schema_health import HEALTH_CHECKS
 from gkd.config.schema_teacher import MAX_NAME_LENGTH
 from gkd.errors import ConfigError
 
@@ -56,6 +58,7 @@ def _errors(config: Config) -> Iterator[ConfigError]:
     except ConfigError as error:
         yield error
     yield from _profile_errors(config)
+    yield from _health_errors(config)
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         yield ConfigError("actor.optim.betas", betas, "must be two numbers in [0, 1).", "use e.g. [0.9, 0.95].")
@@ -95,3 +98,13 @@ def _tracker_errors(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("trainer.loggers", loggers, "is not a list of distinct trackers.", fix)
     if not config.trainer.project_name:
         yield ConfigError("trainer.project_name", "", "is empty.", "give a name, e.g. gkd.")
+
+
+def _health_errors(config: Config) -> Iterator[ConfigError]:
+    off, limits, names = config.health.checks_off, config.health.limits, ", ".join(HEALTH_CHECKS)
+    if not set(off) <= set(HEALTH_CHECKS) or len(set(off)) < len(off):
+        yield ConfigError("health.checks_off", off, "is not a list of distinct checks.", f"use some of {names}.")
+    if unknown := sorted(set(limits) - set(HEALTH_CHECKS)):
+        yield ConfigError("health.limits", unknown[0], "there is no such check.", f"use some of {names}.")
+    if not all(0 < limit < math.inf for limit in limits.values()):
+        yield ConfigError("health.limits", limits, "has a limit that is not a positive number.", "use numbers > 0.")

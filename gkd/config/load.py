@@ -33,6 +33,7 @@ _EXPECTED = {
     "list[str]": "a list, e.g. [a, b]",
     "list[int]": "a list of integers, e.g. [0, 1]",
     "list[float]": "a list of numbers, e.g. [0.9, 0.95]",
+    "dict[str, float]": "names with numbers, e.g. {truncated: 0.9}",
     "list[LossTermConfig]": "a list, e.g. [{name: jsd, weight: 0.5}, {name: k1}]",
 }
 _TERMS = "distill.losses"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from gkd.config.declare import key
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
+from gkd.config.schema_health import HealthConfig
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, TeacherConfig
 from gkd.config.schema_trainer import TRACKER_NAMES, TrainerConfig
 
@@ -21,6 +22,7 @@ __all__ = [
     "DataConfig",
     "DistillConfig",
     "EvalConfig",
+    "HealthConfig",
     "LoraConfig",
     "LossTermConfig",
     "MemoryConfig",
@@ -221,5 +223,6 @@ class Config:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -1,6 +1,6 @@
 """Chunks of rollouts of one data-parallel group: encoded sizes, and dataset responses as chunks.
 
-The driver reads only the sizes of a chunk. They are sent as raw bytes, 40 per chunk and 8 per sequence: a pickled
+The driver reads only the sizes of a chunk. They are sent as raw bytes, 48 per chunk and 8 per sequence: a pickled
 object or array has an overhead of at least 100 bytes, and a chunk may hold a single sequence.
 """
 
@@ -17,9 +17,9 @@ from gkd.errors import DataError
 from gkd.handles import RolloutChunk
 from gkd.types import Prompt, Rollout
 
-# dp_rank, n_sequences, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, policy_version; then
-# sample_index and n_tokens of the sequences, all int32.
-_SIZES = struct.Struct("<iii?3xqqq")
+# dp_rank, n_sequences, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, policy_version, n_4grams,
+# n_repeated_4grams; then sample_index and n_tokens of the sequences, all int32.
+_SIZES = struct.Struct("<iii?3xqqqii")
 # Sequences per chunk: large enough that the driver handles few bytes per sequence, and small enough that scoring
 # starts long before the rollout ends.
 CHUNK_SIZE = 16
@@ -27,6 +27,8 @@ CHUNK_SIZE = 16
 
 def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) -> RolloutChunk:
     """Return the sizes of rollouts with equal `on_policy`; `ref` is None."""
+    n_4grams = [max(0, len(r.response_ids) - 3) for r in rollouts]
+    n_distinct = [distinct_4grams(r.response_ids) for r in rollouts]
     return RolloutChunk(
         dp_rank=dp_rank,
         ref=None,
@@ -38,7 +40,22 @@ def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) 
         on_policy=rollouts[0].on_policy,
         sample_index=np.array([r.sample_index for r in rollouts], "<i4"),
         n_tokens=np.array([r.n_tokens for r in rollouts], "<i4"),
+        n_4grams=sum(n_4grams),
+        n_repeated_4grams=sum(n_4grams) - sum(n_distinct),
     )
+
+
+def distinct_4grams(ids: np.ndarray) -> int:
+    """Return the number of distinct sequences of 4 consecutive ids.
+
+    Args:
+        ids: [R] int32, not negative.
+    """
+    if len(ids) < 4:
+        return 0
+    wide = ids.astype(np.int64)
+    _, pairs = np.unique(wide[:-1] << 32 | wide[1:], return_inverse=True)  # numbers the distinct pairs from 0
+    return len(np.unique(pairs[:-2] * len(ids) + pairs[2:]))
 
 
 def encode_sizes(chunk: RolloutChunk) -> bytes:
@@ -51,6 +68,8 @@ def encode_sizes(chunk: RolloutChunk) -> bytes:
         chunk.n_prompt_tokens,
         chunk.n_response_tokens,
         chunk.policy_version,
+        chunk.n_4grams,
+        chunk.n_repeated_4grams,
     )
     return head + chunk.sample_index.tobytes() + chunk.n_tokens.tobytes()
 
@@ -63,7 +82,8 @@ def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
     """
     if len(data) < _SIZES.size:
         raise DataError(f"the sizes of a chunk of rollouts are {len(data)} bytes, expected at least {_SIZES.size}")
-    dp_rank, n, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, version = _SIZES.unpack_from(data)
+    dp_rank, n, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, *rest = _SIZES.unpack_from(data)
+    version, n_4grams, n_repeated_4grams = rest
     if len(data) != _SIZES.size + 8 * n:
         raise DataError(f"the sizes of a chunk of {n} rollouts are {len(data)} bytes, expected {_SIZES.size + 8 * n}")
     sample_index, n_tokens = np.frombuffer(data, "<i4", offset=_SIZES.size).reshape(2, n)
@@ -78,6 +98,8 @@ def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
         on_policy=on_policy,
         sample_index=sample_index,
         n_tokens=n_tokens,
+        n_4grams=n_4grams,
+        n_repeated_4grams=n_repeated_4grams,
     )
 
 

@@ -138,10 +138,14 @@ def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor
 def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> TokenTargets:
     n_rows = [len(r.response_ids) for r in rollouts]
     logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
+    ended = [r.on_policy and r.finish_reason == "stop" for r in rollouts]
+    ends = torch.zeros(sum(n_rows), dtype=torch.bool)
+    ends[np.cumsum(n_rows)[ended] - 1] = True
     targets = TokenTargets(
         sampled_ids=_rows([r.response_ids for r in rollouts], np.int64),
         rollout_logprobs=_rows(logprobs, np.float32),
         on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
+        ends=ends,
     )
     if topk := _present([s.topk for s in scores]):
         width = max(t.topk_ids.shape[1] for t in topk)

@@ -18,7 +18,10 @@ from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_los
 from gkd.types import TokenTargets
 
 # Names in `TokenLosses.values` that are defined only for tokens that the student sampled.
-ON_POLICY_VALUES = frozenset({"sampled_reverse_kl", REFERENCE_KL, "importance_weight", "importance_clipped"})
+ON_POLICY_VALUES = frozenset(
+    {"sampled_reverse_kl", REFERENCE_KL, "importance_weight", "importance_clipped", "engine_kl"}
+)
+END_PROBABILITY, ENDED = "teacher_end_probability", "ended"  # the mean of the first is over the tokens of the second
 
 PLAIN = LossTerm("forward_kl")  # for diagnostics
 _REFERENCE_ESTIMATE = "k3"  # low variance while student and reference are close, which the term enforces
@@ -40,6 +43,11 @@ class TokenLosses:
         reference_kl         rho k3 of each on-policy token; its mean estimates KL(student || reference)
         importance_weight    of on-policy tokens, after the clip
         importance_clipped   1 where the clip applies
+        engine_kl            k3 of each on-policy token, engine against student; its mean estimates
+                             KL(engine || student) at the weights that generated and those that train
+        teacher_end_probability  the teacher's probability of the token with which the student ended its response; 0
+                             if it is not in the teacher's list. 0 on other tokens
+        ended                1 on those tokens
     """
 
     total: Tensor  # [N] weighted sum of the terms, differentiable
@@ -60,7 +68,9 @@ def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_
         names += [REFERENCE_KL]
     if spec.uses_samples:
         names += ["importance_weight", "importance_clipped"]
-    return tuple(dict.fromkeys([*names, "student_entropy"]))
+    if has_distribution or has_sampled:
+        names += [END_PROBABILITY, ENDED]
+    return tuple(dict.fromkeys([*names, "engine_kl", "student_entropy"]))
 
 
 def topk_losses(
@@ -102,6 +112,9 @@ def topk_losses(
             losses.values["teacher_topk_mass"] = p.sum(dim=-1)
             losses.values["student_topk_mass"] = q.sum(dim=-1)
             losses.values["overlap"] = torch.minimum(p, q).sum(dim=-1)
+            if END_PROBABILITY not in losses.values:
+                is_sampled = targets.topk_ids == targets.sampled_ids[:, None]
+                _add_ends(losses, targets, p.masked_fill(~is_sampled, 0.0).sum(dim=-1))
     elif spec.divergences:
         raise DataError("the loss compares distributions, and the teacher sent none")
     losses.values["student_entropy"] = entropy.detach()
@@ -121,8 +134,10 @@ def sampled_losses(
         # Not k3: its p/q is heavy-tailed while the two are far apart, as at the beginning of a distillation.
         k1 = reverse_kl_estimate("k1", actor.detach(), teacher_sampled)
         losses.values["sampled_reverse_kl"] = k1.masked_fill(others, 0.0)
+        _add_ends(losses, targets, teacher_sampled.exp())
+    rollout = targets.rollout_logprobs.masked_fill(others, 0.0)
+    losses.values["engine_kl"] = reverse_kl_estimate("k3", rollout.to(actor.dtype), actor.detach())
     if spec.uses_samples:
-        rollout = targets.rollout_logprobs.masked_fill(others, 0.0)
         log_weights, clipped = log_importance_weights(actor, rollout, spec.importance_clip)
         losses.values["importance_weight"] = log_weights.exp().masked_fill(others, 0.0)
         losses.values["importance_clipped"] = (clipped & targets.on_policy).to(log_weights.dtype)
@@ -140,6 +155,13 @@ def sampled_losses(
     if spec.sft is not None:
         _add(losses, spec.sft.name, spec.sft.weight, -student_sampled, others)
     return losses
+
+
+def _add_ends(losses: TokenLosses, targets: TokenTargets, teacher_probability: Tensor) -> None:
+    """Add the teacher's probability of the student's end tokens, from that of the sampled tokens, [N]."""
+    ends = torch.zeros_like(targets.on_policy) if targets.ends is None else targets.ends
+    losses.values[END_PROBABILITY] = teacher_probability.masked_fill(~ends, 0.0)
+    losses.values[ENDED] = ends.to(teacher_probability.dtype)
 
 
 def _add(losses: TokenLosses, name: str, weight: float, loss: Tensor, where: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gkd.config.schema_health import HEALTH_CHECKS
 from gkd.config.schema_teacher import LOSS_NAMES
 
 NUMBER = r"\d+"
@@ -27,6 +28,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
         *("loading_the_teacher", "loading_the_reference", "setting_the_teacher's_LM_head"),
     ),
     "engine_phase": ("generating", "receiving_weights", "offloading_states"),
+    "check": HEALTH_CHECKS,
     "age": NUMBER,
     "rank": NUMBER,
 }

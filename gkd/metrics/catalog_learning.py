@@ -85,6 +85,24 @@ _LOSS = (
         "Near 0.",
         "Above 0.05: the gradient is biased. As for `loss/importance_weight`.",
     ),
+    Row(
+        "loss/engine_kl", "nats per token", "rollouts",
+        "k3 estimate of KL(engine || student that trains) on the student's own tokens, from the logprobs that the "
+        "engine recorded. It also measures a difference of `rollout.temperature` and `teacher.temperature`, or "
+        "`rollout.top_p` below 1.",
+        "With staleness 0 below 1e-4 in float32, about 0.001 in bfloat16. With stale rollouts more, see "
+        "`staleness/mean`.",
+        "Large with staleness 0: the engines compute another model than the actor; set `weight_sync.verify: always`. "
+        "Large with stale rollouts: lower `trainer.max_staleness`, or choose a scheduler with less prefetching.",
+    ),
+    Row(
+        "loss/teacher_end_probability", "probability", "responses that ended",
+        "The teacher's probability of the token with which the student ended its response, mean over the responses "
+        "that were not truncated; 0 where the teacher's list lacks it.",
+        "Above 0.5, and rises.",
+        "Near 0: the teacher ends its responses with another token, or would not end here; compare `eos_token_id` of "
+        "the two models, and check `data.chat_template` and `rollout.stop_token_ids`.",
+    ),
 )  # fmt: skip
 _OPTIM = (
     Row(
@@ -121,6 +139,14 @@ _ROLLOUT = (
         "Below 0.05.",
         "Near 1: no end token is generated; check `rollout.stop_token_ids` and `data.chat_template`. Otherwise raise "
         "`data.max_response_length`.",
+    ),
+    Row(
+        "rollout/repeated_4gram_share", "share", "rollouts",
+        "Share of the student's 4-grams (4 consecutive response tokens) that occur earlier in the same response; 1 - "
+        "distinct / all ([arXiv:1908.04319](https://arxiv.org/abs/1908.04319)).",
+        "Below 0.2; rises with the length of the responses.",
+        "Above 0.4: responses repeat themselves; read them in `samples/`. Lower `data.max_response_length` or "
+        "`actor.optim.lr`.",
     ),
 )  # fmt: skip
 _TEACHER = (
@@ -188,6 +214,15 @@ _EVAL = (
     ),
     Row("eval/response_tokens", "tokens", _EVALUATION, "Response tokens of the evaluation."),
 )  # fmt: skip
+_HEALTH = (
+    Row(
+        "health/<check>", "0 or 1", "lines from the first verdict of the check on",
+        "1 while the alarm of a [health check](health.md) lasts. A check has a verdict once the run has the numbers "
+        "that it needs.",
+        "0.",
+        "The log names evidence, likely cause and the key to change; so does the table of [health checks](health.md).",
+    ),
+)  # fmt: skip
 # Heading -> rows, in the order of the page.
 LEARNING: dict[str, tuple[Row, ...]] = {
     "Loss": _LOSS,
@@ -197,4 +232,5 @@ LEARNING: dict[str, tuple[Row, ...]] = {
     "Teacher": _TEACHER,
     "Staleness": _STALENESS,
     "Weight sync": _WEIGHT_SYNC,
+    "Health": _HEALTH,
 }

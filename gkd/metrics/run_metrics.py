@@ -6,7 +6,7 @@ The trackers of `trainer.loggers` get the line of metrics.jsonl, too. spans.json
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from gkd.config.derived import derive
@@ -17,6 +17,7 @@ from gkd.console.forecast import Forecast
 from gkd.console.state import RunState
 from gkd.console.step_line import STEP_LINE, step_line
 from gkd.handles import RolloutUsage, ScoredChunk, SyncReport, TrainStats
+from gkd.health.response import HealthResponse
 from gkd.log import get_logger
 from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers, shares
 from gkd.metrics.span_file import SpanFile
@@ -75,6 +76,7 @@ class RunMetrics:
         self._first_step = 0
         self._files: list[MetricsWriter] = []
         self._trackers: Trackers | None = None
+        self._health = HealthResponse(config, folder.root)
         self.teacher = TeacherMeter(staleness_bound(config.trainer))
         evaluates = bool(config.data.val_files)
         self.state = RunState(total_steps, Forecast(total_steps, config.eval.every, evaluates=evaluates))
@@ -97,7 +99,9 @@ class RunMetrics:
         self._files = [MetricsWriter(file, keep_through) for file in files]
         every, teacher = self._config.trainer.spans_every, self._config.teacher.server_ip
         self._spans = SpanFile(self._files[2], every, self._clocks, teacher)
-        for line in read_metrics(self._folder.metrics_file):
+        past = read_metrics(self._folder.metrics_file)
+        self._health.replay(past)
+        for line in past:
             self.state.add_past(int(line["step"]), line)
 
     @contextmanager
@@ -109,14 +113,19 @@ class RunMetrics:
             memory = self._memory(m)  # read anyway: it must not count for the first step
         if m.numbers:
             m.add(memory | m.stage.report())
-            self._write_line(step, m.numbers)
-            self.state.add(step, m.numbers)
+            self.state.add(step, self._write_line(step, m.numbers))
         self._spans.end()
         self.teacher.end_step()  # discard scoring done before the first step
 
     @contextmanager
-    def of_step(self, step: int) -> Iterator[StepMetrics]:
-        """Measure a step. Once it is trained its line is written, also if its evaluation fails."""
+    def of_step(self, step: int, save: Callable[[], object]) -> Iterator[StepMetrics]:
+        """Measure a step. Once it is trained its line is written, also if its evaluation fails.
+
+        Args:
+            save: saves the step, if health.on_alarm pauses or stops the run.
+
+        Raises HealthAlarm: health.on_alarm is stop.
+        """
         m = StepMetrics(step, self._spans)
         try:
             with activities.during(f"step {step}/{self._total_steps}"):
@@ -127,6 +136,7 @@ class RunMetrics:
                 self._write(m)
             self._spans.end()
         log.info("%s", step_line(self.state, self._remark), extra=STEP_LINE)
+        self._health.respond(save)
 
     def add_step(self, m: StepMetrics, batch: Sequence[ScoredChunk], stats: TrainStats, sync: SyncReport) -> None:
         """Add all numbers of an optimizer step, and what the engines did since the last one."""
@@ -191,12 +201,13 @@ class RunMetrics:
         m.add(m.stage.report())
         m.add({"perf/response_tokens_per_s": m.numbers["rollout/response_tokens"] / m.numbers["time/step_s"]})
         m.add(shares(m.numbers | m.tuner, self._scheduler))
-        self._write_line(m.step, m.numbers)
+        line = self._write_line(m.step, m.numbers)
         self._files[1].write(m.step, m.tuner)
-        self.state.add(m.step, m.numbers | m.tuner)
+        self.state.add(m.step, line | m.tuner)
 
-    def _write_line(self, step: int, numbers: dict[str, float]) -> None:
-        line = {"time/unix_s": time.time(), **numbers}
+    def _write_line(self, step: int, numbers: dict[str, float]) -> dict[str, float]:
+        line = {"time/unix_s": time.time(), **numbers, **self._health.numbers(step, numbers)}
         self._files[0].write(step, line)
         if self._trackers is not None:
             self._trackers.log(step, line)
+        return line

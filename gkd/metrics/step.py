@@ -38,6 +38,8 @@ def step_numbers(
     n_sequences = sum(c.rollouts.n_sequences for c in batch)
     n_tokens = sum(c.rollouts.n_response_tokens for c in batch)
     masses = [c.teacher_mass * c.rollouts.n_response_tokens for c in batch if c.teacher_mass is not None]
+    n_4grams = sum(c.rollouts.n_4grams for c in batch if c.rollouts.on_policy)
+    n_repeated = sum(c.rollouts.n_repeated_4grams for c in batch if c.rollouts.on_policy)
     return {
         "loss/total": stats.loss,
         "loss/tokens": float(stats.n_loss_tokens),
@@ -50,6 +52,7 @@ def step_numbers(
         DATASET_TOKENS: float(sum(c.rollouts.n_response_tokens for c in batch if not c.rollouts.on_policy)),
         "rollout/response_length_mean": n_tokens / n_sequences,
         "rollout/truncated_share": sum(c.rollouts.n_truncated for c in batch) / n_sequences,
+        **({"rollout/repeated_4gram_share": n_repeated / n_4grams} if n_4grams else {}),
         "perf/group_tokens_max": float(_heaviest_group(batch)),
         **({"teacher/topk_mass": sum(masses) / n_tokens} if masses else {}),
         "teacher/score_bytes": float(sum(c.n_teacher_bytes for c in batch)),

@@ -20,9 +20,9 @@ Column *in* names the lines that have the key: every step, or a condition. A lin
 evaluation of step 0, and what loading and moving states took. A number that is not finite is `null`. The log has memory
 and times of the last save and the export, which follow the last line.
 
-Read first: `eval/kl` (does the student learn?), `rollout/truncated_share` and `teacher/topk_mass` (is the signal
-complete?), `perf/response_tokens_per_s` and `perf/bound_by_<pool>` (is it fast?), `memory/<phase>/peak_gib` (does it
-fit?).
+Read first: `health/<check>` (is there an alarm?), `eval/kl` (does the student learn?), `rollout/truncated_share` and
+`teacher/topk_mass` (is the signal complete?), `perf/response_tokens_per_s` and `perf/bound_by_<pool>` (is it fast?),
+`memory/<phase>/peak_gib` (does it fit?).
 
 | placeholder | values |
 |---|---|

@@ -47,9 +47,9 @@ class Setting:
 
 
 def declare(default: Any, setting: Setting) -> Any:
-    """Return a dataclass field with this default and description. Every instance gets its own copy of a list."""
+    """Return a dataclass field with this default and description. Every instance has its own list or dict."""
     metadata = {_METADATA: setting}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 

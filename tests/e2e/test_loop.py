@@ -51,6 +51,10 @@ def test_every_part_of_the_loop_did_its_work(base_run: Path) -> None:
         assert m["teacher/topk_mass"] == pytest.approx(m["loss/teacher_topk_mass"], rel=1e-3)
         assert m["loss/total"] > 0 and m["optim/grad_norm"] > 0
         assert m["staleness/max"] == 0
+        assert -1e-6 < m["loss/engine_kl"] < 1e-4, "float32 engines and actor compute the same logprobs"
+        assert 0 <= m["rollout/repeated_4gram_share"] < 0.5
+        assert 0 <= m.get("loss/teacher_end_probability", 0) <= 1
+        assert step < 3 or m["health/engine_logprobs"] == m["health/repetition"] == 0
         assert m["memory/training_step/host_rss_gib"] > 0.1
         of_gpu = ("peak", "memory/alloc_retries", "memory/ooms", "memory/device_")
         assert not [name for name in m if name.startswith("memory/") and any(part in name for part in of_gpu)]

@@ -81,6 +81,7 @@ class Batch:
     sampled_ids: Tensor = field(default_factory=lambda: torch.tensor([0, 3, V - 1, 5, 0, 7, 2]))
     rollout_logprobs: Tensor = field(default_factory=lambda: normal(N, seed=5) / 2 - 3.0)
     on_policy: Tensor = field(default_factory=lambda: torch.tensor([True, True, False, True, False, True, False]))
+    ends: Tensor = field(default_factory=lambda: torch.tensor([False, True, False, True, False, False, False]))
 
     def teacher_logprobs(self, temperature: float) -> Tensor:
         """Return [N, V] nats."""
@@ -89,7 +90,7 @@ class Batch:
     def targets(self, signal: Signal, temperature: float) -> TokenTargets:
         """Return the targets for `signal`; with topk also the logprob of the sampled token."""
         log_p = self.teacher_logprobs(temperature)
-        targets = TokenTargets(self.sampled_ids, self.rollout_logprobs, self.on_policy)
+        targets = TokenTargets(self.sampled_ids, self.rollout_logprobs, self.on_policy, ends=self.ends)
         if signal in ("topk", "sampled"):
             targets.sampled_logprobs = log_p.gather(1, self.sampled_ids[:, None])[:, 0]
         if signal == "topk":
@@ -151,6 +152,8 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
     log_q = q.gather(1, batch.sampled_ids[:, None])[:, 0].log()
     log_p = p.gather(1, batch.sampled_ids[:, None])[:, 0].log()
     rho = (log_q.detach() - batch.rollout_logprobs).exp()
+    values["engine_kl"] = (rho - 1 - rho.log()) * batch.on_policy
+    values["teacher_end_probability"], values["ended"] = log_p.exp() * batch.ends, batch.ends.double()
     if spec.policy_gradients:
         values["importance_clipped"] = ((rho > spec.importance_clip) & batch.on_policy).double()
         rho = rho.clamp(max=spec.importance_clip)

@@ -199,6 +199,7 @@ def test_every_table_follows_its_response_token(packed: bool) -> None:
     assert targets.sampled_ids.equal(tokens.long())
     assert targets.on_policy.tolist() == [True] * 3 + [False] * 4 + [True]
     torch.testing.assert_close(targets.rollout_logprobs, torch.where(targets.on_policy, tokens / -1000, 0.0))
+    assert targets.ends is not None and targets.ends.nonzero().flatten().tolist() == [2, 7]  # without the dataset's
     assert targets.topk_ids is not None and targets.topk_ids[:, 1].equal(tokens.long() + 1)
     assert targets.topk_logprobs is not None and targets.topk_logprobs.dtype == torch.float32
     assert targets.tail_mass is not None and targets.tail_mass.tolist() == [0.5] * 8
@@ -206,6 +207,14 @@ def test_every_table_follows_its_response_token(packed: bool) -> None:
     assert targets.logits is not None and targets.logits.dtype == torch.float16
     assert targets.logits.shape == (8, N_VOCAB) and targets.logits[:, -1].equal(-(tokens % 1000).half())
     assert targets.hidden is not None and targets.hidden.equal(tokens.float()[:, None].expand(8, D))
+
+
+def test_a_truncated_response_has_no_end() -> None:
+    """Fails if loss/teacher_end_probability includes the last token of a truncated response."""
+    rollouts = [replace(make_rollout(1, 2, 3), finish_reason="length"), make_rollout(2, 1, 2)]
+    (batch,) = make_micro_batches(rollouts, [make_scores(r) for r in rollouts], micro_batch_size=2)
+    ends = targets_of(batch).ends
+    assert ends is not None and ends.tolist() == [False, False, False, False, True]
 
 
 def test_tables_of_different_widths_are_padded_to_the_widest_of_their_micro_batch() -> None:

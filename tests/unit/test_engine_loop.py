@@ -519,7 +519,7 @@ def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
     items: Any = worker.stream(4)
     for index in (6, 9):  # max_num_seqs = n: one prompt at a time
         rollouts, sizes = next(items), next(items)
-        assert isinstance(sizes, bytes) and len(sizes) == 40 + 8 * N
+        assert isinstance(sizes, bytes) and len(sizes) == 48 + 8 * N
         chunk = decode_sizes(sizes, rollouts)
         assert (chunk.dp_rank, chunk.policy_version) == (index % 4, 0)
         assert chunk.sample_index.tolist() == [index * N, index * N + 1] == [r.sample_index for r in chunk.ref]

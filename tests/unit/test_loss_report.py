@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gkd.actor.common.step import BatchSums, diagnostics
 from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.loss.choices import N_CHOICES
 from gkd.loss.distill_loss import DistillLoss
@@ -78,7 +79,8 @@ def test_the_teachers_choices_of_every_token(signal: Signal, fused: bool) -> Non
 def test_names_and_their_order() -> None:
     """Fails if the order depends on the rows of a rank: ranks add their sums by index."""
     terms, distribution, masses = ("reverse_kl", "k2", "sft"), ("token_kl", "overlap"), _MASSES
-    last = ("sampled_reverse_kl", "importance_weight", "importance_clipped", "student_entropy")
+    ends = ("teacher_end_probability", "ended", "engine_kl", "student_entropy")
+    last = ("sampled_reverse_kl", "importance_weight", "importance_clipped", *ends)
     spec = LossSpec(MIXTURE)
     assert report_names(spec, has_distribution=True, has_topk=True, has_sampled=True) == (
         *terms,
@@ -91,7 +93,37 @@ def test_names_and_their_order() -> None:
     sampled = report_names(LossSpec(MIXTURE[1:]), has_distribution=False, has_topk=False, has_sampled=True)
     assert sampled == (*terms[1:], *last)
     plain = report_names(LossSpec(), has_distribution=True, has_topk=True, has_sampled=False)
-    assert plain == ("forward_kl", *distribution, *masses, "student_entropy")
+    assert plain == ("forward_kl", *distribution, *masses, *ends)
+    assert report_names(LossSpec((LossTerm("sft"),)), has_distribution=False, has_topk=False, has_sampled=False) == (
+        "sft",
+        *ends[2:],
+    )
+
+
+@pytest.mark.parametrize("with_sampled", [True, False])
+def test_the_teachers_probability_of_the_end_tokens_from_a_list(with_sampled: bool) -> None:
+    """Fails if an end token is looked up in another row, or one that the list lacks counts as likely."""
+    ids = torch.tensor([[2, 5, -1], [1, 4, -1], [7, 1, 3], [1, 2, 3]])
+    log_p = torch.tensor([[0.5, 0.2, 0.0], [0.9, 0.05, 0.0], [0.6, 0.3, 0.1], [0.8, 0.1, 0.1]]).log()
+    targets = topk_targets(ids, log_p, torch.tensor([0.3, 0.05, 0.0, 0.0]))
+    targets.sampled_ids = torch.tensor([2, 1, 9, 1])
+    targets.ends = torch.tensor([False, True, True, False])
+    if with_sampled:
+        targets.sampled_logprobs = torch.tensor([0.5, 0.9, 0.01, 0.8]).log()
+    values = topk_losses(LossSpec(), targets, log_p, torch.zeros(4), torch.zeros(4)).values
+    expected = torch.tensor([0.0, 0.9, 0.01 if with_sampled else 0.0, 0.0])
+    torch.testing.assert_close(values["teacher_end_probability"], expected)
+    assert values["ended"].tolist() == [0, 1, 1, 0]
+
+
+def test_means_of_end_tokens_are_over_end_tokens() -> None:
+    """Fails if the mean is over all tokens, or a batch without an end divides by zero."""
+    loss = Batch().loss(LossSpec(), "topk")
+    sums = dict.fromkeys(loss.report_names, 6.0)
+    found = diagnostics(loss, BatchSums(12, 8, sums | {"ended": 4.0, "teacher_end_probability": 3.0}))
+    assert found["loss/teacher_end_probability"] == 0.75 and "loss/ended" not in found
+    assert found["loss/engine_kl"] == 0.75
+    assert "loss/teacher_end_probability" not in diagnostics(loss, BatchSums(12, 8, sums | {"ended": 0.0}))
 
 
 @pytest.mark.parametrize("signal", ["topk", "logits", "hidden", "sampled"])

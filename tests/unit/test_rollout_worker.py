@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gkd.config.load import load_config
-from gkd.data.chunks import dataset_chunks, decode_sizes, encode_sizes
+from gkd.data.chunks import dataset_chunks, decode_sizes, distinct_4grams, encode_sizes
 from gkd.data.prompt_codec import decode_prompts, encode_prompts
 from gkd.errors import ClusterError, DataError, OutOfMemory
 from gkd.handles import EngineUsage, RolloutChunk
@@ -175,7 +175,7 @@ def test_encoded_chunk_sizes_are_small_and_complete(n: int) -> None:
         rows, range(n), n=2**20, dp_size=1, chunk_size=16, policy_version=2**40, eos_ids={3}
     )
     data = encode_sizes(chunk)
-    assert len(data) == 40 + 8 * n <= 100 * n
+    assert len(data) == 48 + 8 * n <= 100 * n
     again = decode_sizes(data, "handle")
     for name in (f.name for f in fields(RolloutChunk)):
         expected = "handle" if name == "ref" else getattr(chunk, name)
@@ -183,9 +183,27 @@ def test_encoded_chunk_sizes_are_small_and_complete(n: int) -> None:
     assert again.sample_index.dtype == again.n_tokens.dtype == np.int32
     assert again.n_tokens.sum() == again.n_prompt_tokens + again.n_response_tokens
     assert [r.sample_index for r in rollouts] == again.sample_index.tolist()
-    for bad in (data[:39], data[:-1], data + b"x"):
+    for bad in (data[:47], data[:-1], data + b"x"):
         with pytest.raises(DataError, match=f"{len(bad)} bytes"):
             decode_sizes(bad, None)
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 5, 40, 300])
+@pytest.mark.parametrize("vocab", [1, 2, 6, 2**31 - 1])
+def test_distinct_4grams_are_those_of_a_set(length: int, vocab: int) -> None:
+    """Fails if rollout/repeated_4gram_share counts other 4-grams than a set of tuples would, or large ids collide."""
+    ids = np.random.default_rng(length).integers(0, vocab, length).astype(np.int32)
+    ids = np.concatenate([ids, ids[length // 2 :]])
+    rows = ids.tolist()
+    assert distinct_4grams(ids) == len(set(zip(rows, rows[1:], rows[2:], rows[3:], strict=False)))
+
+
+def test_the_4grams_of_a_chunk_are_counted_in_each_response() -> None:
+    """Fails if a 4-gram counts as repeated because another response has it, or short responses count."""
+    responses = ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [7, 7, 7, 7, 7, 7], [1, 2, 3])
+    rows = [Prompt(i, np.array([i], np.int32), None, np.array(r, np.int32)) for i, r in enumerate(responses)]
+    ((_, chunk),) = dataset_chunks(rows, range(4), n=1, dp_size=1, chunk_size=16, policy_version=0, eos_ids={3})
+    assert (chunk.n_4grams, chunk.n_repeated_4grams) == (2 + 2 + 3, 2)
 
 
 def test_a_dataset_response_without_an_end_token_counts_as_truncated() -> None:

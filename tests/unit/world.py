@@ -47,7 +47,8 @@ def answers(
     """Return the chunk of one prompt's responses, with the prompt id as its handle."""
     sizes = np.zeros(n, np.int32)  # the loop does not read per-sequence values
     numbers = (0, prompt.prompt_id, n, 1, n_response_tokens, n_truncated, version, on_policy)
-    return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes)
+    repeated = 2 if on_policy else 10
+    return RolloutChunk(*numbers, sample_index=sizes, n_tokens=sizes, n_4grams=10, n_repeated_4grams=repeated)
 
 
 class World:

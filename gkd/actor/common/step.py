@@ -19,7 +19,7 @@ from gkd.errors import DataError, NumericsError
 from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
-from gkd.loss.token_loss import ON_POLICY_VALUES
+from gkd.loss.token_loss import END_PROBABILITY, ENDED, ON_POLICY_VALUES
 from gkd.types import MicroBatch, TokenTargets
 
 
@@ -61,8 +61,10 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
     n_dataset = sums.n_loss_tokens - sums.n_on_policy
     means = {}
     for name, value in sums.values.items():
-        n = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
-        if n and name != "total":
+        n: float = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
+        if name == END_PROBABILITY:
+            n = sums.values[ENDED]
+        if n and name not in ("total", ENDED):
             means[f"loss/{name}"] = value / n
     return means
 

@@ -1,0 +1,188 @@
+"""Test the health checks on series of metrics: healthy ones, sick ones, and series with missing or infinite values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gkd.config.load import load_config
+from gkd.config.schema_health import HEALTH_CHECKS
+from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING
+from gkd.health.history import N_RECENT, History
+from gkd.health.monitor import CLEAR_AFTER, PREFIX, Changes, Monitor
+from gkd.tools.health_page import health_page
+from gkd.tools.metrics_page import ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
+Series = dict[str, Sequence[float | None]]
+FALLING = [0.5 * 0.97**i for i in range(60)]
+STEPS = {"staleness/max": [0.0] * 60}
+HEALTHY: Series = {
+    **STEPS,
+    "loss/token_kl": FALLING,
+    "loss/overlap": [1 - kl / 2 for kl in FALLING],
+    "loss/student_entropy": [0.1 + kl for kl in FALLING],
+    "loss/teacher_end_probability": [0.6] * 60,
+    "loss/engine_kl": [0.001] * 60,
+    "loss/importance_clipped": [0.01] * 60,
+    "optim/grad_norm": [1.0, 1.5, 5.0] * 20,
+    "rollout/truncated_share": [0.1, 0.9] + [0.1] * 58,
+    "rollout/repeated_4gram_share": [0.1] * 60,
+}
+# Check -> (series that differ from the healthy ones, first step of its alarm).
+FLAT = [0.5] * 60
+SICK: dict[str, tuple[Series, int]] = {
+    "truncated": ({"rollout/truncated_share": [0.2] * 10 + [0.8] * 50}, 12),
+    "repetition": ({"rollout/repeated_4gram_share": [0.1] * 10 + [0.9] * 50}, 12),
+    "end_of_sequence": ({"loss/teacher_end_probability": [0.001] * 60}, 3),
+    "teacher_mismatch": ({"loss/overlap": [0.1] * 60}, 3),
+    "overlap_falls": ({"loss/overlap": [0.8] * 20 + [0.6] * 40}, 23),
+    "entropy_collapse": ({"loss/student_entropy": [1.0] * 5 + [0.1] * 55, "loss/token_kl": FLAT}, 10),
+    "importance_clipped": ({"loss/importance_clipped": [0.2] * 60}, 3),
+    "gradient_spikes": ({"optim/grad_norm": [1.0] * 30 + [20.0, 1.0, 20.0] + [1.0] * 27}, 33),
+    "no_gap": ({"loss/token_kl": [0.001] * 60}, 5),
+    "kl_rises": ({"loss/token_kl": [0.2] * 10 + [0.8] * 50}, 12),
+    "engine_logprobs": ({"loss/engine_kl": [0.0] * 10 + [0.1] * 50}, 11),
+    "stale_rollouts": ({"loss/engine_kl": [0.6] * 60, "staleness/max": [0.0] + [1.0] * 59}, 4),
+}
+# (eval/kl, eval/accuracy) of the evaluations -> the alarm at the last one.
+EVALUATIONS: list[tuple[list[tuple[float, float | None]], str]] = [
+    ([(0.3, 0.2), (0.2, 0.4), (0.1, 0.6)], ""),
+    ([(0.3, 0.4), (0.2, 0.38)], ""),  # within the noise
+    ([(0.3, None), (0.2, None)], ""),
+    ([(0.27, 0.14), (0.44, 0.0)], "worse_than_start"),
+    ([(0.3, None), (0.5, None)], "worse_than_start"),
+    ([(0.3, 0.4), (0.29, 0.2)], "worse_than_start"),  # the KL has not fallen
+    ([(0.3, 0.4), (0.1, 0.2)], "accuracy_falls"),
+]
+
+
+def feed(monitor: Monitor, series: Series, first_step: int = 1) -> list[Changes]:
+    n = max(len(values) for values in series.values())
+    lines = (
+        {"step": step, **{key: values[step - first_step] for key, values in series.items()}}
+        for step in range(first_step, first_step + n)
+    )
+    return [monitor.feed(line) for line in lines]
+
+
+def started(changes: Sequence[Changes]) -> list[tuple[str, int]]:
+    return [(alarm.check.name, alarm.step) for change in changes for alarm in change.started]
+
+
+def test_a_healthy_run_has_verdicts_and_no_alarm() -> None:
+    """Fails if a check sees an illness in falling KL, single peaks or one truncated batch, or gives no verdict."""
+    changes = feed(Monitor(), HEALTHY)
+    assert started(changes) == []
+    assert {name.removeprefix(PREFIX) for name in changes[-1].numbers} == SICK.keys() - {"stale_rollouts"}
+    assert set(changes[-1].numbers.values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_each_check_finds_its_illness_in_time(name: str) -> None:
+    """Fails if a check misses what it is for, alarms later than documented, or its key is not 1 from then on."""
+    series, step = SICK[name]
+    changes = feed(Monitor(), HEALTHY | series)
+    assert (name, step) in started(changes)
+    assert [change.numbers.get(PREFIX + name, 0.0) for change in changes[: step - 1]] == [0.0] * (step - 1)
+    assert changes[step - 1].numbers[PREFIX + name] == 1.0
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_limits_and_switches(name: str) -> None:
+    """Fails if health.checks_off or health.limits has no effect on a check."""
+    series = HEALTHY | SICK[name][0]
+    assert name not in dict(started(feed(Monitor([name]), series)))
+    is_lower_bound = name in ("end_of_sequence", "teacher_mismatch", "entropy_collapse", "no_gap")
+    changed = feed(Monitor(limits={name: 1e-9 if is_lower_bound else 1e9}), series)
+    assert name not in dict(started(changed)) and PREFIX + name in changed[-1].numbers
+
+
+@pytest.mark.parametrize(("evaluations", "alarm"), EVALUATIONS)
+@pytest.mark.parametrize("key", ["eval/kl", "eval/reverse_kl"])
+def test_evaluations_are_compared_with_the_first(
+    evaluations: list[tuple[float, float | None]], alarm: str, key: str
+) -> None:
+    """Fails if a run that got worse ends without an alarm, or one that got better has one."""
+    monitor, found = Monitor(), []
+    for i, (kl, accuracy) in enumerate(evaluations):
+        line = {"step": 10 * i, key: kl} | ({} if accuracy is None else {"eval/accuracy": accuracy})
+        found += started([monitor.feed(line)])
+        between = monitor.feed({"step": 10 * i + 1, "loss/token_kl": 0.2})  # keeps the verdict
+    assert found == ([(alarm, 10 * (len(evaluations) - 1))] if alarm else [])
+    if alarm:
+        assert between.numbers[PREFIX + alarm] == 1.0
+        better = {"step": 99, key: 0.01, "eval/accuracy": 0.9}
+        assert [a.check.name for a in monitor.feed(better).cleared] == [alarm]
+
+
+def test_without_a_distribution_the_sampled_kl_is_judged() -> None:
+    """Fails if runs with teacher.signal=sampled have no check of the gap to the teacher."""
+    plain: Series = {"loss/sampled_reverse_kl": [0.5] * 5 + [9.0] * 15}
+    assert dict(started(feed(Monitor(), plain))) == {"kl_rises": 6, "teacher_mismatch": 7}
+    assert dict(started(feed(Monitor(), {"loss/sampled_reverse_kl": [1e-4, -1e-4] * 5}))) == {"no_gap": 5}
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_missing_numbers_give_no_verdict(value: float | None) -> None:
+    """Fails if null, NaN or a missing key counts as an illness, or raises."""
+    empty = feed(Monitor(), {key: [value] * 30 for key in [*HEALTHY, "eval/kl", "eval/accuracy"]})
+    assert started(empty) == [] and empty[-1].numbers == {}
+    assert feed(Monitor(), {"perf/x": [1.0] * 30})[-1].numbers == {}
+    gaps: Series = {"rollout/truncated_share": [0.9, 0.9, value, value, 0.9]}
+    assert started(feed(Monitor(), gaps)) == [("truncated", 5)]
+
+
+def test_a_value_around_the_limit_gives_one_alarm() -> None:
+    """Fails if a flapping value writes a line at every change, or an alarm never clears."""
+    flapping = [1.0] * 5 + ([0.0] * 5 + [1.0] * 5) * 4 + [0.0] * 20
+    changes = feed(Monitor(), {"rollout/truncated_share": flapping})
+    assert started(changes) == [("truncated", 3)]
+    cleared = [i + 1 for i, change in enumerate(changes) if change.cleared]
+    assert cleared == [45 + 1 + CLEAR_AFTER]  # step 46 still has two truncated batches of three
+    assert changes[-1].numbers == {"health/truncated": 0.0}
+
+
+def test_a_branch_that_begins_late_has_no_check_of_the_gap_at_the_start() -> None:
+    """Fails if a branch that continues a distilled student raises the alarm no_gap."""
+    assert started(feed(Monitor(), {"loss/token_kl": [0.001] * 9}, first_step=101)) == []
+
+
+def test_other_sampling_than_the_loss_switches_off_the_comparison_with_the_engine() -> None:
+    """Fails if a run with rollout.top_p or another temperature has a permanent alarm about its engines."""
+    series = HEALTHY | {"loss/engine_kl": [0.5] * 60}
+    for overrides, n in (
+        ([], 1),
+        (["rollout.top_p=0.9"], 0),
+        (["rollout.temperature=0.7"], 0),
+        (["trainer.replay=r"], 0),
+    ):
+        found = dict(started(feed(Monitor.of(load_config(None, overrides)), series)))
+        assert len(found.keys() & set(NEED_EQUAL_SAMPLING)) == n
+
+
+def test_the_history_is_bounded() -> None:
+    """Fails if a run of 100,000 steps keeps all its numbers in the driver's memory."""
+    history = History()
+    for step in range(1000):
+        history.add({"step": step, "x": float(step)})
+    assert history.first("x", 2) == [0.0, 1.0] and history.last("x", 2) == [998.0, 999.0]
+    assert len(history.means("x", 1)) == N_RECENT and history.last("x", N_RECENT + 1) is None
+
+
+def test_names_keys_and_page_belong_together() -> None:
+    """Fails if docs/health.md is out of date, or a check names a metric or a key that does not exist."""
+    assert tuple(check.name for check in CHECKS) == HEALTH_CHECKS
+    assert (ROOT / "docs" / "health.md").read_text() == health_page(), "run python -m gkd.tools.health_page"
+    pages = (ROOT / "docs" / "configuration.md").read_text()
+    sections = set(re.findall(r"^## (\w+)", pages, re.MULTILINE))
+    for check in CHECKS:
+        for word in re.findall(r"`([^`]+)`", f"{check.alarm} {check.reason} {check.cause} {check.change}"):
+            if "." in word and word.partition(".")[0] in sections:
+                assert f"| `{word}` |" in pages, word
+            elif "/" in word and not word.endswith("/"):
+                assert any(row.matches(word) for row in ROWS), word
+        assert any(key in check.change for key in sections)

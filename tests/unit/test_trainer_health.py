@@ -1,0 +1,105 @@
+"""Test health.on_alarm in the training loop, with the fakes of `tests.unit.world`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gkd.errors import HealthAlarm
+from gkd.handles import ScoredChunk, TrainStats
+from gkd.health import response
+from gkd.metrics.writer import read_metrics
+from gkd.trainer import Trainer
+from tests.unit.world import World, checkpoints, make
+
+SICK_FROM = 3  # first step whose importance weights are clipped; the alarm is at the next step, or at step 3
+
+
+class ClippedWorld(World):
+    """A student whose importance weights are all clipped from one step on."""
+
+    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
+        clipped = float(self.engine_version + 1 >= SICK_FROM)
+        return replace(super().train_step(batch), extra={"loss/importance_clipped": clipped})
+
+
+def numbers(folder: Path) -> list[float | None]:
+    return [line.get("health/importance_clipped") for line in read_metrics(folder / "run" / "metrics.jsonl")]
+
+
+def alarms(trainer: Trainer) -> tuple[str, ...]:
+    """Return the checks that stop a run; keeps no frame of it, so that its folder is free again."""
+    try:
+        trainer.fit()
+    except HealthAlarm as error:
+        return error.checks
+    return ()
+
+
+def test_warn_logs_each_alarm_once_and_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Fails if an alarm ends the run by default, is logged at every step, or lacks its evidence or the key."""
+    make(tmp_path, ClippedWorld(), "trainer.total_steps=6").fit()
+    assert numbers(tmp_path) == [None, None, 1.0, 1.0, 1.0, 1.0]
+    warned = [r.getMessage() for r in caplog.records if r.name == "gkd.health" and r.levelno == logging.WARNING]
+    assert len(warned) == 1 and "trainer.max_staleness" in warned[0] and "0.333" in warned[0]
+
+
+def test_stop_saves_the_step_and_names_the_alarm(tmp_path: Path) -> None:
+    """Fails if the step of the alarm is lost, or the run cannot be continued past its alarm."""
+    settings = ("trainer.total_steps=6", "health.on_alarm=stop")
+    assert alarms(make(tmp_path, ClippedWorld(), *settings)) == ("importance_clipped",)
+    assert checkpoints(tmp_path) == ["latest", "step_00000003"] and not (tmp_path / "run" / "export").exists()
+    world = ClippedWorld()
+    make(tmp_path, world, *settings, "trainer.resume=auto").fit()
+    assert len(world.trained) == 3 and numbers(tmp_path) == [None, None, 1.0, 1.0, 1.0, 1.0]
+    assert (tmp_path / "run" / "export").exists()
+
+
+def test_pause_waits_for_the_users_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the loop does not wait, waits without a saved step or a sign of life, or accepts an old file."""
+    world, clock_s, saved = ClippedWorld(), [0.0], list[list[str]]()
+    file = tmp_path / "run" / response.CONTINUE
+
+    def sleep(seconds: float) -> None:
+        assert not file.exists() and world.events[-1] == "saved 3"
+        saved.append(checkpoints(tmp_path))
+        clock_s[0] += 40.0 * 60
+        if len(saved) == 3:
+            file.touch()
+
+    monkeypatch.setattr(response, "sleep", sleep)
+    monkeypatch.setattr(response, "monotonic", lambda: clock_s[0])
+    trainer = make(tmp_path, world, "trainer.total_steps=4", "health.on_alarm=pause")
+    file.touch()  # of an earlier pause
+    trainer.fit()
+    assert saved == [["latest", "step_00000003"]] * 3 and not file.exists()
+    assert len(world.trained) == 4
+    notices = [r for r in caplog.records if r.name == "gkd.health" and str(file) in r.getMessage()]
+    assert len(notices) == 1 + 3
+
+
+def test_an_interrupt_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if Ctrl-C has no effect during a pause, or the paused step cannot be resumed."""
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(response, "sleep", interrupt)
+        make(tmp_path, ClippedWorld(), "trainer.total_steps=4", "health.on_alarm=pause").fit()
+    assert checkpoints(tmp_path) == ["latest", "step_00000003"]
+    make(tmp_path, ClippedWorld(), "trainer.total_steps=4", "health.on_alarm=pause", "trainer.resume=auto").fit()
+    assert numbers(tmp_path) == [None, None, 1.0, 1.0]
+
+
+def test_checks_that_are_off_write_nothing(tmp_path: Path) -> None:
+    """Fails if health.checks_off is not read by the loop."""
+    settings = ("trainer.total_steps=4", "health.on_alarm=stop", "health.checks_off=[importance_clipped]")
+    make(tmp_path, ClippedWorld(), *settings).fit()
+    assert numbers(tmp_path) == [None] * 4
