@@ -23,16 +23,16 @@ log = get_logger("test")
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOBase, list[str]]]:
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOBase, list[bytes]]]:
     """Return a pseudo-terminal, to which the loggers print, and what has arrived at its other end."""
     reader, writer = pty.openpty()
     stream = os.fdopen(writer, "w", buffering=1)
-    arrived: list[str] = []
+    arrived: list[bytes] = []
 
     def read() -> None:
         try:
             while data := os.read(reader, 65536):
-                arrived.append(data.decode())
+                arrived.append(data)  # may end within a character
         except OSError:  # the writer is closed
             return
 
@@ -50,7 +50,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[io.TextIOBase, lis
 
 
 def test_a_panel_is_drawn_on_a_terminal(
-    screen: tuple[io.TextIOBase, list[str]], monkeypatch: pytest.MonkeyPatch
+    screen: tuple[io.TextIOBase, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails if there is no panel on a terminal, a log line tears it, a step line doubles it, or it stays at the end."""
     stream, arrived = screen
@@ -77,10 +77,10 @@ def test_a_panel_is_drawn_on_a_terminal(
     assert "\x1b[2K" in text[text.rindex("╰") :], "the panel is erased at the end"
 
 
-def wait_for(mark: str, arrived: list[str]) -> str:
+def wait_for(mark: str, arrived: list[bytes]) -> str:
     waited = threading.Event()
     for _ in range(200):
-        if mark in (text := "".join(arrived)):
+        if mark in (text := b"".join(arrived).decode(errors="replace")):
             return text
         waited.wait(0.05)
     raise AssertionError(f"no {mark!r} arrived")
