@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from gkd.types import Prompt
@@ -17,18 +18,16 @@ from gkd.types import Prompt
 # Spans of time
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, omit_defaults=True):  # many are sent and encoded: cheaper than a dataclass
     """Something that a process did, for the trace of a run."""
 
     name: str
     start_s: float  # since the epoch, on the clock of the process's host
     duration_s: float
-    args: Mapping[str, float] = field(default_factory=dict)  # "lane": row of its process; see gkd.metrics.spans
+    args: Mapping[str, float] = {}  # "lane": row of its process; see gkd.metrics.spans
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSpans:
+class ProcessSpans(msgspec.Struct, frozen=True):
     """Spans of one process since it was last read."""
 
     process: str  # "driver", "actor 0", "engine 0", "scoring 0" or "teacher <name>"

@@ -162,8 +162,8 @@ class ScoringRole(Protocol):
         """
         ...
 
-    def take_computations(self) -> Mapping[str, Sequence[Computation]]:
-        """Return by endpoint ("scoring 0") what the teacher had computed by the previous call; does not wait."""
+    def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
+        """Return by endpoint ("scoring 0") what the teacher computed; without `wait` what has arrived so far."""
         ...
 
 

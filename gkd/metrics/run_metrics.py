@@ -163,7 +163,7 @@ class RunMetrics:
 
     def log_memory(self) -> None:
         """Log the memory of what came after the last line, the last save and the export, and write its spans."""
-        if numbers := self._memory(StepMetrics(self._total_steps, self._spans)):
+        if numbers := self._memory(StepMetrics(self._total_steps, self._spans), last=True):
             log.info("after the last step: %s", "  ".join(f"{k} {v:.3g}" for k, v in sorted(numbers.items())))
         self._spans.end()
 
@@ -178,7 +178,7 @@ class RunMetrics:
         if self._trackers is not None:
             self._trackers.close()
 
-    def _memory(self, m: StepMetrics) -> dict[str, float]:
+    def _memory(self, m: StepMetrics, *, last: bool = False) -> dict[str, float]:
         """Return the memory of the actor's phases since the last call; empty without memory.timeline and offloading.
 
         With trainer.spans_every, the same call collects the spans of the ranks.
@@ -189,7 +189,7 @@ class RunMetrics:
             numbers = self._actor.memory_numbers()
             self._spans.add(self._actor.take_spans())
             if self._spans.is_on:
-                self._spans.add_computations(self._scoring.take_computations())
+                self._spans.add_computations(self._scoring.take_computations(wait=last))
         return numbers if self._reads_memory else {}
 
     def _usage(self) -> RolloutUsage:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+
+import msgspec
 
 from gkd.handles import Computation, HostClock, ProcessSpans, ScoredChunk, Span
 from gkd.metrics.spans import SpanRecorder, in_lanes, merged
@@ -91,20 +91,21 @@ class SpanFile:
         to_wall_s = time.time() - time.perf_counter()
         found, self._found = [self._driver.take(), *self._found], []
         hosts = {spans.process: spans.host for spans in found}
-        lines: defaultdict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+        lines: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
         for spans in found if self.is_on else ():
             offset_s = self._clocks.get(spans.process, _SAME).offset_s
             for span in spans.spans:
                 start_s = span.start_s - offset_s
                 step = self._step_at(start_s - to_wall_s)
                 if step % self._every == 0:
-                    entry = {"name": span.name, "start_s": round(start_s, 6), "duration_s": round(span.duration_s, 6)}
-                    lines[step, spans.process].append(entry | ({"args": dict(span.args)} if span.args else {}))
+                    moved = Span(span.name, round(start_s, 6), round(span.duration_s, 6), span.args)
+                    lines[step, spans.process].append(moved)
+        data = bytearray()
         for (step, process), entries in lines.items():
-            line: dict[str, Any] = {"step": step, "process": process, "host": hosts[process]}
-            if process in self._clocks:
-                line["clock"] = asdict(self._clocks[process])
-            self._writer.write_line(line | {"spans": entries})
+            clock = {"clock": self._clocks[process]} if process in self._clocks else {}
+            line = {"step": step, "process": process, "host": hosts[process], **clock, "spans": entries}
+            data += msgspec.json.encode(line) + b"\n"
+        self._writer.append(bytes(data))
 
     def _step_at(self, time_s: float) -> int:
         """Return the step that was being made; before the first known one, that one."""

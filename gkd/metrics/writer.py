@@ -10,10 +10,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from gkd.console.activity import activities
 from gkd.errors import CheckpointError
@@ -87,11 +86,10 @@ class MetricsWriter:
         """Append a line. Raises CheckpointError: it cannot be written; the file may hold a part of it."""
         # JSON has no NaN.
         clean = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
-        self.write_line({"step": step, **clean})
+        self.append((json.dumps({"step": step, **clean}) + "\n").encode())
 
-    def write_line(self, line: Mapping[str, Any]) -> None:
-        """Append a line that has a "step". Raises as `write`."""
-        left = (json.dumps(line) + "\n").encode()
+    def append(self, left: bytes) -> None:
+        """Append whole lines, each a JSON object with a "step". Raises as `write`."""
         with naming(self._path):
             while left:
                 left = left[self._file.write(left) :]

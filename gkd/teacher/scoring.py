@@ -5,6 +5,8 @@ Also lets the endpoints write chunks in flight to a checkpoint and read them aga
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ RECORDS = "records"
 # Concurrency group of their health, which answers while all threads that score wait for the teacher.
 HEALTH = "health"
 _HEALTH_S = 2.0  # limit of the wait for it
+_TAKE_EVERY_S = 5.0  # between calls for what the teacher computed
 _PER_CHUNK = 4  # objects per chunk of `ScoringEndpoint.restore`
 
 
@@ -35,7 +38,7 @@ class RecordedScoring(ABC):
     @abstractmethod
     def submit(self, chunk: RolloutChunk) -> PendingScores: ...
 
-    def take_computations(self) -> Mapping[str, Sequence[Computation]]:
+    def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
         """Return nothing: there is no teacher server."""
         return {}
 
@@ -107,17 +110,21 @@ class ScoringPool(RecordedScoring):
 
     def __init__(self, endpoints: Sequence[Any], timeout_s: float) -> None:
         super().__init__(endpoints, timeout_s)
-        self._taking: dict[int, Any] = {}  # by data-parallel rank: call that has not been read
+        self._taking: dict[str, Any] = {}  # endpoint -> call whose result has not been read
+        self._taken_s = -math.inf
 
-    def take_computations(self) -> Mapping[str, Sequence[Computation]]:
-        found = {}
-        for dp_rank, endpoint in enumerate(self._endpoints):
-            call = self._taking.get(dp_rank)
-            if call is not None and not all_done([call]):
-                continue
-            if call is not None:
-                found[f"scoring {dp_rank}"] = fetch(call, f"take_computations on scoring endpoint {dp_rank}")
-            self._taking[dp_rank] = endpoint.take_computations.options(concurrency_group=RECORDS).remote()
+    def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
+        """See `ScoringRole.take_computations`. The endpoints are called every few seconds."""
+        found: dict[str, list[Computation]] = {}
+        if wait or (self._taking and all_done(self._taking.values())):
+            found, self._taking = gather(self._taking, "take_computations", self._timeout_s), {}
+        if not self._taking and (wait or time.monotonic() - self._taken_s > _TAKE_EVERY_S):
+            self._taken_s = time.monotonic()
+            calls = [e.take_computations.options(concurrency_group=RECORDS).remote() for e in self._endpoints]
+            self._taking = {f"scoring {dp_rank}": call for dp_rank, call in enumerate(calls)}
+        if wait:
+            last, self._taking = gather(self._taking, "take_computations", self._timeout_s), {}
+            found = {name: [*found.get(name, ()), *last[name]] for name in last}
         return found
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:

@@ -15,68 +15,82 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import ray
 
-from gkd.handles import ProcessSpans
+from gkd.handles import ProcessSpans, RolloutChunk, ScoredChunk, ScoreTimes
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.span_lines import SpanLine, read_spans
 from gkd.metrics.spans import SpanRecorder
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.teacher.computations import Computations
+from gkd.teacher.scoring import _TAKE_EVERY_S
 from teacher_server.wire.protocol import ScoreReply
 from tests.e2e.conftest import Lab, make_lab
 from tests.service.harness import ServerProcess
 
-FIRST, LAST = 5, 25  # steps measured; the first ones load libraries
+WARM_UP, N_STEPS = 5, 40  # steps of the run; the first ones load libraries
 _KINDS = {"ActorWorker": "actor 0", "RolloutWorker": "engine 0", "ScoringEndpoint": "scoring 0"}
 _N = 20_000
 
 
-def spans_cost(run: Path, used_s: dict[str, float]) -> dict[str, dict[str, float]]:
+def spans_cost(run: Path, used_s: dict[str, float], steps: range) -> dict[str, dict[str, float]]:
     """Return by process the CPU seconds of the spans of the measured steps, the CPU time used, and the share.
 
     Args:
         used_s: process -> CPU seconds in these steps.
     """
-    lines = [line for line in read_spans(run / "spans.jsonl") if FIRST < line.step <= LAST]
-    n_steps = LAST - FIRST
+    lines = [line for line in read_spans(run / "spans.jsonl") if line.step in steps]
+    n_steps = len(steps)
     unit = _unit_costs()
-    calls = {name: [line for line in lines if line.process == name] for name in used_s}
+    of_process = {name: [span for line in lines if line.process == name for span in line.spans] for name in used_s}
+    batches = [span for line in lines if line.process.startswith("teacher ") for span in line.spans]
+    driver = of_process["driver"]
+    n_calls = 1 + (driver[-1].start_s - driver[0].start_s) / _TAKE_EVERY_S
     of = {
-        "driver": _driver_s(lines) + n_steps * unit["call_driver"],
-        "actor 0": _n_spans(calls["actor 0"]) * unit["span"] + n_steps * unit["take"],
-        "engine 0": sum(s.args.get("parts", 1) for line in calls["engine 0"] for s in line.spans) * unit["extend"]
+        "driver": _driver_s(lines, steps)
+        + len(of_process["scoring 0"]) * unit["scored"]
+        + n_calls * unit["call_driver"],
+        "actor 0": len(of_process["actor 0"]) * unit["span"] + n_steps * unit["take"],
+        "engine 0": sum(s.args.get("parts", 1) for s in of_process["engine 0"]) * unit["extend"]
         + n_steps * unit["take"],
-        "scoring 0": sum(s.args.get("replies", 0) for line in lines for s in line.spans) * unit["note"]
-        + n_steps * unit["call_worker"],
+        "scoring 0": sum(span.args["replies"] for span in batches) * unit["note"] + n_calls * unit["call_worker"],
     }
     return {name: {"spans_s": of[name], "used_s": used_s[name], "share": of[name] / used_s[name]} for name in used_s}
 
 
-def _n_spans(lines: list[SpanLine]) -> int:
-    return sum(len(line.spans) for line in lines)
-
-
-def _driver_s(lines: list[SpanLine]) -> float:
+def _driver_s(lines: list[SpanLine], steps: range) -> float:
     """Return the CPU time of writing these lines again, and of the stages' records."""
+    own = {
+        step: [s for line in lines if line.step == step and line.process == "driver" for s in line.spans]
+        for step in steps
+    }
+    others = {
+        step: [
+            pickle.dumps(ProcessSpans(line.process, line.host, line.spans))
+            for line in lines
+            if line.step == step and line.process != "driver"
+        ]
+        for step in steps
+    }
     with tempfile.TemporaryDirectory() as folder:
         file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1, {})
         began_s = time.thread_time()
-        for step in range(FIRST + 1, LAST + 1):
+        for step in steps:
             on_stage = file.begin(step)
-            for line in lines:
-                if line.step == step and line.process == "driver":
-                    for span in line.spans:
-                        on_stage(span.name, span.start_s, span.start_s + span.duration_s)
-                elif line.step == step:
-                    file.add([pickle.loads(pickle.dumps(ProcessSpans(line.process, line.host, line.spans)))])
+            for span in own[step]:
+                on_stage(span.name, span.start_s, span.start_s + span.duration_s)
+            file.add(pickle.loads(data) for data in others[step])
             file.end()
         return time.thread_time() - began_s
 
 
 def _unit_costs() -> dict[str, float]:
     spans, noted = SpanRecorder("p"), Computations()
+    sizes = np.full(16, 20, np.int32)
+    chunk = RolloutChunk(0, None, 16, 160, 160, 0, 0, sample_index=sizes, n_tokens=sizes)
+    scored = ScoredChunk(chunk, None, None, 0, ScoreTimes(1.0, (2.0,) * 16))
 
     def one_span() -> None:
         with spans.span("train"):
@@ -90,7 +104,11 @@ def _unit_costs() -> dict[str, float]:
     fields = {"request_id": b"", "token_digest": b"", "model_fingerprint": "", "signal": "topk", "n_rows": 1}
     reply = ScoreReply(**fields, worker="w", k=1, n_entries=1, wire="fp16", checksums=[], queue_s=0.0, compute_s=1.0)
     costs = {"span": _each(one_span), "extend": _each(lambda: spans.extend("generate", 0.0, 1.0)), "take": _each(take)}
-    return costs | {"note": _each(lambda: noted.note(reply))} | _call_costs()
+    costs["note"] = _each(lambda: noted.note(reply))
+    with tempfile.TemporaryDirectory() as folder:
+        file = SpanFile(MetricsWriter(Path(folder) / "spans.jsonl", -1), 1, {})
+        costs["scored"] = _each(lambda: file.add_scored([scored]))
+    return costs | _call_costs()
 
 
 def _each(function: Callable[[], None]) -> float:
@@ -125,19 +143,20 @@ def _call_costs(n: int = 1000) -> dict[str, float]:
         ray.shutdown()
 
 
-def measured_run(lab: Lab, port: int) -> tuple[Path, dict[str, float]]:
-    """Train, and return the run folder and the CPU seconds of each process in the measured steps."""
+def measured_run(lab: Lab, port: int) -> tuple[Path, dict[str, float], range]:
+    """Train, and return the run folder, the CPU seconds of each process in the measured steps, and these steps."""
     run = lab.root / "run"
-    settings = (f"trainer.total_steps={LAST + 2}", "trainer.global_batch_size=16", "data.max_response_length=40")
+    settings = (f"trainer.total_steps={N_STEPS}", "trainer.global_batch_size=16", "data.max_response_length=40")
     process = subprocess.Popen(lab.command(run, port, *settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     at: dict[int, dict[str, float]] = {}
     while process.poll() is None:
         step = _step(run)
-        if step in (FIRST, LAST) and step not in at:
+        if WARM_UP <= step < N_STEPS and step not in at:  # the last step is followed by an evaluation and the export
             at[step] = _cpu_s(psutil.Process(process.pid))
         time.sleep(0.02)
-    assert process.returncode == 0 and set(at) == {FIRST, LAST}, (process.returncode, at)
-    return run, {name: at[LAST][name] - at[FIRST][name] for name in at[LAST]}
+    assert process.returncode == 0 and len(at) > 1, (process.returncode, at)
+    first, last = min(at), max(at)
+    return run, {name: at[last][name] - at[first][name] for name in at[last]}, range(first + 1, last + 1)
 
 
 def _step(run: Path) -> int:
@@ -163,16 +182,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gkd_bench_") as folder:
         lab = make_lab(Path(folder))
         with ServerProcess(lab.teacher, lab.root) as server:
-            run, used_s = measured_run(lab, server.port)
-        costs = spans_cost(run, used_s)
-        n_bytes = (run / "spans.jsonl").stat().st_size / (LAST + 2)
-    print(f"steps {FIRST + 1} to {LAST}; {n_bytes:.0f} bytes of spans.jsonl per step")
+            run, used_s, steps = measured_run(lab, server.port)
+        costs = spans_cost(run, used_s, steps)
+        n_bytes = (run / "spans.jsonl").stat().st_size / N_STEPS
+    print(f"steps {steps[0]} to {steps[-1]}; {n_bytes:.0f} bytes of spans.jsonl per step")
     print(f"{'process':<12}{'spans, ms/step':>16}{'used, ms/step':>16}{'share':>10}")
     for name, cost in costs.items():
-        ms = [cost[key] * 1e3 / (LAST - FIRST) for key in ("spans_s", "used_s")]
+        ms = [cost[key] * 1e3 / len(steps) for key in ("spans_s", "used_s")]
         print(f"{name:<12}{ms[0]:>16.3f}{ms[1]:>16.1f}{cost['share']:>10.2%}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"bytes_per_step": n_bytes, "processes": costs}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"n_steps": len(steps), "bytes_per_step": n_bytes, "processes": costs}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def test_what_each_pool_did_is_counted(base_run: Path) -> None:
         assert m["perf/teacher_sequences"] == m["rollout/sequences"]
         assert m["perf/teacher_tokens"] == m["rollout/prompt_tokens"] + m["rollout/response_tokens"]
         assert 0 < m["perf/teacher_busy_1_s"] < m["time/rollout_s"] + m["time/teacher_s"]
-        of_each_step_s = m["time/step_s"] - m.get("time/eval_s", 0.0) - m["time/checkpoint_s"]
+        not_each_s = m.get("time/eval_s", 0.0) + m["time/checkpoint_s"] + m["time/record_s"]
+        of_each_step_s = m["time/step_s"] - not_each_s
         assert m["perf/waited_rollout_share"] == pytest.approx(m["time/rollout_s"] / of_each_step_s)
 
 

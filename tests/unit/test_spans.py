@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -165,10 +164,10 @@ def test_a_resumed_run_keeps_the_spans_of_the_steps_that_it_keeps(tmp_path: Path
     run = tmp_path / "run"
     assert {step for step, process in lines_of(run) if process == "driver"} == {0, 1, 2, 3, 4}
     assert {"driver", "actor 0", "teacher w"} == {process for _, process in lines_of(run)}
-    before = (run / "spans.jsonl").read_text().splitlines()
+    before = read_spans(run / "spans.jsonl")
     back = f"trainer.resume={run / 'checkpoints' / 'step_00000002'}"
     make(tmp_path, World(), "trainer.total_steps=3", back, "trainer.spans_every=0").fit()
-    assert (run / "spans.jsonl").read_text().splitlines() == [line for line in before if json.loads(line)["step"] <= 2]
+    assert read_spans(run / "spans.jsonl") == [line for line in before if line.step <= 2]
 
 
 @pytest.mark.parametrize(

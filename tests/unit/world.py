@@ -194,7 +194,7 @@ class World:
         now_s = time.time()
         return [ProcessSpans("actor 0", "h", [Span("train", now_s - 1e-3, 5e-4), Span("sync", now_s - 4e-4, 1e-4)])]
 
-    def take_computations(self) -> dict[str, list[Computation]]:
+    def take_computations(self, *, wait: bool) -> dict[str, list[Computation]]:
         return {"scoring 0": [Computation("w", time.time(), 0.0, 1e-4, 1)]}
 
     def push(self, policy_version: int) -> SyncReport:
