@@ -64,7 +64,7 @@ def make_run(
     writer.close()
     for step in range(0, steps + 1, eval_every):
         _write_lines(root / "token_losses", step, [_record(i, n_tokens, generator) for i in range(8)])
-        samples = [Sample(i, [2, 5], [5, 1], WORDS[3] + str(step), "7", bool(i % 2)) for i in range(3)]
+        samples = [Sample(i, [2, 5], [5, 1], WORDS[3] + str(step), "7", bool(i % 2), "1 + 2") for i in range(3)]
         _write_lines(root / "samples", step, samples)
     _write_rest(root)
     return root
@@ -103,12 +103,14 @@ def _options(key: str, name: str, options: tuple[str, ...] | str) -> tuple[str, 
 
 
 def _value(key: str, step: int, steps: int, generator: random.Random) -> float:
-    """Return a number that falls over the run with noise; accuracy rises."""
+    """Return a number that falls over the run with noise; accuracy rises, and no alarm is raised."""
     done = step / steps
     if key == "eval/accuracy":
         return 0.1 + 0.8 * done
     if key.startswith("perf/bound_by_"):
         return float(key.endswith("teacher"))
+    if key.startswith("health/"):
+        return 0.0
     if key == "optim/grad_norm" and step == steps // 2:
         return math.inf if steps > 4 else 1.0
     return (2.0 + math.cos(9 * done)) * (1.1 - done) * generator.uniform(0.9, 1.1) * (0.1 + len(key) / 40)

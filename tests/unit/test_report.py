@@ -105,7 +105,7 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     """Fails if a run that got worse is shown as one that learned, or numbers differ from metrics.jsonl."""
     root = make_run(tmp_path / "run")
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    lines[-1]["eval/kl"], lines[-1]["eval/accuracy"], lines[-1]["health/entropy"] = 9.0, 0.05, 1.0
+    lines[-1]["eval/kl"], lines[-1]["eval/accuracy"], lines[-1]["health/entropy_collapse"] = 9.0, 0.05, 1.0
     lines[4]["eval/kl"] = 0.01
     (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run,) = read_runs([root])
@@ -115,8 +115,8 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     assert "0.01" in kl["remark"] and "4" in kl["remark"], "the best value and its step"
     assert cells["eval/accuracy"]["tone"] == "worse" and cells["loss/total"]["tone"] == ""
     assert cells["Steps"]["text"] == "12 of 12" and cells["Bottleneck"]["text"] == "teacher"
-    assert headline.alarms(run) == [{"key": "health/entropy", "n": 1, "first": 12, "last": 12}]
-    assert cells["Health alarms"]["text"] == "health/entropy" and cells["Health alarms"]["tone"] == "worse"
+    assert headline.alarms(run) == [{"key": "health/entropy_collapse", "n": 1, "first": 12, "last": 12}]
+    assert cells["Health alarms"]["text"] == "health/entropy_collapse" and cells["Health alarms"]["tone"] == "worse"
 
 
 def test_chosen_steps_and_their_idle_time(tmp_path: Path) -> None:

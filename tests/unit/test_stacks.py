@@ -119,10 +119,10 @@ def test_start_up_line_groups_ranks_by_phase() -> None:
     """Fails if the start-up line hides the slowest ranks, or lists all of them."""
     progress = {f"actor rank {i}": Progress("loading weights", float(i), 0.0) for i in range(9)}
     progress["rollout engine 0"] = Progress(UP, 1.0, 0.0)
-    line = summary([*progress, "rollout engine 1"], progress)
+    line = summary([*progress, "rollout engine 1"], progress, {"rollout engine 0"})
     assert " 1/11 " in line and "9 loading weights (actor rank 8 8 s, actor rank 7 7 s, " in line
     assert "actor rank 5 5 s, ...)" in line and "rollout engine 1 " in line and "rollout engine 0" not in line
-    assert " 1/1 " in summary(["rollout engine 0"], progress)
+    assert " 1/1 " in summary(["rollout engine 0"], progress, {"rollout engine 0"})
 
 
 def test_phase_from_the_running_library_code() -> None:
