@@ -155,10 +155,10 @@ def test_the_pipeline_draws_every_span(single: Path, open_page: Open) -> None:
     drawn = plot.evaluate(bars)
     assert len(drawn) == 3 + 4 + 2 + 1
     assert ["generate", "engine 1", 1, 2] in drawn and ["train", "actor 0", 5, 4] in drawn
+    lanes = "node => [...new Set(node.data.filter(t => t.name === 'score').flatMap(t => Array.from(t.y)))].length"
+    assert plot.evaluate(lanes) == 2
     labels = plot.locator(".ytick").all_text_contents()
-    assert len(labels) == 6 and any("75% idle" in label for label in labels), (
-        "five processes, one of them with two lanes"
-    )
+    assert len(labels) == 5 and any("75% idle" in label for label in labels)
     page.select_option("#pipeline-step", "1")
     assert plot.evaluate("node => node.layout.xaxis.range") == [0, 10]
 

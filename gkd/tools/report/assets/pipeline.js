@@ -1,5 +1,5 @@
 "use strict";
-// Gantt chart of a chosen step: a row per process, or more where spans of a process overlap (lanes).
+// Gantt chart of a chosen step: a row per process, cut into lanes where its spans overlap.
 
 function startPipeline() {
   const body = document.getElementById("pipeline-body");
@@ -24,33 +24,39 @@ function startPipeline() {
 }
 
 function drawPipeline(node, chart) {
-  const rows = [];
+  const labels = [];
+  const centers = [];
   const byName = new Map();
+  let top = 0;
   for (const process of chart.processes) {
     const lanes = [...new Set(process.spans.map((span) => span[3]))].sort((a, b) => a - b);
-    lanes.forEach((lane, i) => rows.push(i ? `${process.process} (${lane})` : `${process.process}  ${Math.round(100 * process.idle)}% idle`));
-    const first = rows.length - lanes.length;
-    for (const [name, start, duration, lane, args] of process.spans) {
-      if (!byName.has(name)) byName.set(name, { x: [], base: [], y: [], customdata: [] });
+    const height = Math.min(1 + 0.15 * Math.max(lanes.length - 1, 0), 3); // many lanes become thin, not a long page
+    const lane = (height - 0.25) / Math.max(lanes.length, 1);
+    labels.push(`${process.process}  ${Math.round(100 * process.idle)}% idle`);
+    centers.push(top + height / 2);
+    for (const [name, start, duration, at, args] of process.spans) {
+      if (!byName.has(name)) byName.set(name, { x: [], base: [], y: [], width: [], customdata: [] });
       const trace = byName.get(name);
       trace.x.push(duration);
       trace.base.push(start);
-      trace.y.push(first + lanes.indexOf(lane));
+      trace.y.push(top + 0.125 + (lanes.indexOf(at) + 0.5) * lane);
+      trace.width.push(0.94 * lane);
       const more = Object.entries(args).map(([key, value]) => `<br>${escapeHtml(key)} ${escapeHtml(String(value))}`).join("");
       trace.customdata.push([process.process, start, more]);
     }
+    top += height;
   }
   const traces = [...byName.entries()].map(([name, trace], i) => ({
-    type: "bar", orientation: "h", name, width: 0.7, ...trace,
+    type: "bar", orientation: "h", name, ...trace,
     marker: { color: nth(i), line: { width: 0.5, color: color("--panel") }, pattern: { shape: ["", "/", "."][Math.floor(i / LIGHT.length) % 3] } },
     hovertemplate: "%{customdata[0]}<br>from %{customdata[1]:.4~f} s, %{x:.4~f} s long%{customdata[2]}<extra>%{fullData.name}</extra>",
   }));
-  node.style.height = `${110 + 34 * rows.length}px`;
+  node.style.height = `${110 + 36 * top}px`;
   Plotly.react(node, traces, layout({
     barmode: "overlay", showlegend: true, hovermode: "closest",
     legend: { orientation: "h", yref: "container", y: 1, yanchor: "top", traceorder: "normal" },
     margin: { l: 8, r: 8, t: 40, b: 8 },
     xaxis: { title: { text: "seconds since the step began", standoff: 4 }, range: [0, chart.duration] },
-    yaxis: { tickvals: rows.map((_, i) => i), ticktext: rows.map(escapeHtml), range: [rows.length - 0.5, -0.5], fixedrange: true },
+    yaxis: { tickvals: centers, ticktext: labels.map(escapeHtml), range: [top, 0], zeroline: false, showgrid: false, fixedrange: true },
   }), SETTINGS);
 }
