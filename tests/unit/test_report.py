@@ -115,7 +115,9 @@ def test_the_headline_tells_better_from_worse(tmp_path: Path) -> None:
     assert "0.01" in kl["remark"] and "4" in kl["remark"], "the best value and its step"
     assert cells["eval/accuracy"]["tone"] == "worse" and cells["loss/total"]["tone"] == ""
     assert cells["Steps"]["text"] == "12 of 12" and cells["Bottleneck"]["text"] == "teacher"
-    assert headline.alarms(run) == [{"key": "health/entropy_collapse", "n": 1, "first": 12, "last": 12}]
+    (alarm,) = headline.alarms(run)
+    assert (alarm["key"], alarm["n"], alarm["first"], alarm["last"]) == ("health/entropy_collapse", 1, 12, 12)
+    assert "distill.loss" in alarm["change"]
     assert cells["Health alarms"]["text"] == "health/entropy_collapse" and cells["Health alarms"]["tone"] == "worse"
 
 

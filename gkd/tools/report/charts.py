@@ -43,11 +43,14 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     "Responses": (
         Chart("Mean response length", ("rollout/response_length_mean",)),
         Chart("Truncated responses", ("rollout/truncated_share",)),
+        Chart("Repeated 4-grams", ("rollout/repeated_4gram_share",)),
+        Chart("The teacher's probability of the student's end tokens", ("loss/teacher_end_probability",)),
     ),
     "Teacher signal and staleness": (
         Chart("Mass of the top-k list", ("teacher/topk_mass", "loss/teacher_topk_mass", "loss/student_topk_mass")),
         Chart("Overlap of teacher and student", ("loss/overlap",)),
         Chart("Importance weights", ("loss/importance_weight", "loss/importance_clipped")),
+        Chart("Engine against actor", ("loss/engine_kl",)),
         Chart("Staleness", ("staleness/mean", "staleness/max")),
         Chart("Rollouts by age", ("staleness/share_<age>",), stacked=True),
     ),

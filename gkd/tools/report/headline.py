@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from gkd.health.checks import CHECKS
+from gkd.health.monitor import PREFIX
 from gkd.metrics.catalog import PLACEHOLDERS
 from gkd.tools.report.read import Run
 
@@ -18,7 +20,6 @@ LABELS = {
     "eval/accuracy": "Accuracy, validation",
     "loss/total": "Trained loss",
 }
-ALARMS = "health/"
 
 
 def headline(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -37,13 +38,16 @@ def headline(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def alarms(run: Run) -> list[dict[str, Any]]:
-    """Return key, number of steps, first and last step of each health alarm."""
+    """Return key, number of steps, first and last step, likely cause and what to change of each health alarm."""
     found = []
+    checks = {PREFIX + check.name: check for check in CHECKS}
     for key, curve in run.curves.items():
-        if key.startswith(ALARMS):
+        if key.startswith(PREFIX):
             steps = [step for step, value in zip(curve.steps, curve.values, strict=True) if value != 0]
             if steps:
-                found.append({"key": key, "n": len(steps), "first": steps[0], "last": steps[-1]})
+                check = checks.get(key)  # None: of another version
+                advice = {"cause": check.cause, "change": check.change.replace("`", "")} if check else {}
+                found.append({"key": key, "n": len(steps), "first": steps[0], "last": steps[-1], **advice})
     return found
 
 
@@ -89,7 +93,7 @@ def _bottleneck(run: Run) -> dict[str, str]:
 
 
 def _alarms(run: Run) -> dict[str, str]:
-    if not any(key.startswith(ALARMS) for key in run.curves):
+    if not any(key.startswith(PREFIX) for key in run.curves):
         return _cell("-", "", "no health/ keys in metrics.jsonl")
     found = alarms(run)
     return _cell("none", "better") if not found else _cell(", ".join(one["key"] for one in found), "worse")

@@ -118,7 +118,7 @@ def _tables(run: Run) -> dict[str, Any]:
         "settings": settings.from_defaults(run),
         "has_settings": bool(run.settings),
         "alarms": headline.alarms(run),
-        "has_health": any(key.startswith(headline.ALARMS) for key in run.curves),
+        "has_health": any(key.startswith(headline.PREFIX) for key in run.curves),
         "gpus": gpus,
         "environment": [_flat(start) for start in run.environment()],
     }
