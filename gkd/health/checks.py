@@ -47,9 +47,8 @@ CHECKS = (
     Check(
         "repetition", 0.4, judges.above("rollout/repeated_4gram_share", 3),
         "`rollout/repeated_4gram_share` above {limit}, mean of 3 steps",
-        "Text of people has 0.005, greedy text of a degenerate language model 0.44 "
-        "([Welleck et al., table 2](https://arxiv.org/abs/1908.04319)); long derivations repeat formulas, and lie "
-        "between.",
+        "Text of people hardly repeats 4-grams, text of a degenerate language model mostly does "
+        "([Welleck et al.](https://arxiv.org/abs/1908.04319)); long derivations repeat formulas, and lie between.",
         "the student is stuck in loops, which its own samples then reinforce",
         "lower `actor.optim.lr`; lower `data.max_response_length` until it ends its responses; check "
         "`data.chat_template`",
@@ -121,10 +120,11 @@ CHECKS = (
         "lower `actor.optim.lr`, or lengthen `actor.optim.warmup_steps`",
     ),
     Check(
-        "accuracy_falls", 0.05, judges.accuracy_falls,
+        "accuracy_falls", 0.1, judges.accuracy_falls,
         f"`eval/accuracy` more than {{limit}} below the first evaluation, while `eval/kl` is below {judges.KL_FELL:g} "
         "of the first",
-        "With the 200 prompts of an evaluation the standard error of the difference is at most 0.05.",
+        "With 200 prompts the standard error of the difference is at most 0.05, and half of that if most answers stay "
+        "the same.",
         "the student imitates the teacher's text but not its results: answers are cut off, end in another format, or "
         "the teacher is worse than the student",
         "read `samples/`; check `data.max_response_length` and `eval.answer_marker`; measure the teacher's own "
@@ -152,7 +152,7 @@ CHECKS = (
         "`loss/engine_kl` of stale rollouts above {limit} times `loss/token_kl` (else `loss/sampled_reverse_kl`) and "
         f"above {judges.KL_MARGIN:g} nats; means of 3 steps",
         "The rollouts are then almost as far from the student as the student is from the teacher: it trains on the "
-        "mistakes of another model. At usual learning rates the ratio is far below 0.1.",
+        "mistakes of another model.",
         "the weights change too much between generation and training",
         "lower `trainer.max_staleness` or choose a `trainer.scheduler` with less prefetching; lower `actor.optim.lr`",
     ),

@@ -23,7 +23,7 @@ MIN_ENTROPY = 0.01  # nats: entropy_collapse needs an entropy that can fall
 N_SPIKES, SPIKE_STEPS = 2, 10  # gradient_spikes
 KL_MARGIN = 0.05  # nats: kl_rises, stale_rollouts
 EVAL_MARGIN = 0.01  # nats: worse_than_start
-ACCURACY_LOSS = 0.05  # worse_than_start
+ACCURACY_LOSS = 0.1  # worse_than_start
 KL_FELL = 0.9  # accuracy_falls: the KL is at most this share of its first value
 
 
