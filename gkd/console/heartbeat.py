@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from gkd.console.activity import Activity
 
-FIRST_S = 4.4  # of silence; with the poll of `terminal`, a line comes within 5 s
+FIRST_S = 4.0  # of silence; with the poll of `terminal`, a line comes within 5 s also on a busy machine
 STEP = "step "  # begin of the name of an activity that recurs: a step of the loop
 
 
 class Heartbeat:
-    """Return a line after 4.5 s of silence and then every 4.5 s; within a step after 4.5, 9, 18, 36, 72 s, and so on.
+    """Return a line after 4 s of silence and then every 4 s; within a step after 4, 8, 16, 32, 64 s, and so on.
 
     Steps recur, so that a long stage of each step would fill a log file otherwise.
     """
