@@ -17,7 +17,7 @@ from gkd.handles import Computation, HostClock, ProcessSpans, ScoredChunk, Span
 from gkd.metrics.spans import SpanRecorder, in_lanes, merged
 from gkd.metrics.writer import MetricsWriter
 
-_STEPS_KEPT = 64  # whose starts are kept, for spans that arrive later
+_STEPS_KEPT = 1000  # whose starts are kept, for spans that arrive later
 _SAME = HostClock()
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gkd.handles import Computation
 from teacher_server.wire.protocol import RowsReply, ScoreReply
 
-_MOST = 1000  # batches between two calls of `take`; older ones are dropped
+_MOST = 5000  # batches between two calls of `take`; older ones are dropped
 
 
 class Computations:

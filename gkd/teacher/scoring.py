@@ -25,7 +25,7 @@ RECORDS = "records"
 # Concurrency group of their health, which answers while all threads that score wait for the teacher.
 HEALTH = "health"
 _HEALTH_S = 2.0  # limit of the wait for it
-_TAKE_EVERY_S = 5.0  # between calls for what the teacher computed
+TAKE_EVERY_S = 20.0  # between calls for what the teacher computed
 _PER_CHUNK = 4  # objects per chunk of `ScoringEndpoint.restore`
 
 
@@ -118,7 +118,7 @@ class ScoringPool(RecordedScoring):
         found: dict[str, list[Computation]] = {}
         if wait or (self._taking and all_done(self._taking.values())):
             found, self._taking = gather(self._taking, "take_computations", self._timeout_s), {}
-        if not self._taking and (wait or time.monotonic() - self._taken_s > _TAKE_EVERY_S):
+        if not self._taking and (wait or time.monotonic() - self._taken_s > TAKE_EVERY_S):
             self._taken_s = time.monotonic()
             calls = [e.take_computations.options(concurrency_group=RECORDS).remote() for e in self._endpoints]
             self._taking = {f"scoring {dp_rank}": call for dp_rank, call in enumerate(calls)}

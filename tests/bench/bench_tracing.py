@@ -25,7 +25,7 @@ from gkd.metrics.span_lines import SpanLine, read_spans
 from gkd.metrics.spans import SpanRecorder
 from gkd.metrics.writer import MetricsWriter, read_metrics
 from gkd.teacher.computations import Computations
-from gkd.teacher.scoring import _TAKE_EVERY_S
+from gkd.teacher.scoring import TAKE_EVERY_S
 from teacher_server.wire.protocol import ScoreReply
 from tests.e2e.conftest import Lab, make_lab
 from tests.service.harness import ServerProcess
@@ -47,7 +47,7 @@ def spans_cost(run: Path, used_s: dict[str, float], steps: range) -> dict[str, d
     of_process = {name: [span for line in lines if line.process == name for span in line.spans] for name in used_s}
     batches = [span for line in lines if line.process.startswith("teacher ") for span in line.spans]
     driver = of_process["driver"]
-    n_calls = 1 + (driver[-1].start_s - driver[0].start_s) / _TAKE_EVERY_S
+    n_calls = (driver[-1].start_s - driver[0].start_s) / TAKE_EVERY_S
     of = {
         "driver": _driver_s(lines, steps)
         + len(of_process["scoring 0"]) * unit["scored"]
