@@ -113,8 +113,8 @@ class HealthAlarm(GkdError):
         checks: names of the checks.
     """
 
-    def __init__(self, checks: tuple[str, ...], message: str) -> None:
-        self.checks = checks
+    def __init__(self, message: str, checks: Sequence[str] = ()) -> None:
+        self.checks = tuple(checks)
         super().__init__(message)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+import traceback
 
 from gkd.api import open_pools
 from gkd.config.key_list import all_keys
@@ -42,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
         print("interrupted; all started processes are stopped", file=sys.stderr)
         code = 130
+    except Exception:  # a bug: as Python would, and then what the run leaves behind
+        traceback.print_exc()
+        code = 1
     else:
         code = 0
     if closing is not None:

@@ -67,7 +67,7 @@ class HealthResponse:
                 self._file.unlink(missing_ok=True)  # of an earlier pause
         save()
         if self._on_alarm == "stop":
-            raise HealthAlarm(tuple(alarm.check.name for alarm in new), "; ".join(map(str, new)))
+            raise HealthAlarm("; ".join(map(str, new)), [alarm.check.name for alarm in new])
         self._pause(new)
 
     def _pause(self, alarms: Iterable[Alarm]) -> None:
