@@ -1,6 +1,6 @@
 """Count alarms: none in 10 healthy quickstart runs, one within 10 steps in each of 6 with a seeded fault.
 
-    python -m tests.bench.bench_health --models DIR --out DIR [--steps N] [--only TEXT] [--lock FILE] [--json FILE]
+    python -m tests.bench.bench_health --models DIR --out DIR [--steps N] [--only TEXT] [--json FILE]
     python -m tests.bench.bench_health --recorded DIR [--json FILE]
 
 The first form runs what `--out` lacks, then evaluates; it needs the models of `python -m gkd.quickstart.make_models`.
@@ -10,13 +10,10 @@ The second only feeds recorded metrics through the checks, for example after a t
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +88,6 @@ def slug(case: Case) -> str:
     return "".join(c if c.isalnum() else "_" for c in case.name)
 
 
-@contextmanager
-def locked(file: Path | None) -> Iterator[None]:
-    """Hold a lock during a run, for a machine that others use, too."""
-    if file is None:
-        yield
-        return
-    with file.open("w") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
-
-
 def main(argv: list[str] | None = None) -> int:
     """Return 1 if a healthy run has an alarm, or a seeded fault has none in time."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.bench_health")
@@ -110,7 +96,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recorded", type=Path, help="evaluate the runs of an earlier --out")
     parser.add_argument("--steps", type=int, default=120, help="of a healthy run; default: %(default)s, the quickstart")
     parser.add_argument("--only", default="", help="cases whose name contains it")
-    parser.add_argument("--lock", type=Path, help="file to lock during each run")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args(argv)
     if (args.recorded is None) == (args.out is None or args.models is None):
@@ -120,9 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         for case in cases:
             if not (args.out / slug(case) / "run").exists():
-                with locked(args.lock):
-                    print(f"running {case.name} ...", file=sys.stderr, flush=True)
-                    record(case, args.models, args.out, args.steps)
+                print(f"running {case.name} ...", file=sys.stderr, flush=True)
+                record(case, args.models, args.out, args.steps)
     results = [evaluate(case, args.recorded or args.out) for case in cases]
     print(as_table(results))
     if args.json is not None:
