@@ -146,7 +146,8 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
     if is_local:
         scoring = LocalScoring(actor.workers, endpoints, timeout_s)
         return Roles(actor, rollout, scoring, sync, reference, clocks=clocks)
-    remark = "teacher.max_in_flight is low" if throttle_warning(config.teacher, plan.teacher) else ""
+    is_throttled = bool(throttle_warning(config.teacher, plan.teacher))
+    remark = f"set teacher.max_in_flight to {plan.teacher.n_streams}" if is_throttled else ""
     pool = ScoringPool(endpoints, timeout_s)
     return Roles(actor, rollout, pool, sync, reference, remark, pool.health, clocks=clocks)
 

@@ -78,7 +78,7 @@ class Cluster:
         self.run = uuid.uuid4().hex
         self._is_own = not address
         os.environ[_RUN] = self.run  # inherited by all processes that Ray starts here
-        # Ray's colors make a log file hard to search; its line on token authentication asks for nothing.
+        # Ray's colors make a log file hard to search; its line on token authentication needs no action.
         if not sys.stderr.isatty():
             os.environ.setdefault("RAY_COLOR_PREFIX", "0")
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)

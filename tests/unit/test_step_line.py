@@ -44,7 +44,7 @@ def test_the_line_has_at_most_110_characters() -> None:
         )
         for numbers in (worst, worst | {"health/another": 1.0}):
             state.add(steps - 1, numbers)
-            text = step_line(state, "teacher.max_in_flight is low")
+            text = step_line(state, "set teacher.max_in_flight to 65536")
             assert len(logged(text)) <= 110
             assert text.split("  ")[0] == f"step {steps - 1}/{steps}" and text.split("  ")[1].startswith("ETA ")
             assert text.split("  ")[2] == f"loss {short(value)}" and text.split("  ")[3].startswith(
