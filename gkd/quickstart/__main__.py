@@ -37,6 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, _as_interrupt)
     signal.signal(signal.SIGINT, _as_interrupt)  # a shell that starts it in the background ignores SIGINT
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of loading small models; all parts inherit it
     began = float(os.environ.get("GKD_QUICKSTART_BEGAN", time.time()))
     try:
         with processes.process_family():
