@@ -61,6 +61,7 @@ def measure(name: str, models: Path, steps: int) -> Part:
                 "model.path": models / "student",
                 "trainer.run_dir": root / "run",
                 "trainer.total_steps": steps,
+                "trainer.loggers": "[tensorboard]",
                 "teacher.server_port": server.port,
                 "eval.every": max(1, steps // 4),
                 "eval.metric": "exact_match",
