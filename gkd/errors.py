@@ -5,7 +5,7 @@ Imports only the standard library, so that any process can raise and catch these
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class GkdError(Exception):
@@ -103,7 +103,15 @@ class TeacherUnavailable(TeacherError):
 
 
 class WeightSyncError(GkdError):
-    """A rollout engine does not hold the weights that the actor sent; names the tensors."""
+    """A rollout engine does not hold the weights that the actor sent; names the tensors.
+
+    Args:
+        lost: engines that died or failed otherwise during the transfer, by index. It can be repeated without them.
+    """
+
+    def __init__(self, message: str, lost: Mapping[int, GkdError] | None = None) -> None:
+        self.lost = dict(lost or {})
+        super().__init__(message)
 
 
 class HealthAlarm(GkdError):

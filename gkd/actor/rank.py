@@ -32,6 +32,8 @@ from gkd.memory.usage import log_gpu_memory_usage
 from gkd.metrics.spans import SpanRecorder
 from gkd.run import shared_folder
 
+# Concurrency group of the methods that give weights to a restarted engine while this rank computes.
+RESTORES = "restores"
 # Collectives time out this much later than the driver's calls, so that a hang report finds the ranks in them.
 _EXTRA_TIMEOUT_S = 60.0
 
@@ -58,6 +60,7 @@ class ActorRank:
         """Return the phase that this rank is in."""
         return self._phases.now()
 
+    @ray.method(concurrency_group=RESTORES)
     def rendezvous(self) -> tuple[str, int]:
         """Return (address of this node, a free port on it), for a process group whose rank 0 is here."""
         return ray.util.get_node_ip_address(), free_port()

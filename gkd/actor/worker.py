@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from gkd.actor.common.shard_writer import BackgroundWriter
 from gkd.actor.group_batches import group_batches
 from gkd.actor.offload import DISABLE_ADAPTER, META_KEYS, check_meta
 from gkd.actor.profiling import profiled
-from gkd.actor.rank import ActorRank
+from gkd.actor.rank import RESTORES, ActorRank
 from gkd.cluster.progress import WATCH
 from gkd.config.derived import derive
 from gkd.data.batching import token_records
@@ -33,11 +34,12 @@ from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
-from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+from gkd.weight_sync.kept import KeptVersion
+from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send, send_filled
 
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
 SAVES = "saves"
-CONCURRENCY_GROUPS = (SAVES, WATCH)
+CONCURRENCY_GROUPS = (SAVES, WATCH, RESTORES)
 _REFERENCE_PHASE = "reference logprobs"
 
 
@@ -47,6 +49,7 @@ class ActorWorker(ActorRank):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self._group: TransferGroup | None = None
+        self._kept = KeptVersion()
         self._writer = BackgroundWriter()
 
     def train_step(
@@ -198,8 +201,10 @@ class ActorWorker(ActorRank):
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
     def join_group(self, spec: GroupSpec) -> None:
-        """Join the weight-sync group of this stage. Raises WeightSyncError."""
+        """Join the weight-sync group of this stage, after leaving the one before. Raises WeightSyncError."""
         with self._phases.during("joining the weight-sync group"):
+            if self._group is not None:
+                self._group.close()
             self._group = TransferGroup(spec, self._device)
 
     def send_weights(
@@ -212,13 +217,32 @@ class ActorWorker(ActorRank):
     ) -> dict[str, str]:
         """Export this stage's weights or adapters; the rank that joined the group broadcasts them.
 
-        Collective over the stage's exporting ranks. Returns the tensors' digests by name, see `send`.
+        With rollout.max_restarts this rank keeps them for `send_kept`. Collective over the stage's exporting ranks.
+        Returns the tensors' digests by name, see `send`.
         """
-        with self._phase("sending weights", "sync", [PARAMS], meta, alone=True):
+        keeps = self._group is not None and self._config.rollout.max_restarts > 0
+        with self._phase("sending weights", "sync", [PARAMS], meta, alone=True), ExitStack() as stack:
             tensors = self._student.export(content)
             if content == "adapters":
                 tensors = scaled_factors(tensors, self._config.actor.lora.scale)
-            return send(self._group, buckets, tensors, with_digests=with_digests)
+            kept = stack.enter_context(self._kept.replacing(content, buckets)) if keeps else None
+            return send(self._group, buckets, tensors, with_digests=with_digests, kept=kept)
+
+    @ray.method(concurrency_group=RESTORES)
+    def send_kept(self, spec: GroupSpec, contents: Sequence[Content]) -> dict[str, str]:
+        """Send the kept version to one engine over a group of its own; returns the digests by name.
+
+        It reads nothing of this rank but the kept version, so it runs while the rank computes. The driver makes no push
+        meanwhile.
+
+        Raises:
+            WeightSyncError: the engine did not join or receive, or no complete version is kept.
+        """
+        self._restore_group = TransferGroup(spec, self._device)  # open until the next one: the engine may still read
+        digests: dict[str, str] = {}
+        for content in contents:
+            digests |= send_filled(self._restore_group, self._kept.filled(content), with_digests=True)
+        return digests
 
     def _micro_batches(
         self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], *, with_reference: bool = False

@@ -107,6 +107,13 @@ class RolloutConfig:
     enforce_eager: bool = key(
         False, "Skip CUDA graphs and torch.compile: slower steps, faster start. Always on for cpu.", resume=True
     )
+    max_restarts: int = key(
+        1,
+        "How often each engine that died or hangs is started again; one failure more saves a checkpoint and ends the "
+        "run. 0 = the first failure ends it. See docs/operations.md.",
+        ge=0,
+        resume=True,
+    )
 
 
 @dataclass

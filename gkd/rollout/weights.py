@@ -57,7 +57,12 @@ class WeightReceiver(SleepMixin):
     rank: int
 
     def gkd_join_groups(self, specs: list[GroupSpec]) -> None:
-        """Join one group per sender; blocks until all members joined. `spec.rank` is the engine's first worker's."""
+        """Join one group per sender; blocks until all members joined. `spec.rank` is the engine's first worker's.
+
+        Leaves the groups joined before.
+        """
+        for group in getattr(self, "_gkd_groups", []):
+            group.close()
         self._gkd_groups = [
             TransferGroup(dataclasses.replace(spec, rank=spec.rank + self.rank), self.device) for spec in specs
         ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gkd.cluster.calls import gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.errors import WeightSyncError
+from gkd.errors import GkdError, RankTimeout, WeightSyncError
 from gkd.handles import SyncReport
 from gkd.log import get_logger
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
@@ -16,6 +18,10 @@ from gkd.weight_sync.transfer import GroupSpec
 
 log = get_logger("weight_sync")
 
+# After a failure the members notice it at their next use of the connection.
+_LEAVE_S = 90.0
+# The members of a later group are up; each arrives after its current pass.
+_REJOIN_S = 60.0
 # Collectives time out this much later than the driver's calls, so that a hang report finds the members in them.
 _EXTRA_TIMEOUT_S = 60.0
 
@@ -40,32 +46,85 @@ class WeightSync:
         device: str,
         timeout_s: float,
     ) -> None:
-        self._exporters, self._engines, self._config = exporters, engines, config
+        self._exporters, self._engines, self._config = exporters, dict(enumerate(engines)), config
         self._device = device
+        self._lock = threading.Lock()  # a push and a restoration exclude each other
         self._n_pushed = 0
+        self._pushed: int | None = None  # version of the last push; None: there is none, or it failed
+        self._stale = False  # an engine was replaced or a push failed: the groups are unusable, engines may differ
         # Without adapters of their own, the engines get the merged weights at each push; else the base at the first.
         self._contents: tuple[Content, ...] = (
             ("base", "adapters") if derive(config).engine_adapter_rank else ("merged",)
         )
         self._plans = {content: self._stage_plans(content, timeout_s) for content in self._contents}
         self._sent: dict[str, str] = {}  # digests of what the engines must hold
-        self._join(timeout_s)
+        self._join(timeout_s, timeout_s + _EXTRA_TIMEOUT_S)
 
-    def push(self, policy_version: int) -> SyncReport:
+    def push(self, policy_version: int, engines: Mapping[int, Any] | None = None) -> SyncReport:
         """Send the actor's weights to every engine, or what has changed of them; blocks.
 
+        Args:
+            engines: index -> worker of the engines to send to; None: the same as before. If they are others than
+                before, all members first join new groups.
+
         Raises:
-            WeightSyncError: the transfer failed, or verification found an engine with different weights.
+            WeightSyncError: the transfer failed, or verification found an engine with different weights. With `lost`
+                engines it can be repeated at once without them; until then no engine may generate.
         """
         verify = self._config.weight_sync.verify
         # At the first sync the engines have loaded the same folder; only the second, after a training step, shows that
         # weights are really transferred. "first" verifies both.
         check = verify == "always" or (verify == "first" and self._n_pushed < 2)
-        contents = self._contents[-1:] if self._n_pushed else self._contents
-        n_bytes = sum(self._transfer(content, policy_version, with_digests=check) for content in contents)
-        n_verified = self._verify(self._config.weight_sync.timeout_s) if check else 0
-        self._n_pushed += 1
+        with self._lock:
+            if engines is not None and dict(engines) != self._engines:
+                self._engines, self._stale = dict(engines), True
+            contents = self._contents[-1:] if self._n_pushed and not self._stale else self._contents
+            was_stale, self._pushed, self._stale = self._stale, None, True  # until nothing has failed
+            if was_stale:
+                self._join(self._config.weight_sync.timeout_s, _REJOIN_S)
+            n_bytes = sum(self._transfer(content, policy_version, with_digests=check) for content in contents)
+            n_verified = self._verify() if check else 0
+            self._n_pushed += 1
+            self._pushed, self._stale = policy_version, False
         return SyncReport(n_bytes=n_bytes, verified_tensors=n_verified)
+
+    def restore_engine(self, index: int, worker: Any) -> int | None:
+        """Give a restarted engine the version of the last push, verified by digests, while all others are busy.
+
+        The bytes come from the sending ranks' memory, over groups of the senders and this engine alone. The next push
+        makes all members join new groups. Thread-safe.
+
+        Args:
+            index: of the engine in the pool.
+            worker: replaces the engine's worker; its model is built.
+
+        Returns:
+            The version that the engine has; None: the last push failed, so it must be repeated before the engine
+            generates. Before any push it is version 0, from the model's folder.
+
+        Raises:
+            WeightSyncError: the transfer failed, or the engine has other weights than were kept.
+            ClusterError: the engine died.
+        """
+        with self._lock:
+            self._engines[index] = worker
+            self._stale = True
+            if not self._n_pushed or self._pushed is None:
+                return self._pushed if self._n_pushed else 0
+            name, limit_s = f"rollout engine {index}", self._config.weight_sync.timeout_s
+            senders, specs = self._senders(), self._specs("gloo", 1 + self._config.rollout.tp, _REJOIN_S)
+            sending = {
+                stage: sender.send_kept.remote(specs[stage](0), self._contents) for stage, sender in senders.items()
+            }
+            joined = {name: worker.join_groups.remote([spec(1) for spec in specs.values()])}
+            received = {
+                f"{name}: {content}": worker.receive.remote(self._plans[content], self._pushed, content)
+                for content in self._contents
+            }
+            results = gather(sending | joined | received, "restoring the weights", limit_s)
+            digests = {tensor: value for stage in senders for tensor, value in results[stage].items()}
+            self._compare(digests, {name: worker.digests.remote()})
+            return self._pushed
 
     def _transfer(self, content: Content, policy_version: int, *, with_digests: bool) -> int:
         """Send one content from all stages to all engines. Returns the bytes that an engine receives."""
@@ -77,50 +136,101 @@ class WeightSync:
         }
         receivers = {
             f"rollout engine {i}": engine.receive.remote(plans, policy_version, content)
-            for i, engine in enumerate(self._engines)
+            for i, engine in self._engines.items()
         }
-        results = gather(senders | receivers, "weight sync", self._config.weight_sync.timeout_s)
+        results = self._gather(senders, receivers, "weight sync", self._config.weight_sync.timeout_s)
         for name in senders:
             self._sent |= results[name]
         return int(results[next(iter(receivers))])
 
-    def _verify(self, timeout_s: float) -> int:
-        sent = self._sent
-        refs = {f"rollout engine {i}": engine.digests.remote() for i, engine in enumerate(self._engines)}
-        for name, received in gather(refs, "weight digests", timeout_s).items():
+    def _verify(self) -> int:
+        self._compare(
+            self._sent, {f"rollout engine {i}": engine.digests.remote() for i, engine in self._engines.items()}
+        )
+        return len(self._sent)
+
+    def _compare(self, sent: dict[str, str], refs: Mapping[str, Any]) -> None:
+        for name, received in gather(refs, "weight digests", self._config.weight_sync.timeout_s).items():
             wrong = differing(sent, received)
             if wrong:
                 raise WeightSyncError(
                     f"{name} does not have the weights that the actor exported: {len(wrong)} of {len(sent)} tensors "
                     f"differ, first {wrong[:5]}"
                 )
-        return len(sent)
+
+    def _gather(
+        self, senders: Mapping[str, Any], receivers: Mapping[str, Any], what: str, timeout_s: float
+    ) -> dict[str, Any]:
+        """Wait as `gather` for a collective call of actor and engines.
+
+        After an error it waits until the engines have left the call, so that it can be repeated.
+
+        Raises:
+            WeightSyncError: see `push`.
+            GkdError: a sender failed for another reason, or a member did not reply in time.
+        """
+        try:
+            return gather({**senders, **receivers}, what, timeout_s)
+        except RankTimeout:
+            raise
+        except GkdError as first:
+            for error in _errors(senders, what, 0.0).values():
+                if not isinstance(error, WeightSyncError | RankTimeout):
+                    raise error from None
+            errors = _errors(receivers, what, _LEAVE_S)
+            lost = {i: errors[f"rollout engine {i}"] for i in self._engines if f"rollout engine {i}" in errors}
+            lost = {i: error for i, error in lost.items() if not isinstance(error, WeightSyncError)}
+            if not lost:
+                raise
+            raise WeightSyncError("\n".join(f"rollout engine {i}: {e}" for i, e in lost.items()), lost) from first
 
     def _stage_plans(self, content: Content, timeout_s: float) -> list[list[Bucket]]:
-        refs = {f"actor stage {s}": ranks[0].export_plan.remote(content) for s, ranks in enumerate(self._exporters)}
+        refs = {name: sender.export_plan.remote(content) for name, sender in self._senders().items()}
         specs = gather(refs, "export plan", timeout_s).values()
         return [plan_buckets(stage, self._config.weight_sync.bucket_mib << 20) for stage in specs]
 
-    def _join(self, timeout_s: float) -> None:
-        """Create one group for each stage's sender; every engine joins all of them, in stage order."""
-        settings, tp = self._config.weight_sync, self._config.rollout.tp
+    def _senders(self) -> dict[str, Any]:
+        return {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
+
+    def _join(self, timeout_s: float, join_s: float) -> None:
+        """Create one group for each stage's sender; every engine joins all of them, in stage order.
+
+        Args:
+            timeout_s: of the calls.
+            join_s: see `GroupSpec`.
+        """
+        settings, tp, senders = self._config.weight_sync, self._config.rollout.tp, self._senders()
         backend = settings.transport
         if backend == "auto":
             # NCCL does not support two members of a group on one GPU.
             backend = "nccl" if self._device == "cuda" and not self._config.trainer.colocate else "gloo"
-        senders = {f"actor stage {stage}": ranks[0] for stage, ranks in enumerate(self._exporters)}
-        addresses = gather(
-            {name: worker.rendezvous.remote() for name, worker in senders.items()}, "rendezvous", timeout_s
-        )
-        world_size = 1 + len(self._engines) * tp
-
-        def spec(address: tuple[str, int], rank: int) -> GroupSpec:
-            return GroupSpec(backend, *address, rank, world_size, max(settings.timeout_s, timeout_s) + _EXTRA_TIMEOUT_S)
-
-        refs = {name: worker.join_group.remote(spec(addresses[name], 0)) for name, worker in senders.items()}
-        refs |= {
-            f"rollout engine {i}": engine.join_groups.remote([spec(a, 1 + i * tp) for a in addresses.values()])
-            for i, engine in enumerate(self._engines)
+        specs = self._specs(backend, 1 + len(self._engines) * tp, join_s)
+        joining = {name: sender.join_group.remote(specs[name](0)) for name, sender in senders.items()}
+        receivers = {
+            f"rollout engine {i}": engine.join_groups.remote([spec(1 + place * tp) for spec in specs.values()])
+            for place, (i, engine) in enumerate(self._engines.items())
         }
-        gather(refs, "joining the weight-sync groups", timeout_s)
-        log.info("%d weight-sync groups of 1 sender and %d receivers (%s)", len(senders), world_size - 1, backend)
+        self._gather(joining, receivers, "joining the weight-sync groups", timeout_s)
+        n_receivers = len(self._engines) * tp
+        log.info("%d weight-sync groups of 1 sender and %d receivers (%s)", len(senders), n_receivers, backend)
+
+    def _specs(self, backend: str, world_size: int, join_s: float) -> dict[str, Callable[[int], GroupSpec]]:
+        """Return, by sender, a function from a member's rank to its arguments for joining the sender's new group."""
+        refs = {name: sender.rendezvous.remote() for name, sender in self._senders().items()}
+        timeout_s = self._config.weight_sync.timeout_s + _EXTRA_TIMEOUT_S
+
+        def of(host: str, port: int) -> Callable[[int], GroupSpec]:
+            return lambda rank: GroupSpec(backend, host, port, rank, world_size, timeout_s, join_s)
+
+        return {name: of(*address) for name, address in gather(refs, "rendezvous", join_s).items()}
+
+
+def _errors(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, GkdError]:
+    """Return the errors of calls by name, with a RankTimeout for each that has not ended within `timeout_s` in all."""
+    deadline, errors = time.monotonic() + timeout_s, {}
+    for name, ref in refs.items():
+        try:
+            gather({name: ref}, what, max(0.0, deadline - time.monotonic()))
+        except GkdError as error:
+            errors[name] = error
+    return errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ class Rank(ActorWorker):
 
     def device_bytes(self) -> dict[str, int]:
         return self._student.states.device_bytes()
+
+    def wait_for(self, path: Path) -> None:
+        """Be busy until the file exists."""
+        while not path.exists():
+            time.sleep(0.02)
 
     def poison(self) -> None:
         """Set all weights to NaN."""

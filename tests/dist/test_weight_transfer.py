@@ -43,7 +43,7 @@ def _exchange(rank: int, world_size: int, ports: list[int]) -> dict[str, str]:
     digests: dict[str, str] = {}
 
     def join(port: int, member: int) -> TransferGroup:
-        return TransferGroup(GroupSpec("gloo", "127.0.0.1", port, member, n_members, 30.0), torch.device("cpu"))
+        return TransferGroup(GroupSpec("gloo", "127.0.0.1", port, member, n_members, 30.0, 30.0), torch.device("cpu"))
 
     plans = _plans(n_senders)
     if rank < n_senders:
@@ -91,7 +91,7 @@ def _join_alone(rank: int, world_size: int, port: int) -> str:
     from gkd.weight_sync.transfer import GroupSpec, TransferGroup
 
     try:
-        TransferGroup(GroupSpec("gloo", "127.0.0.1", port, 1, 2, 2.0), torch.device("cpu"))
+        TransferGroup(GroupSpec("gloo", "127.0.0.1", port, 1, 2, 2.0, 2.0), torch.device("cpu"))
     except WeightSyncError as error:
         return str(error)
     return ""

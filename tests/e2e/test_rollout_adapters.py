@@ -33,7 +33,7 @@ class _Sender:
         self._engine = engine
 
         def spec(rank: int) -> GroupSpec:
-            return GroupSpec("gloo", "127.0.0.1", port, rank, 1 + n_workers, 60.0)
+            return GroupSpec("gloo", "127.0.0.1", port, rank, 1 + n_workers, 60.0, 60.0)
 
         def join() -> None:
             self._group = TransferGroup(spec(0), torch.device("cpu"))

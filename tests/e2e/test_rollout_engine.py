@@ -73,7 +73,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     buckets = plan_buckets(specs, 1 << 20)
 
     def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0)
+        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
 
     def sender() -> None:
         send(TransferGroup(spec(0), torch.device("cpu")), buckets, iter(tensors.items()), with_digests=False)

@@ -69,7 +69,7 @@ def _probe(old: Path, new: Path, port: int) -> dict[str, Any]:
         return plan_buckets([TensorSpec(name, tuple(t.shape), "float32") for name, t in part.items()], 1 << 16)
 
     def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0)
+        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
 
     def sender() -> None:
         group = TransferGroup(spec(0), torch.device("cpu"))

@@ -82,7 +82,7 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
         return plan_buckets([TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()], 1 << 20)
 
     def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0)
+        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
 
     joined: list[TransferGroup] = []
     thread = threading.Thread(target=lambda: joined.append(TransferGroup(spec(0), torch.device("cpu"))))

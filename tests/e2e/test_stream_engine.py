@@ -85,7 +85,7 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     buckets = plan_buckets(specs, 1 << 20)
 
     def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0)
+        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
 
     joined: list[TransferGroup] = []
     thread = threading.Thread(target=lambda: joined.append(TransferGroup(spec(0), torch.device("cpu"))))

@@ -79,7 +79,7 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
     joined: list[TransferGroup] = []
 
     def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0)
+        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
 
     thread = threading.Thread(target=lambda: joined.append(TransferGroup(spec(0), torch.device("cpu"))))
     thread.start()

@@ -1,0 +1,130 @@
+"""An engine that is started again gets the last weights while the actor and the other engine are busy.
+
+The actor's ranks are the product's. An engine is a Ray actor with the product's transfer and a dict as its model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from gkd.errors import ClusterError, WeightSyncError
+from gkd.weight_sync.buckets import Bucket, digest
+from gkd.weight_sync.coordinator import WeightSync
+from gkd.weight_sync.transfer import GroupSpec, TransferGroup, receive
+from tests.bench.student_case import save_model
+from tests.dist.slots import actor_slots
+from tests.dist.test_offload import N_RANKS, Actor, batch
+
+pytestmark = pytest.mark.dist
+
+
+class Engine:
+    """Holds what it received; dies in the middle of a transfer if it was told to."""
+
+    def __init__(self) -> None:
+        self.groups: list[TransferGroup] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version, self.dies = 0, False
+
+    def join_groups(self, specs: list[GroupSpec]) -> None:
+        for group in self.groups:
+            group.close()
+        self.groups = [TransferGroup(spec, torch.device("cpu")) for spec in specs]
+
+    def receive(self, plans: list[list[Bucket]], policy_version: int, content: str) -> int:
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            if self.dies and self.weights:
+                os._exit(1)
+            self.weights |= {name: tensor.clone() for name, tensor in tensors}
+
+        if self.dies:
+            self.weights = {}
+        n_bytes = sum(receive(group, plan, load) for group, plan in zip(self.groups, plans, strict=True))
+        self.version = policy_version
+        return n_bytes
+
+    def digests(self) -> dict[str, str]:
+        return {name: digest(tensor) for name, tensor in self.weights.items()}
+
+    def state(self) -> tuple[int, dict[str, str]]:
+        return self.version, self.digests()
+
+    def die_in_transfer(self) -> None:
+        self.dies = True
+
+    def wait_for(self, path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.02)
+
+
+def _engine() -> Any:
+    return ray.remote(Engine).options(num_cpus=0).remote()
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    with actor_slots(N_RANKS) as slots:
+        sync = ("weight_sync.verify=never", "weight_sync.timeout_s=60", "weight_sync.bucket_mib=1")
+        yield Actor(slots, folder, "actor.strategy=fsdp2", *sync)
+
+
+def _states(engines: list[Any]) -> list[tuple[int, dict[str, str]]]:
+    return ray.get([engine.state.remote() for engine in engines], timeout=60)
+
+
+def test_a_restarted_engine_gets_the_last_weights_while_the_others_work(actor: Actor, tmp_path: Path) -> None:
+    """Fails if it gets other weights than the last push, waits for the actor or an engine, or breaks later pushes."""
+    engines = [_engine(), _engine()]
+    sync = WeightSync(actor.pool.exporters(), engines, actor.config, "cpu", 60)
+    ray.kill(engines[1])
+    engines[1] = _engine()
+    assert sync.restore_engine(1, engines[1]) == 0, "before any push an engine has the weights of its folder"
+    sync.push(3)
+    actor.pool.train_step(batch())
+    sync.push(4)
+    (version, trained), _ = _states(engines)
+    assert version == 4 and trained
+
+    ray.kill(engines[1])
+    engines[1] = _engine()
+    until = tmp_path / "restored"
+    busy = [worker.wait_for.remote(until) for worker in (*actor.workers, engines[0])]
+    assert sync.restore_engine(1, engines[1]) == 4
+    until.touch()
+    ray.get(busy, timeout=60)
+    assert _states(engines) == [(4, trained)] * 2
+
+    actor.pool.train_step(batch())
+    sync.push(5)
+    first, second = _states(engines)
+    assert first == second and first[0] == 5 and first[1] != trained
+
+
+def test_a_push_in_which_an_engine_dies_can_be_repeated(actor: Actor) -> None:
+    """Fails if the other members wait for the time-out, or an engine keeps a mixture of two versions."""
+    engines = [_engine(), _engine(), _engine()]
+    sync = WeightSync(actor.pool.exporters(), engines, actor.config, "cpu", 60)
+    sync.push(1)
+    actor.pool.train_step(batch())
+    ray.get(engines[1].die_in_transfer.remote())
+    with pytest.raises(WeightSyncError) as caught:
+        sync.push(2)
+    assert list(caught.value.lost) == [1] and isinstance(caught.value.lost[1], ClusterError)
+    sync.push(2, {0: engines[0], 2: engines[2]})
+    first, second = _states([engines[0], engines[2]])
+    assert first == second and first[0] == 2
+    engines[1] = _engine()
+    assert sync.restore_engine(1, engines[1]) == 2
+    sync.push(3)
+    assert [version for version, _ in _states(engines)] == [3, 3, 3]
+    assert len({tuple(digests.items()) for _, digests in _states(engines)}) == 1
