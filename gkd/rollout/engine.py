@@ -140,8 +140,14 @@ class RolloutEngine:
         """Number of unfinished sequences of all owners."""
         return len(self._running)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the engine has one complete version; otherwise `add` and `step` raise ClusterError."""
+        return self._sleep_state.has_weights
+
     def step(self) -> None:
         """Run one forward pass; finished rollouts are kept for their owner's `pop_finished`."""
+        self._sleep_state.require_weights("generate")
         self._meter.time_pass(self._step)
 
     def usage(self) -> EngineUsage:
@@ -195,14 +201,15 @@ class RolloutEngine:
         Unfinished sequences keep their tokens and continue with the new weights; their KV cache is recomputed. The KV
         cache may be asleep.
 
-        Raises ClusterError: the weights are asleep, or adapters follow weights that were discarded.
+        Raises ClusterError: the weights are asleep, or adapters follow weights that were discarded. After any other
+        error `has_weights` is False until a transfer succeeds.
         """
         self._sleep_state.require_awake([WEIGHTS], "receive weights")
         if adapters:
-            self._sleep_state.require_weights("receive adapters")
+            self._sleep_state.require_base("receive adapters")
         self._drain_async_passes()
-        n_bytes = self._call_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
-        self._sleep_state.weights_loaded()
+        with self._sleep_state.loading(adapters=adapters):
+            n_bytes = self._call_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
         states = self.llm.llm_engine.output_processor.request_states
         n_recompute = 0
         for request in self._running.values():
@@ -216,10 +223,7 @@ class RolloutEngine:
         return int(n_bytes)
 
     def synchronize(self) -> None:
-        """Wait for all work on the device.
-
-        Required before another thread uses the engine: CUDA does not order the work of two threads.
-        """
+        """Wait for the device. Required before another thread uses it: CUDA does not order the work of two threads."""
         self._drain_async_passes()
         self.llm.collective_rpc("gkd_synchronize")
 
@@ -270,13 +274,10 @@ class RolloutEngine:
         self._sleep_state.sleep(awake, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the device memory again; blocks. Idempotent.
+        """Allocate the device memory of these tags (as for `sleep`) again; blocks. Idempotent.
 
         For a weight sync: wake_up(["weights"]), `receive`, wake_up(["kv_cache"]). The GPU then holds the weights of
         actor and engine at the same time, but not the KV cache.
-
-        Args:
-            tags: as for `sleep`.
         """
         self._sleep_state.wake_up(TAGS if tags is None else tags)
 
@@ -290,8 +291,7 @@ class RolloutEngine:
         return {name: max(held[name] for held in by_worker) for name in by_worker[0]}
 
     def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        results: list[Any] = self.llm.collective_rpc(method, args=args)
-        return results
+        return list(self.llm.collective_rpc(method, args=args))
 
     def digests(self) -> dict[str, str]:
         """Return HF name -> digest of each weight and factor. Raises ClusterError: they are asleep or discarded."""

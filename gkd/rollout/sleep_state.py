@@ -7,7 +7,8 @@ Levels and tags are those of vLLM's sleep mode. `gkd.rollout.sleep_mixin` moves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gkd.errors import ClusterError, ConfigError
@@ -28,6 +29,7 @@ class SleepState:
         self._call, self._enabled = call, enabled
         self._asleep: set[str] = set()
         self._discarded = False  # the weights were discarded, and no new version has been loaded since
+        self._incomplete: set[str] = set()  # contents whose transfer began and has not ended
 
     def awake_tags(self, tags: Iterable[str]) -> list[str]:
         """Return those of `tags` that are awake, in the order of `TAGS`.
@@ -72,6 +74,15 @@ class SleepState:
             )
 
     def require_weights(self, action: str) -> None:
+        """Raise ClusterError if the weights were discarded and not loaded since, or a transfer failed."""
+        self.require_base(action)
+        if self._incomplete:
+            raise ClusterError(
+                f"the rollout engine cannot {action}: a weight sync failed, so it has a mixture of two versions. "
+                "Fix: repeat the weight sync"
+            )
+
+    def require_base(self, action: str) -> None:
         """Raise ClusterError if the weights were discarded and not loaded since."""
         if self._discarded:
             raise ClusterError(
@@ -79,9 +90,20 @@ class SleepState:
                 "Fix: run a weight sync first, or use sleep(level=1), which keeps them in host memory"
             )
 
-    def weights_loaded(self) -> None:
-        """Note that a complete version of the weights has been loaded."""
-        self._discarded = False
+    @property
+    def has_weights(self) -> bool:
+        """Whether the engine has one complete version."""
+        return not self._discarded and not self._incomplete
+
+    @contextmanager
+    def loading(self, *, adapters: bool) -> Iterator[None]:
+        """Load a complete version of the weights, or of the adapters, in this context; an error leaves a mixture."""
+        content = "adapters" if adapters else "weights"
+        self._incomplete.add(content)
+        yield
+        self._incomplete.discard(content)
+        if not adapters:
+            self._discarded = False
 
     def memory_bytes(self) -> dict[str, int]:
         """Return bytes by tag on the devices, summed over all workers."""

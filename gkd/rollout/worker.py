@@ -205,7 +205,7 @@ class RolloutWorker:
 
         with self._phases.during("receiving weights"):
             self._ensure_awake([WEIGHTS])
-            return self._on_engine(receive, fatal=True)  # never generate with a mixture of two versions
+            return self._on_engine(receive)  # after an error the engine generates nothing until the next one succeeds
 
     def digests(self) -> dict[str, str]:
         self._ensure_awake([WEIGHTS])

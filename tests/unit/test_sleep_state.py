@@ -59,12 +59,31 @@ def test_discarded_weights_are_invalid_until_a_sync() -> None:
     assert [call[-1] for call in workers.calls if call[0] == "gkd_wake"] == [True, True]
     with pytest.raises(ClusterError, match=r"level=2"):
         state.require_weights("generate")
-    state.weights_loaded()
+    with state.loading(adapters=False):
+        pass
     state.require_weights("generate")
     state.sleep([WEIGHTS], 1)
     state.wake_up(TAGS)
     state.require_weights("generate")
     assert workers.calls[-1] == ("gkd_wake", [WEIGHTS], False)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_weights_are_a_mixture_after_a_failed_transfer(adapters: bool) -> None:
+    """Fails if an engine generates with parts of two versions, or does not after the transfer is repeated."""
+    state = SleepState(Workers(), enabled=False)
+    with pytest.raises(RuntimeError), state.loading(adapters=adapters):
+        raise RuntimeError("connection lost")
+    assert not state.has_weights
+    with pytest.raises(ClusterError):
+        state.require_weights("generate")
+    with state.loading(adapters=not adapters):
+        pass
+    assert not state.has_weights, "the other content has arrived, this one has not"
+    with state.loading(adapters=adapters):
+        pass
+    assert state.has_weights
+    state.require_weights("generate")
 
 
 def test_an_engine_is_asleep_after_a_failed_move() -> None:
