@@ -34,8 +34,9 @@ from gkd.memory.states import OPTIMIZER, PARAMS
 from gkd.memory.usage import log_gpu_memory_usage
 from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
+from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.kept import KeptVersion
-from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send, send_filled
+from gkd.weight_sync.transfer import send, send_kept
 
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
 SAVES = "saves"
@@ -200,12 +201,16 @@ class ActorWorker(ActorRank):
             return [TensorSpec(name, tuple(shape), self._config.model.dtype) for name, shape, _ in plan]
         return [TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in plan]
 
-    def join_group(self, spec: GroupSpec) -> None:
-        """Join the weight-sync group of this stage, after leaving the one before. Raises WeightSyncError."""
+    def join_group(self, spec: GroupSpec) -> str:
+        """Join the weight-sync group of this stage, after leaving the one before. Returns its transport.
+
+        Raises WeightSyncError.
+        """
         with self._phases.during("joining the weight-sync group"):
             if self._group is not None:
                 self._group.close()
             self._group = TransferGroup(spec, self._device)
+        return self._group.transport
 
     def send_weights(
         self,
@@ -220,13 +225,14 @@ class ActorWorker(ActorRank):
         With rollout.max_restarts this rank keeps them for `send_kept`. Collective over the stage's exporting ranks.
         Returns the tensors' digests by name, see `send`.
         """
-        keeps = self._group is not None and self._config.rollout.max_restarts > 0
+        group = self._group
+        keeps = group is not None and (group.shares_memory or self._config.rollout.max_restarts > 0)
         with self._phase("sending weights", "sync", [PARAMS], meta, alone=True), ExitStack() as stack:
             tensors = self._student.export(content)
             if content == "adapters":
                 tensors = scaled_factors(tensors, self._config.actor.lora.scale)
             kept = stack.enter_context(self._kept.replacing(content, buckets)) if keeps else None
-            return send(self._group, buckets, tensors, with_digests=with_digests, kept=kept)
+            return send(group, buckets, tensors, with_digests=with_digests, kept=kept)
 
     @ray.method(concurrency_group=RESTORES)
     def send_kept(self, spec: GroupSpec, contents: Sequence[Content]) -> dict[str, str]:
@@ -241,7 +247,7 @@ class ActorWorker(ActorRank):
         self._restore_group = TransferGroup(spec, self._device)  # open until the next one: the engine may still read
         digests: dict[str, str] = {}
         for content in contents:
-            digests |= send_filled(self._restore_group, self._kept.filled(content), with_digests=True)
+            digests |= send_kept(self._restore_group, *self._kept.complete(content))
         return digests
 
     def _micro_batches(

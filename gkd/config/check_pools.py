@@ -175,6 +175,10 @@ def check_sizes(config: Config, derived: Derived) -> None:
             "stage would time out first, without a checkpoint.",
             f"use more than {patience:g}.",
         )
+    n_nodes = max(t.nnodes, config.rollout.nnodes)
+    if config.weight_sync.transport == "shared_memory" and n_nodes > 1:
+        problem = f"it needs all members on one host, and there are {n_nodes} nodes."
+        raise ConfigError("weight_sync.transport", "shared_memory", problem, "use auto.")
     if config.weight_sync.transport == "nccl" and t.device == "cpu":
         raise ConfigError(
             "weight_sync.transport", "nccl", "NCCL needs GPUs, and trainer.device is cpu.", "use auto or gloo."

@@ -120,8 +120,9 @@ class RolloutConfig:
 class WeightSyncConfig:
     transport: str = key(
         "auto",
-        "Backend of the weight-sync groups; auto = nccl on GPUs, gloo on cpu.",
-        choices=("auto", "nccl", "gloo"),
+        "How weights travel: nccl, gloo (TCP), or shared_memory if all members are on one host. auto = nccl on GPUs of "
+        "their own; on cpu shared_memory or gloo; else gloo.",
+        choices=("auto", "nccl", "gloo", "shared_memory"),
         resume=True,
     )
     bucket_mib: int = key(256, "Size of the buckets in which tensors are sent, in MiB.", gt=0, resume=True)

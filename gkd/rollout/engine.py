@@ -22,7 +22,7 @@ from gkd.rollout.sleep_state import TAGS, WEIGHTS, SleepState, check_level
 from gkd.rollout.usage import PassMeter
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket
-from gkd.weight_sync.transfer import GroupSpec
+from gkd.weight_sync.group import GroupSpec
 
 
 class RolloutEngine:

@@ -28,7 +28,8 @@ from gkd.rollout.adapters import EngineAdapters, unwrapped
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.rollout.sleep_mixin import SleepMixin
 from gkd.weight_sync.buckets import Bucket, digest
-from gkd.weight_sync.transfer import GroupSpec, TransferGroup, receive
+from gkd.weight_sync.group import GroupSpec, TransferGroup
+from gkd.weight_sync.transfer import receive
 
 
 def keep_cpu_weights_live() -> None:
@@ -97,7 +98,11 @@ class WeightReceiver(SleepMixin):
             WeightSyncError: see `EngineAdapters.replace`.
         """
         factors: dict[str, torch.Tensor] = {}
-        n_bytes = self._gkd_receive_all(plans, factors.update)
+
+        def keep(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            factors.update((name, tensor.clone()) for name, tensor in tensors)
+
+        n_bytes = self._gkd_receive_all(plans, keep)
         adapters = self._gkd_adapters()
         assert adapters is not None
         adapters.replace(factors)

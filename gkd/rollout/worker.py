@@ -36,7 +36,7 @@ from gkd.rollout.sampling import Sampling
 from gkd.rollout.sleep_state import WEIGHTS
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket, Content
-from gkd.weight_sync.transfer import GroupSpec
+from gkd.weight_sync.group import GroupSpec
 
 T = TypeVar("T")
 

@@ -73,6 +73,20 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
     return buckets
 
 
+def layout(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
+    """Return the offset of each bucket in one buffer that holds all of them, and the size of that buffer."""
+    offsets, end = [], 0
+    for bucket in buckets:
+        offsets.append(end)
+        end += -(-bucket.n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return offsets, end
+
+
+def checksum(data: torch.Tensor) -> int:
+    """Return the 64-bit xxh3 of a uint8 tensor's bytes; a tensor on a GPU is copied to host memory."""
+    return int(xxhash.xxh3_64_intdigest(np.from_dlpack(data.cpu()).data))
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Return the 128-bit xxh3 of the tensor's bytes, dtype and shape; equal digests mean bitwise identical tensors.
 

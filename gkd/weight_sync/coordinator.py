@@ -14,7 +14,7 @@ from gkd.errors import GkdError, RankTimeout, WeightSyncError
 from gkd.handles import SyncReport
 from gkd.log import get_logger
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
-from gkd.weight_sync.transfer import GroupSpec
+from gkd.weight_sync.group import AUTO, GLOO, NCCL, GroupSpec
 
 log = get_logger("weight_sync")
 
@@ -112,7 +112,7 @@ class WeightSync:
             if not self._n_pushed or self._pushed is None:
                 return self._pushed if self._n_pushed else 0
             name, limit_s = f"rollout engine {index}", self._config.weight_sync.timeout_s
-            senders, specs = self._senders(), self._specs("gloo", 1 + self._config.rollout.tp, _REJOIN_S)
+            senders, specs = self._senders(), self._specs(AUTO, 1 + self._config.rollout.tp, _REJOIN_S)
             sending = {
                 stage: sender.send_kept.remote(specs[stage](0), self._contents) for stage, sender in senders.items()
             }
@@ -200,27 +200,28 @@ class WeightSync:
             join_s: see `GroupSpec`.
         """
         settings, tp, senders = self._config.weight_sync, self._config.rollout.tp, self._senders()
-        backend = settings.transport
-        if backend == "auto":
-            # NCCL does not support two members of a group on one GPU.
-            backend = "nccl" if self._device == "cuda" and not self._config.trainer.colocate else "gloo"
-        specs = self._specs(backend, 1 + len(self._engines) * tp, join_s)
+        transport = settings.transport
+        if transport == AUTO and self._device == "cuda":
+            transport = GLOO if self._config.trainer.colocate else NCCL  # NCCL needs a GPU for each member
+        specs = self._specs(transport, 1 + len(self._engines) * tp, join_s)
         joining = {name: sender.join_group.remote(specs[name](0)) for name, sender in senders.items()}
         receivers = {
             f"rollout engine {i}": engine.join_groups.remote([spec(1 + place * tp) for spec in specs.values()])
             for place, (i, engine) in enumerate(self._engines.items())
         }
-        self._gather(joining, receivers, "joining the weight-sync groups", timeout_s)
-        n_receivers = len(self._engines) * tp
-        log.info("%d weight-sync groups of 1 sender and %d receivers (%s)", len(senders), n_receivers, backend)
+        joined = self._gather(joining, receivers, "joining the weight-sync groups", timeout_s)
+        chosen = ", ".join(sorted({joined[name] for name in senders}))
+        log.info(
+            "%d weight-sync groups of 1 sender and %d receivers (%s)", len(senders), len(self._engines) * tp, chosen
+        )
 
-    def _specs(self, backend: str, world_size: int, join_s: float) -> dict[str, Callable[[int], GroupSpec]]:
+    def _specs(self, transport: str, world_size: int, join_s: float) -> dict[str, Callable[[int], GroupSpec]]:
         """Return, by sender, a function from a member's rank to its arguments for joining the sender's new group."""
         refs = {name: sender.rendezvous.remote() for name, sender in self._senders().items()}
         timeout_s = self._config.weight_sync.timeout_s + _EXTRA_TIMEOUT_S
 
         def of(host: str, port: int) -> Callable[[int], GroupSpec]:
-            return lambda rank: GroupSpec(backend, host, port, rank, world_size, timeout_s, join_s)
+            return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s)
 
         return {name: of(*address) for name, address in gather(refs, "rendezvous", join_s).items()}
 

@@ -1,112 +1,25 @@
-"""Move buckets of weights from the actor's ranks to the rollout engines.
+"""Send weights in buckets, and load them: export, transfer and load of successive buckets overlap.
 
-A group is a bare ProcessGroup over a TCPStore of its own. It is not registered as a default group, so it can span a
-Megatron process and a vLLM process that have default groups of their own. There is one group for each pipeline stage.
-Its rank 0 is the stage's exporting rank, and the others are all workers of all rollout engines.
+    sender    export 1 | export 2             | export 3
+                         send and checksum 1  | send and checksum 2
+    receiver             receive, compare 1   | receive, compare 2
+                                                load 1              | load 2
+
+Each side has one thread more, which moves a bucket while the calling thread exports the next or loads the one before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from gkd.errors import WeightSyncError
-from gkd.weight_sync.buckets import Bucket, digest
-
-_PROBE = 0x5A
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """Arguments of one member for joining a group: the address of its store, and the member's rank.
-
-    Attributes:
-        timeout_s: of one broadcast.
-        join_s: until all members have arrived.
-    """
-
-    backend: str  # "gloo" | "nccl"
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    timeout_s: float
-    join_s: float
-
-
-class TransferGroup:
-    """A broadcast-only group. The constructor blocks until all members have joined. Raises WeightSyncError.
-
-    Attributes:
-        device: where the buffers are: host memory for gloo.
-    """
-
-    def __init__(self, spec: GroupSpec, device: torch.device) -> None:
-        join_time, timeout = timedelta(seconds=spec.join_s), timedelta(seconds=spec.timeout_s)
-        self.spec, self.device = spec, torch.device("cpu") if spec.backend == "gloo" else device
-        try:
-            self._store = dist.TCPStore(
-                spec.host,
-                spec.port,
-                spec.world_size,
-                is_master=spec.rank == 0,
-                timeout=join_time,
-                wait_for_workers=False,
-            )
-            store = dist.PrefixStore("weight_sync", self._store)
-            # First, because the group's constructor waits for the members as long as a broadcast may take.
-            store.set(f"here {spec.rank}", "")
-            store.wait([f"here {rank}" for rank in range(spec.world_size)], join_time)
-            if spec.backend == "gloo":
-                self._group: Any = dist.ProcessGroupGloo(store, spec.rank, spec.world_size, timeout)
-            else:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
-            self._probe()
-        except (RuntimeError, dist.DistError) as error:
-            raise WeightSyncError(
-                f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at "
-                f"{spec.host}:{spec.port} ({spec.backend}) within {spec.join_s:.0f} s: {error}"
-            ) from error
-
-    def _probe(self) -> None:
-        """Broadcast one byte, because NCCL connects the members only at the first collective.
-
-        Raises RuntimeError, WeightSyncError.
-        """
-        byte = torch.full((1,), _PROBE if self.spec.rank == 0 else 0, dtype=torch.uint8, device=self.device)
-        self.broadcast(byte)
-        if byte.item() != _PROBE:
-            raise WeightSyncError(
-                f"rank {self.spec.rank}: a probe of the weight-sync group received {byte.item()}, expected {_PROBE}"
-            )
-
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Broadcast from rank 0, in place; blocks until the data is received (gloo) or enqueued on a stream (nccl).
-
-        After an error the group is unusable, and the connections are closed, so that the other members fail, too,
-        instead of waiting for the time-out.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        try:
-            self._group.broadcast([buffer], options).wait()
-        except RuntimeError as error:
-            self.close()
-            raise WeightSyncError(
-                f"weight-sync broadcast failed on rank {self.spec.rank} of {self.spec.world_size}: {error}"
-            ) from error
-
-    def close(self) -> None:
-        """Leave the group without waiting for the others. Their calls fail."""
-        self._group.abort()
+from gkd.weight_sync.buckets import Bucket, digest, layout
+from gkd.weight_sync.group import TransferGroup
+from gkd.weight_sync.segment import Segment
 
 
 def send(
@@ -115,51 +28,106 @@ def send(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     with_digests: bool,
-    kept: Sequence[torch.Tensor] | None = None,
+    kept: Segment | None = None,
 ) -> dict[str, str]:
-    """Copy `tensors` (in the order of the buckets) into buckets and broadcast each bucket.
+    """Copy `tensors` (in the order of the buckets) into buckets and send each bucket.
 
     Args:
         group: None: this rank only participates in producing the tensors, a collective over the stage's exporting
             ranks, and sends nothing.
-        kept: a host buffer for each bucket, which holds its bytes afterwards.
+        kept: holds the buckets afterwards, as `layout` places them. Required by the transport shared_memory.
 
     Returns:
         Digests by name; empty without `with_digests` or without a group.
 
     Raises:
-        WeightSyncError: the tensors differ from the buckets' specs.
+        WeightSyncError: the tensors differ from the buckets' specs, or the transfer failed.
     """
     if group is None:
         for _ in _fill(buckets, tensors, [None] * len(buckets)):
             pass
         return {}
-    in_place = kept is not None and group.device.type == "cpu"
-    buffers = (torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device) for bucket in buckets)
-    filled = zip(buckets, _fill(buckets, tensors, kept if in_place and kept is not None else buffers), strict=True)
-    return send_filled(group, filled, with_digests=with_digests, kept=None if in_place else kept)
+    hosts = _views(buckets, kept) if kept is not None else _two_buffers(buckets, torch.device("cpu"))
+    in_place = group.device.type == "cpu"
+    filled = _fill(buckets, tensors, hosts if in_place else _two_buffers(buckets, group.device))
+    return _send_filled(group, buckets, filled, None if in_place else hosts, kept, with_digests=with_digests)
 
 
-def send_filled(
+def send_kept(group: TransferGroup, buckets: Sequence[Bucket], kept: Segment) -> dict[str, str]:
+    """Send buckets that an earlier `send` has kept, over a group whose buckets are in host memory. Returns digests."""
+    return _send_filled(group, buckets, iter(_views(buckets, kept)), None, kept, with_digests=True)
+
+
+def receive(
     group: TransferGroup,
-    filled: Iterable[tuple[Bucket, torch.Tensor]],
+    buckets: Sequence[Bucket],
+    load: Callable[[list[tuple[str, torch.Tensor]]], None],
+) -> int:
+    """Receive every bucket of one sender and pass its tensors to `load`. Returns the bytes received.
+
+    Args:
+        load: the tensors are valid only during this call.
+
+    Raises:
+        WeightSyncError: the transfer failed, or a bucket was damaged; names its first tensors.
+    """
+    buffers = [None] * len(buckets) if group.shares_memory else _two_buffers(buckets, group.device)
+
+    def arrive(i: int) -> torch.Tensor:
+        try:
+            return group.receive_bucket(buckets[i].n_bytes, buffers[i])
+        except WeightSyncError as error:
+            names = [spec.name for spec in buckets[i].specs]
+            where = f"member {group.spec.rank}: bucket {i} of {len(buckets)} ({len(names)} tensors, first {names[:3]})"
+            raise WeightSyncError(f"{where}: {error}") from error
+
+    with _mover(group) as mover:
+        arriving = mover.submit(arrive, 0)
+        for i, bucket in enumerate(buckets):
+            buffer = arriving.result()
+            if i + 1 < len(buckets):
+                arriving = mover.submit(arrive, i + 1)
+            load(list(bucket.views(buffer)))
+    return sum(bucket.n_bytes for bucket in buckets)
+
+
+def _send_filled(
+    group: TransferGroup,
+    buckets: Sequence[Bucket],
+    filled: Iterator[torch.Tensor],
+    hosts: Sequence[torch.Tensor] | None,
+    kept: Segment | None,
     *,
     with_digests: bool,
-    kept: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, str]:
-    """Broadcast buckets from their buffers, and copy each to `kept`. Returns as `send`."""
+    """Send each bucket while the next one is filled. Returns as `send`.
+
+    Args:
+        filled: the buckets' buffers.
+        hosts: host memory for each bucket of a group with buckets on a device; None: `filled` is in host memory.
+    """
     digests: dict[str, str] = {}
-    for i, (bucket, buffer) in enumerate(filled):
-        group.broadcast(buffer)
-        if kept is not None:
-            kept[i].copy_(buffer)
+    offsets, _ = layout(buckets)
+
+    def leave(i: int, buffer: torch.Tensor) -> None:
+        on_host = buffer if hosts is None else hosts[i]
+        group.send_bucket(buffer, on_host, None if kept is None else (kept, offsets[i]))
         if with_digests:
-            digests |= {name: digest(view) for name, view in bucket.views(buffer)}
+            digests.update((name, digest(view)) for name, view in buckets[i].views(on_host))
+
+    with _mover(group) as mover:
+        leaving: Future[None] | None = None
+        for i, buffer in enumerate(filled):
+            if leaving is not None:
+                leaving.result()
+            leaving = mover.submit(leave, i, buffer)
+        if leaving is not None:
+            leaving.result()
     return digests
 
 
 def _fill(
-    buckets: Sequence[Bucket], tensors: Iterable[tuple[str, torch.Tensor]], buffers: Iterable[torch.Tensor | None]
+    buckets: Sequence[Bucket], tensors: Iterable[tuple[str, torch.Tensor]], buffers: Sequence[torch.Tensor | None]
 ) -> Iterator[torch.Tensor]:
     """Copy the tensors into one buffer for each bucket; yield the filled buffers. Raises as `send`.
 
@@ -182,16 +150,30 @@ def _fill(
             yield buffer
 
 
-def receive(
-    group: TransferGroup,
-    buckets: Sequence[Bucket],
-    load: Callable[[list[tuple[str, torch.Tensor]]], None],
-) -> int:
-    """Receive every bucket of one sender and pass its tensors to `load`. Returns the bytes received."""
-    total = 0
-    for bucket in buckets:
-        buffer = torch.empty(bucket.n_bytes, dtype=torch.uint8, device=group.device)
-        group.broadcast(buffer)
-        load(list(bucket.views(buffer)))
-        total += bucket.n_bytes
-    return total
+def _views(buckets: Sequence[Bucket], kept: Segment) -> list[torch.Tensor]:
+    """Return each bucket's part of a segment."""
+    offsets, _ = layout(buckets)
+    return [kept.bytes[start : start + bucket.n_bytes] for start, bucket in zip(offsets, buckets, strict=True)]
+
+
+def _two_buffers(buckets: Sequence[Bucket], device: torch.device) -> list[torch.Tensor]:
+    """Return a buffer for each bucket; every second one has the same memory, so that two buckets exist at a time."""
+    largest = max((bucket.n_bytes for bucket in buckets), default=0)
+    memory = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+    return [memory[i % 2][: bucket.n_bytes] for i, bucket in enumerate(buckets)]
+
+
+@contextmanager
+def _mover(group: TransferGroup) -> Iterator[ThreadPoolExecutor]:
+    """Yield the thread that moves buckets. An error of the block closes the group, which ends the thread's transfer."""
+
+    def select_device() -> None:
+        if group.device.type == "cuda":
+            torch.cuda.set_device(group.device)
+
+    with ThreadPoolExecutor(1, "weight sync", select_device) as mover:
+        try:
+            yield mover
+        except BaseException:
+            group.close()
+            raise

@@ -31,7 +31,7 @@ from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.tools.split_tuner.rates import Rates
 from gkd.types import Prompt, Rollout, TeacherTopK, VersionSpan
 from gkd.weight_sync.buckets import Bucket, TensorSpec
-from gkd.weight_sync.transfer import GroupSpec
+from gkd.weight_sync.group import GroupSpec
 
 SAVES = "saves"
 

@@ -18,7 +18,8 @@ import torch
 from gkd.errors import ClusterError, WeightSyncError
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.coordinator import WeightSync
-from gkd.weight_sync.transfer import GroupSpec, TransferGroup, receive
+from gkd.weight_sync.group import GroupSpec, TransferGroup
+from gkd.weight_sync.transfer import receive
 from tests.bench.student_case import save_model
 from tests.dist.slots import actor_slots
 from tests.dist.test_offload import N_RANKS, Actor, batch

@@ -33,23 +33,36 @@ def _plans(n_senders: int) -> list[Any]:
     ]
 
 
-def _exchange(rank: int, world_size: int, ports: list[int]) -> dict[str, str]:
+def _kept(plan: list[Any], transport: str) -> Any:
+    """Return the memory that a sender needs for a transport."""
+    from gkd.weight_sync.buckets import layout
+    from gkd.weight_sync.segment import Segment
+
+    return None if transport == "gloo" else Segment(layout(plan)[1])
+
+
+def _exchange(rank: int, world_size: int, ports: list[int], transport: str) -> dict[str, str]:
     """Send on the first ranks, one for each group, and receive on the others. Return the digests by tensor."""
     from gkd.weight_sync.buckets import digest
-    from gkd.weight_sync.transfer import GroupSpec, TransferGroup, receive, send
+    from gkd.weight_sync.group import GroupSpec, TransferGroup
+    from gkd.weight_sync.transfer import receive, send
 
     n_senders = len(ports)
     n_members = 1 + world_size - n_senders
     digests: dict[str, str] = {}
 
     def join(port: int, member: int) -> TransferGroup:
-        return TransferGroup(GroupSpec("gloo", "127.0.0.1", port, member, n_members, 30.0, 30.0), torch.device("cpu"))
+        made = TransferGroup(
+            GroupSpec(transport, "127.0.0.1", port, member, n_members, 30.0, 30.0), torch.device("cpu")
+        )
+        assert made.transport == transport.replace("auto", "shared_memory")
+        return made
 
     plans = _plans(n_senders)
     if rank < n_senders:
-        group = join(ports[rank], 0)
+        group, kept = join(ports[rank], 0), _kept(plans[rank], transport)
         for _ in range(2):  # a group serves many syncs
-            digests |= send(group, plans[rank], iter(_tensors(rank).items()), with_digests=True)
+            digests |= send(group, plans[rank], iter(_tensors(rank).items()), with_digests=True, kept=kept)
     else:
         groups = [join(port, 1 + rank - n_senders) for port in ports]
         for _ in range(2):
@@ -58,10 +71,11 @@ def _exchange(rank: int, world_size: int, ports: list[int]) -> dict[str, str]:
     return digests
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "auto"])
 @pytest.mark.parametrize(("n_senders", "n_receivers"), [(1, 2), (2, 1)])
-def test_every_receiver_has_the_senders_weights(n_senders: int, n_receivers: int) -> None:
+def test_every_receiver_has_the_senders_weights(n_senders: int, n_receivers: int, transport: str) -> None:
     """Fails if an engine samples from other weights than the actor's."""
-    ranks = run_gloo(_exchange, n_senders + n_receivers, [free_port() for _ in range(n_senders)])
+    ranks = run_gloo(_exchange, n_senders + n_receivers, [free_port() for _ in range(n_senders)], transport)
     sent = {name: value for part in ranks[:n_senders] for name, value in part.items()}
     assert len(sent) == n_senders * len(SHAPES)
     assert all(part == sent for part in ranks[n_senders:])
@@ -88,7 +102,7 @@ def test_tensors_that_differ_from_the_plan_are_refused(kind: str) -> None:
 
 def _join_alone(rank: int, world_size: int, port: int) -> str:
     from gkd.errors import WeightSyncError
-    from gkd.weight_sync.transfer import GroupSpec, TransferGroup
+    from gkd.weight_sync.group import GroupSpec, TransferGroup
 
     try:
         TransferGroup(GroupSpec("gloo", "127.0.0.1", port, 1, 2, 2.0, 2.0), torch.device("cpu"))
@@ -102,3 +116,95 @@ def test_a_missing_member_is_a_timeout() -> None:
     port = free_port()
     (message,) = run_gloo(_join_alone, 1, port)
     assert "rank 1 of 2" in message and f"127.0.0.1:{port}" in message
+
+
+def _damage(rank: int, world_size: int, port: int, transport: str) -> tuple[str, str, int]:
+    """Flip a byte of the second bucket on rank 1. Return this rank's error, and the number of buckets it loaded."""
+    from gkd.weight_sync import group as module
+    from gkd.weight_sync.buckets import layout
+    from gkd.weight_sync.transfer import receive, send
+    from tests.dist.helpers import caught
+
+    (plan,) = _plans(1)
+    wrong = 1
+    if rank == 1:
+        attached, broadcast = module.attached, module.TransferGroup._broadcast
+        payloads: list[torch.Tensor] = []
+
+        def damaged_segment(segment: Any) -> torch.Tensor:
+            copy = attached(segment).clone()
+            copy[layout(plan)[0][wrong]] ^= 1
+            return copy
+
+        def damaged_broadcast(self: Any, buffer: torch.Tensor, group: Any) -> None:
+            broadcast(self, buffer, group)
+            if buffer.dtype == torch.uint8:
+                payloads.append(buffer)
+                if len(payloads) == wrong + 1:
+                    buffer[0] ^= 1
+
+        module.attached, module.TransferGroup._broadcast = damaged_segment, damaged_broadcast  # type: ignore[method-assign]
+    spec = module.GroupSpec(transport, "127.0.0.1", port, rank, world_size, 30.0, 30.0)
+    group, loads = module.TransferGroup(spec, torch.device("cpu")), []
+    if rank == 0:
+        kept = _kept(plan, transport)
+        error = caught(lambda: send(group, plan, iter(_tensors(0).items()), with_digests=False, kept=kept))
+    else:
+        error = caught(lambda: receive(group, plan, loads.append))
+    return *error, len(loads)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_a_damaged_bucket_is_refused(transport: str) -> None:
+    """Fails if an engine loads bytes that were damaged on their way, or the error lacks the bucket and its tensors."""
+    _, (kind, text, n_loaded), (_, _, n_others) = run_gloo(_damage, 3, free_port(), transport, timeout_s=40.0)
+    assert kind == "WeightSyncError" and "member 1" in text and "bucket 1" in text and "stage0.t3" in text
+    assert n_loaded <= 1, "the damaged bucket was loaded"
+    assert n_others <= 2
+
+
+def _without_memory(rank: int, world_size: int) -> tuple[str, str]:
+    import resource
+
+    from gkd.weight_sync.segment import Segment
+    from tests.dist.helpers import caught
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    return caught(lambda: Segment(1 << 22))
+
+
+def test_shared_memory_that_cannot_be_allocated_is_refused() -> None:
+    """Fails if a rank dies of a signal in the middle of a copy, or the error lacks key and fix."""
+    ((kind, text),) = run_gloo(_without_memory, 1)
+    assert kind == "WeightSyncError" and "weight_sync.transport" in text and "Fix" in text
+
+
+def _orphaned(rank: int, world_size: int, port: int) -> tuple[str, str]:
+    """Kill the sender (rank 0) between two buckets. Return the receiver's error."""
+    import os
+    import signal
+
+    from gkd.weight_sync.group import GroupSpec, TransferGroup
+    from gkd.weight_sync.transfer import receive, send
+    from tests.dist.helpers import caught
+
+    (plan,) = _plans(1)
+    if rank == 0 and os.fork():
+        return "", ""
+    spec = GroupSpec("shared_memory", "127.0.0.1", port, rank, 2, 30.0, 30.0)
+    group = TransferGroup(spec, torch.device("cpu"))
+    if rank == 0:
+        tensors = list(_tensors(0).items())
+
+        def exported() -> Any:
+            yield from tensors[:3]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        send(group, plan, exported(), with_digests=False, kept=_kept(plan, "shared_memory"))
+    return caught(lambda: receive(group, plan, lambda tensors: None))
+
+
+def test_a_killed_sender_is_an_error_of_the_receivers() -> None:
+    """Fails if an engine waits for the time-out of a bucket when the actor's rank has died."""
+    _, (kind, _) = run_gloo(_orphaned, 2, free_port(), timeout_s=25.0)
+    assert kind == "WeightSyncError"

@@ -28,7 +28,7 @@ class _Sender:
     """The actor's side of a weight sync, in a thread."""
 
     def __init__(self, engine: Any, port: int, n_workers: int) -> None:
-        from gkd.weight_sync.transfer import GroupSpec, TransferGroup
+        from gkd.weight_sync.group import GroupSpec, TransferGroup
 
         self._engine = engine
 

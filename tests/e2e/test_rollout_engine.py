@@ -36,7 +36,8 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, plan_buckets
-    from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+    from gkd.weight_sync.group import GroupSpec, TransferGroup
+    from gkd.weight_sync.transfer import send
 
     config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
     engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=24, device="cpu", eos_ids=[EOS])

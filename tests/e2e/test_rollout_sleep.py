@@ -58,7 +58,8 @@ def _probe(student: Path, vocab: int, port: int) -> dict[str, Any]:
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, digest, plan_buckets
-    from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+    from gkd.weight_sync.group import GroupSpec, TransferGroup
+    from gkd.weight_sync.transfer import send
 
     config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8)
     engine = RolloutEngine(

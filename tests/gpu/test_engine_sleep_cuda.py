@@ -56,7 +56,8 @@ def _probe(student: Path, port: int, eager: bool) -> dict[str, Any]:
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
     from gkd.weight_sync.buckets import TensorSpec, plan_buckets
-    from gkd.weight_sync.transfer import GroupSpec, TransferGroup, send
+    from gkd.weight_sync.group import GroupSpec, TransferGroup
+    from gkd.weight_sync.transfer import send
 
     config = RolloutConfig(gpu_memory_utilization=0.3, max_num_seqs=8, enforce_eager=eager)
     engine = RolloutEngine(

@@ -33,7 +33,7 @@ class Exporter:
 
         self.export_plan = Method(lambda content: [TensorSpec(name, (2,), "float32") for name in of(content)])
         self.rendezvous = Method(lambda: ("here", 1))
-        self.join_group = Method(lambda spec: None)
+        self.join_group = Method(lambda spec: spec.transport)
         self.send_weights = Method(send)
 
 

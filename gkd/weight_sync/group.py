@@ -1,0 +1,178 @@
+"""Connect one sender of weights with the workers of all rollout engines, and move a bucket's bytes between them.
+
+A group is a bare ProcessGroup over a TCPStore of its own. It is not registered as a default group, so it can span a
+Megatron process and a vLLM process that have default groups of their own. There is one group for each pipeline stage.
+Its rank 0 is the stage's exporting rank, and the others are all workers of all rollout engines.
+
+Transports differ only in how the bytes of a bucket travel. Each bucket is followed by a header over gloo, with its
+checksum and, for shared memory, its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gkd.errors import WeightSyncError
+from gkd.weight_sync.buckets import checksum
+from gkd.weight_sync.segment import Segment, SegmentId, attached, host_id
+
+GLOO, NCCL, SHARED_MEMORY, AUTO = "gloo", "nccl", "shared_memory", "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Arguments of one member for joining a group: the address of its store, and the member's rank.
+
+    Attributes:
+        transport: "auto": shared_memory if all members are on one host, else gloo.
+        timeout_s: of one bucket.
+        join_s: until all members have arrived.
+    """
+
+    transport: str
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    timeout_s: float
+    join_s: float
+
+
+class TransferGroup:
+    """One member of a group. The constructor blocks until all members have joined. Raises WeightSyncError.
+
+    Attributes:
+        transport: GLOO, NCCL or SHARED_MEMORY.
+        device: where the buckets are; host memory unless with NCCL.
+    """
+
+    def __init__(self, spec: GroupSpec, device: torch.device) -> None:
+        self.spec = spec
+        self._attached: dict[SegmentId, torch.Tensor] = {}
+        self._nccl: Any = None
+        join_time, timeout = timedelta(seconds=spec.join_s), timedelta(seconds=spec.timeout_s)
+        try:
+            self._store = dist.TCPStore(
+                spec.host,
+                spec.port,
+                spec.world_size,
+                is_master=spec.rank == 0,
+                timeout=join_time,
+                wait_for_workers=False,
+            )
+            # First, because the group's constructor waits for the members as long as a bucket may take.
+            self._store.set(f"host {spec.rank}", host_id())
+            hosts = [self._store.get(f"host {rank}") for rank in range(spec.world_size)]
+            self.transport = self._resolved(hosts)
+            self.device = device if self.transport == NCCL else torch.device("cpu")
+            self._gloo = dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo", self._store), spec.rank, spec.world_size, timeout
+            )
+            if self.transport == NCCL:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                store = dist.PrefixStore("nccl", self._store)
+                self._nccl = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
+                # NCCL connects the members only at the first collective.
+                self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device), self._nccl)
+        except (RuntimeError, dist.DistError) as error:
+            raise WeightSyncError(
+                f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at "
+                f"{spec.host}:{spec.port} ({spec.transport}) within {spec.join_s:.0f} s: {error}"
+            ) from error
+
+    @property
+    def shares_memory(self) -> bool:
+        return self.transport == SHARED_MEMORY
+
+    def send_bucket(self, buffer: torch.Tensor, on_host: torch.Tensor, place: tuple[Segment, int] | None) -> None:
+        """Send one bucket; blocks until it is sent, or available in shared memory.
+
+        Args:
+            buffer: its bytes, on `device`.
+            on_host: host memory with the same bytes, or that gets them.
+            place: the segment and the offset in it where the bytes are; None: not in shared memory.
+        """
+        if not self.shares_memory:
+            self._broadcast(buffer, self._nccl or self._gloo)
+        if on_host.data_ptr() != buffer.data_ptr():
+            on_host.copy_(buffer)
+        header = [checksum(on_host), 0, 0, 0, 0, 0]
+        if self.shares_memory:
+            assert place is not None
+            segment, offset = place
+            header[1:] = [segment.id.pid, segment.id.fd, segment.id.n_bytes, segment.id.token, offset]
+        self._broadcast(_as_tensor(header), self._gloo)
+
+    def receive_bucket(self, n_bytes: int, buffer: torch.Tensor | None) -> torch.Tensor:
+        """Receive one bucket into `buffer`, or where the sender has it. Return its bytes.
+
+        Args:
+            buffer: [>= n_bytes] uint8 on `device`; None with shared memory.
+
+        Raises:
+            WeightSyncError: the bytes differ from those that were sent, or the connection is lost.
+        """
+        if buffer is not None:
+            buffer = buffer[:n_bytes]
+            self._broadcast(buffer, self._nccl or self._gloo)
+        header = torch.zeros(6, dtype=torch.int64)
+        self._broadcast(header, self._gloo)
+        expected, *segment, offset = header.tolist()
+        if buffer is None:
+            found = SegmentId(*segment)
+            if found not in self._attached:
+                self._attached[found] = attached(found)
+            buffer = self._attached[found][offset : offset + n_bytes]
+        if _signed(checksum(buffer)) != expected:
+            raise WeightSyncError(f"a bucket of {n_bytes} bytes was damaged on its way ({self.transport})")
+        return buffer
+
+    def close(self) -> None:
+        """Leave the group without waiting for the others. Their calls fail."""
+        for group in (self._gloo, self._nccl):
+            if group is not None:
+                group.abort()
+
+    def _resolved(self, hosts: list[bytes]) -> str:
+        chosen = self.spec.transport
+        others = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+        if chosen == AUTO:
+            return GLOO if others else SHARED_MEMORY
+        if chosen == SHARED_MEMORY and others:
+            raise WeightSyncError(
+                f"weight_sync.transport = shared_memory: members {others} of the group are not on the sender's host. "
+                "Fix: use auto or gloo"
+            )
+        return chosen
+
+    def _broadcast(self, buffer: torch.Tensor, group: Any) -> None:
+        """Broadcast from rank 0, in place; blocks until the data is received (gloo) or enqueued on a stream (nccl).
+
+        After an error the connections are closed, so that the other members fail, too, instead of waiting for their
+        time-out.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        try:
+            group.broadcast([buffer], options).wait()
+        except RuntimeError as error:
+            self.close()
+            raise WeightSyncError(
+                f"weight-sync broadcast failed on rank {self.spec.rank} of {self.spec.world_size}: {error}"
+            ) from error
+
+
+def _signed(number: int) -> int:
+    """Return an unsigned 64-bit number as the signed one with the same bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _as_tensor(numbers: list[int]) -> torch.Tensor:
+    return torch.tensor([_signed(number) for number in numbers], dtype=torch.int64)
