@@ -1,0 +1,203 @@
+"""Measure a weight sync of a student with 0.5 billion parameters between two processes of this host, on the CPU.
+
+    python -m tests.bench.bench_weight_sync [--json FILE] [--rounds N]
+
+The student has the shapes of Qwen2.5-0.5B, random weights, 2 GB in float32. The receiver is a real vLLM engine. In each
+round every way is measured once, interleaved, after one round that is not counted. Needs 12 GB and up to 4 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gkd.cluster.assignment import free_port
+from gkd.weight_sync.group import GLOO, SHARED_MEMORY, GroupSpec
+from tests.bench import weight_sync_peers as peers
+from tests.bench.command import parsed, parser, run_parts
+from tests.bench.teacher_report import Figure, Part, Table
+
+_PARTS = ("qwen25_05b",)
+_SIZES = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+_TRANSPORTS = (GLOO, SHARED_MEMORY)
+_MEMCPY = "memcpy"
+_TENSORS = "tensor by tensor over gloo"
+
+
+def save_model(folder: Path) -> None:
+    """Write a random Qwen2 of `_SIZES` in float32."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, max_position_embeddings=128))
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.uniform_(-0.02, 0.02)
+    model.tie_weights()
+    model.save_pretrained(folder, max_shard_size="4GB")
+
+
+@dataclass
+class Peer:
+    """A process of `tests.bench.weight_sync_peers`."""
+
+    target: Any
+    folder: Path
+    _connection: Connection = field(init=False)
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=self.target, args=(other, self.folder), daemon=True)
+        self._process.start()
+        other.close()
+
+    def start(self, name: str, *args: Any) -> None:
+        self._connection.send((name, args))
+
+    def result(self, timeout_s: float = 200.0) -> tuple[Any, tuple[float, float, float]]:
+        """Return the result of the last command and its (start, end, CPU seconds)."""
+        if not self._connection.poll(timeout_s):
+            raise RuntimeError(f"{self.target.__name__}: no reply within {timeout_s:g} s")
+        found = self._connection.recv()
+        if found == "ready":
+            return None, (0.0, 0.0, 0.0)
+        if found[1] is None:
+            raise found[0]
+        return found
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+class Pair:
+    """Both processes, and the measurements by way: (seconds, CPU seconds of the sender, of the engine)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sender, self.engine = Peer(peers.sender, folder), Peer(peers.engine, folder)
+        self.times: dict[str, list[tuple[float, float, float]]] = {}
+        for peer in (self.sender, self.engine):
+            peer.result()
+        self.sender.start("plan")
+        self.plan = self.sender.result()[0]
+        for transport in _TRANSPORTS:
+            port = free_port("127.0.0.1")
+            for rank, peer in enumerate((self.sender, self.engine)):
+                peer.start("join", transport, GroupSpec(transport, "127.0.0.1", port, rank, 2, 120.0, 60.0))
+            for peer in (self.sender, self.engine):
+                peer.result()
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(bucket.n_bytes for bucket in self.plan)
+
+    def both(self, way: str, at_sender: tuple[Any, ...], at_engine: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Run a command in each process at the same time; return both results."""
+        self.engine.start(*at_engine)
+        self.sender.start(*at_sender)
+        (sent, (begun, left, cpu)), (got, (also_begun, arrived, other_cpu)) = self.sender.result(), self.engine.result()
+        seconds = max(left, arrived) - min(begun, also_begun)
+        self.times.setdefault(way, []).append((seconds, cpu, other_cpu))
+        print(f"  {way}: {seconds:.2f} s, CPU {cpu:.2f} + {other_cpu:.2f} s", file=sys.stderr, flush=True)
+        return sent, got
+
+    def round(self) -> None:
+        """Measure each way once. Raises AssertionError: the engine does not have the sender's tensors."""
+        self.sender.start(_MEMCPY)
+        _, (begun, ended, cpu) = self.sender.result()
+        self.times.setdefault(_MEMCPY, []).append((ended - begun, cpu, 0.0))
+        print(f"  memcpy: {ended - begun:.2f} s, CPU {cpu:.2f} s", file=sys.stderr, flush=True)
+        for loads in (False, True):
+            self.step()
+            self.both(_named(_TENSORS, loads, False), ("tensor_by_tensor",), ("tensor_by_tensor", self.plan, loads))
+        for transport in _TRANSPORTS:
+            for loads, with_digests in ((False, False), (True, False), (True, True)):
+                self.step()
+                sent, got = self.both(
+                    _named(transport, loads, with_digests),
+                    ("transfer", transport, with_digests),
+                    ("transfer", transport, self.plan, loads, with_digests),
+                )
+                assert sent == got, "the engine has other tensors than were sent"
+
+    def step(self) -> None:
+        self.sender.start("step")
+        self.sender.result()
+
+    def close(self) -> None:
+        self.sender.close()
+        self.engine.close()
+
+
+def _named(transport: str, loads: bool, with_digests: bool) -> str:
+    return transport + (", loaded" if loads else "") + (" and verified by digests" if with_digests else "")
+
+
+def measure(rounds: int) -> Part:
+    with tempfile.TemporaryDirectory() as name:
+        print("making the student", file=sys.stderr, flush=True)
+        save_model(Path(name))
+        print("starting the engine", file=sys.stderr, flush=True)
+        pair = Pair(Path(name))
+        try:
+            for number in range(rounds + 1):
+                print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+                pair.round()
+                if number == 0:
+                    pair.times.clear()
+        finally:
+            pair.close()
+    seconds = {way: median(time for time, _, _ in times) for way, times in pair.times.items()}
+    memcpy, shared = seconds[_MEMCPY], _named(SHARED_MEMORY, True, False)
+    figures = [
+        Figure("memcpy / shared_memory", memcpy / seconds[SHARED_MEMORY], at_least=0.3),
+        Figure("memcpy / shared_memory, loaded", memcpy / seconds[shared], at_least=0.1, note="goal 0.25"),
+        Figure("memcpy / shared_memory, loaded and verified", memcpy / seconds[_named(SHARED_MEMORY, True, True)]),
+        Figure("tensor by tensor / shared_memory, both loaded", seconds[_named(_TENSORS, True, False)] / seconds[shared],
+               at_least=3.0),
+        Figure("memcpy / gloo, loaded", memcpy / seconds[_named(GLOO, True, False)]),
+    ]  # fmt: skip
+    gigabytes = pair.n_bytes / 1e9
+    rows = [
+        [way, f"{seconds[way]:.3f}", f"{gigabytes / seconds[way]:.2f}", f"{memcpy / seconds[way]:.0%}",
+         *(f"{median(time[side] for time in times):.2f}" for side in (1, 2))]
+        for way, times in pair.times.items()
+    ]  # fmt: skip
+    columns = ["way", "seconds", "GB/s", "of memcpy", "CPU s, sender", "CPU s, engine"]
+    what = f"Sync of {gigabytes:.2f} GB from one process to a vLLM engine in another; median of {rounds} rounds."
+    settings = {"rounds": rounds, "bytes": pair.n_bytes, "bucket_bytes": peers.BUCKET_BYTES} | _SIZES
+    return Part(_PARTS[0], what, figures, [Table("weight sync", columns, rows)], settings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args: argparse.Namespace = parsed(parser("tests.bench.bench_weight_sync", __doc__ or "", _PARTS, 5), _PARTS, argv)
+    began = time.monotonic()
+    code = run_parts(args, lambda name: measure(args.rounds))
+    print(f"{time.monotonic() - began:.0f} s in all", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The two processes of `bench_weight_sync`: a sender with a student's tensors, and a real vLLM engine that gets them.
+
+Commands come over pipes from the benchmark. Each reply has the times of its start and end (the clock of the host, which
+both processes have in common) and the CPU seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BUCKET_BYTES = 256 << 20
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+def serve(connection: Connection, commands: dict[str, Callable[..., Any]]) -> None:
+    """Run commands (name, arguments) until the connection is closed; the reply to each is (result, times)."""
+    connection.send("ready")
+    while True:
+        try:
+            name, args = connection.recv()
+        except EOFError:
+            return
+        cpu, began = time.process_time(), time.monotonic()
+        try:
+            result: Any = commands[name](*args)
+        except BaseException as error:
+            connection.send((error, None))
+            raise
+        connection.send((result, (began, time.monotonic(), time.process_time() - cpu)))
+
+
+def sender(connection: Connection, folder: Path) -> None:
+    """Hold the student's tensors, as a rank without shards does; `export` yields them without a copy."""
+    from gkd.weight_sync.buckets import TensorSpec, layout, plan_buckets
+    from gkd.weight_sync.group import TransferGroup
+    from gkd.weight_sync.segment import Segment
+    from gkd.weight_sync.transfer import send
+
+    torch.set_num_threads(1)
+    tensors = tensors_of(folder)
+    specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
+    plan = plan_buckets(specs, BUCKET_BYTES)
+    kept = Segment(layout(plan)[1])
+    target = torch.zeros(sum(spec.n_bytes for spec in specs), dtype=torch.uint8)
+    groups: dict[str, TransferGroup] = {}
+
+    def join(name: str, spec: Any) -> None:
+        groups[name] = TransferGroup(spec, torch.device("cpu"))
+
+    def memcpy() -> None:
+        start = 0
+        for tensor in tensors.values():
+            n_bytes = tensor.numel() * 4
+            target[start : start + n_bytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            start += n_bytes
+
+    def tensor_by_tensor() -> None:
+        for tensor in tensors.values():
+            groups["gloo"]._broadcast(tensor.clone(), groups["gloo"]._gloo)
+
+    def transfer(name: str, with_digests: bool) -> dict[str, str]:
+        return send(groups[name], plan, tensors.items(), with_digests=with_digests, kept=kept)
+
+    def step() -> None:
+        """Change all tensors, so that a transfer that loads nothing is noticed."""
+        for tensor in tensors.values():
+            tensor.mul_(1.01)
+
+    serve(
+        connection,
+        {
+            "plan": lambda: plan,
+            "join": join,
+            "memcpy": memcpy,
+            "tensor_by_tensor": tensor_by_tensor,
+            "transfer": transfer,
+            "step": step,
+        },
+    )
+
+
+def engine(connection: Connection, folder: Path) -> None:
+    """Hold a real engine. It receives with the product's `RolloutEngine.receive`, or only the bytes."""
+    from gkd.rollout.engine_start import CPU_ENV
+
+    os.environ.update({**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"})
+    from gkd.config.schema import RolloutConfig
+    from gkd.rollout.engine import RolloutEngine
+    from gkd.weight_sync.group import TransferGroup
+    from gkd.weight_sync.transfer import receive
+
+    made = RolloutEngine(
+        str(folder),
+        RolloutConfig(cpu_kv_cache_mib=64, max_num_seqs=4),
+        dtype="float32",
+        max_model_len=64,
+        device="cpu",
+        eos_ids=[0],
+    )
+    worker = made.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    groups: dict[str, TransferGroup] = {}
+
+    def join(name: str, spec: Any) -> None:
+        made.join_groups([spec])
+        groups[name] = worker._gkd_groups.pop()
+
+    def tensor_by_tensor(plan: Any, loads: bool) -> None:
+        group, model = groups["gloo"], worker.model_runner.get_model()
+
+        def received() -> Iterator[tuple[str, torch.Tensor]]:
+            for bucket in plan:
+                for spec in bucket.specs:
+                    tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
+                    group._broadcast(tensor, group._gloo)
+                    yield spec.name, tensor
+
+        if loads:
+            model.load_weights(received())
+        else:
+            for _ in received():
+                pass
+
+    def transfer(name: str, plan: Any, loads: bool, with_digests: bool) -> dict[str, str]:
+        if not loads:
+            receive(groups[name], plan, lambda tensors: None)
+            return {}
+        worker._gkd_groups = [groups[name]]
+        made.receive([plan], 1)
+        return made.digests() if with_digests else {}
+
+    serve(
+        connection,
+        {"join": join, "tensor_by_tensor": tensor_by_tensor, "transfer": transfer, "digests": made.digests},
+    )
