@@ -59,6 +59,14 @@ class ClusterError(GkdError):
     """The requested processes or GPUs are not available, or a process died or timed out."""
 
 
+class RankFailed(ClusterError):
+    """A process died, or raised an error that is not a `GkdError`; a new process may succeed."""
+
+
+class EngineFailed(ClusterError):
+    """A rollout engine failed more often than rollout.max_restarts allows; names its host and GPU."""
+
+
 class OutOfMemory(ClusterError):
     """A rank ran out of GPU or host memory. Lists the largest users of it and what to change.
 

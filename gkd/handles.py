@@ -127,12 +127,25 @@ class EngineUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRestarts:
+    """Rollout engines that were started again because they died or hung."""
+
+    restarts: int = 0  # that succeeded
+    seconds: float = 0.0  # sum over them, from the failure until the engine held the current weights
+    prompts: int = 0  # answered anew
+
+    def plus(self, restarts: int = 0, seconds: float = 0.0, prompts: int = 0) -> EngineRestarts:
+        return EngineRestarts(self.restarts + restarts, self.seconds + seconds, self.prompts + prompts)
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutUsage:
     """Counters of the rollout pool since the previous `usage` call."""
 
-    engines: Sequence[EngineUsage]
+    engines: Sequence[EngineUsage]  # of those that are up
     generate_s: float  # time in `generate`, from its first call to an engine to its last chunk
     memory: Mapping[str, float] = field(default_factory=dict)  # metric name -> maximum over the engines
+    restarts: EngineRestarts = EngineRestarts()
 
 
 @dataclass(frozen=True, slots=True)

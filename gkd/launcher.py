@@ -22,8 +22,9 @@ from gkd.cluster.clocks import measure_clocks
 from gkd.cluster.gpu_table import GpuMap, gpu_map_from_json
 from gkd.cluster.hang import hang_report
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import HELPER_CPUS, Cluster, Pool
+from gkd.cluster.pools import HELPER_CPUS, Cluster
 from gkd.cluster.shared_pools import colocated_pool
+from gkd.cluster.slots import Pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
 from gkd.config.schedulers import STREAM

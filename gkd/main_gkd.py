@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 import traceback
@@ -17,15 +18,21 @@ from gkd.config.schema import Config
 from gkd.console.terminal import Terminal
 from gkd.errors import ConfigError, DataError, GkdError, ModelError
 from gkd.run import interrupts
+from gkd.run.again import may_start_again, start_again
 from gkd.run.closing import Closing
 from gkd.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0 done, 1 the run failed, 2 invalid config, model or prompt file, 130 interrupted."""
+    """Return the exit code: 0 done, 1 the run failed, 2 invalid config, model or prompt file, 130 interrupted.
+
+    A program whose rank failed starts again instead, up to trainer.max_restarts times (`gkd.run.again`).
+    """
+    environment = dict(os.environ)
     args = _parse(argv)
     interrupts.install()  # also where a shell started it in the background with SIGINT ignored
     closing: Closing | None = None
+    failure: GkdError | None = None
     try:
         config = load_config(args.config, args.overrides)
         closing = Closing(config, sys.argv[1:] if argv is None else argv)
@@ -39,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except GkdError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        code = 1
+        code, failure = 1, error
     except (KeyboardInterrupt, SystemExit):  # SystemExit: Ray's own SIGTERM handler, in force while Ray starts
         print("interrupted; all started processes are stopped", file=sys.stderr)
         code = 130
@@ -50,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         code = 0
     if closing is not None:
         closing.print(code)
+        # Only as a program: a caller of this function would be replaced, too. Not before the loop.
+        if argv is None and failure is not None and closing.state is not None and may_start_again(failure, config):
+            start_again(environment)
     return code
 
 

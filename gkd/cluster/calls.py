@@ -15,21 +15,25 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from gkd.console.activity import activities
-from gkd.errors import ClusterError, GkdError, RankTimeout
+from gkd.errors import ClusterError, GkdError, RankFailed, RankTimeout
 
 Key = TypeVar("Key")
 
 
-def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+def gather(
+    refs: Mapping[str, Any], what: str, timeout_s: float, failed: dict[str, RankFailed] | None = None
+) -> dict[str, Any]:
     """Wait for all calls and return the results by name, in the order of `refs`.
 
     Args:
         refs: name of the rank or engine -> ObjectRef of its result.
         what: the stage, for messages: "train_step".
+        failed: receives the error of each rank that failed, by name; the others are still waited for. None: the first
+            failure is raised.
 
     Raises:
         GkdError: the typed error that a worker raised.
-        ClusterError: a worker died or raised another error (with its traceback).
+        RankFailed: a worker died or raised another error (with its traceback).
         RankTimeout: ranks have not replied in time; names them.
     """
     deadline = time.monotonic() + timeout_s
@@ -42,9 +46,15 @@ def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, An
             if not done:
                 late = sorted(names[ref] for ref in pending)
                 raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
-            results[names[done[0]]] = fetch(done[0], f"{what} on {names[done[0]]}")
-            activities.done(len(results))
-    return {name: results[name] for name in refs}
+            name = names[done[0]]
+            try:
+                results[name] = fetch(done[0], f"{what} on {name}")
+            except RankFailed as error:
+                if failed is None:
+                    raise
+                failed[name] = error
+            activities.done(len(refs) - len(pending))
+    return {name: results[name] for name in refs if name in results}
 
 
 class Pending:
@@ -130,8 +140,8 @@ def fetch(ref: Any, what: str) -> Any:
         cause = getattr(error, "cause", None)
         if isinstance(cause, GkdError):
             raise cause from error
-        raise ClusterError(f"{what} failed:\n{error}") from error
+        raise RankFailed(f"{what} failed:\n{error}") from error
     except RayActorError as error:
-        raise ClusterError(f"{what}: the process died: {error}") from error
+        raise RankFailed(f"{what}: the process died: {error}") from error
     except RayError as error:
         raise ClusterError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Reserve resource pools on Ray, and start one process per slot.
+"""Reserve resource pools on Ray: one slot per process.
 
 `placement` chooses the nodes. Each process has its own Ray placement group, pinned to its node. The groups are reserved
 one after the other. A node assigns its lowest free GPUs first, so the ids ascend with the ranks and from the first pool
@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -26,10 +25,9 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gkd.cluster.placement import Node, PoolSpec, Room, in_order, place, shortage
-from gkd.cluster.stacks import rank_env
+from gkd.cluster.slots import Pool
 from gkd.cluster.worker_lines import keep_worker_lines
 from gkd.errors import ClusterError
 from gkd.log import get_logger
@@ -45,7 +43,6 @@ _JOB_ENV = {"worker_process_setup_hook": "gkd.cluster.stacks.listen"}
 _GRANT_S = 5.0  # Ray grants what is free within milliseconds
 _POLL_S = 0.2
 _LOG_EVERY_S = 15.0  # between log lines while resources are not free
-_NO_RAY_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _RUN = "GKD_CLUSTER_RUN"  # environment variable of all processes of a cluster started here: its `Cluster.run`
 _NODE_ID = "ray.io/node-id"  # a label of every Ray node
 _HTTP2_SETTINGS = 4  # type of the first frame, which a gRPC server sends without a request
@@ -166,51 +163,6 @@ def _kill_rest(run: str) -> None:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             if process.pid != os.getpid() and process.environ().get(_RUN) == run:
                 process.kill()
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Reserved slots; `spawn` starts one process in each."""
-
-    spec: PoolSpec
-    groups: list[PlacementGroup]  # by rank
-    run: str  # unique id of the run
-    visible: tuple[str, ...] = ()  # by rank: CUDA_VISIBLE_DEVICES of a colocated pool; empty: set by Ray
-
-    def named(self, workers: Sequence[Any]) -> dict[str, Any]:
-        """Return the workers from `spawn` by the names of the ranks."""
-        return {self.spec.rank_name(rank): worker for rank, worker in enumerate(workers)}
-
-    def near(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Return the strategy for a helper of this rank: on its node, in the CPUs that are reserved with it."""
-        return PlacementGroupSchedulingStrategy(placement_group=self.groups[rank], placement_group_bundle_index=0)
-
-    def spawn(self, worker_class: Any, env: dict[str, str], *, concurrency_groups: Sequence[str] = ()) -> list[Any]:
-        """Create one Ray actor in each slot, in rank order, with its rank as the only argument.
-
-        Args:
-            concurrency_groups: of the class (`ray.method(concurrency_group=...)`). Their methods run while another
-                method runs, in one thread per group. With any group, the other methods share one thread, which is not
-                the main thread.
-        """
-        handles = []
-        # `options` does not support the groups, and `ray.remote` no empty list of options.
-        options = {"concurrency_groups": dict.fromkeys(concurrency_groups, 1)} if concurrency_groups else {}
-        remote_class = ray.remote(**options)(worker_class) if options else ray.remote(worker_class)
-        for rank in range(self.spec.world_size):
-            # Without this, Ray hides all GPUs from a process with num_gpus=0.
-            shown = {"CUDA_VISIBLE_DEVICES": self.visible[rank], _NO_RAY_GPUS: "1"} if self.visible else {}
-            handles.append(
-                remote_class.options(
-                    name=f"{self.spec.name}_{rank}_{os.getpid()}",
-                    num_gpus=0 if self.visible else self.spec.gpus_per_worker,
-                    num_cpus=1,
-                    scheduling_strategy=self.near(rank),
-                    runtime_env={"env_vars": env | shown | rank_env(self.run, self.spec.rank_name(rank))},
-                    max_restarts=0,
-                ).remote(rank)
-            )
-        return handles
 
 
 def _reserve(specs: Sequence[PoolSpec], nodes: Sequence[Sequence[str]], run: str) -> dict[str, Pool] | None:

@@ -12,7 +12,7 @@ import ray
 
 from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Pool
+from gkd.cluster.slots import Pool
 
 
 @ray.remote(num_cpus=0, num_gpus=1, max_retries=0)

@@ -127,7 +127,7 @@ def listen() -> None:
 
 def stacks_here(run: str) -> list[RankStack]:
     """Return the stacks of this run's processes on this machine, each rank before its children. Takes seconds."""
-    found = _ranks_of(run)
+    found = ranks_here(run)
     requests = [(pid, rank, *_request_stacks(pid)) for pid, rank in found.items()]
     deadline = time.monotonic() + _DUMP_S
     stacks = []
@@ -138,7 +138,7 @@ def stacks_here(run: str) -> list[RankStack]:
     return sorted(stacks, key=lambda stack: (stack.rank, stack.is_child, stack.pid))
 
 
-def _ranks_of(run: str) -> dict[int, str]:
+def ranks_here(run: str) -> dict[int, str]:
     """Return {pid: rank} of the run's processes on this machine."""
     found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):

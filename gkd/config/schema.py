@@ -114,6 +114,13 @@ class RolloutConfig:
         ge=0,
         resume=True,
     )
+    hang_timeout_s: float = key(
+        300.0,
+        "Seconds without a finished pass, or without any reply, after which an engine with unfinished sequences hangs "
+        "and is killed. Longer than its longest pass, shorter than trainer.stage_timeout_s.",
+        gt=0,
+        resume=True,
+    )
 
 
 @dataclass

@@ -99,6 +99,13 @@ class TrainerConfig:
         limits="never, auto or a folder",
         resume=True,
     )
+    max_restarts: int = key(
+        0,
+        "How often a run whose rank died, failed or hangs in the training loop starts again by itself, from its newest "
+        "checkpoint. See docs/operations.md.",
+        ge=0,
+        resume=True,
+    )
     save_every: int | str = key(
         "30min",
         "Steps or time between checkpoints; 0 = only at the end. An interrupt and a lost teacher save the last step, "

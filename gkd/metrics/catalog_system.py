@@ -85,6 +85,19 @@ _PERF = (
         "faster disk.",
     ),
     Row("perf/checkpoint_bytes", "bytes", "a save has finished", "Size of that checkpoint.", "Constant."),
+    Row(
+        "perf/engine_restarts", "engines", EVERY_STEP,
+        "Rollout engines that died or hung and were started again (`rollout.max_restarts`), since the line before.",
+        "0.",
+        "Above 0: the log names cause, host and GPU.",
+    ),
+    Row(
+        "perf/engine_recovery_s", "s", EVERY_STEP,
+        "Sum over them of the time from the failure until the engine held the current weights.",
+        "0.",
+        "Long: an engine's start takes long; see [operations](operations.md#a-rollout-engine-dies).",
+    ),
+    Row("perf/prompts_anew", "prompts", EVERY_STEP, "Prompts answered anew because their engine failed.", "0."),
 )  # fmt: skip
 _MEMORY = (
     Row(

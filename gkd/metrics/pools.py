@@ -12,7 +12,7 @@ from gkd.config.derived import derive
 from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
 from gkd.console.forecast import plain_s
-from gkd.handles import RolloutUsage
+from gkd.handles import EngineRestarts, RolloutUsage
 
 QUANTILES = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)  # of the response lengths, per cent
 # Sums over the engines' passes, see `gkd.rollout.usage.PassMeter`: name -> index in the products of (1, b, p, s).
@@ -72,6 +72,15 @@ def rollout_numbers(usage: RolloutUsage) -> dict[str, float]:
         numbers[LENGTH_MEAN] = float(lengths.mean())
         numbers |= {quantile_name(q): float(x) for q, x in zip(QUANTILES, points, strict=True)}
     return numbers
+
+
+def restart_numbers(restarts: EngineRestarts) -> dict[str, float]:
+    """Return the engines that were started again."""
+    return {
+        "perf/engine_restarts": float(restarts.restarts),
+        "perf/engine_recovery_s": restarts.seconds,
+        "perf/prompts_anew": float(restarts.prompts),
+    }
 
 
 def shares(numbers: dict[str, float], scheduler: str) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 
 from gkd.config.derived import derive
 from gkd.config.schedulers import staleness_bound
@@ -16,10 +17,10 @@ from gkd.console.activity import activities
 from gkd.console.forecast import Forecast
 from gkd.console.state import RunState
 from gkd.console.step_line import STEP_LINE, step_line
-from gkd.handles import RolloutUsage, ScoredChunk, SyncReport, TrainStats
+from gkd.handles import EngineRestarts, RolloutUsage, ScoredChunk, SyncReport, TrainStats
 from gkd.health.response import HealthResponse
 from gkd.log import get_logger
-from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, rollout_numbers, shares
+from gkd.metrics.pools import WITH_EVALUATION, layout_numbers, restart_numbers, rollout_numbers, shares
 from gkd.metrics.span_file import SpanFile
 from gkd.metrics.step import step_numbers
 from gkd.metrics.teacher_meter import TeacherMeter
@@ -73,6 +74,7 @@ class RunMetrics:
         self._scheduler, self._total_steps = config.trainer.scheduler, total_steps
         self._reads_memory = config.memory.timeline or derive(config).moves_states
         self._overlapped_evaluation = False
+        self._restarts = EngineRestarts()  # since the last line, also during an evaluation
         self._first_step = 0
         self._files: list[MetricsWriter] = []
         self._trackers: Trackers | None = None
@@ -143,7 +145,8 @@ class RunMetrics:
         with m.stage("usage"):
             usage = self._usage()
         m.add(step_numbers(batch, stats, sync, version=m.step - 1))
-        m.add(usage.memory)
+        m.add(usage.memory | restart_numbers(self._restarts))
+        self._restarts = EngineRestarts()
         m.add_tuner(rollout_numbers(usage) | layout_numbers(self._config, m.step - self._first_step))
         if self._overlapped_evaluation:
             m.add_tuner({WITH_EVALUATION: 1.0})
@@ -194,6 +197,7 @@ class RunMetrics:
 
     def _usage(self) -> RolloutUsage:
         usage = self._rollout.usage()
+        self._restarts = self._restarts.plus(*astuple(usage.restarts))
         self._spans.add(engine.spans for engine in usage.engines)
         return usage
 

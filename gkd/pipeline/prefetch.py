@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from gkd.config.schedulers import AHEAD
 from gkd.config.schema import Config
 from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
+from gkd.errors import EngineFailed
 from gkd.handles import InFlight, PendingScores
 from gkd.pipeline.background import Background, Foreground, Result
 from gkd.pipeline.generate import Generation
@@ -74,11 +76,14 @@ class PrefetchedBatches:
 
     def wait_until_idle(self) -> None:
         for batch in self._queue:
-            batch.pending.result()
+            _is_complete(batch)  # `next_batch` raises the error of a batch that cannot be completed
 
     def in_flight(self, step: int) -> InFlight:
-        """Return the batches that older weights generated; the current weights can generate theirs again."""
-        older = [batch for batch in self._queue if batch.version < step]
+        """Return the batches that older weights generated; the current weights can generate theirs again.
+
+        A batch that an engine failed to complete is not part of it: a resumed run generates it with newer weights.
+        """
+        older = list(takewhile(lambda batch: batch.version < step and _is_complete(batch), self._queue))
         chunks = {_label(batch.number): batch.pending.result() for batch in older}
         return InFlight((step + len(older)) * self._config.trainer.global_batch_size, chunks=chunks)
 
@@ -95,6 +100,14 @@ class PrefetchedBatches:
         return self._generation.generate_and_score(
             prompts, on_policy, n=self._config.rollout.n, seed=seed + number, policy_version=version
         )
+
+
+def _is_complete(batch: _Batch) -> bool:
+    try:
+        batch.pending.result()
+    except EngineFailed:  # the engines are idle for good
+        return False
+    return True
 
 
 def _label(number: int) -> str:

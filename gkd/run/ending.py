@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from gkd.errors import CheckpointError, ClusterError, RankTimeout, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, EngineFailed, RankTimeout, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.run import interrupts
 from gkd.run.saver import Saver
@@ -35,6 +35,7 @@ def run_ending(
     - KeyboardInterrupt: the last finished step is saved, within `interrupts.LIMIT_S` of the first signal, if the
       interrupt came between steps (`gkd.run.interrupts`); otherwise nothing is.
     - TeacherUnavailable: the last finished step is saved, without the scores that the teacher still owes.
+    - EngineFailed: the last finished step is saved, because the actor is well.
     - RankTimeout: `diagnose_hang` runs before anything else, while the ranks still hang.
     Errors on the way are logged, so that the user gets the one that ended the run.
     """
@@ -101,5 +102,7 @@ def _save_what_can_be_saved(error: Exception, saver: Saver, save_now: SaveNow, c
             "stopped after step %d (checkpoint saved). Restart the teacher, then the trainer with trainer.resume=auto",
             saver.committed_step,
         )
+    if isinstance(error, EngineFailed) and attempt("the last save", lambda: save_now(scored=False)):
+        log.error("stopped; newest checkpoint: step %s", saver.committed_step or "none")
     if not isinstance(error, ClusterError):  # otherwise the engines hang or are gone, and end with the run
         attempt("stopping the rollouts", lambda: close_source(wait=True))

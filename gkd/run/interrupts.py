@@ -33,6 +33,7 @@ class _State:
     may_stop = False  # in an `interruptible` block
     received = False  # the first signal in the loop
     between_steps = False  # KeyboardInterrupt was raised in an `interruptible` block
+    requested = False  # any signal has come
     stopping_s: float | None = None  # clock when the processes began to stop
 
 
@@ -79,6 +80,11 @@ def came_between_steps() -> bool:
     return _state.between_steps
 
 
+def requested() -> bool:
+    """Return whether a signal has come since `install`, also one that another error overtook."""
+    return _state.requested
+
+
 def ignore_signals() -> None:
     """Ignore further signals for STOP_S: this process is stopping all that it has started."""
     signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -89,6 +95,7 @@ def _receive(number: int, frame: FrameType | None) -> None:
     del frame
     if number == signal.SIGALRM and not _state.in_loop:
         return
+    _state.requested = True
     if _state.stopping_s is not None and time.monotonic() - _state.stopping_s < STOP_S:
         return
     if not _state.in_loop or _state.received:

@@ -24,7 +24,8 @@ from gkd.errors import ClusterError, ConfigError, GkdError
 
 if TYPE_CHECKING:
     from gkd.cluster.placement import PoolSpec
-    from gkd.cluster.pools import Cluster, Pool
+    from gkd.cluster.pools import Cluster
+from gkd.cluster.slots import Pool
 
 # Shorter than trainer.init_timeout_s, which training waits: GPUs that are free are granted at once.
 _POOL_S = 60.0

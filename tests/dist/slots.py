@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster, Pool
+from gkd.cluster.pools import Cluster
+from gkd.cluster.slots import Pool
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import ray
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import CONCURRENCY_GROUPS, ActorWorker
 from gkd.cluster.calls import gather
-from gkd.cluster.pools import Pool
+from gkd.cluster.slots import Pool
 from gkd.config.load import load_config
 from gkd.errors import ClusterError, NumericsError
 from gkd.handles import RolloutChunk, ScoredChunk, TrainStats

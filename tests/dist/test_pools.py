@@ -23,7 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from gkd.cluster import pools as pools_module
 from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
-from gkd.cluster.pools import Cluster, Pool
+from gkd.cluster.pools import Cluster
+from gkd.cluster.slots import Pool
 from gkd.errors import ClusterError
 from gkd.gpu_map.collect import PlacementProbe
 from gkd.launcher import worker_env

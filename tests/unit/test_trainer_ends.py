@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gkd.errors import CheckpointError, ClusterError, ModelError, RankTimeout, TeacherUnavailable
+from gkd.errors import CheckpointError, ClusterError, EngineFailed, ModelError, RankTimeout, TeacherUnavailable
+from gkd.handles import EngineRestarts, GreedyReport, RolloutChunk
 from gkd.metrics.run_metrics import RunMetrics
 from gkd.metrics.writer import read_metrics
 from gkd.run.ending import LAST_SAVE_WAIT_S
@@ -156,3 +160,51 @@ def test_metrics_are_flushed_before_each_save(tmp_path: Path, monkeypatch: pytes
     make(tmp_path, world, "trainer.total_steps=2", "trainer.save_every=1").fit()
     events = [event for event in world.events if event in ("sync", "save", "train")]
     assert events == ["sync", "train", "sync", "save", "train", "sync", "save"], "at step 0 there is nothing to save"
+
+
+@pytest.mark.parametrize("scheduler", ["sync", "one_step_off", "two_step_off"])
+@pytest.mark.parametrize("fails_at", [1, 3, 5])
+def test_a_failed_engine_leaves_a_checkpoint_of_the_last_step(
+    scheduler: str, fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if an engine that failed for good costs finished steps, or the resumed run loses or repeats a prompt."""
+    world, again = World(), World()
+    settings = ("trainer.total_steps=6", f"trainer.scheduler={scheduler}")
+    generate = world.generate
+    n_batches = iter(range(1, 99))
+
+    def failing(*args: Any, **kwargs: Any) -> Iterator[RolloutChunk]:
+        if next(n_batches) >= fails_at:
+            raise EngineFailed("rollout engine 0 (host, GPU 3) failed 2 times")
+        yield from generate(*args, **kwargs)
+
+    monkeypatch.setattr(world, "generate", failing)
+    with pytest.raises(EngineFailed):
+        make(tmp_path, world, *settings).fit()
+    n_done = len(world.trained)
+    assert n_done == fails_at - 1
+    assert n_done == 0 or checkpoints(tmp_path) == ["latest", f"step_{n_done:08d}"]
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, n_done + 1))
+    # In a copy: the error, which a batch keeps, holds the lock of the run folder.
+    shutil.copytree(tmp_path / "run", tmp_path / "copy" / "run")
+    make(tmp_path / "copy", again, *settings, "trainer.resume=auto").fit()
+    whole = World()
+    make(tmp_path / "whole", whole, *settings).fit()
+    assert world.trained + again.trained == whole.trained
+
+
+def test_restarts_of_engines_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if restarted engines are missing in the metrics, or those of an evaluation are."""
+    world = World()
+    evaluate = world.greedy
+
+    def greedy(*args: Any, **kwargs: Any) -> GreedyReport:
+        world.restarts = EngineRestarts(1, 2.5, 3)
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(world, "greedy", greedy)
+    make(tmp_path, world, "trainer.total_steps=3", "eval.every=2", val=PROMPTS[:1]).fit()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    names = ("perf/engine_restarts", "perf/engine_recovery_s", "perf/prompts_anew")
+    counted = [tuple(line[name] for name in names) for line in lines if names[0] in line]
+    assert counted == [(1.0, 2.5, 3.0), (0.0, 0.0, 0.0), (1.0, 2.5, 3.0)]

@@ -17,6 +17,7 @@ from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ClusterError, ModelError, TeacherUnavailable
 from gkd.handles import (
     Computation,
+    EngineRestarts,
     EngineUsage,
     FileDigest,
     GreedyReport,
@@ -71,6 +72,7 @@ class World:
         self.save_hangs = False  # save_finished times out
         self.scores_fail: Exception | None = None  # error of a recording with scores
         self.polls_per_recording = 0  # polls that find a recording unfinished
+        self.restarts = EngineRestarts()  # since the last `usage`
         self.n_memory_calls = 0
         self.waits_s: list[float | None] = []  # time-out of each wait for a save
         self._saving: tuple[Path, int] | None = None
@@ -101,7 +103,9 @@ class World:
         return GreedyReport(0.5, [])
 
     def usage(self) -> RolloutUsage:
-        return RolloutUsage([EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))], 0.0)
+        engines = [EngineUsage(0.0, 0.0, np.zeros((4, 4)), np.zeros(0, np.int32))]
+        restarts, self.restarts = self.restarts, EngineRestarts()
+        return RolloutUsage(engines, 0.0, restarts=restarts)
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         self.events.append("submit")

@@ -1,0 +1,303 @@
+"""The engines of the rollout pool by slot: which can be called, and the restart of one that died or hangs.
+
+    up        in `up`: can be called
+    down      a thread kills what is left of it, starts it in its slot, and gives it the weights that the others hold
+    failed    more often than rollout.max_restarts: every later call here raises EngineFailed
+
+Whoever sees a call on an engine fail reports it with `lost`, and repeats the work on the engines that are up. A hung
+engine is killed, so its calls fail, too. A restarted engine is a new handle.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from gkd.config.schema import RolloutConfig
+from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, WeightSyncError
+from gkd.handles import EngineRestarts
+from gkd.log import get_logger
+
+log = get_logger("recovery")
+T = TypeVar("T")
+
+# A new process may do better; other errors (settings, memory) would come again.
+_RECOVERABLE = (RankFailed, RankTimeout, WeightSyncError)
+
+
+class Slots(Protocol):
+    """Starts the engines' processes; see `gkd.rollout.slots.EngineSlots`."""
+
+    def start(self, index: int, attempt: int) -> Any:
+        """Kill what is left of an engine, start it in its slot and load its model; blocks. Return its handle."""
+        ...
+
+    def card(self, index: int) -> str:
+        """Return host and GPU of an engine, for messages."""
+        ...
+
+
+# Of a slot. unsynced: the process is ready, but no version is complete on any engine; the next sync includes it.
+_UP, _DOWN, _UNSYNCED = "up", "down", "unsynced"
+
+
+@dataclass(slots=True)
+class _Slot:
+    worker: Any
+    state: str = _UP
+    n_restarts: int = 0  # started, also in vain
+    down_s: float = 0.0  # clock of the failure
+    n_prompts: int = 0  # that the other engines, or its next process, answer anew
+
+
+class Engines:
+    """The engines by slot. Thread-safe.
+
+    Args:
+        workers: Ray handles, all up.
+    """
+
+    def __init__(self, workers: Sequence[Any], config: RolloutConfig) -> None:
+        self._max_restarts = config.max_restarts
+        self._slots = [_Slot(worker) for worker in workers]
+        self._changed = threading.Condition(threading.RLock())  # guards all attributes
+        self._start: Slots | None = None
+        self._restore: Callable[[int, Any], int | None] | None = None
+        self._failure: GkdError | None = None
+        self._syncing = self._held = self._closed = False
+        self._restarting: set[int] = set()
+        self._done = EngineRestarts()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def recover_with(self, slots: Slots, restore: Callable[[int, Any], int | None]) -> None:
+        """Restart engines from now on. Before this, and with rollout.max_restarts: 0, a failure is raised.
+
+        Args:
+            restore: give engine i, a new process with this handle, the weights last pushed; return their version. None:
+                no push has succeeded since one failed, so the engine waits for the next `sync`.
+        """
+        self._start, self._restore = slots, restore
+
+    def up(self) -> dict[int, Any]:
+        """Return index -> handle of the engines that can be called."""
+        with self._changed:
+            return {i: slot.worker for i, slot in enumerate(self._slots) if slot.state == _UP}
+
+    def wait_up(self, timeout_s: float) -> dict[int, Any]:
+        """Return `up` when it is not empty.
+
+        Raises:
+            RankTimeout: no engine is up in time.
+            GkdError: see `check`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failure or self._is_any_up(), timeout_s):
+                raise RankTimeout(f"no rollout engine was ready within {timeout_s:.0f} s")
+            self._check()
+            return self.up()
+
+    def check(self) -> None:
+        """Raise the error that ends the run, if an engine failed for good.
+
+        Raises:
+            EngineFailed: an engine failed once more than rollout.max_restarts.
+            GkdError: a restart failed for a reason that would come again.
+        """
+        with self._changed:
+            self._check()
+
+    def lost(self, index: int, worker: Any, cause: GkdError, n_prompts: int = 0) -> None:
+        """Report that a process failed, and start the engine again. Only the first report of a process has an effect.
+
+        Args:
+            n_prompts: prompts that have to be answered anew; added in each report.
+
+        Raises:
+            GkdError: `cause`, if engines are not restarted; otherwise as `check`.
+        """
+        with self._changed:
+            self._slots[index].n_prompts += n_prompts
+            self._done = self._done.plus(prompts=n_prompts)
+            self._report(index, worker, cause)
+            self._check()
+
+    def sync(self, push: Callable[[Mapping[int, Any]], T], timeout_s: float) -> T | None:
+        """Send weights to all engines that are up with `push`; repeat it for the others when engines fail meanwhile.
+
+        No restarted engine joins them meanwhile. If engines failed for good there may be none left: the error is
+        raised when rollouts are needed, so that a step that is trained is finished before.
+
+        Args:
+            push: send the weights to these engines: index -> handle. Raises WeightSyncError: it failed on `lost`.
+            timeout_s: of the wait for an engine, if none is up.
+
+        Returns:
+            The result of `push`; None: no engine is left.
+
+        Raises:
+            RankTimeout: no engine was up in time.
+            WeightSyncError: the transfer failed, and no engine is the reason.
+        """
+        while members := self._begin_sync(timeout_s):
+            try:
+                result = push(members)
+                with self._changed:
+                    for index, worker in members.items():
+                        if self._slots[index].worker == worker and self._slots[index].state == _UNSYNCED:
+                            self._slots[index].state = _UP
+                    return result
+            except WeightSyncError as error:
+                if not error.lost:
+                    raise
+                for index, cause in error.lost.items():
+                    self._report(index, members[index], cause)
+            finally:
+                self._end_sync()
+        return None
+
+    def hold(self) -> None:
+        """Let running restarts finish, and start none until `release`: another pool uses the GPUs."""
+        with self._changed:
+            self._held = True
+            self._changed.wait_for(lambda: not self._restarting or self._failure)
+
+    def release(self) -> None:
+        """Allow restarts again."""
+        with self._changed:
+            self._held = False
+            self._restart_waiting()
+
+    def take_restarts(self) -> EngineRestarts:
+        """Return and reset the counters."""
+        with self._changed:
+            done, self._done = self._done, EngineRestarts()
+            return done
+
+    def close(self) -> None:
+        """Start no more processes. Call it before the cluster is closed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _report(self, index: int, worker: Any, cause: GkdError) -> None:
+        """Do the same as `lost`, but do not raise an earlier failure."""
+        with self._changed:
+            slot = self._slots[index]
+            if slot.worker != worker or slot.state == _DOWN or self._closed:
+                return
+            if self._start is None or self._max_restarts == 0:
+                raise cause
+            slot.state, slot.down_s = _DOWN, time.monotonic()
+            if self._may_restart(index, cause) and not self._held:
+                self._restart(index)
+            self._changed.notify_all()
+
+    def _begin_sync(self, timeout_s: float) -> dict[int, Any]:
+        """Wait until no other sync runs; return the engines that it has to reach, none if none is left."""
+
+        def members() -> dict[int, Any]:
+            return {i: slot.worker for i, slot in enumerate(self._slots) if slot.state != _DOWN}
+
+        with self._changed:
+            if not members():
+                self._restart_waiting()  # also while another pool has the GPUs: it waits for this sync
+            if not self._changed.wait_for(lambda: not self._syncing and (members() or self._failure), timeout_s):
+                raise RankTimeout(f"no rollout engine was ready within {timeout_s:.0f} s")
+            self._syncing = True
+            found = members()
+            if not found:
+                self._end_sync()
+            return found
+
+    def _end_sync(self) -> None:
+        with self._changed:
+            self._syncing = False
+            self._changed.notify_all()
+
+    def _is_any_up(self) -> bool:
+        return any(slot.state == _UP for slot in self._slots)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _may_restart(self, index: int, cause: GkdError) -> bool:
+        """Return whether a restart is left; otherwise record the failure that ends the run."""
+        assert self._start is not None
+        slot, name = self._slots[index], f"rollout engine {index} ({self._start.card(index)})"
+        if isinstance(cause, _RECOVERABLE) and slot.n_restarts < self._max_restarts:
+            log.warning("%s is lost and will be started again: %s", name, str(cause))
+            return True
+        if isinstance(cause, _RECOVERABLE):
+            self._failure = EngineFailed(
+                f"{name} failed {slot.n_restarts + 1} times (rollout.max_restarts = {self._max_restarts}); the last "
+                f"time: {cause}. Fix: check this GPU and its host, or take it out of the rollout pool, and resume"
+            )
+        else:
+            self._failure = cause
+        self._changed.notify_all()
+        return False
+
+    def _restart_waiting(self) -> None:
+        for index, slot in enumerate(self._slots):
+            if slot.state == _DOWN and self._failure is None:
+                self._restart(index)
+
+    def _restart(self, index: int) -> None:
+        if index not in self._restarting and not self._closed:
+            self._restarting.add(index)
+            threading.Thread(target=self._recover, args=(index,), name=f"restart engine {index}", daemon=True).start()
+
+    def _recover(self, index: int) -> None:
+        """Start an engine until it is up or has failed too often. Runs in its own thread."""
+        assert self._start is not None
+        slot = self._slots[index]
+        try:
+            while True:
+                with self._changed:
+                    if self._closed:
+                        return
+                    slot.n_restarts += 1
+                try:
+                    self._join(index, self._start.start(index, slot.n_restarts))
+                    return
+                except GkdError as error:
+                    with self._changed:
+                        if self._closed or not self._may_restart(index, error):
+                            return
+        except Exception as error:  # a bug: the thread that waits for this engine raises it
+            with self._changed:
+                if not self._closed:
+                    self._failure = RankFailed(f"restart of rollout engine {index}: {type(error).__name__}: {error}")
+        finally:
+            with self._changed:
+                self._restarting.discard(index)
+                self._changed.notify_all()
+
+    def _join(self, index: int, worker: Any) -> None:
+        """Give a new process the current weights; then it is up."""
+        assert self._start is not None and self._restore is not None
+        slot = self._slots[index]
+        with self._changed:
+            self._changed.wait_for(lambda: not self._syncing or self._closed)
+            if self._closed:
+                return
+            self._syncing = True
+        try:
+            version = self._restore(index, worker)
+            with self._changed:
+                slot.worker, slot.state = worker, _UNSYNCED if version is None else _UP
+                took_s = time.monotonic() - slot.down_s
+                self._done = self._done.plus(restarts=1, seconds=took_s)
+                n_prompts, slot.n_prompts = slot.n_prompts, 0
+        finally:
+            self._end_sync()
+        log.warning(
+            "rollout engine %d (%s) is up again after %.1f s, version %s; prompts answered anew: %d; restart %d of %d",
+            index, self._start.card(index), took_s, version, n_prompts, slot.n_restarts, self._max_restarts,
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Start a rollout engine again in its slot: same node, same GPUs, new process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gkd.cluster.calls import gather
+from gkd.cluster.gpu_table import RankPlacement
+from gkd.cluster.slots import Pool
+from gkd.log import get_logger
+from gkd.rollout.worker import CONCURRENCY_GROUPS, RolloutWorker
+
+log = get_logger("recovery")
+
+
+class EngineSlots:
+    """Implements `gkd.rollout.recovery.Slots`.
+
+    Args:
+        pool: the engines' slots.
+        rows: the GPU map's rows of the engines, by index.
+        build: starts `init_model` on a new process; returns its ref.
+        started: called with the handle and the new row, before the engine builds its model.
+        timeout_s: of a start.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        env: dict[str, str],
+        rows: Sequence[RankPlacement],
+        *,
+        on_cpu: bool,
+        build: Callable[[Any], Any],
+        started: Callable[[Any, RankPlacement], None],
+        timeout_s: float,
+    ) -> None:
+        self._pool, self._env, self._rows, self._on_cpu = pool, env, list(rows), on_cpu
+        self._build, self._started, self._timeout_s = build, started, timeout_s
+
+    def start(self, index: int, attempt: int) -> Any:
+        """See `Slots.start`. The processes of `rollout.tp` > 1 belong to the engine, too.
+
+        Raises:
+            RankFailed: the new process died or failed.
+            RankTimeout: it was not ready in time.
+            ClusterError: the old one does not end.
+        """
+        name = self._pool.spec.rank_name(index)
+        n_killed = self._pool.kill(index)
+        log.info("%s: %d processes killed; starting it again", name, n_killed)
+        worker = self._pool.start(
+            index, RolloutWorker, self._env, concurrency_groups=CONCURRENCY_GROUPS, attempt=attempt
+        )
+        row = gather({name: worker.placement.remote(not self._on_cpu)}, "start", self._timeout_s)[name]
+        self._started(worker, row)
+        self._rows[index] = row
+        gather({name: self._build(worker)}, "init_model", self._timeout_s)
+        return worker
+
+    def card(self, index: int) -> str:
+        """See `Slots.card`."""
+        row = self._rows[index]
+        gpus = ", ".join(gpu.uuid or gpu.id for gpu in row.gpus) or row.cuda_visible_devices or "none"
+        return f"{row.host}, GPU {gpus}"
