@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
-from msgspec import structs
 from ray.exceptions import RayError
 
 from gkd.actor import worker as actor_worker
@@ -19,7 +18,7 @@ from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
 from gkd.cluster.calls import gather, wait_all
 from gkd.cluster.clocks import measure_clocks
-from gkd.cluster.gpu_table import GpuMap, gpu_map_from_json
+from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.hang import hang_report
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.pools import HELPER_CPUS, Cluster
@@ -33,14 +32,15 @@ from gkd.console.activity import activities
 from gkd.data.chunks import CHUNK_SIZE
 from gkd.errors import GkdError, RankTimeout
 from gkd.gpu_map import collect
-from gkd.gpu_map.report import gpu_report
-from gkd.gpu_map.teacher import teacher_rows
+from gkd.gpu_map.record import record_end, record_placement, record_restart
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
 from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.engine_start import CPU_ENV
+from gkd.rollout.engine_sync import EngineSync
 from gkd.rollout.pool import RolloutPool
+from gkd.rollout.slots import EngineSlots, restarting
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
 from gkd.teacher.endpoint import ScoringEndpoint
@@ -83,10 +83,11 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
         startup = Startup(t.init_timeout_s)
         try:
             with activities.during("start-up"), startup:
-                roles = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
+                roles, restarts = _start(config, plan, startup, slots[ACTOR], slots[ROLLOUT])
             log.info("all ranks are ready")
-            yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
-            attempt("recording the end of the run", lambda: _record_end(plan))
+            with restarts:
+                yield replace(roles, diagnose_hang=lambda error: _diagnosed(error, startup, cluster.run, plan))
+            attempt("recording the end of the run", lambda: record_end(plan.folder))
         except RankTimeout as error:
             if error.diagnosed:
                 raise
@@ -96,10 +97,15 @@ def started_roles(config: Config, plan: Plan) -> Iterator[Roles]:
             cluster.close()
 
 
-def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool) -> Roles:
+def _start(
+    config: Config, plan: Plan, startup: Startup, actor_slots: Pool, rollout_slots: Pool
+) -> tuple[Roles, AbstractContextManager[None]]:
     """Start the processes in the reserved slots, load the models, and connect the roles.
 
     Raises as `started_roles`.
+
+    Returns:
+        The roles, and a context in which engines are restarted.
     """
     on_cpu = plan.device == "cpu"
     env = worker_env(on_cpu)
@@ -126,7 +132,7 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         building = {}
     actor.check_run_dir(plan.folder.root, startup.left_s())
     building |= actor.init_model(plan.device, plan.total_steps, startup.left_s())
-    places = _record_placement(config, plan, calls, startup.left_s())
+    places = record_placement(config, plan.device, plan.folder, calls, startup.left_s())
     gather(building, "init_model", startup.left_s())
     is_local = plan.derived.is_local_teacher
     if is_local:
@@ -140,17 +146,33 @@ def _start(config: Config, plan: Plan, startup: Startup, actor_slots: Pool, roll
         heads = _teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
+    engine_slots = EngineSlots(
+        rollout_slots,
+        env,
+        [row for row in places.rows if row.pool == ROLLOUT],
+        on_cpu=on_cpu,
+        build=rollout.build,
+        started=partial(_record_restart, plan, startup),
+        timeout_s=config.trainer.init_timeout_s,
+    )
+    restarts = restarting(rollout.engines, engine_slots, sync.restore_engine, config.rollout)
+    pushes = EngineSync(sync, rollout.engines, config.trainer.init_timeout_s)
     workers = {ACTOR: actor_workers, ROLLOUT: rollout_workers}
     clocks = measure_clocks(places.rows, workers, actor.last_stage_ranks(), startup.left_s())
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if is_local:
         scoring = LocalScoring(actor.workers, endpoints, timeout_s)
-        return Roles(actor, rollout, scoring, sync, reference, clocks=clocks)
+        return Roles(actor, rollout, scoring, pushes, reference, clocks=clocks), restarts
     is_throttled = bool(throttle_warning(config.teacher, plan.teacher))
     remark = f"set teacher.max_in_flight to {plan.teacher.n_streams}" if is_throttled else ""
     pool = ScoringPool(endpoints, timeout_s)
-    return Roles(actor, rollout, pool, sync, reference, remark, pool.health, clocks=clocks)
+    return Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks), restarts
+
+
+def _record_restart(plan: Plan, startup: Startup, name: str, worker: Any, row: RankPlacement) -> None:
+    startup.watch({name: worker})
+    record_restart(plan.folder, row)
 
 
 def _diagnosed(error: RankTimeout, startup: Startup, run: str, plan: Plan) -> RankTimeout:
@@ -207,25 +229,6 @@ def make_pools(cluster: Cluster, config: Config, timeout_s: float) -> dict[str, 
 def shares_with(config: Config) -> str:
     """Return the pool whose GPUs the engines share; empty: they have their own."""
     return ACTOR if config.trainer.colocate else ""
-
-
-def _record_placement(config: Config, plan: Plan, calls: Sequence[collect.PlacementCalls], timeout_s: float) -> GpuMap:
-    """Log the table of ranks and GPUs, write it to the run folder, and return it.
-
-    Raises ClusterError, as `collect.check_can_run`; CheckpointError: the run folder cannot be written.
-    """
-    teacher, found = teacher_rows(config.teacher, plan.device)
-    table = collect.make_gpu_map(plan.device, calls, teacher, timeout_s=timeout_s, found=found, cluster=config.cluster)
-    plan.folder.write_places(table.to_json())
-    log.log(logging.WARNING if table.findings else logging.INFO, "GPU placement:\n%s", gpu_report(table))
-    collect.check_can_run(table)
-    return table
-
-
-def _record_end(plan: Plan) -> None:
-    """Write into gpus.json that the run has reached its end."""
-    table = gpu_map_from_json(plan.folder.read_places(), str(plan.folder.root))
-    plan.folder.write_places(structs.replace(table, ended=True).to_json())
 
 
 def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:

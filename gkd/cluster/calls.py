@@ -7,7 +7,7 @@ names the ranks that have not replied.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -62,10 +62,18 @@ class Pending:
 
     Args:
         refs, what, timeout_s: as in `gather`.
+        on_failure: is called with the errors of ranks that failed, by name; the others are still waited for. None: the
+            first one is raised.
     """
 
-    def __init__(self, refs: Mapping[str, Any], what: str, timeout_s: float) -> None:
-        self._refs, self._what, self._timeout_s = dict(refs), what, timeout_s
+    def __init__(
+        self,
+        refs: Mapping[str, Any],
+        what: str,
+        timeout_s: float,
+        on_failure: Callable[[dict[str, RankFailed]], None] | None = None,
+    ) -> None:
+        self._refs, self._what, self._timeout_s, self._on_failure = dict(refs), what, timeout_s, on_failure
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Wait as `gather` does. May be repeated, also after a RankTimeout.
@@ -73,7 +81,11 @@ class Pending:
         Args:
             timeout_s: from now; None = the limit given to the constructor.
         """
-        return gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s)
+        failed: dict[str, RankFailed] | None = None if self._on_failure is None else {}
+        results = gather(self._refs, self._what, self._timeout_s if timeout_s is None else timeout_s, failed)
+        if self._on_failure is not None and failed:
+            self._on_failure(failed)
+        return results
 
 
 def wait_all(refs: Mapping[str, Any], what: str, timeout_s: float) -> None:

@@ -145,7 +145,8 @@ class RunMetrics:
         with m.stage("usage"):
             usage = self._usage()
         m.add(step_numbers(batch, stats, sync, version=m.step - 1))
-        m.add(usage.memory | restart_numbers(self._restarts))
+        m.add(usage.memory)
+        m.add(restart_numbers(self._restarts))
         self._restarts = EngineRestarts()
         m.add_tuner(rollout_numbers(usage) | layout_numbers(self._config, m.step - self._first_step))
         if self._overlapped_evaluation:

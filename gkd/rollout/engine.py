@@ -141,6 +141,11 @@ class RolloutEngine:
         return len(self._running)
 
     @property
+    def n_passes(self) -> int:
+        """Number of forward passes since the start."""
+        return self._meter.n_passes
+
+    @property
     def has_weights(self) -> bool:
         """Whether the engine has one complete version; otherwise `add` and `step` raise ClusterError."""
         return self._sleep_state.has_weights

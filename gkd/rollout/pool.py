@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from gkd.cluster.calls import Pending, gather
+from gkd.cluster.calls import Pending
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.data.prompt_codec import encode_prompts
-from gkd.errors import ClusterError, RankTimeout
-from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage
+from gkd.errors import ClusterError, RankFailed, RankTimeout
+from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage, Sample
 from gkd.memory.timeline import merge
+from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.stream import EngineStreams, next_chunk
 from gkd.types import Prompt
@@ -31,18 +33,20 @@ class RolloutPool:
 
     def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
         self.workers, self._config, self._dp_size = list(workers), config, dp_size
+        self.engines = Engines(self.workers, config.rollout)
         self._eos_ids: frozenset[int] = frozenset()
         self._stream: EngineStreams | None = None
         self._generate_s = 0.0  # spent in `generate` since the last `usage` call
 
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
         """Start building all engines; return their refs by name, to be gathered."""
+        self._device, self._eos_ids = device, frozenset(eos_ids)
+        return {_name(i): self.build(worker) for i, worker in enumerate(self.workers)}
+
+    def build(self, worker: Any) -> Any:
+        """Start building the engine of a process as in `init_model`; return its ref."""
         run_dir = Path(self._config.trainer.run_dir).absolute()
-        self._eos_ids = frozenset(eos_ids)
-        return {
-            f"rollout engine {i}": worker.init_model.remote(self._config, device, list(eos_ids), run_dir)
-            for i, worker in enumerate(self.workers)
-        }
+        return worker.init_model.remote(self._config, self._device, sorted(self._eos_ids), run_dir)
 
     def generate(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
@@ -112,24 +116,34 @@ class RolloutPool:
         return [dataclasses.replace(sizes, ref=ray.put(rollouts)) for rollouts, sizes in chunks]
 
     def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
-        """Evaluate greedily on all engines concurrently; see `RolloutWorker.greedy`."""
-        refs = {
-            f"rollout engine {i}": worker.greedy.remote(
-                list(prompts[i :: len(self.workers)]), self._config.eval.answer_marker, n_samples
-            )
-            for i, worker in enumerate(self.workers)
-        }
-        results = gather(refs, "greedy evaluation", self._config.trainer.stage_timeout_s)
-        samples = sorted((s for _, part in results.values() for s in part), key=lambda s: s.prompt_id)
-        accuracy = sum(n_correct for n_correct, _ in results.values()) / len(prompts)
-        return GreedyReport(accuracy, samples[:n_samples])
+        """Evaluate greedily on all engines concurrently; see `RolloutWorker.greedy`.
+
+        Raises:
+            EngineFailed: an engine failed for good.
+        """
+        marker = self._config.eval.answer_marker
+        n_correct, samples, left = 0, list[Sample](), list(prompts)
+        while left:
+            members = self.engines.wait_up(self._config.trainer.init_timeout_s)
+            shares = {index: left[place :: len(members)] for place, index in enumerate(members)}
+            calls = {i: worker.greedy.remote(shares[i], marker, n_samples) for i, worker in members.items()}
+            left = []
+            for i, result in self._settled(members, calls, "greedy evaluation").items():
+                if result is None:
+                    left += shares[i]
+                else:
+                    n_correct += result[0]
+                    samples += result[1]
+        return GreedyReport(n_correct / len(prompts), sorted(samples, key=lambda s: s.prompt_id)[:n_samples])
 
     def usage(self) -> RolloutUsage:
-        """Return and reset the counters of all engines. Raises ClusterError: an engine died."""
-        refs = {f"rollout engine {i}": worker.usage.remote() for i, worker in enumerate(self.workers)}
-        engines = list(gather(refs, "usage", self._config.trainer.stage_timeout_s).values())
+        """Return and reset the counters of all engines that are up."""
+        members = self.engines.up()
+        calls = {index: worker.usage.remote() for index, worker in members.items()}
+        engines = [usage for usage in self._settled(members, calls, "usage").values() if usage is not None]
         generate_s, self._generate_s = self._generate_s, 0.0
-        return RolloutUsage(engines, generate_s, merge([engine.memory for engine in engines]))
+        memory = merge([engine.memory for engine in engines])
+        return RolloutUsage(engines, generate_s, memory, self.engines.take_restarts())
 
     def offload_states(
         self,
@@ -141,24 +155,30 @@ class RolloutPool:
     ) -> Pending:
         """Release the GPU memory of all engines concurrently; see `RolloutWorker.offload_states`.
 
-        Calls on an engine made after this one run after it.
+        Calls on an engine made after this one run after it. Until `reload_states` no engine is restarted.
 
         Args:
             blocking: wait for all engines. Otherwise wait on the returned handle, which also raises their errors.
             non_blocking: the engines return while copies are in progress.
 
         Raises:
-            ClusterError: an engine refused, died or timed out.
+            ClusterError: an engine refused or timed out.
         """
-        refs = [worker.offload_states.remote(include, level, non_blocking=non_blocking) for worker in self.workers]
-        return self._pending(refs, "offload_states", blocking)
+        self.engines.hold()
+        return self._pending(
+            lambda worker: worker.offload_states.remote(include, level, non_blocking=non_blocking),
+            "offload_states",
+            blocking,
+        )
 
     def reload_states(
         self, include: Sequence[str] | None = None, *, blocking: bool = True, non_blocking: bool = False
     ) -> Pending:
         """Reload the states of all engines; arguments as for `offload_states`."""
-        refs = [worker.reload_states.remote(include, non_blocking=non_blocking) for worker in self.workers]
-        return self._pending(refs, "reload_states", blocking)
+        self.engines.release()
+        return self._pending(
+            lambda worker: worker.reload_states.remote(include, non_blocking=non_blocking), "reload_states", blocking
+        )
 
     def allocated_bytes(self) -> int:
         """Return the bytes of weights and KV cache on the GPUs of the engine with most of them, after pending moves."""
@@ -166,11 +186,27 @@ class RolloutPool:
 
     def settle_states(self) -> Pending:
         """Wait for non-blocking moves in progress. Raises ClusterError: one failed."""
-        return self._pending([worker.settle_states.remote() for worker in self.workers], "settle_states", True)
+        return self._pending(lambda worker: worker.settle_states.remote(), "settle_states", True)
 
-    def _pending(self, refs: Sequence[Any], call: str, blocking: bool) -> Pending:
-        named = {f"rollout engine {i}": ref for i, ref in enumerate(refs)}
-        pending = Pending(named, call, self._config.trainer.stage_timeout_s)
+    def _pending(self, start: Callable[[Any], Any], call: str, blocking: bool) -> Pending:
+        members = self.engines.up()
+        refs = {_name(i): start(worker) for i, worker in members.items()}
+        pending = Pending(refs, call, self._config.trainer.stage_timeout_s, partial(self._report, members))
         if blocking:
             pending.wait()
         return pending
+
+    def _settled(self, members: Mapping[int, Any], calls: Mapping[int, Any], what: str) -> dict[int, Any]:
+        """Wait for a call on each of these engines; the result of one that failed is None."""
+        refs = {_name(i): ref for i, ref in calls.items()}
+        results = Pending(refs, what, self._config.trainer.stage_timeout_s, partial(self._report, members)).wait()
+        return {i: results.get(_name(i)) for i in calls}
+
+    def _report(self, members: Mapping[int, Any], failed: Mapping[str, RankFailed]) -> None:
+        for i, worker in members.items():
+            if _name(i) in failed:
+                self.engines.lost(i, worker, failed[_name(i)])
+
+
+def _name(index: int) -> str:
+    return f"rollout engine {index}"

@@ -96,6 +96,8 @@ class Engines:
             GkdError: see `check`.
         """
         with self._changed:
+            if not self._is_any_up():
+                self._restart_waiting()  # also after `hold`: the caller needs an engine
             if not self._changed.wait_for(lambda: self._failure or self._is_any_up(), timeout_s):
                 raise RankTimeout(f"no rollout engine was ready within {timeout_s:.0f} s")
             self._check()
@@ -118,13 +120,20 @@ class Engines:
             n_prompts: prompts that have to be answered anew; added in each report.
 
         Raises:
-            GkdError: `cause`, if engines are not restarted; otherwise as `check`.
+            GkdError: `cause`, if engines are not restarted.
         """
         with self._changed:
-            self._slots[index].n_prompts += n_prompts
+            slot = self._slots[index]
+            slot.n_prompts += n_prompts
             self._done = self._done.plus(prompts=n_prompts)
-            self._report(index, worker, cause)
-            self._check()
+            if slot.worker != worker or slot.state == _DOWN or self._closed:
+                return
+            if self._start is None or self._max_restarts == 0:
+                raise cause
+            slot.state, slot.down_s = _DOWN, time.monotonic()
+            if self._may_restart(index, cause) and not self._held:
+                self._restart(index)
+            self._changed.notify_all()
 
     def sync(self, push: Callable[[Mapping[int, Any]], T], timeout_s: float) -> T | None:
         """Send weights to all engines that are up with `push`; repeat it for the others when engines fail meanwhile.
@@ -155,7 +164,7 @@ class Engines:
                 if not error.lost:
                     raise
                 for index, cause in error.lost.items():
-                    self._report(index, members[index], cause)
+                    self.lost(index, members[index], cause)
             finally:
                 self._end_sync()
         return None
@@ -182,19 +191,6 @@ class Engines:
         """Start no more processes. Call it before the cluster is closed."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
-
-    def _report(self, index: int, worker: Any, cause: GkdError) -> None:
-        """Do the same as `lost`, but do not raise an earlier failure."""
-        with self._changed:
-            slot = self._slots[index]
-            if slot.worker != worker or slot.state == _DOWN or self._closed:
-                return
-            if self._start is None or self._max_restarts == 0:
-                raise cause
-            slot.state, slot.down_s = _DOWN, time.monotonic()
-            if self._may_restart(index, cause) and not self._held:
-                self._restart(index)
             self._changed.notify_all()
 
     def _begin_sync(self, timeout_s: float) -> dict[int, Any]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gkd.cluster.calls import gather
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.slots import Pool
+from gkd.config.schema import RolloutConfig
 from gkd.log import get_logger
+from gkd.rollout.recovery import Engines
+from gkd.rollout.watch import EngineWatch
 from gkd.rollout.worker import CONCURRENCY_GROUPS, RolloutWorker
 
 log = get_logger("recovery")
@@ -21,7 +26,7 @@ class EngineSlots:
         pool: the engines' slots.
         rows: the GPU map's rows of the engines, by index.
         build: starts `init_model` on a new process; returns its ref.
-        started: called with the handle and the new row, before the engine builds its model.
+        started: called with name, handle and row of the new process, before the engine builds its model.
         timeout_s: of a start.
     """
 
@@ -33,11 +38,12 @@ class EngineSlots:
         *,
         on_cpu: bool,
         build: Callable[[Any], Any],
-        started: Callable[[Any, RankPlacement], None],
+        started: Callable[[str, Any, RankPlacement], None],
         timeout_s: float,
     ) -> None:
         self._pool, self._env, self._rows, self._on_cpu = pool, env, list(rows), on_cpu
         self._build, self._started, self._timeout_s = build, started, timeout_s
+        self._lock = threading.Lock()
 
     def start(self, index: int, attempt: int) -> Any:
         """See `Slots.start`. The processes of `rollout.tp` > 1 belong to the engine, too.
@@ -54,8 +60,9 @@ class EngineSlots:
             index, RolloutWorker, self._env, concurrency_groups=CONCURRENCY_GROUPS, attempt=attempt
         )
         row = gather({name: worker.placement.remote(not self._on_cpu)}, "start", self._timeout_s)[name]
-        self._started(worker, row)
-        self._rows[index] = row
+        with self._lock:  # several engines may start at once
+            self._started(name, worker, row)
+            self._rows[index] = row
         gather({name: self._build(worker)}, "init_model", self._timeout_s)
         return worker
 
@@ -64,3 +71,19 @@ class EngineSlots:
         row = self._rows[index]
         gpus = ", ".join(gpu.uuid or gpu.id for gpu in row.gpus) or row.cuda_visible_devices or "none"
         return f"{row.host}, GPU {gpus}"
+
+
+@contextmanager
+def restarting(
+    engines: Engines, slots: EngineSlots, restore: Callable[[int, Any], int | None], config: RolloutConfig
+) -> Iterator[None]:
+    """Restart engines that die or hang while the block runs; see `Engines.recover_with`."""
+    engines.recover_with(slots, restore)
+    watch = EngineWatch(engines, config.hang_timeout_s)
+    if config.max_restarts:
+        watch.start()
+    try:
+        yield
+    finally:
+        engines.close()
+        watch.close()

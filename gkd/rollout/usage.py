@@ -35,6 +35,7 @@ class PassMeter:
         self._waiting: deque[int] = deque()  # prompt tokens of each sequence that has not started
         self._n_running = 0
         self._lock = threading.Lock()  # guards the sums: products, lengths, gap
+        self.n_passes = 0  # finished since the start
         self._n_recompute = 0  # tokens that the next pass prefills in addition to new prompts
         self._products, self._lengths = np.zeros((4, 4)), list[int]()
         self._gap_s = 0.0
@@ -70,6 +71,7 @@ class PassMeter:
         n_running, began_s = self._n_running, self._clock()
         gap_s = 0.0 if self._ended_s is None else began_s - self._ended_s
         step()
+        self.n_passes += 1
         ended_s = self._clock()
         self._ended_s = ended_s if self._n_running or self._waiting else None
         if self._spans is not None:

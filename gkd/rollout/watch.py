@@ -65,10 +65,8 @@ class EngineWatch:
     def _run(self) -> None:
         last_s = time.monotonic()
         while not self._ended.wait(self._poll_s):
-            now = time.monotonic()
-            if now - last_s > self._limit_s / 2 + self._poll_s:  # this process was stopped, so no reply could be read
+            if time.monotonic() - last_s > self._limit_s / 2 + self._poll_s:  # this process was stopped meanwhile
                 self._watched.clear()
-            last_s = now
             try:
                 self._poll()
             except GkdError as error:  # the run ends; the training loop raises it
@@ -78,6 +76,7 @@ class EngineWatch:
                 if not self._ended.is_set():
                     log.warning("engines are not watched any more: %s: %s", type(error).__name__, str(error))
                 return
+            last_s = time.monotonic()
 
     def _poll(self) -> None:
         for index, worker in self._engines.up().items():

@@ -34,6 +34,7 @@ from gkd.rollout.engine_start import ENGINE_PHASES
 from gkd.rollout.engine_states import EngineStates, tags_of
 from gkd.rollout.sampling import Sampling
 from gkd.rollout.sleep_state import WEIGHTS
+from gkd.rollout.watch import Pulse
 from gkd.types import Prompt, Rollout
 from gkd.weight_sync.buckets import Bucket, Content
 from gkd.weight_sync.group import GroupSpec
@@ -71,6 +72,12 @@ class RolloutWorker:
     def progress(self) -> Progress:
         """Return the current phase; during `init_model`, vLLM's start-up phase."""
         return self._phases.now(ENGINE_PHASES)
+
+    @ray.method(concurrency_group=WATCH)
+    def pulse(self) -> Pulse:
+        """Return a sign of life for `EngineWatch`; the engine is built."""
+        is_working = self._phases.now().phase == UP and self._engine.n_running and self._engine.has_weights
+        return Pulse(self._engine.n_passes, not is_working)
 
     def init_model(self, config: Config, device: str, eos_ids: Sequence[int], run_dir: Path) -> None:
         """Build the engine; blocks until it is ready.

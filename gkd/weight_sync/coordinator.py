@@ -150,7 +150,7 @@ class WeightSync:
         return len(self._sent)
 
     def _compare(self, sent: dict[str, str], refs: Mapping[str, Any]) -> None:
-        for name, received in gather(refs, "weight digests", self._config.weight_sync.timeout_s).items():
+        for name, received in self._gather({}, refs, "weight digests", self._config.weight_sync.timeout_s).items():
             wrong = differing(sent, received)
             if wrong:
                 raise WeightSyncError(
