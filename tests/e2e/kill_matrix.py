@@ -42,6 +42,7 @@ SETTINGS = (
     "trainer.keep_every=4",
     "trainer.resume=auto",
     "eval.every=3",
+    "rollout.max_restarts=0",  # a killed engine ends the run; tests/e2e/engine_kills.py has the restarts
 )
 LAYOUTS = {
     "one_rank": (),

@@ -1,0 +1,241 @@
+"""Kill and stop rollout engines at random times of runs that go on, and compare the runs with uninterrupted ones.
+
+    python -m tests.e2e.engine_kills [--json FILE] [--kills 15] [--schedulers sync,stream]
+
+Not run in CI: 15 kills under each of the four schedulers take about 20 minutes on two cores. Each run has two engines
+and is hit many times: any engine process, also one that is just starting again, at a random time after a given step.
+One kill of ten is a SIGSTOP, which only the watch of hung engines finds. The run must end with exit code 0, and every
+sequence must have been trained on once, within the staleness bound. Under the schedulers of whole batches all metrics
+and the exported weights must equal those of an uninterrupted run bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gkd import main_gkd
+from gkd.config.schedulers import AHEAD, STREAM
+from gkd.metrics.writer import StageTimers, read_metrics
+from tests.e2e.conftest import ALONE, N_TRAIN, Lab, make_lab
+from tests.e2e.exactness import check_stream, check_taken, differences
+from tests.service.harness import ServerProcess
+
+MAX_STALENESS = 2  # of the stream
+STEPS_A_KILL = 2
+HANG_S = 20.0
+VICTIM = "RolloutWorker"  # Ray titles its actors by their class
+SETTINGS = (
+    "trainer.total_epochs=99",
+    "trainer.record_batches=true",
+    "trainer.init_timeout_s=300",
+    "trainer.stage_timeout_s=280",
+    "rollout.n_gpus_per_node=2",
+    "rollout.max_num_seqs=4",  # so that weight syncs occur in the middle of responses
+    "rollout.max_restarts=999",
+    f"rollout.hang_timeout_s={HANG_S:g}",
+    f"trainer.max_staleness={MAX_STALENESS}",
+    "eval.every=5",
+    "eval.max_prompts=8",
+)
+RUN_S = 900.0
+_UP_AGAIN = re.compile(r"rollout engine (\d+) .* is up again after ([\d.]+) s")
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One kill that was carried out."""
+
+    step: int
+    stage: str  # of the training loop
+    kind: str  # "SIGKILL" | "SIGSTOP"
+    n_engines: int  # processes that were alive
+    at_s: float  # after the start of the run
+
+
+class Killer:
+    """Hits engines of this process at random times. `visit` is called at the beginning of each stage.
+
+    Args:
+        steps: the step of each hit, ascending.
+    """
+
+    def __init__(self, steps: Sequence[int], seed: int, file: Path) -> None:
+        self._steps, self._rng, self._file = list(steps), random.Random(seed), file
+        self._began_s, self._step, self._stage, self._step_s = time.monotonic(), 0, "start", 1.0
+        self._step_began_s = self._began_s
+        self._hits: list[Hit] = []
+        threading.Thread(target=self._run, name="killer", daemon=True).start()
+
+    def visit(self, stage: str) -> None:
+        if stage == "data":  # the first stage of a step
+            now = time.monotonic()
+            self._step += 1
+            self._step_s, self._step_began_s = min(5.0, now - self._step_began_s), now
+        self._stage = stage
+
+    def _run(self) -> None:
+        for step in self._steps:
+            while self._step < step:
+                time.sleep(0.01)
+            time.sleep(self._rng.uniform(0.0, STEPS_A_KILL * self._step_s))
+            while not self._hit():
+                time.sleep(0.2)  # the only engine has just been hit
+            self._file.write_text(json.dumps([asdict(hit) for hit in self._hits]))
+
+    def _hit(self) -> bool:
+        engines = [p for p in psutil.Process().children(recursive=True) if _is_engine(p)]
+        if not engines:
+            return False
+        kind = signal.SIGSTOP if len(self._hits) % 10 == 5 else signal.SIGKILL
+        self._rng.choice(engines).send_signal(kind)
+        at_s = round(time.monotonic() - self._began_s, 2)
+        self._hits.append(Hit(self._step, self._stage, kind.name, len(engines), at_s))
+        return True
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    try:
+        return VICTIM in " ".join(process.cmdline()) and process.status() not in ("zombie", "stopped")
+    except psutil.NoSuchProcess:
+        return False
+
+
+def killed_main(steps: str, seed: str, file: str, arguments: Sequence[str]) -> int:
+    """Run gkd.main_gkd in this process, and hit its engines."""
+    killer = Killer([int(step) for step in steps.split(",")], int(seed), Path(file))
+    enter_stage = StageTimers.__call__
+
+    def stage(self: StageTimers, name: str) -> Any:
+        killer.visit(name)
+        return enter_stage(self, name)
+
+    StageTimers.__call__ = stage  # type: ignore[method-assign]
+    return main_gkd.main(list(arguments))
+
+
+def launch(command: Sequence[str], log: Path) -> None:
+    """Run to the end. Raises RuntimeError: the run failed, or left a process behind."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    family: dict[int, psutil.Process] = {}
+    deadline = time.monotonic() + RUN_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            family |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.2)
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
+        raise RuntimeError(f"the run did not end within {RUN_S:g} s:\n{log.read_text()[-6000:]}")
+    _, alive = psutil.wait_procs(family.values(), timeout=30)
+    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    if process.returncode or alive:
+        raise RuntimeError(f"exit code {process.returncode}, left {alive}:\n{log.read_text()[-6000:]}")
+
+
+def under(scheduler: str, lab: Lab, port: int, root: Path, n_kills: int, seed: int) -> dict[str, Any]:
+    """Make the uninterrupted and the killed run of a scheduler, compare them, and return the figures."""
+    root.mkdir()
+    steps = [STEPS_A_KILL * (i + 1) for i in range(n_kills)]
+    n_steps = steps[-1] + 2 * STEPS_A_KILL
+    settings = (*SETTINGS, f"trainer.scheduler={scheduler}", f"trainer.total_steps={n_steps}")
+    base, run = root / "base", root / "killed"
+    if scheduler != STREAM:
+        launch(lab.command(base, port, *settings), root / "base.log")
+        print(f"{scheduler}: uninterrupted run of {n_steps} steps done", flush=True)
+    command = lab.command(run, port, *settings)
+    hits_file, log = root / "hits.json", root / "killed.log"
+    words = ["--in-run", ",".join(map(str, steps)), str(seed), str(hits_file)]
+    began_s = time.monotonic()
+    launch([sys.executable, "-m", "tests.e2e.engine_kills", *words, *command[3:]], log)
+    took_s = time.monotonic() - began_s
+    hits = json.loads(hits_file.read_text())
+    assert len(hits) == n_kills, f"{len(hits)} of {n_kills} kills:\n{log.read_text()[-3000:]}"
+    if scheduler == STREAM:
+        check_stream(run, n_steps=n_steps, n_prompts=N_TRAIN, max_staleness=MAX_STALENESS)
+    else:
+        check_taken(run, n_steps=n_steps, n_prompts=N_TRAIN)
+        found = differences(base, run)
+        assert not found, found[:10]
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "perf/engine_restarts" in line]
+    seconds = [float(match[2]) for match in _UP_AGAIN.finditer(log.read_text())]
+    assert len(seconds) >= sum(line["perf/engine_restarts"] for line in lines) > 0
+    return {
+        "steps": n_steps,
+        "kills": hits,
+        "kills_by_stage": dict(Counter(hit["stage"] for hit in hits)),
+        "restarts": len(seconds),
+        "prompts_anew": sum(line["perf/prompts_anew"] for line in lines),
+        "recovery_s": seconds,
+        "bit_equal": scheduler != STREAM,  # a difference raises an error
+        "staleness_max": max(line["staleness/max"] for line in lines),
+        "run_s": round(took_s, 1),
+    }
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--in-run"]:
+        return killed_main(*sys.argv[2:5], arguments=sys.argv[5:])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--schedulers", default=",".join((*AHEAD, STREAM)), help="default: %(default)s")
+    parser.add_argument("--kills", type=int, default=15, help="under each scheduler")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder for runs and logs; default: a temporary one")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    names = args.schedulers.split(",")
+    if unknown := set(names) - {*AHEAD, STREAM}:
+        parser.error(f"--schedulers {args.schedulers}: there is no {sorted(unknown)[0]!r}")
+    report: dict[str, Any] = {
+        "command": "python -m tests.e2e.engine_kills",
+        "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "settings": SETTINGS,
+    }
+    with tempfile.TemporaryDirectory(prefix="gkd_engine_kills_") as folder:
+        root = args.keep or Path(folder)
+        root.mkdir(parents=True, exist_ok=True)
+        lab = make_lab(root)
+        with ServerProcess(lab.teacher, root, options=ALONE) as server:
+            for place, name in enumerate(names):
+                load = os.getloadavg()[0]
+                report[name] = under(name, lab, server.port, root / name, args.kills, args.seed + place)
+                report[name]["load_before"] = round(load, 1)
+                times = [s for each in names if each in report for s in report[each]["recovery_s"]]
+                report["kills"] = sum(len(report[each]["kills"]) for each in names if each in report)
+                report["recovery_s"] = {"median": statistics.median(times), "worst": max(times)}
+                done, seconds = report[name], report[name]["recovery_s"]
+                print(
+                    f"{name}: {len(done['kills'])} kills {done['kills_by_stage']}, {done['restarts']} restarts, "
+                    f"median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s; run {done['run_s']:.0f} s",
+                    flush=True,
+                )
+                if args.json:
+                    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{report['kills']} kills; recovery median {report['recovery_s']['median']:.1f} s, worst "
+          f"{report['recovery_s']['worst']:.1f} s")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
