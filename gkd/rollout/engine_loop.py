@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -34,8 +34,15 @@ class SteppableEngine(Protocol):
 
     @property
     def n_running(self) -> int: ...
+    @property
+    def has_weights(self) -> bool: ...
     def add(
-        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+        self,
+        owner: Hashable,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        prompt_indices: Sequence[int],
+        skip: Collection[int] = (),
     ) -> None: ...
     def step(self) -> None: ...
     def pop_finished(self, owner: Hashable) -> list[Rollout]: ...
@@ -94,9 +101,10 @@ class EngineLoop:
         try:
             while self._execute_calls():
                 with self._diagnosed():
-                    self._start_prompts()
-                    if self._engine.n_running:
-                        self._engine.step()
+                    if self._engine.has_weights:
+                        self._start_prompts()
+                        if self._engine.n_running:
+                            self._engine.step()
                 for rollout in self._engine.pop_finished(self):
                     prompt_index = rollout.sample_index // self._sampling.n
                     unfinished[prompt_index].append(rollout)
@@ -138,15 +146,19 @@ class EngineLoop:
         return result
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        prompt_indices: Sequence[int],
+        skip: Collection[int] = (),
     ) -> Iterator[Rollout]:
         """Do the same as `RolloutEngine.generate`, concurrently with the stream."""
         owner = object()
-        n_left = len(prompts) * sampling.n
+        n_left = len(prompts) * sampling.n - len(skip)
         with self._changed:
             self._finished[owner] = []
         try:
-            self.call(lambda: self._engine.add(owner, prompts, sampling, prompt_indices))
+            self.call(lambda: self._engine.add(owner, prompts, sampling, prompt_indices, skip))
             while n_left:
                 with self._changed:
                     self._changed.wait_for(lambda: self._finished[owner] or self._state == "ended")
@@ -180,6 +192,11 @@ class EngineLoop:
                 raise self._error
 
     @property
+    def _is_due(self) -> bool:
+        """Return whether the engine has work. After a failed weight sync it has none until another one succeeds."""
+        return bool(self._backlog or self._engine.n_running) and self._engine.has_weights
+
+    @property
     def _over(self) -> bool:
         return self._closing or self._state in ("ending", "ended")
 
@@ -196,7 +213,7 @@ class EngineLoop:
     def _execute_calls(self) -> bool:
         """Sleep until there is work, then execute the calls queued by then. Return False if the stream is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._calls or self._backlog or self._engine.n_running)
+            self._changed.wait_for(lambda: self._closing or self._calls or self._is_due)
             n_calls = len(self._calls)
         for _ in range(n_calls):
             call = self._calls.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,24 @@ from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage, Sample
 from gkd.memory.timeline import merge
 from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Sampling
-from gkd.rollout.stream import EngineStreams, next_chunk
+from gkd.rollout.stream import EngineStreams, name_of, next_chunk
 from gkd.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What an engine generates in one call."""
+
+    engine: int
+    worker: Any
+    prompts: Sequence[int]  # places in the batch
 
 
 class RolloutPool:
     """Implements `gkd.roles.RolloutRole` over the pool's Ray actors.
 
-    Prompt i of a batch belongs to data-parallel group i mod dp. The j-th prompt of a `generate` call runs on engine
-    j mod n_engines. The composition of a step therefore does not depend on timing.
+    Prompt i of a batch belongs to data-parallel group i mod dp. The prompts of a `generate` call are dealt to the
+    engines that are up; which one answers does not change the tokens.
     """
 
     def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
@@ -41,7 +51,7 @@ class RolloutPool:
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
         """Start building all engines; return their refs by name, to be gathered."""
         self._device, self._eos_ids = device, frozenset(eos_ids)
-        return {_name(i): self.build(worker) for i, worker in enumerate(self.workers)}
+        return {name_of(i): self.build(worker) for i, worker in enumerate(self.workers)}
 
     def build(self, worker: Any) -> Any:
         """Start building the engine of a process as in `init_model`; return its ref."""
@@ -51,40 +61,64 @@ class RolloutPool:
     def generate(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], n: int, temperature: float, seed: int
     ) -> Iterator[RolloutChunk]:
-        """Yield chunks of all engines in order of completion.
+        """Yield chunks of all engines in order of completion. What an engine has not returned before it dies, the
+        engines that are up generate.
 
         Args:
             prompt_indices: index of each prompt in the whole batch.
 
         Raises:
-            ClusterError: an engine died.
+            EngineFailed: an engine failed for good.
             RankTimeout: no engine finished a chunk for trainer.stage_timeout_s.
         """
         config = self._config
         sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
-        streams: dict[Any, str] = {}
-        for engine, worker in enumerate(self.workers):
-            mine = range(engine, len(prompts), len(self.workers))
-            if mine:
-                encoded = encode_prompts([prompts[j] for j in mine], [prompt_indices[j] for j in mine])
-                stream = worker.generate.options(num_returns="streaming").remote(
-                    encoded, self._dp_size, sampling, CHUNK_SIZE
-                )
-                streams[stream] = f"rollout engine {engine}"
+        places = {index: j for j, index in enumerate(prompt_indices)}
+        missing = {j: n for j in range(len(prompts))}  # prompts with samples that are not returned, and their number
+        returned: set[int] = set()  # sample indices
+        streams: dict[Any, _Share] = {}
+
+        def start(left: Sequence[int]) -> None:
+            """Divide prompts among the engines that are up."""
+            members = self.engines.wait_up(config.trainer.init_timeout_s)
+            for place, (engine, worker) in enumerate(members.items()):
+                mine = left[place :: len(members)]
+                if mine:
+                    indices = [prompt_indices[j] for j in mine]
+                    skip = [s for i in indices for s in range(i * n, (i + 1) * n) if s in returned]
+                    stream = worker.generate.options(num_returns="streaming").remote(
+                        encode_prompts([prompts[j] for j in mine], indices), self._dp_size, sampling, CHUNK_SIZE, skip
+                    )
+                    streams[stream] = _Share(engine, worker, mine)
+
         timeout_s = config.trainer.stage_timeout_s
         began_s = progress_s = time.monotonic()
+        start(list(missing))
         while streams:
             left_s = max(0.0, progress_s + timeout_s - time.monotonic())
             ready, _ = ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)
             if not ready:
-                late = sorted(streams.values())
+                late = sorted(name_of(share.engine) for share in streams.values())
                 raise RankTimeout(f"rollout: no chunk finished within {timeout_s:.0f} s on: {', '.join(late)}", late)
             progress_s = time.monotonic()
-            chunk = next_chunk(ready[0], f"generate on {streams[ready[0]]}", timeout_s)
+            share = streams[ready[0]]
+            try:
+                chunk = next_chunk(ready[0], f"generate on {name_of(share.engine)}", timeout_s)
+            except RankFailed as error:
+                del streams[ready[0]]
+                left = [j for j in share.prompts if missing.get(j)]
+                self.engines.lost(share.engine, share.worker, error, n_prompts=len(left))
+                if left:
+                    start(left)
+                progress_s = time.monotonic()
+                continue
             if chunk is None:
                 del streams[ready[0]]
-            else:
-                yield chunk
+                continue
+            for sample_index in chunk.sample_index.tolist():
+                returned.add(sample_index)
+                missing[places[sample_index // n]] -= 1
+            yield chunk
         self._generate_s += time.monotonic() - began_s
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> EngineStreams:
@@ -93,7 +127,7 @@ class RolloutPool:
             raise ClusterError("a rollout stream is already open. Fix: close it before opening another")
         config = self._config
         sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
-        self._stream = EngineStreams(self.workers, sampling, self._dp_size, config.trainer.stage_timeout_s)
+        self._stream = EngineStreams(self.engines, sampling, self._dp_size, config.trainer.stage_timeout_s)
         return self._stream
 
     def dataset(
@@ -190,7 +224,7 @@ class RolloutPool:
 
     def _pending(self, start: Callable[[Any], Any], call: str, blocking: bool) -> Pending:
         members = self.engines.up()
-        refs = {_name(i): start(worker) for i, worker in members.items()}
+        refs = {name_of(i): start(worker) for i, worker in members.items()}
         pending = Pending(refs, call, self._config.trainer.stage_timeout_s, partial(self._report, members))
         if blocking:
             pending.wait()
@@ -198,15 +232,11 @@ class RolloutPool:
 
     def _settled(self, members: Mapping[int, Any], calls: Mapping[int, Any], what: str) -> dict[int, Any]:
         """Wait for a call on each of these engines; the result of one that failed is None."""
-        refs = {_name(i): ref for i, ref in calls.items()}
+        refs = {name_of(i): ref for i, ref in calls.items()}
         results = Pending(refs, what, self._config.trainer.stage_timeout_s, partial(self._report, members)).wait()
-        return {i: results.get(_name(i)) for i in calls}
+        return {i: results.get(name_of(i)) for i in calls}
 
     def _report(self, members: Mapping[int, Any], failed: Mapping[str, RankFailed]) -> None:
         for i, worker in members.items():
-            if _name(i) in failed:
-                self.engines.lost(i, worker, failed[_name(i)])
-
-
-def _name(index: int) -> str:
-    return f"rollout engine {index}"
+            if name_of(i) in failed:
+                self.engines.lost(i, worker, failed[name_of(i)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -13,13 +14,29 @@ import ray
 from gkd.cluster.calls import fetch, gather
 from gkd.data.chunks import decode_sizes
 from gkd.data.prompt_codec import encode_prompts
-from gkd.errors import ClusterError, GkdError, RankTimeout
+from gkd.errors import ClusterError, GkdError, RankFailed, RankTimeout
 from gkd.handles import RolloutChunk
 from gkd.log import get_logger
+from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Sampling
 from gkd.types import Prompt
 
 log = get_logger("rollout_stream")
+
+_RESTART_POLL_S = 0.1  # while no engine is up
+
+
+@dataclass(slots=True)
+class _Open:
+    """The stream of one process."""
+
+    worker: Any
+    items: Any  # generator of its chunks
+    unfinished: dict[int, Prompt] = field(default_factory=dict)  # by prompt index
+
+
+def name_of(engine: int) -> str:
+    return f"rollout engine {engine}"
 
 
 def next_chunk(items: Any, what: str, timeout_s: float) -> RolloutChunk | None:
@@ -69,27 +86,25 @@ def least_busy(n_prompts: int, unfinished: Sequence[int]) -> list[int]:
 
 
 class EngineStreams:
-    """Implements `gkd.handles.RolloutStream`: one open stream on each engine. Thread-safe.
+    """Implements `gkd.handles.RolloutStream`: one open stream on each engine that is up. Thread-safe.
+
+    The unfinished prompts of an engine that dies go to the others; a restarted engine gets a stream of its own.
 
     Args:
-        workers: Ray handles of all engines; none has an open stream.
+        engines: none has an open stream.
         timeout_s: limit for opening and closing an engine's stream, and for the second half of a chunk.
     """
 
-    def __init__(self, workers: Sequence[Any], sampling: Sampling, dp_size: int, timeout_s: float) -> None:
-        self._workers, self._timeout_s = list(workers), timeout_s
-        self._names = [f"rollout engine {i}" for i in range(len(workers))]
-        self._lock = threading.Lock()  # guards the next three lines
-        self._unfinished = [0] * len(workers)
-        self._admitted: list[tuple[Any, str]] = []  # pending calls of `admit`, with the engine's name
+    def __init__(self, engines: Engines, sampling: Sampling, dp_size: int, timeout_s: float) -> None:
+        self._engines, self._sampling, self._dp_size, self._timeout_s = engines, sampling, dp_size, timeout_s
+        self._lock = threading.Lock()  # guards the next four lines
+        self._open: dict[int, _Open] = {}  # by engine index
+        self._waiting: dict[int, Prompt] = {}  # by prompt index: no engine is up
+        self._admitted: list[tuple[Any, int, Any]] = []  # pending calls of `admit`, with index and handle of the engine
         self._closed = self._failed = False
-        self._reading = threading.Lock()  # guards the next line; one thread reads at a time
-        self._items: dict[Any, int] = {}  # generator of an engine's chunks -> engine index
-        opening = {name: worker.open_stream.remote(sampling) for name, worker in self._by_name()}
+        self._reading = threading.Lock()  # one thread reads at a time
         try:
-            gather(opening, "opening the rollout stream", timeout_s)
-            for engine, worker in enumerate(self._workers):
-                self._items[worker.stream.options(num_returns="streaming").remote(dp_size)] = engine
+            self._open_new()
         except BaseException:
             self._failed = True
             self.close()
@@ -100,35 +115,33 @@ class EngineStreams:
         with self._lock:
             if self._closed:
                 raise ClusterError("cannot admit prompts: the rollout stream is closed")
-            shares: dict[int, list[int]] = defaultdict(list)
-            for j, engine in enumerate(least_busy(len(prompts), self._unfinished)):
-                shares[engine].append(j)
-            encoded = {
-                e: encode_prompts([prompts[j] for j in s], [prompt_indices[j] for j in s]) for e, s in shares.items()
-            }
-            for engine, share in shares.items():
-                ref = self._workers[engine].admit.remote(encoded[engine])
-                self._admitted.append((ref, self._names[engine]))
-                self._unfinished[engine] += len(share)
+            self._admit(dict(zip(prompt_indices, prompts, strict=True)))
 
     def finished(self, timeout_s: float) -> list[RolloutChunk]:
         """See `RolloutStream.finished`; returns an empty list at once if the stream is closed.
 
         Raises:
-            ClusterError: an engine died, or its stream failed.
+            EngineFailed: an engine failed for good.
+            ClusterError: a stream failed.
             DataError: an engine refused a prompt.
         """
         deadline = time.monotonic() + timeout_s
         chunks: list[RolloutChunk] = []
         with self._reading:
             try:
-                while self._items and not self._closed:
+                while not self._closed:
+                    self._engines.check()
+                    self._open_new()
+                    streams = {stream.items: index for index, stream in self._open.items()}
                     left_s = 0.0 if chunks else max(0.0, deadline - time.monotonic())
+                    if not streams:
+                        time.sleep(min(left_s, _RESTART_POLL_S))
                     # Do not fetch: the driver needs only the sizes.
-                    ready, _ = ray.wait(list(self._items), num_returns=1, timeout=left_s, fetch_local=False)
-                    if not ready:
+                    ready = streams and ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)[0]
+                    if ready:
+                        chunks += self._read(streams[ready[0]])
+                    elif time.monotonic() >= deadline or chunks:
                         break
-                    chunks += self._read(ready[0])
                 self._check_admitted()
             except GkdError:
                 self._failed = True
@@ -142,46 +155,105 @@ class EngineStreams:
                 return
             self._closed = True
             # Pending `admit` calls must complete first; otherwise the next stream would receive their prompts.
-            admitted = [ref for ref, _ in self._admitted]
+            admitted = [ref for ref, *_ in self._admitted]
             self._admitted.clear()
+            streams = dict(self._open)
         try:
             if admitted:
                 ray.wait(admitted, num_returns=len(admitted), timeout=self._timeout_s)
-            closing = {name: worker.close_stream.remote() for name, worker in self._by_name()}
-            gather(closing, "closing the rollout stream", self._timeout_s)
+            closing = {name_of(i): stream.worker.close_stream.remote() for i, stream in streams.items()}
+            failed: dict[str, RankFailed] = {}
+            gather(closing, "closing the rollout stream", self._timeout_s, failed)
+            for i, stream in streams.items():
+                if name_of(i) in failed:
+                    self._engines.lost(i, stream.worker, failed[name_of(i)])
         except GkdError as error:
             if not self._failed:
                 raise
             log.warning("error while closing a failed rollout stream: %s", error)
         with self._reading:
-            self._items.clear()  # also frees unread chunks
+            self._open.clear()  # also frees unread chunks
 
     @property
     def closed(self) -> bool:
         return self._closed
 
-    def _read(self, items: Any) -> list[RolloutChunk]:
-        engine = self._items[items]
-        chunk = next_chunk(items, f"the rollout stream of {self._names[engine]}", self._timeout_s)
+    def _open_new(self) -> None:
+        """Open a stream on each engine that is up and has none, and give it its share of the prompts that wait."""
+        members = self._engines.up()
+        new = {i: worker for i, worker in members.items() if i not in self._open or self._open[i].worker != worker}
+        if not new:
+            return
+        opening = {name_of(i): worker.open_stream.remote(self._sampling) for i, worker in new.items()}
+        failed: dict[str, RankFailed] = {}
+        gather(opening, "opening the rollout stream", self._timeout_s, failed)
+        for i, worker in new.items():
+            if i in self._open:  # the process before it has not been read to its end
+                self._lose(i, RankFailed(f"{name_of(i)} was replaced"))
+            if name_of(i) in failed:
+                self._engines.lost(i, worker, failed[name_of(i)])
+                continue
+            items = worker.stream.options(num_returns="streaming").remote(self._dp_size)
+            with self._lock:
+                if self._closed:  # meanwhile: `close` has not seen it
+                    worker.close_stream.remote()
+                    return
+                self._open[i] = _Open(worker, items)
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+            if waiting:
+                self._admit(waiting)
+
+    def _admit(self, prompts: Mapping[int, Prompt]) -> None:
+        """Send prompts, by index, to the engines with an open stream. The lock is held."""
+        engines = list(self._open)
+        if not engines:
+            self._waiting |= prompts
+            return
+        shares: dict[int, dict[int, Prompt]] = defaultdict(dict)
+        unfinished = [len(self._open[i].unfinished) for i in engines]
+        for (index, prompt), place in zip(prompts.items(), least_busy(len(prompts), unfinished), strict=True):
+            shares[engines[place]][index] = prompt
+        encoded = {i: encode_prompts(list(share.values()), list(share)) for i, share in shares.items()}
+        for i, share in shares.items():
+            worker = self._open[i].worker
+            self._admitted.append((worker.admit.remote(encoded[i]), i, worker))
+            self._open[i].unfinished |= share
+
+    def _read(self, engine: int) -> list[RolloutChunk]:
+        stream = self._open[engine]
+        try:
+            chunk = next_chunk(stream.items, f"the rollout stream of {name_of(engine)}", self._timeout_s)
+        except RankFailed as error:
+            self._lose(engine, error)
+            return []
         if chunk is None:
-            del self._items[items]
             if not self._closed:
-                raise ClusterError(f"the rollout stream of {self._names[engine]} ended before it was closed")
+                raise ClusterError(f"the rollout stream of {name_of(engine)} ended before it was closed")
+            with self._lock:
+                del self._open[engine]
             return []
         with self._lock:
-            self._unfinished[engine] -= 1
+            del stream.unfinished[int(chunk.sample_index[0]) // self._sampling.n]
         return [chunk]
+
+    def _lose(self, engine: int, error: RankFailed) -> None:
+        """Report an engine that died, and give its prompts to the others."""
+        with self._lock:
+            stream = self._open.pop(engine)
+            self._admit(stream.unfinished)
+        self._engines.lost(engine, stream.worker, error, n_prompts=len(stream.unfinished))
 
     def _check_admitted(self) -> None:
         """Raise the error of a failed `admit` call and forget the completed ones."""
         with self._lock:
             if self._closed:
                 return
-            names = dict(self._admitted)  # ref -> engine
-            done, _ = ray.wait(list(names), num_returns=len(names), timeout=0) if names else ([], [])
-            self._admitted = [(ref, name) for ref, name in self._admitted if ref not in done]
+            calls = {ref: (index, worker) for ref, index, worker in self._admitted}
+            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
+            self._admitted = [call for call in self._admitted if call[0] not in done]
         for ref in done:
-            fetch(ref, f"admitting prompts to {names[ref]}")
-
-    def _by_name(self) -> list[tuple[str, Any]]:
-        return list(zip(self._names, self._workers, strict=True))
+            try:
+                fetch(ref, f"admitting prompts to {name_of(calls[ref][0])}")
+            except RankFailed as error:  # its stream ends, too; that returns the prompts
+                self._engines.lost(*calls[ref], error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -118,7 +118,7 @@ class RolloutWorker:
         self._states = EngineStates(engine, self._diagnosed, timeline=self._config.memory.timeline)
 
     def generate(
-        self, encoded_prompts: bytes, dp_size: int, sampling: Sampling, chunk_size: int
+        self, encoded_prompts: bytes, dp_size: int, sampling: Sampling, chunk_size: int, skip: Collection[int] = ()
     ) -> Iterator[list[Rollout] | bytes]:
         """Yield two objects per chunk: the rollouts, which the driver never fetches, and their encoded sizes.
 
@@ -128,10 +128,11 @@ class RolloutWorker:
 
         Args:
             encoded_prompts: see `encode_prompts`. A prompt's index modulo dp_size is the group that scores it.
+            skip: sample indices that another engine has returned before it died.
         """
         prompts, prompt_indices = decode_prompts(encoded_prompts)
         finished: dict[int, list[Rollout]] = defaultdict(list)
-        for rollout in self._generate(prompts, sampling, prompt_indices):
+        for rollout in self._generate(prompts, sampling, prompt_indices, skip):
             dp_rank = rollout.sample_index // sampling.n % dp_size
             finished[dp_rank].append(rollout)
             if len(finished[dp_rank]) == chunk_size:
@@ -262,14 +263,18 @@ class RolloutWorker:
         return replace(self._engine.usage(), memory=self._states.pop_peaks(), spans=self._spans.take())
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        prompt_indices: Sequence[int],
+        skip: Collection[int] = (),
     ) -> Iterator[Rollout]:
         self._ensure_awake()
         if self._loop is not None:
-            yield from self._loop.generate(prompts, sampling, prompt_indices)
+            yield from self._loop.generate(prompts, sampling, prompt_indices, skip)
         else:
             with self._diagnosed("generating"):
-                yield from self._engine.generate(prompts, sampling, prompt_indices)
+                yield from self._engine.generate(prompts, sampling, prompt_indices, skip)
         self._on_engine(lambda: self._states.record("generating"))
 
     def _ensure_awake(self, tags: Sequence[str] | None = None) -> None:

@@ -136,7 +136,10 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["teacher.request_timeout_s=nan"], "teacher.request_timeout_s"),
         (["actor.max_tokens_per_micro_batch=100"], "actor.max_tokens_per_micro_batch"),
         (["weight_sync.transport=nccl", "trainer.device=cpu"], "weight_sync.transport"),
-        (["weight_sync.transport=shared_memory", "rollout.nnodes=2", "cluster.ray_address=h:1"], "weight_sync.transport"),
+        (
+            ["weight_sync.transport=shared_memory", "rollout.nnodes=2", "cluster.ray_address=h:1"],
+            "weight_sync.transport",
+        ),
         (["trainer.run_dir="], "trainer.run_dir"),
         (["data.train_files=[]"], "data.train_files"),
         (["model.path="], "model.path"),
