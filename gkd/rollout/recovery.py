@@ -51,6 +51,7 @@ class _Slot:
     n_restarts: int = 0  # started, also in vain
     down_s: float = 0.0  # clock of the failure
     n_prompts: int = 0  # that the other engines, or its next process, answer anew
+    restart: threading.Thread | None = None  # in progress
 
 
 class Engines:
@@ -68,7 +69,7 @@ class Engines:
         self._restore: Callable[[int, Any], int | None] | None = None
         self._failure: GkdError | None = None
         self._syncing = self._held = self._closed = False
-        self._restarting: set[int] = set()
+        self._callbacks: list[Callable[[], None]] = []
         self._done = EngineRestarts()
 
     def __len__(self) -> int:
@@ -82,6 +83,11 @@ class Engines:
                 no push has succeeded since one failed, so the engine waits for the next `sync`.
         """
         self._start, self._restore = slots, restore
+
+    def on_up(self, callback: Callable[[], None]) -> None:
+        """Call this, in any thread, after an engine has come up, or has failed for good."""
+        with self._changed:
+            self._callbacks.append(callback)
 
     def up(self) -> dict[int, Any]:
         """Return index -> handle of the engines that can be called."""
@@ -159,7 +165,8 @@ class Engines:
                     for index, worker in members.items():
                         if self._slots[index].worker == worker and self._slots[index].state == _UNSYNCED:
                             self._slots[index].state = _UP
-                    return result
+                self._announce()
+                return result
             except WeightSyncError as error:
                 if not error.lost:
                     raise
@@ -173,7 +180,7 @@ class Engines:
         """Let running restarts finish, and start none until `release`: another pool uses the GPUs."""
         with self._changed:
             self._held = True
-            self._changed.wait_for(lambda: not self._restarting or self._failure)
+            self._changed.wait_for(lambda: self._failure or not any(slot.restart for slot in self._slots))
 
     def release(self) -> None:
         """Allow restarts again."""
@@ -237,6 +244,7 @@ class Engines:
         else:
             self._failure = cause
         self._changed.notify_all()
+        threading.Thread(target=self._announce, name="engine failed", daemon=True).start()  # the caller may hold locks
         return False
 
     def _restart_waiting(self) -> None:
@@ -245,9 +253,12 @@ class Engines:
                 self._restart(index)
 
     def _restart(self, index: int) -> None:
-        if index not in self._restarting and not self._closed:
-            self._restarting.add(index)
-            threading.Thread(target=self._recover, args=(index,), name=f"restart engine {index}", daemon=True).start()
+        slot = self._slots[index]
+        if slot.restart is None and not self._closed:
+            slot.restart = threading.Thread(
+                target=self._recover, args=(index,), name=f"restart engine {index}", daemon=True
+            )
+            slot.restart.start()
 
     def _recover(self, index: int) -> None:
         """Start an engine until it is up or has failed too often. Runs in its own thread."""
@@ -272,8 +283,15 @@ class Engines:
                     self._failure = RankFailed(f"restart of rollout engine {index}: {type(error).__name__}: {error}")
         finally:
             with self._changed:
-                self._restarting.discard(index)
+                if slot.restart is threading.current_thread():  # otherwise the engine has come up, and died again
+                    slot.restart = None
                 self._changed.notify_all()
+            self._announce()
+
+    def _announce(self) -> None:
+        """Call the callbacks; no lock of this object is held."""
+        for callback in self._callbacks:
+            callback()
 
     def _join(self, index: int, worker: Any) -> None:
         """Give a new process the current weights; then it is up."""
@@ -287,7 +305,7 @@ class Engines:
         try:
             version = self._restore(index, worker)
             with self._changed:
-                slot.worker, slot.state = worker, _UNSYNCED if version is None else _UP
+                slot.worker, slot.state, slot.restart = worker, _UNSYNCED if version is None else _UP, None
                 took_s = time.monotonic() - slot.down_s
                 self._done = self._done.plus(restarts=1, seconds=took_s)
                 n_prompts, slot.n_prompts = slot.n_prompts, 0

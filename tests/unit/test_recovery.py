@@ -293,3 +293,23 @@ def test_nothing_starts_after_the_pools_are_closed() -> None:
     engines.lost(1, "engine 1", DIED)
     assert slots.started == [(0, 1)]
     engines.check()
+
+
+def test_an_engine_that_dies_as_soon_as_it_is_up_is_started_again() -> None:
+    """Fails if a death between coming up and the end of the restart is lost: the engine would stay down for ever."""
+    engines, slots = pool(n=1, max_restarts=30)
+    engines.on_up(lambda: engines.lost(0, engines.up().get(0), DIED) if len(slots.started) < 20 else None)
+    engines.lost(0, "engine 0", DIED)
+    until(lambda: len(slots.started) == 20 and engines.up())
+    assert [attempt for _, attempt in slots.started] == list(range(1, 21))
+
+
+def test_callbacks_learn_of_every_end_of_a_wait() -> None:
+    """Fails if a thread that waits for an engine without polling sleeps through its restart or its failure."""
+    engines, slots = pool(n=1)
+    seen: list[dict[int, Any]] = []
+    engines.on_up(lambda: seen.append(engines.up()))
+    engines.lost(0, "engine 0", DIED)
+    until(lambda: {0: "engine 0 process 1"} in seen)
+    engines.lost(0, "engine 0 process 1", DIED)
+    until(lambda: seen[-1] == {})
