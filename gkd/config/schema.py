@@ -128,8 +128,9 @@ class WeightSyncConfig:
     transport: str = key(
         "auto",
         "How weights travel: nccl, gloo (TCP), or shared_memory if all members are on one host. auto = nccl on GPUs of "
-        "their own; on cpu shared_memory or gloo; else gloo.",
-        choices=("auto", "nccl", "gloo", "shared_memory"),
+        "their own; on cpu shared_memory or gloo; else gloo. vllm = as auto, and the engines load them in a session of "
+        "vLLM's weight transfer.",
+        choices=("auto", "nccl", "gloo", "shared_memory", "vllm"),
         resume=True,
     )
     bucket_mib: int = key(256, "Size of the buckets in which tensors are sent, in MiB.", gt=0, resume=True)

@@ -27,6 +27,7 @@ from gkd.errors import WeightSyncError
 from gkd.rollout.adapters import EngineAdapters, unwrapped
 from gkd.rollout.experts import expert_names, expert_tensors, keep_cpu_experts_live
 from gkd.rollout.sleep_mixin import SleepMixin
+from gkd.rollout.vllm_transfer import open_sessions, receive_in_session
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
@@ -67,6 +68,9 @@ class WeightReceiver(SleepMixin):
         self._gkd_groups = [
             TransferGroup(dataclasses.replace(spec, rank=spec.rank + self.rank), self.device) for spec in specs
         ]
+        self._gkd_in_session = specs[0].in_session
+        if self._gkd_in_session:
+            open_sessions(self, self._gkd_groups)
 
     def gkd_receive(self, plans: list[list[Bucket]]) -> int:
         """Load one weight version, one plan per sender; returns the number of bytes received.
@@ -78,11 +82,14 @@ class WeightReceiver(SleepMixin):
         received: set[str] = set()
         loaded: set[str] = set()
 
-        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        def note(tensors: list[tuple[str, torch.Tensor]], names: set[str]) -> None:
             received.update(name for name, _ in tensors)
-            loaded.update(model.load_weights(tensors))
+            loaded.update(names)
 
-        n_bytes = self._gkd_receive_all(plans, load)
+        if self._gkd_in_session:
+            n_bytes = receive_in_session(self, plans, note)
+        else:
+            n_bytes = self._gkd_receive_all(plans, lambda tensors: note(tensors, model.load_weights(tensors)))
         missed = sorted({unwrapped(name) for name, _ in model.named_parameters()} - loaded)
         for prefix, module in model.named_modules():
             if isinstance(module, RoutedExperts):  # vLLM reports the fused parameter as loaded after one expert

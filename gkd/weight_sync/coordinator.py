@@ -14,7 +14,7 @@ from gkd.errors import GkdError, RankTimeout, WeightSyncError
 from gkd.handles import SyncReport
 from gkd.log import get_logger
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
-from gkd.weight_sync.group import AUTO, GLOO, NCCL, GroupSpec
+from gkd.weight_sync.group import AUTO, GLOO, NCCL, VLLM, GroupSpec
 
 log = get_logger("weight_sync")
 
@@ -200,7 +200,7 @@ class WeightSync:
             join_s: see `GroupSpec`.
         """
         settings, tp, senders = self._config.weight_sync, self._config.rollout.tp, self._senders()
-        transport = settings.transport
+        transport = AUTO if settings.transport == VLLM else settings.transport
         if transport == AUTO and self._device == "cuda":
             transport = GLOO if self._config.trainer.colocate else NCCL  # NCCL needs a GPU for each member
         specs = self._specs(transport, 1 + len(self._engines) * tp, join_s)
@@ -218,10 +218,11 @@ class WeightSync:
     def _specs(self, transport: str, world_size: int, join_s: float) -> dict[str, Callable[[int], GroupSpec]]:
         """Return, by sender, a function from a member's rank to its arguments for joining the sender's new group."""
         refs = {name: sender.rendezvous.remote() for name, sender in self._senders().items()}
-        timeout_s = self._config.weight_sync.timeout_s + _EXTRA_TIMEOUT_S
+        settings = self._config.weight_sync
+        timeout_s, in_session = settings.timeout_s + _EXTRA_TIMEOUT_S, settings.transport == VLLM
 
         def of(host: str, port: int) -> Callable[[int], GroupSpec]:
-            return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s)
+            return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s, in_session)
 
         return {name: of(*address) for name, address in gather(refs, "rendezvous", join_s).items()}
 

@@ -21,7 +21,7 @@ from gkd.errors import WeightSyncError
 from gkd.weight_sync.buckets import checksum
 from gkd.weight_sync.segment import Segment, SegmentId, attached, host_id
 
-GLOO, NCCL, SHARED_MEMORY, AUTO = "gloo", "nccl", "shared_memory", "auto"
+GLOO, NCCL, SHARED_MEMORY, AUTO, VLLM = "gloo", "nccl", "shared_memory", "auto", "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class GroupSpec:
         transport: "auto": shared_memory if all members are on one host, else gloo.
         timeout_s: of one bucket.
         join_s: until all members have arrived.
+        in_session: the engines load the weights in a session of vLLM's weight transfer.
     """
 
     transport: str
@@ -41,6 +42,7 @@ class GroupSpec:
     world_size: int
     timeout_s: float
     join_s: float
+    in_session: bool = False
 
 
 class TransferGroup:

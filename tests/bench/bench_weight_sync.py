@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from gkd.cluster.assignment import free_port
-from gkd.weight_sync.group import GLOO, SHARED_MEMORY, GroupSpec
+from gkd.weight_sync.group import AUTO, GLOO, SHARED_MEMORY, VLLM, GroupSpec
 from tests.bench import weight_sync_peers as peers
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
@@ -36,7 +36,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-_TRANSPORTS = (GLOO, SHARED_MEMORY)
+_TRANSPORTS = (GLOO, SHARED_MEMORY, VLLM)  # vllm: a session of vLLM, over shared memory
 _MEMCPY = "memcpy"
 _TENSORS = "tensor by tensor over gloo"
 
@@ -103,9 +103,10 @@ class Pair:
         self.sender.start("plan")
         self.plan = self.sender.result()[0]
         for transport in _TRANSPORTS:
-            port = free_port("127.0.0.1")
+            port, bytes_by = free_port("127.0.0.1"), AUTO if transport == VLLM else transport
             for rank, peer in enumerate((self.sender, self.engine)):
-                peer.start("join", transport, GroupSpec(transport, "127.0.0.1", port, rank, 2, 120.0, 60.0))
+                spec = GroupSpec(bytes_by, "127.0.0.1", port, rank, 2, 120.0, 60.0, in_session=transport == VLLM)
+                peer.start("join", transport, spec)
             for peer in (self.sender, self.engine):
                 peer.result()
 
@@ -134,6 +135,8 @@ class Pair:
             self.both(_named(_TENSORS, loads, False), ("tensor_by_tensor",), ("tensor_by_tensor", self.plan, loads))
         for transport in _TRANSPORTS:
             for loads, with_digests in ((False, False), (True, False), (True, True)):
+                if transport == VLLM and not loads:
+                    continue  # the bytes travel as with shared_memory
                 self.step()
                 sent, got = self.both(
                     _named(transport, loads, with_digests),
@@ -171,14 +174,15 @@ def measure(rounds: int) -> Part:
             pair.close()
     seconds = {way: median(time for time, _, _ in times) for way, times in pair.times.items()}
     memcpy, shared = seconds[_MEMCPY], _named(SHARED_MEMORY, True, False)
+    by_tensor, in_session = _named(_TENSORS, True, False), _named(VLLM, True, False)
     figures = [
         Figure("memcpy / shared_memory", memcpy / seconds[SHARED_MEMORY], at_least=0.3),
         Figure("memcpy / shared_memory, loaded", memcpy / seconds[shared], at_least=0.1, note="goal 0.25"),
         Figure("memcpy / shared_memory, loaded and verified", memcpy / seconds[_named(SHARED_MEMORY, True, True)]),
-        Figure("tensor by tensor / shared_memory, both loaded", seconds[_named(_TENSORS, True, False)] / seconds[shared],
-               at_least=3.0),
+        Figure("tensor by tensor / shared_memory, both loaded", seconds[by_tensor] / seconds[shared], at_least=3.0),
+        Figure("vllm / shared_memory, both loaded", seconds[in_session] / seconds[shared], at_least=1.0),
         Figure("memcpy / gloo, loaded", memcpy / seconds[_named(GLOO, True, False)]),
-    ]  # fmt: skip
+    ]
     gigabytes = pair.n_bytes / 1e9
     rows = [
         [way, f"{seconds[way]:.3f}", f"{gigabytes / seconds[way]:.2f}", f"{memcpy / seconds[way]:.0%}",

@@ -113,8 +113,9 @@ def engine(connection: Connection, folder: Path) -> None:
     groups: dict[str, TransferGroup] = {}
 
     def join(name: str, spec: Any) -> None:
+        worker._gkd_groups = []  # it would leave the groups of other transports
         made.join_groups([spec])
-        groups[name] = worker._gkd_groups.pop()
+        groups[name] = worker._gkd_groups[0]
 
     def tensor_by_tensor(plan: Any, loads: bool) -> None:
         group, model = groups["gloo"], worker.model_runner.get_model()
@@ -136,7 +137,7 @@ def engine(connection: Connection, folder: Path) -> None:
         if not loads:
             receive(groups[name], plan, lambda tensors: None)
             return {}
-        worker._gkd_groups = [groups[name]]
+        worker._gkd_groups, worker._gkd_in_session = [groups[name]], name == "vllm"
         made.receive([plan], 1)
         return made.digests() if with_digests else {}
 

@@ -24,7 +24,7 @@ def _prompts() -> list[Prompt]:
     return [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(N_PROMPTS)]
 
 
-def _probe(student: Path, port: int) -> dict[str, Any]:
+def _probe(student: Path) -> dict[Any, Any]:
     """Run in a child process: vLLM allows one engine per process."""
     import threading
 
@@ -35,8 +35,9 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     from gkd.errors import GkdError
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
-    from gkd.weight_sync.buckets import TensorSpec, plan_buckets
+    from gkd.weight_sync.buckets import TensorSpec, differing, layout, plan_buckets
     from gkd.weight_sync.group import GroupSpec, TransferGroup
+    from gkd.weight_sync.segment import Segment
     from gkd.weight_sync.transfer import send
 
     config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
@@ -68,24 +69,40 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     result["too_long"] = message(lambda: list(engine.generate([too_long], sampling)))
     result["after_refusal"] = len(list(engine.generate(prompts[:1], sampling)))
 
-    # All tensors but one, over a real gloo group with a sender in a thread.
-    tensors = dict(list(model.named_parameters())[:-1])
-    specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
-    buckets = plan_buckets(specs, 1 << 20)
+    def push(tensors: dict[str, torch.Tensor], version: int, *, in_session: bool) -> dict[str, str]:
+        """Sync weights with a sender in a thread; return the digests of what was sent."""
+        specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
+        buckets, sent, port = plan_buckets(specs, 1 << 18), {}, free_port("127.0.0.1")
+        transport = "auto" if in_session else "gloo"
 
-    def spec(rank: int) -> GroupSpec:
-        return GroupSpec("gloo", "127.0.0.1", port, rank, 2, 60.0, 60.0)
+        def spec(rank: int) -> GroupSpec:
+            return GroupSpec(transport, "127.0.0.1", port, rank, 2, 60.0, 60.0, in_session)
 
-    def sender() -> None:
-        send(TransferGroup(spec(0), torch.device("cpu")), buckets, iter(tensors.items()), with_digests=False)
+        def sender() -> None:
+            group, kept = TransferGroup(spec(0), torch.device("cpu")), Segment(layout(buckets)[1])
+            sent.update(send(group, buckets, iter(tensors.items()), with_digests=True, kept=kept))
+            groups.append(group)
 
-    thread = threading.Thread(target=sender)
-    thread.start()
-    engine.join_groups([spec(1)])
-    result["incomplete"] = message(lambda: engine.receive([buckets], 1))
-    result["missing"] = list(model.named_parameters())[-1][0]
-    result["version_after"] = engine.policy_version
-    thread.join()
+        thread, groups = threading.Thread(target=sender), []
+        thread.start()
+        engine.join_groups([spec(1)])
+        try:
+            engine.receive([buckets], version)
+        finally:
+            thread.join()
+        return sent
+
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    part = dict(list(tensors.items())[:-1])
+    result["missing"] = list(tensors)[-1]
+    for in_session in (False, True):
+        result["incomplete", in_session] = message(lambda case=in_session: push(part, 1, in_session=case))
+        result["version_after", in_session] = engine.policy_version
+        result["refused", in_session] = message(lambda: list(engine.generate(prompts[:1], sampling)))
+        changed = {name: tensor * (1.5 + in_session) for name, tensor in tensors.items()}
+        sent = push(changed, 0, in_session=in_session)
+        result["differing", in_session] = differing(sent, engine.digests())
+        result["after_sync", in_session] = len(list(engine.generate(prompts[:1], sampling)))
     return result
 
 
@@ -95,7 +112,7 @@ def probe(lab: Lab) -> dict[str, Any]:
         for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
             patch.setenv(key, value)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(_probe, lab.student, free_port("127.0.0.1")).result(timeout=200)
+            return pool.submit(_probe, lab.student).result(timeout=200)
 
 
 def test_every_sample_is_whole(probe: dict[str, Any]) -> None:
@@ -128,5 +145,15 @@ def test_bad_prompts_and_incomplete_weights_are_typed_errors(probe: dict[str, An
     """Fails if a refused prompt blocks the engine, or an incomplete weight sync succeeds."""
     assert probe["too_long"].startswith("DataError") and "prompt 99" in probe["too_long"]
     assert probe["after_refusal"] == N_SAMPLES
-    assert probe["incomplete"].startswith("WeightSyncError") and probe["missing"] in probe["incomplete"]
-    assert probe["version_after"] == 0, "a failed sync must not advance the version"
+    for in_session in (False, True):  # of vLLM's weight transfer
+        incomplete = probe["incomplete", in_session]
+        assert incomplete.startswith("WeightSyncError") and probe["missing"] in incomplete
+        assert probe["version_after", in_session] == 0, "a failed sync must not advance the version"
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_failed_sync_can_be_repeated(probe: dict[Any, Any], in_session: bool) -> None:
+    """Fails if an engine generates with a mixture of two versions, or has other weights after a complete sync."""
+    assert probe["refused", in_session].startswith("ClusterError")
+    assert probe["differing", in_session] == []
+    assert probe["after_sync", in_session] == N_SAMPLES
