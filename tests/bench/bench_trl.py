@@ -1,0 +1,194 @@
+"""Compare sequences per second with TRL 1.16 on CPU: same models, prompts, loss and batch, on both cores.
+
+    python -m pip install --target DIR --no-deps trl==1.16 datasets==5.2.0 pandas==3.1.1 multiprocess==0.70.19 \
+        dill==0.4.1 python-dateutil==4.0.0 six
+    python -m tests.bench.bench_trl --trl DIR --json docs/results/trl_cpu.json      # about 9 minutes
+
+DIR is a folder of its own, outside the product's dependencies; TRL uses torch and transformers of this environment.
+Run it on an idle machine: TRL, whose threads wait for each other, slows down by far more than its share is.
+
+The runs alternate: TRL's GKDTrainer, ours, TRL's DistillationTrainer, ours, ... Each is a fresh process, and the time
+between the ends of its first and its last step counts. The loss is the forward KL over the whole vocabulary, on
+responses sampled at temperature 1. Lengths: see `tests.bench.trl_models`. TRL's asynchronous trainer sends weights over
+NCCL, so it does not run on CPU.
+
+`--rounds N` repeats the series. CPU time is of all processes of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gkd.metrics.writer import read_metrics
+from tests.bench.command import parsed, parser, run_parts
+from tests.bench.cpu_time import CpuTime
+from tests.bench.teacher_report import Figure, Part, Table
+from tests.bench.trl_models import LEARNING_RATE, N_PROMPT, SHAPES, VOCAB, Shape, make_files
+from tests.service.harness import ServerProcess
+
+_OURS = ("sync", "one_step_off", "stream")
+_TRL = ("gkd", "distillation")
+# TRL's runs surround ours, so that a drift of the machine's speed meets both.
+_SERIES = ("gkd", "sync", "distillation", "one_step_off", "gkd", "stream", "distillation")
+_WARM_UP = 2  # steps of ours before the measured ones; TRL needs one
+_LIMIT_S = 300.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: seconds of its measured steps, CPU seconds per sequence by process kind, and lengths."""
+
+    name: str
+    step_s: list[float]
+    cpu_ms: dict[str, float]
+    mean_response: float
+    truncated: float
+
+
+def run_trl(name: str, shape: Shape, folder: Path, trl: Path) -> Run:
+    case = {
+        "trainer": name,
+        "folder": str(folder),
+        "output": str(folder / "trl"),
+        "batch": shape.batch,
+        "steps": shape.trl_steps + 1,
+        "max_response": shape.max_response,
+    }
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(trl), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": str(os.cpu_count()),
+        "PYTHONWARNINGS": "ignore",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    command = [sys.executable, "-m", "tests.bench.trl_run", json.dumps(case)]
+    with (folder / "log.txt").open("wb") as log, CpuTime() as cpu:
+        process = subprocess.Popen(command, env=environment, cwd=_ROOT, stdout=subprocess.PIPE, stderr=log)
+        output, _ = process.communicate(timeout=_LIMIT_S)
+    if process.returncode:
+        raise RuntimeError(f"TRL ended with exit code {process.returncode}:\n{_tail(folder / 'log.txt')}")
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    ends = result["ends_s"]
+    return Run(name, _differences(ends), _per_sequence(cpu, ends, shape), result["mean_response"], result["truncated"])
+
+
+def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
+    with tempfile.TemporaryDirectory(dir=folder) as out, CpuTime() as cpu:
+        run_dir = Path(out) / "run"
+        with ServerProcess(folder / "teacher", folder, options=("--dtype", "float32")) as server:
+            settings = {
+                "data.max_prompt_length": N_PROMPT,
+                "data.max_response_length": shape.max_response,
+                "model.path": folder / "student",
+                "model.dtype": "float32",
+                "trainer.device": "cpu",
+                "trainer.run_dir": run_dir,
+                "trainer.scheduler": scheduler,
+                "trainer.total_steps": _WARM_UP + shape.steps,
+                "trainer.global_batch_size": shape.batch,
+                "actor.micro_batch_size": shape.batch,
+                "actor.optim.lr": LEARNING_RATE,
+                "rollout.max_num_seqs": shape.batch,
+                "rollout.cpu_kv_cache_mib": 256,
+                "teacher.topk": VOCAB,
+                "teacher.server_port": server.port,
+            }
+            config = Path(out) / "config.yaml"
+            config.write_text(f"data: {{train_files: ['{folder / 'prompts.jsonl'}']}}\n")
+            command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(config)]
+            command += [f"{key}={value}" for key, value in settings.items()]
+            with (folder / "log.txt").open("wb") as log:
+                code = subprocess.run(
+                    command, cwd=_ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=_LIMIT_S, check=False
+                ).returncode
+        if code:
+            raise RuntimeError(f"the run ended with exit code {code}:\n{_tail(folder / 'log.txt')}")
+        lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"] >= _WARM_UP]
+    ends = [line["time/unix_s"] for line in lines]
+    steps = lines[1:]
+    mean = sum(line["rollout/response_tokens"] for line in steps) / (shape.batch * len(steps))
+    truncated = sum(line["rollout/truncated_share"] for line in steps) / len(steps)
+    return Run(scheduler, _differences(ends), _per_sequence(cpu, ends, shape), mean, truncated)
+
+
+def _differences(ends_s: Sequence[float]) -> list[float]:
+    return [end - start for start, end in zip(ends_s, ends_s[1:], strict=False)]
+
+
+def _per_sequence(cpu: CpuTime, ends_s: Sequence[float], shape: Shape) -> dict[str, float]:
+    n = shape.batch * (len(ends_s) - 1)
+    return {kind: 1e3 * seconds / n for kind, seconds in cpu.between(ends_s[0], ends_s[-1]).items()}
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:]
+
+
+def measure(name: str, trl: Path, rounds: int, only: Sequence[str]) -> Part:
+    shape = SHAPES[name]
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory() as out:
+        folder = Path(out)
+        make_files(shape, folder, 4 * shape.batch * (_WARM_UP + shape.steps))
+        for system in _SERIES * rounds:
+            if system in only:
+                run = run_trl(system, shape, folder, trl) if system in _TRL else run_ours(system, shape, folder)
+                print(f"  {system}: {_rate([run], shape):.1f} sequences/s", file=sys.stderr, flush=True)
+                runs.append(run)
+    by_name = {system: [run for run in runs if run.name == system] for system in dict.fromkeys(_SERIES)}
+    rates = {system: _rate(made, shape) for system, made in by_name.items() if made}
+    fastest = max((rates[system] for system in _TRL if system in rates), default=float("nan"))
+    figures = [
+        Figure(
+            f"{system} / faster TRL trainer", rates[system] / fastest, at_least=shape.goal if system == best else None
+        )
+        for best in [max((s for s in _OURS if s in rates), key=rates.__getitem__, default="")]
+        for system in _OURS
+        if system in rates
+    ]
+    rows: list[list[str | float]] = []
+    kinds: list[list[str | float]] = []
+    for system, made in by_name.items():
+        for run in made:
+            per_step = [shape.batch / seconds for seconds in run.step_s]
+            title = f"TRL {system}" if system in _TRL else system
+            cpu_ms = sum(run.cpu_ms.values())
+            rows.append(
+                [title, _rate([run], shape), min(per_step), max(per_step), cpu_ms, run.mean_response, run.truncated]
+            )
+            kinds += [[system, kind, ms] for kind, ms in sorted(run.cpu_ms.items())]
+    columns = ["program", "sequences/s", "slowest step", "fastest step", "CPU ms per sequence", "mean response", "cut"]
+    what = (
+        f"Student {shape.student}, teacher {shape.teacher} (hidden size, layers), prompts of {N_PROMPT} tokens, "
+        f"at most {shape.max_response} response tokens, {shape.batch} sequences a step. Interleaved runs."
+    )
+    tables = [Table("runs", columns, rows), Table("CPU ms per sequence", ["program", "process", "ms"], kinds)]
+    return Part(name, what, figures, tables, {"rounds": rounds})
+
+
+def _rate(runs: Sequence[Run], shape: Shape) -> float:
+    """Return sequences per second over all measured steps."""
+    seconds = [step for run in runs for step in run.step_s]
+    return shape.batch * len(seconds) / sum(seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = parser("tests.bench.bench_trl", __doc__ or "", SHAPES, 1)
+    made.add_argument("--trl", type=Path, required=True, metavar="DIR", help="folder with TRL, see the docstring")
+    made.add_argument("--programs", default=",".join(dict.fromkeys(_SERIES)), help="default: %(default)s")
+    args = parsed(made, SHAPES, argv)
+    if not (args.trl / "trl").is_dir():
+        made.error(f"--trl {args.trl}: no TRL there; see the docstring of this module")
+    return run_parts(args, lambda name: measure(name, args.trl.resolve(), args.rounds, args.programs.split(",")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""CPU seconds of all descendants of this process over time, by process kind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from types import TracebackType
+
+import psutil
+
+_EVERY_S = 0.2
+# What the title of a process contains -> kind, first match. Ray's workers have the name of their actor's class.
+_KINDS = {
+    "RolloutWorker": "engine",
+    "ActorWorker": "actor",
+    "ScoringEndpoint": "endpoint",
+    "raylet": "ray",
+    "gcs_server": "ray",
+    "ray::": "ray",
+    "/ray/": "ray",
+    "teacher_server": "teacher server",
+    "gkd.main_gkd": "driver",
+    "trl_run": "TRL",
+}
+
+
+class CpuTime:
+    """Sample in a thread, as a context manager. `between` interpolates."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, dict[tuple[int, str], float]]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> CpuTime:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def between(self, start_s: float, end_s: float) -> dict[str, float]:
+        """Return process kind -> CPU seconds between two times of `time.time()`."""
+        used: defaultdict[str, float] = defaultdict(float)
+        for (t0, before), (t1, after) in zip(self._samples, self._samples[1:], strict=False):
+            share = (min(t1, end_s) - max(t0, start_s)) / (t1 - t0)
+            if share > 0:
+                for key, seconds in after.items():
+                    used[key[1]] += share * (seconds - before.get(key, 0.0))
+        return dict(used)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_EVERY_S):
+            used = {}
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    times, title = process.cpu_times(), " ".join(process.cmdline())
+                except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+                    continue  # it has ended since the list was made
+                used[process.pid, _kind(title)] = times.user + times.system
+            self._samples.append((time.time(), used))
+
+
+def _kind(title: str) -> str:
+    return next((kind for part, kind in _KINDS.items() if part in title), "other")

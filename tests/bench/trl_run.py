@@ -1,0 +1,125 @@
+"""One run of TRL for `bench_trl`, in a process of its own.
+
+    PYTHONPATH=DIR_OF_TRL python -m tests.bench.trl_run '{"trainer": "gkd", "folder": ..., "batch": 64, ...}'
+
+prints a JSON line: the time of the end of each step, the mean response length and the share of truncated responses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from tests.bench.trl_models import EOS, LEARNING_RATE
+
+
+class StepClock(TrainerCallback):
+    """Record when each step ends."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends_s.append(time.time())
+
+
+class Lengths:
+    """Count the tokens of the responses, from the masks with which TRL trains."""
+
+    def __init__(self) -> None:
+        self.n_tokens = self.n_responses = self.n_ended = 0
+
+    def add(self, labels: torch.Tensor) -> None:
+        trained = labels != -100
+        self.n_tokens += int(trained.sum())
+        self.n_responses += len(labels)
+        self.n_ended += int((trained & (labels == EOS)).any(1).sum())
+
+
+def prompts_of(folder: str) -> list[str]:
+    with open(f"{folder}/prompts.jsonl") as file:
+        return [json.loads(line)["prompt"] for line in file]
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    from datasets import Dataset  # type: ignore[import-not-found]
+
+    folder, lengths, clock = case["folder"], Lengths(), StepClock()
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/student")
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(f"{folder}/{role}", dtype=torch.float32) for role in ("student", "teacher")
+    )
+    shared = {
+        "output_dir": case["output"],
+        "per_device_train_batch_size": case["batch"],
+        "max_steps": case["steps"],
+        "learning_rate": LEARNING_RATE,
+        "temperature": 1.0,
+        "beta": 0.0,  # forward KL
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    dataset = Dataset.from_list([{"prompt": prompt} for prompt in prompts_of(folder)])
+    if case["trainer"] == "gkd":
+        from trl.experimental.gkd import GKDConfig, GKDTrainer  # type: ignore[import-not-found]
+
+        class Measured(GKDTrainer):
+            @staticmethod
+            def generate_on_policy_outputs(*args: Any) -> Any:
+                outputs = GKDTrainer.generate_on_policy_outputs(*args)
+                lengths.add(outputs[2])
+                return outputs
+
+        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            tokens = tokenizer([row["prompt"] for row in rows], return_tensors="pt")
+            ids, mask = tokens["input_ids"], tokens["attention_mask"]
+            names = {"prompts": ids, "prompt_attention_mask": mask, "input_ids": ids, "attention_mask": mask}
+            return names | {"labels": ids.clone()}  # replaced by the generated responses, because lmbda is 1
+
+        trainer: Any = Measured(
+            model=student,
+            teacher_model=teacher,
+            args=GKDConfig(**shared, lmbda=1.0, max_new_tokens=case["max_response"]),
+            data_collator=collate,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+    else:
+        from trl import DistillationConfig, DistillationTrainer  # type: ignore[import-not-found]
+
+        class Counted(DistillationTrainer):
+            def _generate_and_score_completions(self, inputs: Any) -> Any:
+                outputs = super()._generate_and_score_completions(inputs)
+                lengths.add(outputs["completion_ids"].masked_fill(outputs["completion_mask"] == 0, -100))
+                return outputs
+
+        trainer = Counted(
+            model=student,
+            teacher_model=teacher,
+            args=DistillationConfig(**shared, max_completion_length=case["max_response"]),
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=[clock],
+        )
+    trainer.train()
+    return {
+        "ends_s": clock.ends_s,
+        "mean_response": lengths.n_tokens / lengths.n_responses,
+        "truncated": 1 - lengths.n_ended / lengths.n_responses,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(json.loads(sys.argv[1]))))
