@@ -228,10 +228,10 @@ class RolloutEngine:
         self._drain_async_passes()
         with self._sleep_state.loading(adapters=adapters):
             n_bytes = self._call_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
-        states = self.llm.llm_engine.output_processor.request_states
+        requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         n_recompute = 0
         for request in self._running.values():
-            n_generated = states[request.engine_id].detokenizer.num_output_tokens()
+            n_generated = requests[request.engine_id].num_output_tokens
             request.record_span(n_generated, self.policy_version)
             if n_generated:  # sequences that have not started hold no cache
                 n_recompute += len(request.prompt.token_ids) + n_generated

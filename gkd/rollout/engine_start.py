@@ -69,7 +69,11 @@ def start_vllm(
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",
         **({} if lora is None else _adapter_settings(lora)),
         **(
-            {"kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20}
+            {
+                "kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20,
+                "scheduler_cls": "gkd.rollout.decode_scheduler.DecodeScheduler",
+                "async_scheduling": False,
+            }
             if on_cpu
             # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at
             # start-up, so later weight syncs would not reach them.

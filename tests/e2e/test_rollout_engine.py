@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ N_PROMPTS, N_SAMPLES = 6, 2
 
 def _prompts() -> list[Prompt]:
     rng = np.random.default_rng(3)
-    return [Prompt(i, rng.integers(2, VOCAB, 3 + i).astype(np.int32)) for i in range(N_PROMPTS)]
+    return [Prompt(i, rng.integers(2, VOCAB, 3 + 5 * i).astype(np.int32)) for i in range(N_PROMPTS)]
 
 
 def _probe(student: Path) -> dict[Any, Any]:
@@ -29,6 +30,7 @@ def _probe(student: Path) -> dict[Any, Any]:
     import threading
 
     import torch
+    import vllm
     from transformers import AutoModelForCausalLM
 
     from gkd.config.schema import RolloutConfig
@@ -40,13 +42,37 @@ def _probe(student: Path) -> dict[Any, Any]:
     from gkd.weight_sync.segment import Segment
     from gkd.weight_sync.transfer import send
 
+    # With blocks of 32 tokens, sequences cross a border of KV blocks while they decode.
+    vllm.LLM = partial(vllm.LLM, block_size=32)
     config = RolloutConfig(cpu_kv_cache_mib=32, max_num_seqs=8)
-    engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=24, device="cpu", eos_ids=[EOS])
+    engine = RolloutEngine(str(student), config, dtype="float32", max_model_len=40, device="cpu", eos_ids=[EOS])
     prompts = _prompts()
     sampling = Sampling(N_SAMPLES, 0.7, 1.0, 10, seed=11)
     together = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
     result: dict[str, Any] = {"together": together, "alone": alone}
+
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    n_short, list_decodes = 0, scheduler._schedule_decodes
+
+    def counted() -> Any:
+        nonlocal n_short
+        n_short += 1
+        return list_decodes()
+
+    scheduler._schedule_decodes = counted
+    list(engine.generate(prompts, sampling))
+    result["short_passes"] = n_short
+    scheduler._has_short_path = False
+    result["base_class"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+    result["passes_of_base_class"] = n_short - result["short_passes"]
+    scheduler._has_short_path = True
+    engine.add("stopped", prompts, sampling, range(N_PROMPTS))
+    for _ in range(3):
+        engine.step()
+    result["held_before_stop"] = len(scheduler._held)
+    engine.abort("stopped")
+    result["held_after_stop"] = len(scheduler._held)
 
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
     expected = []
@@ -65,7 +91,7 @@ def _probe(student: Path) -> dict[Any, Any]:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    too_long = Prompt(99, np.full(30, 5, np.int32))
+    too_long = Prompt(99, np.full(50, 5, np.int32))
     result["too_long"] = message(lambda: list(engine.generate([too_long], sampling)))
     result["after_refusal"] = len(list(engine.generate(prompts[:1], sampling)))
 
@@ -139,6 +165,17 @@ def test_a_sample_does_not_depend_on_concurrent_sequences(probe: dict[str, Any])
     assert [r.sample_index for r in alone] == [8, 9]
     assert [r.response_ids.tolist() for r in alone] == [r.response_ids.tolist() for r in same]
     assert same[0].response_ids.tolist() != same[1].response_ids.tolist()
+
+
+def test_the_short_path_of_the_scheduler_changes_nothing(probe: dict[str, Any]) -> None:
+    """Fails if passes that only decode lose or mix up tokens, are never used, or keep those of aborted sequences."""
+    assert probe["short_passes"] >= 5 and probe["passes_of_base_class"] == 0
+    for short, base in zip(probe["together"], probe["base_class"], strict=True):
+        assert short.response_ids.tolist() == base.response_ids.tolist()
+        assert short.rollout_logprobs.tolist() == base.rollout_logprobs.tolist()
+        assert (short.finish_reason, short.version_spans) == (base.finish_reason, base.version_spans)
+    assert any(len(rollout.prompt_ids) + len(rollout.response_ids) > 33 for rollout in probe["together"])
+    assert probe["held_before_stop"] > 0 and probe["held_after_stop"] == 0
 
 
 def test_bad_prompts_and_incomplete_weights_are_typed_errors(probe: dict[str, Any]) -> None:
