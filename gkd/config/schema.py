@@ -127,9 +127,8 @@ class RolloutConfig:
 class WeightSyncConfig:
     transport: str = key(
         "auto",
-        "How weights travel: nccl, gloo (TCP), or shared_memory if all members are on one host. auto = nccl on GPUs of "
-        "their own; on cpu shared_memory or gloo; else gloo. vllm = as auto, and the engines load them in a session of "
-        "vLLM's weight transfer.",
+        "How weights travel; auto = nccl on GPUs of their own, shared_memory if all members are on one host with "
+        "trainer.device cpu, else gloo. vllm = as auto, but loaded in a session of vLLM's weight transfer.",
         choices=("auto", "nccl", "gloo", "shared_memory", "vllm"),
         resume=True,
     )

@@ -1,9 +1,10 @@
 """Measure a weight sync of a student with 0.5 billion parameters between two processes of this host, on the CPU.
 
-    python -m tests.bench.bench_weight_sync [--json FILE] [--rounds N]
+    python -m tests.bench.bench_weight_sync [--only qwen25_05b,delta] [--json FILE] [--rounds N]
 
 The student has the shapes of Qwen2.5-0.5B, random weights, 2 GB in float32. The receiver is a real vLLM engine. In each
-round every way is measured once, interleaved, after one round that is not counted. Needs 12 GB and up to 4 minutes.
+round every way is measured once, interleaved, after one round that is not counted. The part `delta` measures whether it
+would pay to send only what a step has changed. Needs 12 GB and up to 5 minutes in all.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from gkd.weight_sync.group import AUTO, GLOO, SHARED_MEMORY, VLLM, GroupSpec
 from tests.bench import weight_sync_peers as peers
 from tests.bench.command import parsed, parser, run_parts
 from tests.bench.teacher_report import Figure, Part, Table
+from tests.bench.weight_delta import measure_delta
 
-_PARTS = ("qwen25_05b",)
+_PARTS = ("qwen25_05b", "delta")
 _SIZES = {
     "vocab_size": 151936,
     "hidden_size": 896,
@@ -198,7 +200,7 @@ def measure(rounds: int) -> Part:
 def main(argv: Sequence[str] | None = None) -> int:
     args: argparse.Namespace = parsed(parser("tests.bench.bench_weight_sync", __doc__ or "", _PARTS, 5), _PARTS, argv)
     began = time.monotonic()
-    code = run_parts(args, lambda name: measure(args.rounds))
+    code = run_parts(args, lambda name: measure_delta(args.rounds) if name == "delta" else measure(args.rounds))
     print(f"{time.monotonic() - began:.0f} s in all", file=sys.stderr)
     return code
 

@@ -147,12 +147,14 @@ def _step(
     return lambda: float(student.train_step(batches).loss)
 
 
-def make_student(backend: str, folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def make_student(
+    backend: str, folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", lr: float = LR
+) -> Any:
     """A student of one rank."""
     from gkd.actor.common.optim_spec import OptimSpec
 
     settings: dict[str, Any] = {
-        "optim": OptimSpec(lr=LR, weight_decay=0.0, clip_grad=1.0),
+        "optim": OptimSpec(lr=lr, weight_decay=0.0, clip_grad=1.0),
         "loss": LossSpec(),
         "dtype": dtype,
         "device": torch.device(device),
