@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +54,8 @@ class Engine:
     active_calls: int = 0
     running: list[list[Any]] = field(default_factory=list)  # owner, rollout, steps left
     done: list[tuple[Hashable, Rollout]] = field(default_factory=list)
+    has_weights: bool = True
+    n_passes: int = 0
 
     def __post_init__(self) -> None:
         for gate in (self.gate, self.refusal, self.sync_gate):
@@ -64,14 +66,22 @@ class Engine:
         return len(self.running)
 
     def add(
-        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+        self,
+        owner: Hashable,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        prompt_indices: Sequence[int],
+        skip: Collection[int] = (),
     ) -> None:
+        assert self.has_weights
         self.threads.add(threading.get_ident())
         for prompt, prompt_index in zip(prompts, prompt_indices, strict=True):
             if prompt.prompt_id > 10**6:
                 assert self.refusal.wait(TIMEOUT_S)
                 raise DataError(f"prompt {prompt.prompt_id} is refused")
             for j in range(sampling.n):
+                if prompt_index * sampling.n + j in skip:
+                    continue
                 ids = np.ones(1, np.int32)
                 span = (VersionSpan(0, 1, 0),)
                 made = Rollout(
@@ -88,7 +98,7 @@ class Engine:
         if self.error:
             raise self.error
         self.active_calls += 1
-        assert self.active_calls == 1 and self.running
+        assert self.active_calls == 1 and self.running and self.has_weights
         self.threads.add(threading.get_ident())
         self.steps += 1
         self.peak = max(self.peak, len(self.running))
@@ -545,3 +555,31 @@ def test_a_prompt_goes_to_the_least_busy_engine() -> None:
     assert least_busy(5, [0, 0]) == [0, 1, 0, 1, 0]
     assert least_busy(4, [3, 0, 2]) == [1, 1, 1, 2]
     assert least_busy(0, [1]) == []
+
+
+def test_a_failed_weight_sync_pauses_the_stream_until_one_succeeds(case: Case) -> None:
+    """Fails if an engine generates with a mixture of two versions, ends its stream, or does not go on afterwards."""
+
+    def receive(*, fails: bool) -> None:
+        case.engine.has_weights = not fails
+        if fails:
+            raise WeightSyncError("a sender died")
+
+    case.loop.admit(prompts(50), [0])
+    until(lambda: case.engine.steps > 2)
+    with pytest.raises(WeightSyncError):
+        case.loop.call(lambda: receive(fails=True))
+    steps = case.engine.steps
+    case.loop.admit(prompts(1), [1])
+    assert case.loop.call(lambda: case.engine.steps) == steps, "calls are still executed"
+    time.sleep(0.05)
+    assert case.engine.steps == steps and not case.ended.done()
+    case.loop.call(lambda: receive(fails=False))
+    until(lambda: len(case.chunks) == 2)
+
+
+def test_samples_that_another_engine_returned_are_skipped(case: Case) -> None:
+    """Fails if a prompt of a dead engine is answered anew with samples that were returned: trained on twice."""
+    case.loop.admit(prompts(1000), [7])
+    made = list(case.loop.generate(prompts(2, 3), SAMPLING, [4, 5], skip=[4 * N, 5 * N + 1]))
+    assert sorted(r.sample_index for r in made) == [4 * N + 1, 5 * N]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ WORDS = {0: "<start>", 1: "work", 2: ";", 3: "42", 4: "43"}
 class Engine:
     """Return `responses[i]` (token ids, finish reason) for prompt i, last prompt first; record the calls."""
 
-    n_running = 0
+    n_running = n_passes = 0
+    has_weights = True
 
     def __init__(self, responses: Sequence[tuple[list[int], str]]) -> None:
         self.responses = responses
@@ -68,7 +69,11 @@ class Engine:
         self.calls.append("abort")
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        prompt_indices: Sequence[int] | None = None,
+        skip: Collection[int] = (),
     ) -> Iterator[Rollout]:
         self.calls.append("generate")
         for prompt, prompt_index in reversed(list(zip(prompts, prompt_indices or range(len(prompts)), strict=True))):
