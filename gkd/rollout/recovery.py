@@ -72,9 +72,6 @@ class Engines:
         self._callbacks: list[Callable[[], None]] = []
         self._done = EngineRestarts()
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def recover_with(self, slots: Slots, restore: Callable[[int, Any], int | None]) -> None:
         """Restart engines from now on. Before this, and with rollout.max_restarts: 0, a failure is raised.
 
@@ -102,11 +99,11 @@ class Engines:
             GkdError: see `check`.
         """
         with self._changed:
-            if not self._is_any_up():
+            if not self.up():
                 self._restart_waiting()  # also after `hold`: the caller needs an engine
-            if not self._changed.wait_for(lambda: self._failure or self._is_any_up(), timeout_s):
+            if not self._changed.wait_for(lambda: self._failure or self.up(), timeout_s):
                 raise RankTimeout(f"no rollout engine was ready within {timeout_s:.0f} s")
-            self._check()
+            self.check()
             return self.up()
 
     def check(self) -> None:
@@ -117,7 +114,8 @@ class Engines:
             GkdError: a restart failed for a reason that would come again.
         """
         with self._changed:
-            self._check()
+            if self._failure is not None:
+                raise self._failure
 
     def lost(self, index: int, worker: Any, cause: GkdError, n_prompts: int = 0) -> None:
         """Report that a process failed, and start the engine again. Only the first report of a process has an effect.
@@ -222,27 +220,20 @@ class Engines:
             self._syncing = False
             self._changed.notify_all()
 
-    def _is_any_up(self) -> bool:
-        return any(slot.state == _UP for slot in self._slots)
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def _may_restart(self, index: int, cause: GkdError) -> bool:
         """Return whether a restart is left; otherwise record the failure that ends the run."""
         assert self._start is not None
         slot, name = self._slots[index], f"rollout engine {index} ({self._start.card(index)})"
-        if isinstance(cause, _RECOVERABLE) and slot.n_restarts < self._max_restarts:
+        if not isinstance(cause, _RECOVERABLE):
+            self._failure = cause
+        elif slot.n_restarts < self._max_restarts:
             log.warning("%s is lost and will be started again: %s", name, str(cause))
             return True
-        if isinstance(cause, _RECOVERABLE):
+        else:
             self._failure = EngineFailed(
                 f"{name} failed {slot.n_restarts + 1} times (rollout.max_restarts = {self._max_restarts}); the last "
                 f"time: {cause}. Fix: check this GPU and its host, or take it out of the rollout pool, and resume"
             )
-        else:
-            self._failure = cause
         self._changed.notify_all()
         threading.Thread(target=self._announce, name="engine failed", daemon=True).start()  # the caller may hold locks
         return False

@@ -1,6 +1,6 @@
 """Kill and stop rollout engines at random times of runs that go on, and compare the runs with uninterrupted ones.
 
-    python -m tests.e2e.engine_kills [--json FILE] [--kills 15] [--schedulers sync,stream]
+    python -m tests.e2e.engine_kills [--json FILE] [--actor] [--kills 15] [--schedulers sync,stream]
 
 Not run in CI: 15 kills under each of the four schedulers take about 20 minutes on two cores. Each run has two engines
 and is hit many times: any engine process, also one that is just starting again, at a random time after a given step.
@@ -52,7 +52,6 @@ SETTINGS = (
     "rollout.max_num_seqs=4",  # so that weight syncs occur in the middle of responses
     "rollout.max_restarts=999",
     f"rollout.hang_timeout_s={HANG_S:g}",
-    f"trainer.max_staleness={MAX_STALENESS}",
     "eval.every=5",
     "eval.max_prompts=8",
 )
@@ -102,7 +101,7 @@ class Killer:
             self._file.write_text(json.dumps([asdict(hit) for hit in self._hits]))
 
     def _hit(self) -> bool:
-        engines = [p for p in psutil.Process().children(recursive=True) if _is_engine(p)]
+        engines = [p for p in psutil.Process().children(recursive=True) if is_engine(p)]
         if not engines:
             return False
         kind = signal.SIGSTOP if len(self._hits) % 10 == 5 else signal.SIGKILL
@@ -112,7 +111,7 @@ class Killer:
         return True
 
 
-def _is_engine(process: psutil.Process) -> bool:
+def is_engine(process: psutil.Process) -> bool:
     try:
         return VICTIM in " ".join(process.cmdline()) and process.status() not in ("zombie", "stopped")
     except psutil.NoSuchProcess:
@@ -160,6 +159,8 @@ def under(scheduler: str, lab: Lab, port: int, root: Path, n_kills: int, seed: i
     steps = [STEPS_A_KILL * (i + 1) for i in range(n_kills)]
     n_steps = steps[-1] + 2 * STEPS_A_KILL
     settings = (*SETTINGS, f"trainer.scheduler={scheduler}", f"trainer.total_steps={n_steps}")
+    if scheduler == STREAM:
+        settings = (*settings, f"trainer.max_staleness={MAX_STALENESS}")
     base, run = root / "base", root / "killed"
     if scheduler != STREAM:
         launch(lab.command(base, port, *settings), root / "base.log")
@@ -194,12 +195,48 @@ def under(scheduler: str, lab: Lab, port: int, root: Path, n_kills: int, seed: i
     }
 
 
+def with_actor_kills(lab: Lab, port: int, root: Path) -> dict[str, Any]:
+    """Kill an actor rank of a run that starts again by itself (trainer.max_restarts), twice; compare it."""
+    root.mkdir()
+    n_steps, kills = 12, (4, 8)
+    settings = (f"trainer.total_steps={n_steps}", "trainer.save_every=3", "eval.max_prompts=0")
+    launch(lab.command(root / "base", port, *settings), root / "base.log")
+    run = root / "killed"
+    with (root / "killed.log").open("w") as output:
+        command = lab.command(run, port, *settings, f"trainer.max_restarts={len(kills)}")
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    began_s = time.monotonic()
+    for step in kills:
+        while last_step(run) < step:
+            assert process.poll() is None and time.monotonic() - began_s < RUN_S, (root / "killed.log").read_text()[
+                -3000:
+            ]
+            time.sleep(0.05)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "ActorWorker" in " ".join(child.cmdline()):
+                child.kill()
+    assert process.wait(RUN_S) == 0, (root / "killed.log").read_text()[-3000:]
+    found = differences(root / "base", run)
+    assert not found, found[:10]
+    starts = (run / "environment.jsonl").read_text().count("\n")
+    assert starts == 1 + len(kills)
+    return {"kills": len(kills), "starts": starts, "bit_equal": True}
+
+
+def last_step(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return max((int(line["step"]) for line in read_metrics(metrics)), default=-1) if metrics.exists() else -1
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--in-run"]:
         return killed_main(*sys.argv[2:5], arguments=sys.argv[5:])
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--schedulers", default=",".join((*AHEAD, STREAM)), help="default: %(default)s")
     parser.add_argument("--kills", type=int, default=15, help="under each scheduler")
+    parser.add_argument(
+        "--actor", action="store_true", help="first kill the actor of a run that starts again by itself"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for runs and logs; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -217,6 +254,9 @@ def main() -> int:
         root.mkdir(parents=True, exist_ok=True)
         lab = make_lab(root)
         with ServerProcess(lab.teacher, root, options=ALONE) as server:
+            if args.actor:
+                report["actor"] = with_actor_kills(lab, server.port, root / "actor")
+                print(f"actor: {report['actor']}", flush=True)
             for place, name in enumerate(names):
                 load = os.getloadavg()[0]
                 report[name] = under(name, lab, server.port, root / name, args.kills, args.seed + place)

@@ -11,17 +11,19 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gkd.cluster.assignment import free_port
 from gkd.metrics.writer import read_metrics
 from tests.e2e.conftest import ALONE, N_TRAIN, Lab
+from tests.e2e.engine_kills import is_engine
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.test_loop import interrupt, start, wait_for_step
 from tests.service.harness import ServerProcess
 
 pytestmark = pytest.mark.e2e
-N_STEPS = 10
+N_STEPS = 14
 FEW = "eval.max_prompts=4"
 
 
@@ -32,8 +34,9 @@ FEW = "eval.max_prompts=4"
 def test_a_prefetching_run_that_is_interrupted_and_loses_its_teacher_is_bit_exact(
     scheduler: str, ahead: int, lab: Lab, teacher_port: int, shared_ray: str
 ) -> None:
-    """If it fails, batches in flight at a checkpoint are lost, generated with other weights, or trained twice, the
-    staleness is not that of the scheduler, an outage hangs a run or loses steps, or Ctrl-C does, or leaves a process.
+    """If it fails, batches in flight at a checkpoint or on a killed engine are lost, generated with other weights, or
+    trained twice, a killed engine is not restarted, the staleness is not that of the scheduler, or an outage or Ctrl-C
+    hangs a run, loses steps or leaves a process.
     """
     settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW)
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
@@ -45,16 +48,21 @@ def test_a_prefetching_run_that_is_interrupted_and_loses_its_teacher_is_bit_exac
     assert _state(begin) == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}
     assert len(list((begin / "in_flight").iterdir())) == ahead
 
-    # Another run resumes from step 2 and has many steps to go. First Ctrl-C stops it, in a Ray of its own.
+    # Another run resumes from step 2 and has many steps to go. First its engine is killed, then Ctrl-C stops it, in a
+    # Ray of its own.
     port, brief = free_port("127.0.0.1"), ("teacher.outage_budget_s=3", "teacher.request_timeout_s=2")
     many, alone = (*settings, *brief, "trainer.total_steps=60"), f"trainer.resume={begin}"
     with ServerProcess(lab.teacher, lab.root, port=port, options=ALONE) as server:
         process = start(lab, rest, port, *many, alone, env={"GKD_TEST_RUN": str(rest)})
         try:
             wait_for_step(rest, 3, process)
+            (engine,) = (p for p in psutil.Process(process.pid).children(recursive=True) if is_engine(p))
+            engine.kill()
+            wait_for_step(rest, int(read_metrics(rest / "metrics.jsonl")[-1]["step"]) + ahead + 1, process)
             stderr = interrupt(process, signal.SIGINT)
         finally:
             process.kill()
+        assert sum(line.get("perf/engine_restarts", 0) for line in read_metrics(rest / "metrics.jsonl")) == 1
         assert shlex.split(stderr.splitlines()[-1])[-1] == "trainer.resume=auto", "the command to go on"
         stopped = _newest(rest)
         assert 3 <= _state(stopped)["step"] == read_metrics(rest / "metrics.jsonl")[-1]["step"]
