@@ -153,12 +153,14 @@ def launch(command: Sequence[str], log: Path) -> None:
         raise RuntimeError(f"exit code {process.returncode}, left {alive}:\n{log.read_text()[-6000:]}")
 
 
-def under(scheduler: str, lab: Lab, port: int, root: Path, n_kills: int, seed: int) -> dict[str, Any]:
+def under(
+    scheduler: str, lab: Lab, port: int, root: Path, n_kills: int, seed: int, more: Sequence[str]
+) -> dict[str, Any]:
     """Make the uninterrupted and the killed run of a scheduler, compare them, and return the figures."""
     root.mkdir()
     steps = [STEPS_A_KILL * (i + 1) for i in range(n_kills)]
     n_steps = steps[-1] + 2 * STEPS_A_KILL
-    settings = (*SETTINGS, f"trainer.scheduler={scheduler}", f"trainer.total_steps={n_steps}")
+    settings = (*SETTINGS, f"trainer.scheduler={scheduler}", f"trainer.total_steps={n_steps}", *more)
     if scheduler == STREAM:
         settings = (*settings, f"trainer.max_staleness={MAX_STALENESS}")
     base, run = root / "base", root / "killed"
@@ -238,6 +240,7 @@ def main() -> int:
         "--actor", action="store_true", help="first kill the actor of a run that starts again by itself"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--more", nargs="*", default=[], metavar="key=value", help="settings of all runs")
     parser.add_argument("--keep", type=Path, help="folder for runs and logs; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
@@ -247,7 +250,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "command": "python -m tests.e2e.engine_kills",
         "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "settings": SETTINGS,
+        "settings": [*SETTINGS, *args.more],
     }
     with tempfile.TemporaryDirectory(prefix="gkd_engine_kills_") as folder:
         root = args.keep or Path(folder)
@@ -259,7 +262,7 @@ def main() -> int:
                 print(f"actor: {report['actor']}", flush=True)
             for place, name in enumerate(names):
                 load = os.getloadavg()[0]
-                report[name] = under(name, lab, server.port, root / name, args.kills, args.seed + place)
+                report[name] = under(name, lab, server.port, root / name, args.kills, args.seed + place, args.more)
                 report[name]["load_before"] = round(load, 1)
                 times = [s for each in names if each in report for s in report[each]["recovery_s"]]
                 report["kills"] = sum(len(report[each]["kills"]) for each in names if each in report)

@@ -18,16 +18,18 @@ from msgspec import structs
 from gkd import main_gkd
 from gkd.cluster import gpus as gpus_module
 from gkd.cluster.assignment import this_placement
-from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement
+from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacement, gpu_map_from_json
 from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_processes
 from gkd.cluster.processes import nearest_ancestor, process_info
 from gkd.config.load import load_config, save_config
 from gkd.config.schema import TeacherConfig
 from gkd.gpu_map.choice import free_gpus
+from gkd.gpu_map.record import record_end, record_restart
 from gkd.gpu_map.report import gpu_report
 from gkd.gpu_map.running import refresh
 from gkd.gpu_map.teacher import teacher_rows, with_driver_info
 from gkd.launcher import worker_env
+from gkd.run.open import open_run_folder
 from gkd.tools import check_gpus
 from tests.service.harness import ServerProcess, trivial_model
 
@@ -320,3 +322,16 @@ def test_map_of_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "gpus.json").write_bytes(table.to_json()[:-20])
     assert check_gpus.main(["--running", str(tmp_path)]) == 1
     assert "gpus.json" in capsys.readouterr().err
+
+
+def test_a_restarted_engine_takes_the_row_of_the_dead_one(tmp_path: Path) -> None:
+    """Fails if check_gpus would report a restarted engine as a process that is gone, or another rank loses its row."""
+    folder = open_run_folder(load_config(None, [f"trainer.run_dir={tmp_path / 'run'}"]), {"name": "t"})
+    rows = [RankPlacement(pool=p, rank=r, host="h", pid=i, cuda_visible_devices=str(i), local_rank=r)
+            for i, (p, r) in enumerate([("actor", 0), ("rollout", 0), ("rollout", 1)])]  # fmt: skip
+    folder.write_places(GpuMap(device="cpu", pools=(), rows=tuple(rows), findings=()).to_json())
+    record_restart(folder, structs.replace(rows[2], pid=77, local_rank=None))
+    record_end(folder)
+    after = gpu_map_from_json(folder.read_places(), "test")
+    assert [row.pid for row in after.rows] == [0, 1, 77] and after.ended
+    assert after.rows[2] == structs.replace(rows[2], pid=77)
