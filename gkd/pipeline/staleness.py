@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gkd.errors import NumericsError
 from gkd.handles import ScoredChunk
@@ -49,7 +51,11 @@ class StreamScheduler:
         self._positions, self._max_staleness, self._total_steps = positions, max_staleness, total_steps
         self.next_batch = next_batch
         self._version: dict[int, int] = {}  # position -> oldest version that may have generated a part
-        self._finished: dict[int, None] = {}  # in order of finishing
+        # By that version: prompts in flight, and the finished ones of them with their number in order of finishing.
+        self._n_of: defaultdict[int, int] = defaultdict(int)
+        self._finished_of: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._n_finished = 0  # in flight
+        self._number = 0  # of the next one that finishes
 
     def admit_new(self, version: int) -> list[int]:
         """Admit and return all positions that may be generated with weights of this version."""
@@ -60,8 +66,12 @@ class StreamScheduler:
         return new
 
     def admit(self, positions: Iterable[int], version: int) -> None:
-        """Record that these are being generated with this version or later ones."""
-        self._version |= dict.fromkeys(positions, version)
+        """Record that these are being generated with this version or later ones. Raises KeyError: one is in flight."""
+        for position in positions:
+            if position in self._version:
+                raise KeyError(position)
+            self._version[position] = version
+            self._n_of[version] += 1
 
     def finish(self, position: int, version: int) -> None:
         """Record that all samples of a prompt are finished. Raises KeyError: it is not in flight.
@@ -69,35 +79,79 @@ class StreamScheduler:
         Args:
             version: the oldest that generated a part of them.
         """
-        if position in self._finished:
+        before = self._version[position]
+        if position in self._finished_of[before]:
             raise KeyError(position)
-        self._version[position] = max(self._version[position], version)
-        self._finished[position] = None
+        version = max(before, version)
+        self._version[position] = version
+        self._n_of[before] -= 1
+        self._n_of[version] += 1
+        self._finished_of[version][position] = self._number
+        self._number += 1
+        self._n_finished += 1
 
     def choose(self, step: int) -> list[int] | None:
-        """Return the positions that this step takes; None: some that it needs have not finished."""
-        size = len(self._positions(step))
-        if len(self._finished) < size:
+        """Return the positions that this step takes; None: some that it needs have not finished.
+
+        Costs O(max_staleness) while the answer is None, and O(batch) otherwise.
+        """
+        takes = self._takes(step)
+        if takes is None:
             return None
-        chosen: dict[int, None] = {}
+        chosen: list[int] = []
+        heads: list[tuple[int, int, Iterator[tuple[int, int]]]] = []  # of each version: number, position, the rest
+        versions = sorted(self._finished_of)
+        for version, n in takes:
+            while versions and versions[0] <= version:
+                _push_next(heads, iter(self._finished_of[versions.pop(0)].items()))
+            for _ in range(n):
+                _, position, rest = heapq.heappop(heads)
+                chosen.append(position)
+                _push_next(heads, rest)
+        return chosen
+
+    def _takes(self, step: int) -> list[tuple[int, int]] | None:
+        """Return (version, n): the step takes n more of the prompts of this version and older ones; None: it waits."""
+        size = len(self._positions(step))
+        if self._n_finished < size:
+            return None
+        takes: list[tuple[int, int]] = []
+        taken = 0
         room = 0  # prompts that the steps after this one, up to `last`, can take
         for last in range(step, step + self._max_staleness + 1):
             room += len(self._positions(last)) if last > step else 0
-            due = {position for position, version in self._version.items() if version + self._max_staleness <= last}
-            must_take = len(due) - room - len(due & chosen.keys())
-            finished = [position for position in self._finished if position in due and position not in chosen]
-            if len(finished) < must_take:
+            newest_due = last - self._max_staleness
+            must_take = sum(n for version, n in self._n_of.items() if version <= newest_due) - room - taken
+            if must_take <= 0:
+                continue
+            n_finished = sum(len(done) for version, done in self._finished_of.items() if version <= newest_due)
+            if n_finished - taken < must_take:
                 return None
-            chosen |= dict.fromkeys(finished[: max(must_take, 0)])
-        others = [position for position in self._finished if position not in chosen]
-        return [*chosen, *others[: size - len(chosen)]]
+            takes.append((newest_due, must_take))
+            taken += must_take
+        return [*takes, (max(self._n_of, default=step), size - taken)]
 
     def remove(self, positions: Iterable[int]) -> None:
-        """Forget prompts that were trained on."""
+        """Forget prompts that were trained on. Raises KeyError: one is not finished."""
         for position in positions:
-            del self._version[position], self._finished[position]
+            version = self._version[position]
+            del self._finished_of[version][position], self._version[position]
+            self._n_of[version] -= 1
+            self._n_finished -= 1
+        for version in [version for version, n in self._n_of.items() if n == 0]:
+            del self._n_of[version]
+            self._finished_of.pop(version, None)
 
     @property
     def unfinished(self) -> list[int]:
         """Positions that are admitted but not finished, ascending."""
-        return sorted(self._version.keys() - self._finished.keys())
+        return sorted(
+            position for position, version in self._version.items() if position not in self._finished_of[version]
+        )
+
+
+def _push_next(heads: list[tuple[int, int, Iterator[tuple[int, int]]]], rest: Iterator[tuple[int, int]]) -> None:
+    """Push the next finished prompt of a version, if there is one. Numbers differ, so iterators are never compared."""
+    for position, number in rest:
+        heapq.heappush(heads, (number, position, rest))
+        return

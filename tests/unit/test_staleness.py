@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from random import Random
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -69,6 +71,81 @@ def test_every_prompt_is_trained_once_within_the_bound(sizes: list[int], bound: 
     assert scheduler.unfinished == [] and not scheduler.admit_new(n_steps)
 
 
+class PlainScheduler:
+    """Choose as `StreamScheduler` does, by going over all prompts in flight each time."""
+
+    def __init__(self, sizes: list[int], bound: int) -> None:
+        self.sizes, self.bound = sizes, bound
+        self.version: dict[int, int] = {}
+        self.finished: list[int] = []
+
+    def choose(self, step: int) -> list[int] | None:
+        size = self.sizes[step % len(self.sizes)]
+        if len(self.finished) < size:
+            return None
+        chosen: list[int] = []
+        room = 0
+        for last in range(step, step + self.bound + 1):
+            room += self.sizes[last % len(self.sizes)] if last > step else 0
+            due = {position for position, version in self.version.items() if version + self.bound <= last}
+            must_take = len(due) - room - len(due & set(chosen))
+            finished = [position for position in self.finished if position in due and position not in chosen]
+            if len(finished) < must_take:
+                return None
+            chosen += finished[: max(must_take, 0)]
+        return [*chosen, *(position for position in self.finished if position not in chosen)][:size]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.integers(0, 4),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+def test_the_choice_is_that_of_the_plain_definition(sizes: list[int], bound: int, n_steps: int, rng: Random) -> None:
+    """Fails if the counts that the scheduler keeps differ from those of the prompts in flight at any moment."""
+    scheduler, plain = scheduler_of(sizes, bound, n_steps), PlainScheduler(sizes, bound)
+    for step in range(n_steps):
+        plain.version |= dict.fromkeys(scheduler.admit_new(step), step)
+        while (batch := scheduler.choose(step)) is None:
+            assert plain.choose(step) is None
+            assert scheduler.unfinished == sorted(plain.version.keys() - set(plain.finished))
+            position = rng.choice(scheduler.unfinished)
+            version = rng.randint(0, step)  # also older than the one it was admitted with
+            scheduler.finish(position, version)
+            plain.version[position] = max(plain.version[position], version)
+            plain.finished.append(position)
+        assert batch == plain.choose(step) == scheduler.choose(step)
+        scheduler.remove(batch)
+        for position in batch:
+            del plain.version[position]
+            plain.finished.remove(position)
+
+
+def test_waiting_for_a_batch_does_not_go_over_its_prompts() -> None:
+    """Fails if a finished prompt costs time in proportion to those in flight: a step of 65,536 would take hours."""
+    size = 4096
+    scheduler = StreamScheduler(lambda batch: range(batch * size, (batch + 1) * size), 2, 10)
+    positions = scheduler.admit_new(0)
+    n_lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal n_lines
+        n_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for position in positions[: size - 1]:
+            scheduler.finish(position, 0)
+            assert scheduler.choose(0) is None
+    finally:
+        sys.settrace(before)
+    assert n_lines < 60 * size
+
+
 def test_prompts_are_taken_in_finishing_order_unless_one_is_due() -> None:
     """Fails if short responses wait for long ones without need, or a prompt exceeds the staleness bound."""
     scheduler = scheduler_of([2], 1, 100)
@@ -97,6 +174,11 @@ def test_a_prompt_that_finishes_twice_or_was_never_admitted_is_an_error() -> Non
     for position in (0, 7):
         with pytest.raises(KeyError):
             scheduler.finish(position, 0)
+    for position in (0, 1):
+        with pytest.raises(KeyError):
+            scheduler.admit([position], 0)
+    with pytest.raises(KeyError):
+        scheduler.remove([1])
 
 
 def test_a_resumed_scheduler_continues_at_its_position() -> None:
