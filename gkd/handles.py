@@ -59,10 +59,10 @@ class HostClock:
 
 @dataclass(frozen=True, slots=True)
 class RolloutChunk:
-    """Handle of finished rollouts of one data-parallel group."""
+    """Handle of finished rollouts of one data-parallel group, possibly of several prompts; or of a part of them."""
 
     dp_rank: int  # group whose endpoint scores it; `gkd.data.balance` may assign some sequences to other groups
-    ref: Any  # of list[Rollout], in an object store
+    ref: Any  # of list[Rollout], in an object store; with `sequence_indices` only some of them
     n_sequences: int
     n_prompt_tokens: int
     n_response_tokens: int
@@ -73,6 +73,14 @@ class RolloutChunk:
     n_tokens: np.ndarray = field(kw_only=True)  # [n_sequences] int32, prompt and response
     n_4grams: int = 0  # sequences of 4 consecutive response tokens, summed over the responses
     n_repeated_4grams: int = 0  # of them, those that occur earlier in the same response
+    # [4, n_sequences] int32, see `gkd.data.chunks.chunk_of`; None: no part of the chunk is ever taken.
+    columns: np.ndarray | None = None
+    sequence_indices: np.ndarray | None = None  # [n_sequences] positions in the list of `ref`, ascending; None: all
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Return the oldest version that generated a part of each sequence: [n_sequences] int32."""
+        return np.full(self.n_sequences, self.policy_version, np.int32) if self.columns is None else self.columns[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class PendingScores:
 
     rollouts: RolloutChunk
     ref: Any  # see ScoredChunk; exists before the scores do
-    summary: Any  # handle of a `ScoreSummary`'s bytes
+    summary: Any  # handle of a `ScoreSummary`'s bytes, of all sequences in the list of `rollouts.ref`
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +178,14 @@ class TeacherHealth:
 
 
 class RolloutStream(Protocol):
-    """Rollouts without batches: prompts are admitted at any time, and each is returned when all its samples finish.
+    """Rollouts without batches: prompts are admitted at any time, and each sample is returned when it has finished.
 
     A sequence that is in progress when new weights arrive continues with the new weights; its KV cache is recomputed.
     Its `version_spans` record which version generated which tokens.
     """
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
-        """Submit each prompt to the least busy engine; returns at once.
+        """Queue the prompts for the engine that is free first; returns at once.
 
         Args:
             prompt_indices: one number per prompt, unique in the stream. Modulo the number of data-parallel groups it
@@ -185,10 +193,11 @@ class RolloutStream(Protocol):
         """
         ...
 
-    def finished(self, timeout_s: float) -> list[RolloutChunk]:
-        """Return the prompts that finished since the last call, one chunk per prompt.
+    def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
+        """Return the sequences that finished since the last call, in chunks; one may have several prompts' samples.
 
-        Waits at most `timeout_s` for the first one, then returns an empty list. Raises ClusterError: an engine died.
+        Waits for the first one until the stream is closed, or at most `timeout_s`, then returns an empty list. Raises
+        ClusterError: an engine died.
         """
         ...
 

@@ -26,7 +26,6 @@ from gkd.cluster.shared_pools import colocated_pool
 from gkd.cluster.slots import Pool
 from gkd.cluster.stacks import rank_env
 from gkd.cluster.startup import Startup
-from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.console.activity import activities
 from gkd.data.chunks import CHUNK_SIZE
@@ -55,9 +54,8 @@ ACTOR, ROLLOUT = "actor", "rollout"
 
 # Ray returns results below this size to the caller (the driver), and keeps larger ones in the object store of the
 # worker's host. With Ray's default of 100 kB many chunks of rollouts and scores would travel through the driver, twice,
-# since it also sends them on as arguments. Every rollout or score is larger than this; the sizes of a full chunk are
-# smaller.
-INLINE_BYTES = 256
+# since it also sends them on as arguments. The sizes of most full chunks are smaller, and their rollouts are larger.
+INLINE_BYTES = 1024
 
 
 @contextmanager
@@ -264,8 +262,7 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
     window = window_of_group(config.teacher, plan.teacher, actor.dp_size)
     # A thread scores one chunk at a time. One more thread than fills the window, so that it does not run half empty at
     # the end of a chunk. A stream's chunks are the samples of one prompt.
-    per_chunk = min(config.rollout.n, CHUNK_SIZE) if config.trainer.scheduler == STREAM else CHUNK_SIZE
-    n_threads = -(-window.n_connections * window.n_per_connection // per_chunk) + 1
+    n_threads = -(-window.n_connections * window.n_per_connection // CHUNK_SIZE) + 1
     if plan.derived.is_local_teacher:
         return spawn_endpoints(actor, slots, plan.device, RecordingEndpoint, config)
     args = config, plan.n_vocab, plan.teacher.fingerprint, window

@@ -148,14 +148,11 @@ class ScoringRole(Protocol):
         """
         ...
 
-    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
+    def restore(self, folder: Path, label: str) -> list[PendingScores]:
         """Read the chunks recorded under this label, bit-exact; submit those that were recorded without scores.
 
         The number of data-parallel groups may have changed: each sequence goes to the group of its prompt index.
         Returns an empty list if nothing was recorded under the label.
-
-        Args:
-            per_prompt: one chunk per prompt, with all its samples.
 
         Raises:
             CheckpointError: a file is unreadable or not a recording.

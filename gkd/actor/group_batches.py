@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -67,22 +68,23 @@ def group_batches(
 
 
 def add_references(
-    scores: Sequence[list[TeacherScores]], references: Sequence[list[np.ndarray]]
+    scores: Sequence[list[TeacherScores]], references: Sequence[list[np.ndarray | None]]
 ) -> Sequence[list[TeacherScores]]:
     """Return the scores of each chunk with the reference logprobs of the same sequences.
 
     Args:
-        references: by chunk, [R] float32 for each sequence; empty: there is no reference.
+        references: by chunk, [R] float32 for each sequence, or None for one that is not trained on; those at the end
+            may be left out. Empty: there is no reference.
 
     Raises:
-        DataError: a chunk has a different number of scores and reference logprobs.
+        DataError: a chunk has more reference logprobs than scores.
     """
     if not references:
         return scores
     sizes = [len(chunk) for chunk in scores], [len(chunk) for chunk in references]
-    if sizes[0] != sizes[1]:
+    if any(n < m for n, m in zip(*sizes, strict=True)):
         raise DataError(f"chunks of {sizes[0]} scored sequences have reference logprobs of {sizes[1]}")
     return [
-        [replace(score, reference_logprobs=logprobs) for score, logprobs in zip(scored, chunk, strict=True)]
+        [replace(score, reference_logprobs=logprobs) for score, logprobs in zip_longest(scored, chunk)]
         for scored, chunk in zip(scores, references, strict=True)
     ]

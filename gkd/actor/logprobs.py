@@ -28,6 +28,5 @@ class PendingLogprobs:
         Raises as `Pending.wait`.
         """
         self._calls.wait(timeout_s)
-        return [
-            gather_results(part.sequence_indices, [fetch(ref, "logprobs") for ref in part.refs]) for part in self._parts
-        ]
+        results = [(part.sequence_indices, [fetch(ref, "logprobs") for ref in part.refs]) for part in self._parts]
+        return [[one for one in gather_results(*parts) if one is not None] for parts in results]

@@ -1,6 +1,6 @@
 """Chunks of rollouts of one data-parallel group: encoded sizes, and dataset responses as chunks.
 
-The driver reads only the sizes of a chunk. They are sent as raw bytes, 48 per chunk and 8 per sequence: a pickled
+The driver reads only the sizes of a chunk. They are sent as raw bytes, 16 per chunk and 24 per sequence: a pickled
 object or array has an overhead of at least 100 bytes, and a chunk may hold a single sequence.
 """
 
@@ -17,32 +17,89 @@ from gkd.errors import DataError
 from gkd.handles import RolloutChunk
 from gkd.types import Prompt, Rollout
 
-# dp_rank, n_sequences, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, policy_version, n_4grams,
-# n_repeated_4grams; then sample_index and n_tokens of the sequences, all int32.
-_SIZES = struct.Struct("<iii?3xqqqii")
-# Sequences per chunk: large enough that the driver handles few bytes per sequence, and small enough that scoring
-# starts long before the rollout ends.
+# job, dp_rank, n_sequences, on_policy; then sample_index, n_tokens and the columns of the sequences, all int32.
+_HEAD = struct.Struct("<4i")
+_COLUMNS = 4
+# Least sequences per full chunk: few objects for the driver, and scoring starts long before the rollout ends.
 CHUNK_SIZE = 16
+_LARGEST_CHUNK = 256
+_CHUNKS_PER_BATCH = 32
 
 
-def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int) -> RolloutChunk:
-    """Return the sizes of rollouts with equal `on_policy`; `ref` is None."""
-    n_4grams = [max(0, len(r.response_ids) - 3) for r in rollouts]
-    n_distinct = [distinct_4grams(r.response_ids) for r in rollouts]
+def chunk_size(n_sequences: int) -> int:
+    """Return the sequences per full chunk of a batch of `n_sequences`: larger batches have larger chunks."""
+    return min(max(CHUNK_SIZE, n_sequences // _CHUNKS_PER_BATCH), _LARGEST_CHUNK)
+
+
+def chunk_sizes(dp_rank: int, rollouts: Sequence[Rollout], policy_version: int | None = None) -> RolloutChunk:
+    """Return the sizes of rollouts with equal `on_policy`; `ref` is None.
+
+    Args:
+        policy_version: of dataset responses; None: the rollouts have their own.
+    """
+    n_response = [len(r.response_ids) for r in rollouts]
+    columns = (
+        n_response,
+        [r.finish_reason == "length" for r in rollouts],
+        [r.policy_version if policy_version is None else policy_version for r in rollouts],
+        [max(0, n - 3) - distinct_4grams(r.response_ids) for n, r in zip(n_response, rollouts, strict=True)],
+    )
+    return chunk_of(
+        dp_rank,
+        None,
+        rollouts[0].on_policy,
+        np.array([r.sample_index for r in rollouts], "<i4"),
+        np.array([r.n_tokens for r in rollouts], "<i4"),
+        np.array(columns, "<i4"),
+    )
+
+
+def chunk_of(
+    dp_rank: int,
+    ref: Any,
+    on_policy: bool,
+    sample_index: np.ndarray,
+    n_tokens: np.ndarray,
+    columns: np.ndarray,
+    sequence_indices: np.ndarray | None = None,
+) -> RolloutChunk:
+    """Return a chunk with the sums over its sequences.
+
+    Args:
+        columns: [4, n] int32: response tokens; 1 if truncated; policy version; repeated 4-grams.
+    """
+    n_response, n_truncated, _, n_repeated = columns.sum(axis=1, dtype=np.int64).tolist()
     return RolloutChunk(
         dp_rank=dp_rank,
-        ref=None,
-        n_sequences=len(rollouts),
-        n_prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
-        n_response_tokens=sum(len(r.response_ids) for r in rollouts),
-        n_truncated=sum(r.finish_reason == "length" for r in rollouts),
-        policy_version=policy_version,
-        on_policy=rollouts[0].on_policy,
-        sample_index=np.array([r.sample_index for r in rollouts], "<i4"),
-        n_tokens=np.array([r.n_tokens for r in rollouts], "<i4"),
-        n_4grams=sum(n_4grams),
-        n_repeated_4grams=sum(n_4grams) - sum(n_distinct),
+        ref=ref,
+        n_sequences=len(sample_index),
+        n_prompt_tokens=int(n_tokens.sum(dtype=np.int64)) - n_response,
+        n_response_tokens=n_response,
+        n_truncated=n_truncated,
+        policy_version=int(columns[2].min()),
+        on_policy=on_policy,
+        sample_index=sample_index,
+        n_tokens=n_tokens,
+        n_4grams=int(np.maximum(columns[0] - 3, 0).sum(dtype=np.int64)),
+        n_repeated_4grams=n_repeated,
+        columns=columns,
+        sequence_indices=sequence_indices,
     )
+
+
+def part_of(chunk: RolloutChunk, positions: Sequence[int]) -> RolloutChunk:
+    """Return these sequences of a chunk, or of a part of one.
+
+    Args:
+        positions: in the chunk's own order, distinct and ascending.
+    """
+    if len(positions) == chunk.n_sequences:
+        return chunk
+    assert chunk.columns is not None, "a chunk without columns has no parts"
+    at = np.asarray(positions, np.int64)
+    indices = at if chunk.sequence_indices is None else chunk.sequence_indices[at]
+    tables = chunk.sample_index[at], chunk.n_tokens[at], chunk.columns[:, at]
+    return chunk_of(chunk.dp_rank, chunk.ref, chunk.on_policy, *tables, indices)
 
 
 def distinct_4grams(ids: np.ndarray) -> int:
@@ -58,49 +115,31 @@ def distinct_4grams(ids: np.ndarray) -> int:
     return len(np.unique(pairs[:-2] * len(ids) + pairs[2:]))
 
 
-def encode_sizes(chunk: RolloutChunk) -> bytes:
-    """Encode all fields except `ref`."""
-    head = _SIZES.pack(
-        chunk.dp_rank,
-        chunk.n_sequences,
-        chunk.n_truncated,
-        chunk.on_policy,
-        chunk.n_prompt_tokens,
-        chunk.n_response_tokens,
-        chunk.policy_version,
-        chunk.n_4grams,
-        chunk.n_repeated_4grams,
-    )
-    return head + chunk.sample_index.tobytes() + chunk.n_tokens.tobytes()
+def encode_sizes(chunk: RolloutChunk, job: int = 0) -> bytes:
+    """Encode all fields of a whole chunk except `ref`.
+
+    Args:
+        job: that the rollouts were generated for, see `gkd.rollout.stream`.
+    """
+    assert chunk.columns is not None
+    head = _HEAD.pack(job, chunk.dp_rank, chunk.n_sequences, chunk.on_policy)
+    return head + chunk.sample_index.tobytes() + chunk.n_tokens.tobytes() + chunk.columns.tobytes()
 
 
-def decode_sizes(data: bytes, ref: Any) -> RolloutChunk:
-    """Decode `encode_sizes` and add the handle of the rollouts.
+def decode_sizes(data: bytes, ref: Any) -> tuple[int, RolloutChunk]:
+    """Decode `encode_sizes`; return (job, chunk) with `ref` as the handle of the rollouts.
 
     Raises:
         DataError: truncated or malformed data.
     """
-    if len(data) < _SIZES.size:
-        raise DataError(f"the sizes of a chunk of rollouts are {len(data)} bytes, expected at least {_SIZES.size}")
-    dp_rank, n, n_truncated, on_policy, n_prompt_tokens, n_response_tokens, *rest = _SIZES.unpack_from(data)
-    version, n_4grams, n_repeated_4grams = rest
-    if len(data) != _SIZES.size + 8 * n:
-        raise DataError(f"the sizes of a chunk of {n} rollouts are {len(data)} bytes, expected {_SIZES.size + 8 * n}")
-    sample_index, n_tokens = np.frombuffer(data, "<i4", offset=_SIZES.size).reshape(2, n)
-    return RolloutChunk(
-        dp_rank=dp_rank,
-        ref=ref,
-        n_sequences=n,
-        n_prompt_tokens=n_prompt_tokens,
-        n_response_tokens=n_response_tokens,
-        n_truncated=n_truncated,
-        policy_version=version,
-        on_policy=on_policy,
-        sample_index=sample_index,
-        n_tokens=n_tokens,
-        n_4grams=n_4grams,
-        n_repeated_4grams=n_repeated_4grams,
-    )
+    if len(data) < _HEAD.size:
+        raise DataError(f"the sizes of a chunk of rollouts are {len(data)} bytes, expected at least {_HEAD.size}")
+    job, dp_rank, n, on_policy = _HEAD.unpack_from(data)
+    expected = _HEAD.size + 4 * (2 + _COLUMNS) * n
+    if n < 1 or len(data) != expected:
+        raise DataError(f"the sizes of a chunk of {n} rollouts are {len(data)} bytes, expected {expected}")
+    sample_index, n_tokens, *columns = np.frombuffer(data, "<i4", offset=_HEAD.size).reshape(2 + _COLUMNS, n)
+    return job, chunk_of(dp_rank, ref, bool(on_policy), sample_index, n_tokens, np.array(columns))
 
 
 def dataset_chunks(

@@ -4,8 +4,8 @@
     rank      select | map_selected                   those sequences, out of the chunks
     host      gather_results                          the results of several ranks, in the order of the chunk
 
-A selection is always called `sequence_indices`: the positions of the sequences in their chunk, as little-endian int32
-bytes; None selects the whole chunk.
+A selection is always called `sequence_indices`: the positions of the sequences in the list that the chunk's handle
+names, as little-endian int32 bytes; None selects the whole list. A batch may have several parts of one list.
 - Positions, because they index a chunk's rollouts, scores and reference logprobs alike. A `sample_index` does not: two
   chunks may have the same ones (those of two evaluations), and sorting results by it does not restore a chunk's order.
 - Bytes, because a pickled array has 100 bytes and more of its own, and a chunk may have a single sequence.
@@ -45,12 +45,25 @@ class RankPart:
 
 
 def encode_indices(indices: np.ndarray, n_sequences: int) -> bytes | None:
-    """Return the `sequence_indices` of a chunk of `n_sequences`.
+    """Return the `sequence_indices` of a list of `n_sequences`.
 
     Args:
         indices: [n] integers, distinct and ascending.
     """
     return None if len(indices) == n_sequences else indices.astype(_INDEX).tobytes()
+
+
+def encode_part(chunk: RolloutChunk, positions: np.ndarray | None = None) -> bytes | None:
+    """Return the `sequence_indices` of some sequences of a chunk.
+
+    Args:
+        positions: [n] in the chunk's own order, distinct and ascending; None: all.
+    """
+    if positions is None:
+        positions = np.arange(chunk.n_sequences)
+    if chunk.sequence_indices is None:
+        return encode_indices(positions, chunk.n_sequences)
+    return chunk.sequence_indices[positions].astype(_INDEX).tobytes()
 
 
 def decode_indices(sequence_indices: bytes | None, n_sequences: int) -> list[int]:
@@ -69,31 +82,36 @@ def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int, *, balance: bo
     Args:
         balance: even out the groups' tokens; else each group trains on the chunks that were generated for it.
     """
-    if not balance:
-        return [[GroupPart(c, None) for c in batch if c.rollouts.dp_rank == rank] for rank in range(dp_size)]
-    samples = [_joined([c.rollouts.sample_index for c in batch if c.rollouts.dp_rank == g]) for g in range(dp_size)]
-    lengths = [_joined([c.rollouts.n_tokens for c in batch if c.rollouts.dp_rank == g]) for g in range(dp_size)]
-    groups: list[list[GroupPart]] = []
-    for own_samples in even_groups(samples, lengths):
-        parts = []
-        for chunk in batch:
-            selected = np.isin(chunk.rollouts.sample_index, own_samples)
-            if selected.any():
-                parts.append(GroupPart(chunk, encode_indices(np.flatnonzero(selected), len(selected))))
-        groups.append(parts)
-    return groups
+    chunks = [c.rollouts for c in batch]
+    n_sequences = [chunk.n_sequences for chunk in chunks]
+    samples = _joined([chunk.sample_index for chunk in chunks])
+    group_of = np.repeat(np.array([chunk.dp_rank for chunk in chunks], np.int32), n_sequences)
+    if balance:
+        lengths = _joined([chunk.n_tokens for chunk in chunks])
+        groups = [np.flatnonzero(group_of == group) for group in range(dp_size)]
+        order = np.argsort(samples)
+        for group, own in enumerate(even_groups([samples[g] for g in groups], [lengths[g] for g in groups])):
+            group_of[order[np.searchsorted(samples, own, sorter=order)]] = group
+    parts: list[list[GroupPart]] = [[] for _ in range(dp_size)]
+    for chunk, owners in zip(batch, np.split(group_of, np.cumsum(n_sequences)[:-1]), strict=True):
+        for group in np.unique(owners).tolist():
+            parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, np.flatnonzero(owners == group))))
+    return parts
 
 
 def scatter_to_ranks(chunks: Sequence[RolloutChunk], n_ranks: int) -> list[list[RankPart]]:
     """Return, by rank, the parts of the chunks that it computes, with about the same number of tokens for each rank.
 
-    Neighboring sequences stay together where possible, so that few chunks are split.
+    The result does not depend on the composition of the chunks, which depends on timing. Sequences with neighboring
+    sample indices stay together where possible, so that few chunks are split.
     """
     if not chunks:
         return [[] for _ in range(n_ranks)]
     n_tokens = np.concatenate([chunk.n_tokens for chunk in chunks]).astype(np.int64)
     chunk_of = np.repeat(np.arange(len(chunks)), [chunk.n_sequences for chunk in chunks])
     index_of = np.concatenate([np.arange(chunk.n_sequences) for chunk in chunks])
+    order = np.argsort(_joined([chunk.sample_index for chunk in chunks]), kind="stable")
+    n_tokens, chunk_of, index_of = n_tokens[order], chunk_of[order], index_of[order]
     middle = n_tokens.cumsum() - n_tokens / 2
     first_guess = np.minimum(middle * n_ranks // n_tokens.sum(), n_ranks - 1)
     groups = [np.flatnonzero(first_guess == rank).astype(np.int32) for rank in range(n_ranks)]
@@ -101,7 +119,7 @@ def scatter_to_ranks(chunks: Sequence[RolloutChunk], n_ranks: int) -> list[list[
     for own in even_groups(groups, [n_tokens[group].astype(np.int32) for group in groups]):
         parts = []
         for i in np.unique(chunk_of[own]).tolist():
-            parts.append(RankPart(i, encode_indices(index_of[own[chunk_of[own] == i]], chunks[i].n_sequences)))
+            parts.append(RankPart(i, encode_part(chunks[i], np.sort(index_of[own[chunk_of[own] == i]]))))
         ranks.append(parts)
     return ranks
 
@@ -152,21 +170,23 @@ def map_selected(
     return [[next(results) for _ in part] for part in selected]
 
 
-def gather_results(sequence_indices: Sequence[bytes | None], parts: Sequence[list[T]]) -> list[T]:
-    """Return one chunk's results in the order of the chunk.
+def gather_results(sequence_indices: Sequence[bytes | None], parts: Sequence[list[T]]) -> list[T | None]:
+    """Return the results of one chunk at the places of its sequences in their list; None where no part has one.
 
     Args:
-        sequence_indices: of each part; together they select every sequence of the chunk once.
+        sequence_indices: of each part.
         parts: the results of `map_selected` for this chunk, by rank.
 
     Raises:
-        DataError: a sequence has no result, or two.
+        DataError: a sequence has two results, or a part has not one for each of its sequences.
     """
-    results = [result for part in parts for result in part]
-    indices = [i for selection in sequence_indices for i in decode_indices(selection, len(results))]
-    if sorted(indices) != list(range(len(results))):
-        raise DataError(f"a chunk was computed in parts that select its sequences {sorted(indices)}")
-    return [results[i] for i in np.argsort(indices)]
+    placed: dict[int, T] = {}
+    for selection, part in zip(sequence_indices, parts, strict=True):
+        at = range(len(part)) if selection is None else np.frombuffer(selection, _INDEX).tolist()
+        if len(at) != len(part) or not placed.keys().isdisjoint(at):
+            raise DataError(f"a part of a chunk has results of {len(part)} sequences for {list(at)}; others have some")
+        placed.update(zip(at, part, strict=True))
+    return [placed.get(i) for i in range(max(placed, default=-1) + 1)]
 
 
 def _joined(tables: Sequence[np.ndarray]) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from gkd.handles import ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
@@ -12,15 +14,15 @@ DATASET_TOKENS = "rollout/dataset_response_tokens"
 def staleness_numbers(batch: Sequence[ScoredChunk], version: int) -> dict[str, float]:
     """Return mean and maximum staleness of the student's sequences, and the share of each value.
 
-    A sequence counts as old as the oldest part of its chunk.
+    A sequence counts as old as its oldest part.
 
     Args:
         version: of the weights that train on the batch.
     """
     ages: dict[int, int] = {}
     for chunk in (c.rollouts for c in batch if c.rollouts.on_policy):
-        age = version - chunk.policy_version
-        ages[age] = ages.get(age, 0) + chunk.n_sequences
+        for age, count in zip(*np.unique(version - chunk.versions, return_counts=True), strict=True):
+            ages[int(age)] = ages.get(int(age), 0) + int(count)
     n = sum(ages.values())
     numbers = {f"staleness/share_{age}": count / n for age, count in sorted(ages.items())}
     mean = sum(age * count for age, count in ages.items()) / n if n else 0.0

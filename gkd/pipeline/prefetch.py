@@ -52,7 +52,7 @@ class PrefetchedBatches:
 
     def restore(self, folder: Path, state: TrainerState) -> None:
         for number in range(state.step, state.step + self._ahead):
-            pending = self._scoring.restore(folder, _label(number), per_prompt=False)
+            pending = self._scoring.restore(folder, _label(number))
             if not pending:  # total_steps ended before it, and is larger now
                 break
             self._queue.append(_Batch(number, state.step - 1, Foreground(partial(list, pending))))

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.handles import InFlight, PendingScores, Recording, ScoredChunk
 from gkd.metrics.run_metrics import StepMetrics
@@ -97,7 +96,6 @@ class ReplayedBatches:
     def __init__(self, config: Config, scoring: ScoringRole) -> None:
         self._folder, self._size = Path(config.trainer.replay), config.trainer.global_batch_size
         self._scoring = scoring
-        self._per_prompt = config.trainer.scheduler == STREAM  # the recorded run's chunks, with their versions
 
     def restore(self, folder: Path, state: TrainerState) -> None:
         """Do nothing: all batches are in the recorded folder."""
@@ -109,7 +107,7 @@ class ReplayedBatches:
         """Return the batch of this step. Raises CheckpointError: it is damaged or missing."""
         folder = self._folder / step_folder(step + 1)
         verify(folder)
-        return self._scoring.restore(folder, _LABEL, per_prompt=self._per_prompt)
+        return self._scoring.restore(folder, _LABEL)
 
     def commit(self) -> None:
         """Do nothing: the file stays."""

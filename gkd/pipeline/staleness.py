@@ -143,6 +143,12 @@ class StreamScheduler:
             self._finished_of.pop(version, None)
 
     @property
+    def finished(self) -> list[int]:
+        """Positions that are finished but not trained on, in order of finishing."""
+        numbers = {position: number for done in self._finished_of.values() for position, number in done.items()}
+        return sorted(numbers, key=numbers.__getitem__)
+
+    @property
     def unfinished(self) -> list[int]:
         """Positions that are admitted but not finished, ascending."""
         return sorted(

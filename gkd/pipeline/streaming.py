@@ -1,11 +1,12 @@
-"""Scheduler `stream`: prompts go to the engines one by one, and a step takes prompts that have finished.
+"""Scheduler `stream`: prompts go to the engines one by one, and a step takes prompts whose samples have all finished.
 
     prefetch    admit as many prompts as the staleness bound allows
     next_batch  wait for enough finished prompts, and for those whose deadline is due; add the dataset's responses of
                 this step, if it has any
     push        in the middle of responses; the engines continue with the new weights
 
-A thread receives finished prompts and submits them to the teacher at once. Which prompts form a batch depends on
+A thread receives chunks of finished sequences and submits them to the teacher at once. A chunk may have samples of
+several prompts, and a step may take a part of it. Which prompts form a batch depends on
 timing; `trainer.record_batches` keeps the batches, and `trainer.replay` trains on them again.
 """
 
@@ -14,11 +15,14 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
+from gkd.data.chunks import part_of
 from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError, RankTimeout
@@ -29,7 +33,6 @@ from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
 
 LABEL = "stream"
-_POLL_S = 0.5  # of the receiving thread, to notice that the source is closed
 
 
 class StreamedBatches:
@@ -44,11 +47,13 @@ class StreamedBatches:
         self, config: Config, rollout: RolloutRole, scoring: ScoringRole, sampler: PromptSampler, total_steps: int
     ) -> None:
         self._config, self._rollout, self._scoring, self._sampler = config, rollout, scoring, sampler
-        self._size = config.trainer.global_batch_size
+        self._size, self._n = config.trainer.global_batch_size, config.rollout.n
         self.max_staleness = staleness_bound(config.trainer)
         self._on_policy = functools.lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
         self._scheduler = StreamScheduler(self._on_policy, self.max_staleness, total_steps)
-        self._pending: dict[int, PendingScores] = {}  # finished prompts, by position
+        # By position: the samples that have finished, each as a place in a chunk.
+        self._samples: defaultdict[int, list[tuple[PendingScores, int]]] = defaultdict(list)
+        self._n_received = 0  # chunks
         self._batch: list[int] = []  # positions that are being trained on
         self._changed = threading.Condition()  # guards all of the above
         self._stream: RolloutStream | None = None
@@ -63,11 +68,17 @@ class StreamedBatches:
     def restore(self, folder: Path, state: TrainerState) -> None:
         self._scheduler.next_batch = state.sampler_position // self._size
         self._unfinished = list(state.unfinished)
-        for pending in self._scoring.restore(folder, LABEL, per_prompt=True):
-            position, version = self._position(pending.rollouts), pending.rollouts.policy_version
+        restored = self._scoring.restore(folder, LABEL)
+        oldest: dict[int, int] = {}
+        for chunk in (pending.rollouts for pending in restored):
+            for position, version in zip(
+                (chunk.sample_index // self._n).tolist(), chunk.versions.tolist(), strict=True
+            ):
+                oldest[position] = min(version, oldest.get(position, version))
+        for position, version in oldest.items():
             self._scheduler.admit([position], version)
-            self._scheduler.finish(position, version)
-            self._pending[position] = pending
+        for pending in restored:
+            self._finish(pending)
 
     def prefetch(self, step: int) -> None:
         if self._stream is None:
@@ -86,13 +97,14 @@ class StreamedBatches:
     def next_batch(self, step: int) -> list[PendingScores]:
         from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
         self._batch = self._wait_for(step)
-        return [*from_dataset, *(self._pending[position] for position in self._batch)]
+        with self._changed:
+            return [*from_dataset, *self._chunks(self._batch)]
 
     def commit(self) -> None:
         with self._changed:
             self._scheduler.remove(self._batch)
             for position in self._batch:
-                del self._pending[position]
+                del self._samples[position]
             self._batch = []
 
     def wait_until_idle(self) -> None:
@@ -101,7 +113,7 @@ class StreamedBatches:
     def in_flight(self, step: int) -> InFlight:
         del step
         with self._changed:
-            chunks = list(self._pending.values())
+            chunks = self._chunks(self._scheduler.finished)
             unfinished = (*self._scheduler.unfinished, *self._unfinished)
             position = self._scheduler.next_batch * self._size
             return InFlight(position, unfinished, {LABEL: chunks} if chunks else {})
@@ -136,12 +148,12 @@ class StreamedBatches:
         """
         timeout_s = self._config.trainer.stage_timeout_s
         with self._changed:
-            last_s, n_finished = time.monotonic(), -1
+            last_s, n_received = time.monotonic(), -1
             while (chosen := self._scheduler.choose(step)) is None:
                 if self._error is not None:
                     raise self._error
-                if len(self._pending) != n_finished:
-                    last_s, n_finished = time.monotonic(), len(self._pending)
+                if self._n_received != n_received:
+                    last_s, n_received = time.monotonic(), self._n_received
                 if not self._changed.wait(timeout=max(0.0, last_s + timeout_s - time.monotonic())):
                     waiting = self._scheduler.unfinished
                     raise RankTimeout(
@@ -153,25 +165,38 @@ class StreamedBatches:
     def _receive(self, stream: RolloutStream) -> None:
         """Submit finished prompts to the teacher. Runs in its own thread."""
         try:
-            while not self._closed:
-                for chunk in stream.finished(_POLL_S):
-                    self._finish(chunk, chunk.policy_version)
+            while chunks := stream.finished():
+                for chunk in chunks:
+                    self._finish(self._scoring.submit(chunk))
         except Exception as error:  # `next_batch` raises it
             if not self._closed:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
 
-    def _finish(self, chunk: RolloutChunk, version: int) -> None:
-        pending, position = self._scoring.submit(chunk), self._position(chunk)
+    def _finish(self, pending: PendingScores) -> None:
+        positions, n = (pending.rollouts.sample_index // self._n).tolist(), self._n
         with self._changed:
-            try:
-                self._scheduler.finish(position, version)
-            except KeyError as error:
-                text = f"rollout: an engine returned the prompt at position {position}, which is not in flight"
-                raise ClusterError(text) from error
-            self._pending[position] = pending
+            for place, position in enumerate(positions):
+                samples = self._samples[position]
+                samples.append((pending, place))
+                if len(samples) < n:
+                    continue
+                try:
+                    if len(samples) > n:
+                        raise KeyError(position)
+                    version = min(int(chunk.rollouts.versions[at]) for chunk, at in samples)
+                    self._scheduler.finish(position, version)
+                except KeyError as error:
+                    text = f"rollout: an engine returned the prompt at position {position}, which is not in flight"
+                    raise ClusterError(text) from error
+            self._n_received += 1
             self._changed.notify_all()
 
-    def _position(self, chunk: RolloutChunk) -> int:
-        return int(chunk.sample_index[0]) // self._config.rollout.n
+    def _chunks(self, positions: Iterable[int]) -> list[PendingScores]:
+        """Return all samples of these positions as parts of their chunks."""
+        places: dict[int, tuple[PendingScores, list[int]]] = {}
+        for position in positions:
+            for pending, place in self._samples[position]:
+                places.setdefault(id(pending), (pending, []))[1].append(place)
+        return [replace(pending, rollouts=part_of(pending.rollouts, sorted(at))) for pending, at in places.values()]

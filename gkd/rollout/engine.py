@@ -7,7 +7,7 @@ tokens are never re-tokenized.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,26 +75,21 @@ class RolloutEngine:
         self._sleep_state = SleepState(self._call_workers, enabled=enable_sleep_mode)
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        prompt_indices: Sequence[int] | None = None,
-        skip: Collection[int] = (),
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int] | None = None
     ) -> Iterator[Rollout]:
         """Yield `sampling.n` rollouts per prompt in order of completion.
 
         Args:
             prompt_indices: index of each prompt in its batch; None: 0, 1, 2, ...
-            skip: sample indices of these prompts that are not generated.
 
         Raises:
             DataError: a prompt leaves no room for a response.
             ClusterError: the engine is asleep, or its weights were discarded.
         """
         owner = object()
-        n_left = len(prompts) * sampling.n - len(skip)
+        n_left = len(prompts) * sampling.n
         try:
-            self.add(owner, prompts, sampling, prompt_indices or range(len(prompts)), skip)
+            self.add(owner, prompts, sampling, prompt_indices or range(len(prompts)))
             while n_left:
                 self.step()
                 for rollout in self.pop_finished(owner):
@@ -104,12 +99,7 @@ class RolloutEngine:
             self.abort(owner)
 
     def add(
-        self,
-        owner: Hashable,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        prompt_indices: Sequence[int],
-        skip: Collection[int] = (),
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> None:
         """Submit `sampling.n` sequences per prompt; `step` advances them.
 
@@ -119,7 +109,6 @@ class RolloutEngine:
         Args:
             owner: key of the caller for `pop_finished` and `abort`.
             prompt_indices: index of each prompt in its batch; sample_index = prompt_index * sampling.n + sample.
-            skip: sample indices that are not generated.
 
         Raises:
             DataError: a prompt leaves no room for a response. The prompts before it have been submitted.
@@ -135,8 +124,6 @@ class RolloutEngine:
             self._reset_prefix_cache()
         for prompt_index, prompt in zip(prompt_indices, prompts, strict=True):
             for sample_index in range(prompt_index * sampling.n, (prompt_index + 1) * sampling.n):
-                if sample_index in skip:
-                    continue
                 self._n_requests += 1
                 request_id = str(self._n_requests)
                 params = vllm_params(sampling, sample_index, self._eos_ids)

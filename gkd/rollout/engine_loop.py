@@ -2,19 +2,20 @@
 
     other threads: admit, call, generate, close         loop thread: run
         -> queue of calls, first in, first out      ->  execute them
-        -> backlog: prompts of the stream           ->  submit the next ones if there is room
-                                                        one step; return what finished; repeat
+        -> backlog: prompts of all jobs             ->  submit the next ones if there is room
+                                                        one step; return the chunks that are due; repeat
 
-A call waits for at most one step, not for a sequence to finish. The thread sleeps while the engine has no work. The
-backlog is kept here because the engine's own queue is first come, first served: a `generate` call concurrent with the
-stream waits for a free slot, but not for the backlog. No ray and no vLLM here.
+A call waits for at most one step, not for a sequence to finish. The thread sleeps while the engine has no work; before,
+it returns all finished sequences. The backlog is kept here because the engine's own queue is first come, first served:
+a `generate` call concurrent with the stream waits for a free slot, but not for the backlog. No ray and no vLLM here.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 from gkd.errors import ClusterError
 from gkd.log import get_logger
-from gkd.rollout.sampling import Sampling
+from gkd.rollout.coalesce import Coalescer
+from gkd.rollout.sampling import Job, Sampling
 from gkd.types import Prompt, Rollout
 
 log = get_logger("engine_loop")
@@ -37,12 +39,7 @@ class SteppableEngine(Protocol):
     @property
     def has_weights(self) -> bool: ...
     def add(
-        self,
-        owner: Hashable,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        prompt_indices: Sequence[int],
-        skip: Collection[int] = (),
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> None: ...
     def step(self) -> None: ...
     def pop_finished(self, owner: Hashable) -> list[Rollout]: ...
@@ -62,32 +59,32 @@ class EngineLoop:
 
     Args:
         engine: used exclusively by the loop from the first step of `run` until `close` has returned.
-        sampling: of the stream's prompts.
-        max_running: the stream starts no prompt while the engine has this many sequences of any owner; at least 1.
-            The samples of a prompt start together, so the engine may then have up to sampling.n - 1 more.
+        max_running: no prompt starts while the engine has this many sequences of any owner; at least 1. The samples of
+            a prompt start together, so the engine may then have up to n - 1 more.
+        chunks: collects the finished sequences.
         diagnosed: context manager around engine steps, which explains out-of-memory errors.
     """
 
     def __init__(
         self,
         engine: SteppableEngine,
-        sampling: Sampling,
         max_running: int,
+        chunks: Coalescer,
         diagnosed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._engine, self._sampling, self._max_running = engine, sampling, max_running
-        self._diagnosed = diagnosed
+        self._engine, self._max_running, self._chunks, self._diagnosed = engine, max_running, chunks, diagnosed
         self._changed = threading.Condition()  # guards all attributes below
         self._calls: deque[_Call] = deque()
-        self._backlog: deque[tuple[Prompt, int]] = deque()  # (prompt, prompt index) not yet submitted to the engine
+        self._backlog: deque[tuple[Job, Prompt, int]] = deque()  # with its prompt index; not yet submitted
         self._finished: dict[Hashable, list[Rollout]] = {}  # owner, one per running `generate` -> finished rollouts
         self._state = "new"  # "new" | "running" | "ending" | "ended"; the last two accept no calls
         self._closing = False
         self._error: Exception | None = None  # the first one
         self._cleanup_failed = False  # `_error` was raised while ending the stream, not before
+        self._running: dict[int, tuple[Job, int]] = {}  # id -> job, and its sequences in the engine; of the loop thread
 
-    def run(self) -> Iterator[list[Rollout]]:
-        """Yield all samples of a prompt of the stream when the last one has finished, until `close`.
+    def run(self) -> Iterator[tuple[int, int, list[Rollout]]]:
+        """Yield (job's id, data-parallel group, finished sequences), as `Coalescer.due` does, until `close`.
 
         Raises:
             Exception: the first error of a step, a refused prompt, a fatal call or the clean-up. All waiting callers
@@ -97,7 +94,6 @@ class EngineLoop:
             if self._closing:
                 return
             self._state = "running"
-        unfinished: defaultdict[int, list[Rollout]] = defaultdict(list)
         try:
             while self._execute_calls():
                 with self._diagnosed():
@@ -105,11 +101,7 @@ class EngineLoop:
                         self._start_prompts()
                         if self._engine.n_running:
                             self._engine.step()
-                for rollout in self._engine.pop_finished(self):
-                    prompt_index = rollout.sample_index // self._sampling.n
-                    unfinished[prompt_index].append(rollout)
-                    if len(unfinished[prompt_index]) == self._sampling.n:
-                        yield sorted(unfinished.pop(prompt_index), key=lambda r: r.sample_index)
+                yield from self._due_chunks()
                 self._distribute_finished()
         except Exception as error:
             self._error = error
@@ -117,18 +109,24 @@ class EngineLoop:
         finally:
             self._end()
 
-    def admit(self, prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> None:
+    def admit(self, job: Job, prompts: Sequence[Prompt], prompt_indices: Sequence[int], *, first: bool = False) -> None:
         """Append prompts to the backlog; returns at once. They start in this order, each when there is room.
 
         A prompt that the engine refuses ends the stream.
 
+        Args:
+            first: before those that wait.
+
         Raises:
             ClusterError: the stream is closed. If it failed, its error instead.
         """
-        indexed = list(zip(prompts, prompt_indices, strict=True))
+        rows = [(job, prompt, index) for prompt, index in zip(prompts, prompt_indices, strict=True)]
         with self._changed:
             self._check_open()
-            self._backlog.extend(indexed)
+            if first:
+                self._backlog.extendleft(reversed(rows))
+            else:
+                self._backlog.extend(rows)
             self._changed.notify_all()
 
     def call(self, function: Callable[[], T], *, fatal: bool = False) -> T:
@@ -146,19 +144,15 @@ class EngineLoop:
         return result
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        prompt_indices: Sequence[int],
-        skip: Collection[int] = (),
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> Iterator[Rollout]:
         """Do the same as `RolloutEngine.generate`, concurrently with the stream."""
         owner = object()
-        n_left = len(prompts) * sampling.n - len(skip)
+        n_left = len(prompts) * sampling.n
         with self._changed:
             self._finished[owner] = []
         try:
-            self.call(lambda: self._engine.add(owner, prompts, sampling, prompt_indices, skip))
+            self.call(lambda: self._engine.add(owner, prompts, sampling, prompt_indices))
             while n_left:
                 with self._changed:
                     self._changed.wait_for(lambda: self._finished[owner] or self._state == "ended")
@@ -229,8 +223,22 @@ class EngineLoop:
 
     def _start_prompts(self) -> None:
         while self._backlog and self._engine.n_running < self._max_running:
-            prompt, prompt_index = self._backlog.popleft()
-            self._engine.add(self, [prompt], self._sampling, [prompt_index])
+            with self._changed:
+                job, prompt, prompt_index = self._backlog.popleft()
+            self._engine.add(job.id, [prompt], job.sampling, [prompt_index])
+            self._running[job.id] = job, self._running.get(job.id, (job, 0))[1] + job.sampling.n
+
+    def _due_chunks(self) -> Iterator[tuple[int, int, list[Rollout]]]:
+        now_s = time.monotonic()
+        for job, n_left in list(self._running.values()):
+            finished = self._engine.pop_finished(job.id)
+            for rollout in finished:
+                self._chunks.add(job, rollout, now_s)
+            if len(finished) == n_left:
+                del self._running[job.id]
+            elif finished:
+                self._running[job.id] = job, n_left - len(finished)
+        yield from self._chunks.due(now_s, flush=not self._running and not self._backlog)
 
     def _distribute_finished(self) -> None:
         with self._changed:
@@ -252,7 +260,7 @@ class EngineLoop:
             self._state = "ending"
             while self._calls:
                 self._calls.popleft().result.set_exception(self._error or _closed())
-            owners = (self, *self._finished)
+            owners = (*self._running, *self._finished)
         try:
             for owner in owners:
                 self._engine.abort(owner)

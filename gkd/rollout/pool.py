@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,37 +15,29 @@ import ray
 from gkd.cluster.calls import Pending
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
-from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage, Sample
 from gkd.memory.timeline import merge
 from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Sampling
-from gkd.rollout.stream import EngineStreams, name_of, next_chunk
+from gkd.rollout.stream import Dispatcher, JobStream, name_of
 from gkd.types import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What an engine generates in one call."""
-
-    engine: int
-    worker: Any
-    prompts: Sequence[int]  # places in the batch
 
 
 class RolloutPool:
     """Implements `gkd.roles.RolloutRole` over the pool's Ray actors.
 
-    Prompt i of a batch belongs to data-parallel group i mod dp. The prompts of a `generate` call are dealt to the
-    engines that are up; which one answers does not change the tokens.
+    Prompt i of a batch belongs to data-parallel group i mod dp. The engine that is free first gets the next prompt;
+    which one answers does not change the tokens.
     """
 
     def __init__(self, workers: Sequence[Any], config: Config, dp_size: int) -> None:
         self.workers, self._config, self._dp_size = list(workers), config, dp_size
         self.engines = Engines(self.workers, config.rollout)
         self._eos_ids: frozenset[int] = frozenset()
-        self._stream: EngineStreams | None = None
+        self._dispatcher = Dispatcher(self.engines, config, dp_size)
+        self._generating = threading.Lock()  # one batch at a time
+        self._stream: JobStream | None = None
         self._generate_s = 0.0  # spent in `generate` since the last `usage` call
 
     def init_model(self, device: str, eos_ids: Sequence[int]) -> dict[str, Any]:
@@ -72,63 +64,37 @@ class RolloutPool:
             RankTimeout: no engine finished a chunk for trainer.stage_timeout_s.
         """
         config = self._config
-        sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
-        places = {index: j for j, index in enumerate(prompt_indices)}
-        missing = {j: n for j in range(len(prompts))}  # prompts with samples that are not returned, and their number
-        returned: set[int] = set()  # sample indices
-        streams: dict[Any, _Share] = {}
-
-        def start(left: Sequence[int]) -> None:
-            """Divide prompts among the engines that are up."""
-            members = self.engines.wait_up(config.trainer.init_timeout_s)
-            for place, (engine, worker) in enumerate(members.items()):
-                mine = left[place :: len(members)]
-                if mine:
-                    indices = [prompt_indices[j] for j in mine]
-                    skip = [s for i in indices for s in range(i * n, (i + 1) * n) if s in returned]
-                    stream = worker.generate.options(num_returns="streaming").remote(
-                        encode_prompts([prompts[j] for j in mine], indices), self._dp_size, sampling, CHUNK_SIZE, skip
-                    )
-                    streams[stream] = _Share(engine, worker, mine)
-
-        timeout_s = config.trainer.stage_timeout_s
-        began_s = progress_s = time.monotonic()
-        start(list(missing))
-        while streams:
-            left_s = max(0.0, progress_s + timeout_s - time.monotonic())
-            ready, _ = ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)
-            if not ready:
-                late = sorted(name_of(share.engine) for share in streams.values())
-                raise RankTimeout(f"rollout: no chunk finished within {timeout_s:.0f} s on: {', '.join(late)}", late)
-            progress_s = time.monotonic()
-            share = streams[ready[0]]
+        with self._generating:
+            began_s = time.monotonic()
+            job = self._dispatcher.start(self._sampling(n, temperature, seed), lingers=False, first=True)
             try:
-                chunk = next_chunk(ready[0], f"generate on {name_of(share.engine)}", timeout_s)
-            except RankFailed as error:
-                del streams[ready[0]]
-                left = [j for j in share.prompts if missing.get(j)]
-                self.engines.lost(share.engine, share.worker, error, n_prompts=len(left))
-                if left:
-                    start(left)
-                progress_s = time.monotonic()
-                continue
-            if chunk is None:
-                del streams[ready[0]]
-                continue
-            for sample_index in chunk.sample_index.tolist():
-                returned.add(sample_index)
-                missing[places[sample_index // n]] -= 1
-            yield chunk
-        self._generate_s += time.monotonic() - began_s
+                job.admit(prompts, prompt_indices=prompt_indices)
+                n_left = len(prompts) * n
+                while n_left:
+                    chunks = job.finished(config.trainer.stage_timeout_s)
+                    if not chunks and self._dispatcher.is_any_open():
+                        limit_s, late = config.trainer.stage_timeout_s, self._dispatcher.busy()
+                        text = f"rollout: no chunk finished within {limit_s:.0f} s on: {', '.join(late)}"
+                        raise RankTimeout(text, late)
+                    if not chunks:
+                        self.engines.wait_up(config.trainer.init_timeout_s)
+                    n_left -= sum(chunk.n_sequences for chunk in chunks)
+                    if not n_left:
+                        job.close()  # before the last chunk is used: an engine with an open stream cannot sleep
+                    yield from chunks
+            finally:
+                job.close()
+            self._generate_s += time.monotonic() - began_s
 
-    def open_stream(self, *, n: int, temperature: float, seed: int) -> EngineStreams:
-        """Open a stream on every engine. Raises ClusterError: a stream is open, or an engine died or timed out."""
+    def open_stream(self, *, n: int, temperature: float, seed: int) -> JobStream:
+        """Open a stream on every engine. Raises ClusterError: a stream is open, or an engine timed out."""
         if self._stream is not None and not self._stream.closed:
             raise ClusterError("a rollout stream is already open. Fix: close it before opening another")
-        config = self._config
-        sampling = Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed)
-        self._stream = EngineStreams(self.engines, sampling, self._dp_size, config.trainer.stage_timeout_s)
+        self._stream = self._dispatcher.start(self._sampling(n, temperature, seed), lingers=True)
         return self._stream
+
+    def _sampling(self, n: int, temperature: float, seed: int) -> Sampling:
+        return Sampling(n, temperature, self._config.rollout.top_p, self._config.data.max_response_length, seed)
 
     def dataset(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int

@@ -22,6 +22,15 @@ class Sampling:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A batch or a stream of prompts that engines answer."""
+
+    id: int
+    sampling: Sampling
+    linger_s: float  # a finished sequence waits at most this long for others of its chunk, while the engine is busy
+
+
 @dataclass(slots=True)
 class Request:
     """One unfinished sequence in the engine."""

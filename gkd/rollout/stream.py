@@ -1,259 +1,352 @@
-"""Driver side of the rollout stream: send each prompt to the least busy engine, return chunks as they finish."""
+"""Driver side of all rollouts: one queue of prompts, from which each engine gets its next ones as it finishes others.
+
+    jobs: a batch (`RolloutPool.generate`), a stream, or both     admit -> queue
+    engine with room        <- the next prompts of the queue
+    engine's chunks         -> the job that admitted the prompts
+    engine that died        -> its unfinished prompts go back to the head of the queue
+
+An engine has room while it holds fewer sequences than it can run, and a small reserve. So the engine that is free
+first takes the next prompt. Which engine answers a prompt does not change the tokens. The engines' streams are open
+while there is a job.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
 import threading
-import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
-import ray
-
 from gkd.cluster.calls import fetch, gather
-from gkd.data.chunks import decode_sizes
+from gkd.config.schema import Config
+from gkd.data.chunks import chunk_size, decode_sizes, part_of
 from gkd.data.prompt_codec import encode_prompts
-from gkd.errors import ClusterError, GkdError, RankFailed, RankTimeout
+from gkd.errors import ClusterError, GkdError, RankFailed
 from gkd.handles import RolloutChunk
 from gkd.log import get_logger
 from gkd.rollout.recovery import Engines
-from gkd.rollout.sampling import Sampling
+from gkd.rollout.sampling import Job, Sampling
 from gkd.types import Prompt
 
 log = get_logger("rollout_stream")
 
-_RESTART_POLL_S = 0.1  # while no engine is up
-
-
-@dataclass(slots=True)
-class _Open:
-    """The stream of one process."""
-
-    worker: Any
-    items: Any  # generator of its chunks
-    unfinished: dict[int, Prompt] = field(default_factory=dict)  # by prompt index
+# Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
+_LINGER_S_PER_SEQUENCE = 80e-6
+_LINGER_S = 0.02, 1.0  # least and most
+_RESERVE = 1 / 8  # of the sequences that an engine runs: the next ones, while the driver learns that others finished
 
 
 def name_of(engine: int) -> str:
     return f"rollout engine {engine}"
 
 
-def next_chunk(items: Any, what: str, timeout_s: float) -> RolloutChunk | None:
-    """Read the two objects of a chunk from the streaming generator of a worker's call; the first must be ready.
+@dataclass(slots=True)
+class _Prompt:
+    """An unfinished prompt."""
 
-    Args:
-        what: name of the call and its engine, for messages.
-        timeout_s: limit of the wait for the second object, which a healthy worker sends at once.
+    stream: JobStream
+    prompt: Prompt
+    index: int
+    missing: int  # bit i: sample i has not been returned
 
-    Returns:
-        None if the call has ended.
-
-    Raises:
-        RankTimeout: the second object did not arrive.
-        GkdError: the call failed; see `fetch`.
-    """
-    try:
-        rollouts = next(items)
-    except StopIteration:
-        return None
-    ready, _ = ray.wait([items], num_returns=1, timeout=timeout_s, fetch_local=False)
-    if not ready:
-        raise RankTimeout(f"{what}: received only half of a chunk; timed out after {timeout_s:g} s")
-    try:
-        sizes = next(items)
-    except StopIteration:  # the single item of a failed call holds its error
-        fetch(rollouts, what)
-        raise ClusterError(f"{what} ended in the middle of a chunk") from None
-    return decode_sizes(fetch(sizes, what), rollouts)
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.stream.job.id, self.index
 
 
-def least_busy(n_prompts: int, unfinished: Sequence[int]) -> list[int]:
-    """Assign prompts one after the other to the engine with the fewest unfinished prompts; ties go to the first.
+@dataclass(slots=True)
+class _Engine:
+    """The open stream of one process."""
 
-    Args:
-        unfinished: number of unfinished prompts of each engine.
-
-    Returns:
-        Engine index of each prompt.
-    """
-    counts = list(unfinished)
-    chosen = []
-    for _ in range(n_prompts):
-        chosen.append(counts.index(min(counts)))
-        counts[chosen[-1]] += 1
-    return chosen
+    index: int
+    worker: Any
+    admit: Any  # its remote method
+    n_sequences: int = 0  # that it holds
+    held: dict[tuple[int, int], _Prompt] = field(default_factory=dict)  # by job and prompt index: not finished
 
 
-class EngineStreams:
-    """Implements `gkd.handles.RolloutStream`: one open stream on each engine that is up. Thread-safe.
+class JobStream:
+    """Implements `gkd.handles.RolloutStream`: the prompts of one job, and their chunks. Thread-safe."""
 
-    The unfinished prompts of an engine that dies go to the others; a restarted engine gets a stream of its own.
-
-    Args:
-        engines: none has an open stream.
-        timeout_s: limit for opening and closing an engine's stream, and for the second half of a chunk.
-    """
-
-    def __init__(self, engines: Engines, sampling: Sampling, dp_size: int, timeout_s: float) -> None:
-        self._engines, self._sampling, self._dp_size, self._timeout_s = engines, sampling, dp_size, timeout_s
-        self._lock = threading.Lock()  # guards the next four lines
-        self._open: dict[int, _Open] = {}  # by engine index
-        self._waiting: dict[int, Prompt] = {}  # by prompt index: no engine is up
-        self._admitted: list[tuple[Any, int, Any]] = []  # pending calls of `admit`, with index and handle of the engine
-        self._closed = self._failed = False
-        self._reading = threading.Lock()  # one thread reads at a time
-        try:
-            self._open_new()
-        except BaseException:
-            self._failed = True
-            self.close()
-            raise
+    def __init__(self, dispatcher: Dispatcher, job: Job, *, first: bool) -> None:
+        self.job, self.first, self.closed = job, first, False
+        self._dispatcher = dispatcher
+        self._results: SimpleQueue[RolloutChunk | Exception | None] = SimpleQueue()
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         """See `RolloutStream.admit`. Raises ClusterError: the stream is closed. DataError: see `encode_prompts`."""
-        with self._lock:
-            if self._closed:
-                raise ClusterError("cannot admit prompts: the rollout stream is closed")
-            self._admit(dict(zip(prompt_indices, prompts, strict=True)))
+        missing = (1 << self.job.sampling.n) - 1
+        rows = [_Prompt(self, prompt, i, missing) for prompt, i in zip(prompts, prompt_indices, strict=True)]
+        self._dispatcher.admit(self, rows)
 
-    def finished(self, timeout_s: float) -> list[RolloutChunk]:
-        """See `RolloutStream.finished`; returns an empty list at once if the stream is closed.
+    def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
+        """See `RolloutStream.finished`; returns an empty list if the stream is closed.
 
         Raises:
             EngineFailed: an engine failed for good.
             ClusterError: a stream failed.
             DataError: an engine refused a prompt.
         """
-        deadline = time.monotonic() + timeout_s
         chunks: list[RolloutChunk] = []
-        with self._reading:
-            try:
-                while not self._closed:
-                    self._engines.check()
-                    self._open_new()
-                    streams = {stream.items: index for index, stream in self._open.items()}
-                    left_s = 0.0 if chunks else max(0.0, deadline - time.monotonic())
-                    if not streams:
-                        time.sleep(min(left_s, _RESTART_POLL_S))
-                    # Do not fetch: the driver needs only the sizes.
-                    ready = streams and ray.wait(list(streams), num_returns=1, timeout=left_s, fetch_local=False)[0]
-                    if ready:
-                        chunks += self._read(streams[ready[0]])
-                    elif time.monotonic() >= deadline or chunks:
+        try:
+            if not self.closed:
+                result = self._results.get(timeout=timeout_s)
+                while True:
+                    if isinstance(result, Exception):
+                        self.put(result)  # for the next call
+                        if not chunks:
+                            raise result
                         break
-                self._check_admitted()
-            except GkdError:
-                self._failed = True
-                raise
+                    if result is None:
+                        break
+                    chunks.append(result)
+                    result = self._results.get_nowait()
+        except Empty:
+            pass  # all that have finished so far
         return chunks
 
+    def put(self, result: RolloutChunk | Exception | None) -> None:
+        self._results.put(result)
+
     def close(self) -> None:
-        """See `RolloutStream.close`. Raises ClusterError: an engine failed to stop; not if `finished` raised before."""
+        """See `RolloutStream.close`. Raises ClusterError: an engine failed to stop; not if a stream failed before."""
+        self._dispatcher.end(self)
+
+
+class Dispatcher:
+    """Assigns the prompts of all jobs to the engines. Thread-safe.
+
+    Args:
+        engines: none has an open stream.
+        n_groups: data-parallel groups.
+    """
+
+    def __init__(self, engines: Engines, config: Config, n_groups: int) -> None:
+        self._engines, self._config, self._n_groups = engines, config, n_groups
+        self._timeout_s = config.trainer.stage_timeout_s
+        n_sequences = config.trainer.global_batch_size * config.rollout.n
+        self._chunk_size = chunk_size(n_sequences)
+        self._linger_s = min(max(_LINGER_S_PER_SEQUENCE * n_sequences, _LINGER_S[0]), _LINGER_S[1])
+        # Only one engine: nobody else can take a prompt.
+        max_running = config.rollout.max_num_seqs
+        reserve = max(self._chunk_size, math.ceil(max_running * _RESERVE))
+        self._room = max_running + reserve if len(engines) > 1 else math.inf
+        self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
+        self._lock = threading.Lock()  # guards all below
+        self._queue: deque[_Prompt] = deque()
+        self._jobs: dict[int, JobStream] = {}
+        self._open: dict[int, _Engine] = {}  # by engine index
+        self._n_jobs = self._session = 0
+        self._error: Exception | None = None  # of the session
+        engines.on_up(self._engines_changed)
+
+    def start(self, sampling: Sampling, *, lingers: bool, first: bool = False) -> JobStream:
+        """Start a job; open the engines' streams if it is the only one.
+
+        Args:
+            lingers: chunks leave before they are full although the engine is busy; with several engines always.
+            first: its prompts go before those of other jobs.
+
+        Raises:
+            GkdError: an engine's stream could not be opened.
+        """
+        with self._changing:
+            linger_s = self._linger_s if lingers or len(self._engines) > 1 else math.inf
+            with self._lock:
+                self._n_jobs += 1
+                is_only = not self._jobs
+                stream = JobStream(self, Job(self._n_jobs, sampling, linger_s), first=first)
+                self._jobs[self._n_jobs] = stream
+                if is_only:
+                    self._session, self._error = self._session + 1, None
+            if is_only:
+                try:
+                    self._open_new(self._engines.wait_up(self._config.trainer.init_timeout_s))
+                except BaseException as error:
+                    self._fail(error if isinstance(error, Exception) else ClusterError("interrupted"))
+                    self._end(stream)
+                    raise
+        return stream
+
+    def admit(self, stream: JobStream, prompts: Sequence[_Prompt]) -> None:
         with self._lock:
-            if self._closed:
+            if stream.closed:
+                raise ClusterError("cannot admit prompts: the rollout stream is closed")
+            if stream.first:
+                self._queue.extendleft(reversed(prompts))
+            else:
+                self._queue.extend(prompts)
+            self._assign()
+
+    def busy(self) -> list[str]:
+        """Return the names of the engines that hold unfinished prompts."""
+        with self._lock:
+            return [name_of(i) for i, engine in sorted(self._open.items()) if engine.held]
+
+    def is_any_open(self) -> bool:
+        with self._lock:
+            return bool(self._open)
+
+    def end(self, stream: JobStream) -> None:
+        """End a job; close the engines' streams if it is the last one."""
+        with self._changing:
+            self._end(stream)
+
+    def _end(self, stream: JobStream) -> None:
+        with self._lock:
+            if stream.closed:
                 return
-            self._closed = True
-            # Pending `admit` calls must complete first; otherwise the next stream would receive their prompts.
-            admitted = [ref for ref, *_ in self._admitted]
-            self._admitted.clear()
-            streams = dict(self._open)
+            stream.closed = True
+            del self._jobs[stream.job.id]
+            self._queue = deque(prompt for prompt in self._queue if prompt.stream is not stream)
+            closing: dict[int, _Engine] = {}
+            if not self._jobs:
+                self._session += 1
+                closing, self._open = self._open, {}
+        stream.put(None)
+        if not closing:
+            return
         try:
-            if admitted:
-                ray.wait(admitted, num_returns=len(admitted), timeout=self._timeout_s)
-            closing = {name_of(i): stream.worker.close_stream.remote() for i, stream in streams.items()}
+            calls = {name_of(i): engine.worker.close_stream.remote() for i, engine in closing.items()}
             failed: dict[str, RankFailed] = {}
-            gather(closing, "closing the rollout stream", self._timeout_s, failed)
-            for i, stream in streams.items():
+            gather(calls, "closing the rollout stream", self._timeout_s, failed)
+            for i, engine in closing.items():
                 if name_of(i) in failed:
-                    self._engines.lost(i, stream.worker, failed[name_of(i)])
+                    self._engines.lost(i, engine.worker, failed[name_of(i)])
         except GkdError as error:
-            if not self._failed:
+            if self._error is None:
                 raise
             log.warning("error while closing a failed rollout stream: %s", error)
-        with self._reading:
-            self._open.clear()  # also frees unread chunks
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
+    def _engines_changed(self) -> None:
+        """Open streams on restarted engines, or end all jobs if an engine failed for good. Called by `Engines`."""
+        threading.Thread(target=self._refresh, name="rollout engines", daemon=True).start()
 
-    def _open_new(self) -> None:
-        """Open a stream on each engine that is up and has none, and give it its share of the prompts that wait."""
-        members = self._engines.up()
-        new = {i: worker for i, worker in members.items() if i not in self._open or self._open[i].worker != worker}
-        if not new:
-            return
-        opening = {name_of(i): worker.open_stream.remote(self._sampling) for i, worker in new.items()}
+    def _refresh(self) -> None:
+        with self._changing:
+            if not self._jobs:
+                return
+            try:
+                self._engines.check()
+                self._open_new(self._engines.up())
+            except Exception as error:  # the jobs raise it
+                self._fail(error)
+
+    def _open_new(self, members: dict[int, Any]) -> None:
+        """Open a stream on each of these engines that has none. `_changing` is held."""
+        with self._lock:
+            session = self._session
+            new = {i: w for i, w in members.items() if i not in self._open or self._open[i].worker != w}
+            replaced = [engine for i, engine in self._open.items() if i in new]
+        for engine in replaced:  # the process before it has not been read to its end
+            self._lose(engine, session, RankFailed(f"{name_of(engine.index)} was replaced"))
+        opening = {
+            name_of(i): worker.open_stream.remote(session, self._n_groups, self._chunk_size)
+            for i, worker in new.items()
+        }
         failed: dict[str, RankFailed] = {}
         gather(opening, "opening the rollout stream", self._timeout_s, failed)
+        opened = []
         for i, worker in new.items():
-            if i in self._open:  # the process before it has not been read to its end
-                self._lose(i, RankFailed(f"{name_of(i)} was replaced"))
             if name_of(i) in failed:
                 self._engines.lost(i, worker, failed[name_of(i)])
                 continue
-            items = worker.stream.options(num_returns="streaming").remote(self._dp_size)
-            with self._lock:
-                if self._closed:  # meanwhile: `close` has not seen it
-                    worker.close_stream.remote()
-                    return
-                self._open[i] = _Open(worker, items)
+            opened.append(_Engine(i, worker, worker.admit.options(num_returns=0)))
+            chunks = worker.stream.options(num_returns="streaming").remote()
+            read = partial(self._read, opened[-1], session, chunks)
+            threading.Thread(target=read, name=f"read {name_of(i)}", daemon=True).start()
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-            if waiting:
-                self._admit(waiting)
+            self._open |= {engine.index: engine for engine in opened}
+            self._assign()
 
-    def _admit(self, prompts: Mapping[int, Prompt]) -> None:
-        """Send prompts, by index, to the engines with an open stream. The lock is held."""
-        engines = list(self._open)
-        if not engines:
-            self._waiting |= prompts
-            return
-        shares: dict[int, dict[int, Prompt]] = defaultdict(dict)
-        unfinished = [len(self._open[i].unfinished) for i in engines]
-        for (index, prompt), place in zip(prompts.items(), least_busy(len(prompts), unfinished), strict=True):
-            shares[engines[place]][index] = prompt
-        encoded = {i: encode_prompts(list(share.values()), list(share)) for i, share in shares.items()}
-        for i, share in shares.items():
-            worker = self._open[i].worker
-            self._admitted.append((worker.admit.remote(encoded[i]), i, worker))
-            self._open[i].unfinished |= share
+    def _assign(self) -> None:
+        """Send the prompts of the queue to the engines with room, one after the other to the least busy one."""
+        free = [(engine.n_sequences, i) for i, engine in self._open.items() if engine.n_sequences < self._room]
+        heapq.heapify(free)
+        shares: defaultdict[tuple[int, int], list[_Prompt]] = defaultdict(list)
+        while self._queue and free:
+            n_sequences, i = free[0]
+            prompt = self._queue.popleft()
+            shares[i, prompt.stream.job.id].append(prompt)
+            n_sequences += prompt.stream.job.sampling.n
+            if n_sequences < self._room:
+                heapq.heapreplace(free, (n_sequences, i))
+            else:
+                heapq.heappop(free)
+        for (i, _), share in shares.items():
+            engine, stream = self._open[i], share[0].stream
+            engine.n_sequences += len(share) * stream.job.sampling.n
+            engine.held |= {prompt.key: prompt for prompt in share}
+            encoded = encode_prompts([p.prompt for p in share], [p.index for p in share])
+            engine.admit.remote(self._session, stream.job, encoded, stream.first)
 
-    def _read(self, engine: int) -> list[RolloutChunk]:
-        stream = self._open[engine]
+    def _read(self, engine: _Engine, session: int, chunks: Any) -> None:
+        """Hand the chunks of one engine to their jobs until its stream ends. Runs in its own thread."""
+        what = f"the rollout stream of {name_of(engine.index)}"
         try:
-            chunk = next_chunk(stream.items, f"the rollout stream of {name_of(engine)}", self._timeout_s)
-        except RankFailed as error:
-            self._lose(engine, error)
-            return []
-        if chunk is None:
-            if not self._closed:
-                raise ClusterError(f"the rollout stream of {name_of(engine)} ended before it was closed")
+            while True:
+                try:
+                    rollouts = next(chunks)
+                except StopIteration:
+                    break
+                try:
+                    sizes = next(chunks)
+                except StopIteration:  # the single item of a failed call holds its error
+                    fetch(rollouts, what)
+                    raise ClusterError(f"{what} ended in the middle of a chunk") from None
+                self._take(engine, *decode_sizes(fetch(sizes, what), rollouts))
             with self._lock:
-                del self._open[engine]
-            return []
-        with self._lock:
-            del stream.unfinished[int(chunk.sample_index[0]) // self._sampling.n]
-        return [chunk]
+                if self._session == session:
+                    raise ClusterError(f"{what} ended before it was closed")
+        except RankFailed as error:
+            try:
+                self._lose(engine, session, error)
+            except GkdError as fatal:
+                self._fail(fatal, session)
+        except Exception as error:  # the jobs raise it
+            self._fail(error, session)
 
-    def _lose(self, engine: int, error: RankFailed) -> None:
+    def _take(self, engine: _Engine, job: int, chunk: RolloutChunk) -> None:
+        """Hand over the sequences of a chunk that are still missing, and give the engine its next prompts."""
+        kept = []
+        with self._lock:
+            stream = self._jobs.get(job)
+            engine.n_sequences -= chunk.n_sequences
+            n = 0 if stream is None else stream.job.sampling.n
+            for position, sample_index in enumerate(chunk.sample_index.tolist() if n else ()):
+                key, sample = (job, sample_index // n), 1 << sample_index % n
+                prompt = engine.held.get(key)
+                if prompt is not None and prompt.missing & sample:  # else: an engine that died has returned it
+                    kept.append(position)
+                    prompt.missing &= ~sample
+                    if not prompt.missing:
+                        del engine.held[key]
+            if self._queue and self._open.get(engine.index) is engine:
+                self._assign()
+        if stream is not None and kept:
+            stream.put(part_of(chunk, kept))
+
+    def _lose(self, engine: _Engine, session: int, error: RankFailed) -> None:
         """Report an engine that died, and give its prompts to the others."""
         with self._lock:
-            stream = self._open.pop(engine)
-            self._admit(stream.unfinished)
-        self._engines.lost(engine, stream.worker, error, n_prompts=len(stream.unfinished))
-
-    def _check_admitted(self) -> None:
-        """Raise the error of a failed `admit` call and forget the completed ones."""
-        with self._lock:
-            if self._closed:
+            if self._session != session or self._open.get(engine.index) is not engine:
                 return
-            calls = {ref: (index, worker) for ref, index, worker in self._admitted}
-            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
-            self._admitted = [call for call in self._admitted if call[0] not in done]
-        for ref in done:
-            try:
-                fetch(ref, f"admitting prompts to {name_of(calls[ref][0])}")
-            except RankFailed as error:  # its stream ends, too; that returns the prompts
-                self._engines.lost(*calls[ref], error)
+            del self._open[engine.index]
+            again = [prompt for prompt in engine.held.values() if prompt.stream.job.id in self._jobs]
+            self._queue.extendleft(reversed(again))
+        self._engines.lost(engine.index, engine.worker, error, n_prompts=len(again))
+        with self._lock:
+            self._assign()
+
+    def _fail(self, error: Exception, session: int | None = None) -> None:
+        """End all jobs of the session with this error; the first one counts."""
+        with self._lock:
+            if self._error is None and session in (None, self._session):
+                self._error = error
+                for stream in self._jobs.values():
+                    stream.put(error)

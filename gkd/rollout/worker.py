@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +27,12 @@ from gkd.log import get_logger
 from gkd.memory.advice import engine_advice
 from gkd.memory.oom import diagnosed
 from gkd.metrics.spans import SpanRecorder
+from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.engine_loop import EngineLoop
 from gkd.rollout.engine_start import ENGINE_PHASES
 from gkd.rollout.engine_states import EngineStates, tags_of
-from gkd.rollout.sampling import Sampling
+from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.sleep_state import WEIGHTS
 from gkd.rollout.watch import Pulse
 from gkd.types import Prompt, Rollout
@@ -42,7 +42,7 @@ from gkd.weight_sync.group import GroupSpec
 T = TypeVar("T")
 
 # Ray concurrency groups: methods of each group run concurrently with all other methods. `stream` runs as long as the
-# stream is open, and `admit` is called while the main thread may be busy with a `generate`.
+# stream is open, and `admit` is called while the main thread may be busy with a `greedy`.
 STREAM, ADMIT = "stream", "admit"
 CONCURRENCY_GROUPS = (STREAM, ADMIT, WATCH)
 
@@ -64,6 +64,7 @@ class RolloutWorker:
         self._spans = SpanRecorder(f"engine {rank}")
         self._phases = Phases(self._spans)
         self._loop: EngineLoop | None = None  # of the open stream
+        self._session = 0  # its number
 
     def placement(self, ask_driver: bool) -> RankPlacement:
         return this_placement("rollout", self._rank, ask_driver=ask_driver)
@@ -117,29 +118,6 @@ class RolloutWorker:
         self._engine = engine
         self._states = EngineStates(engine, self._diagnosed, timeline=self._config.memory.timeline)
 
-    def generate(
-        self, encoded_prompts: bytes, dp_size: int, sampling: Sampling, chunk_size: int, skip: Collection[int] = ()
-    ) -> Iterator[list[Rollout] | bytes]:
-        """Yield two objects per chunk: the rollouts, which the driver never fetches, and their encoded sizes.
-
-        A chunk is yielded when `chunk_size` sequences of one data-parallel group have finished; the remaining ones at
-        the end. (A handle inside the sizes would save an object, but Ray 2.60 occasionally freed objects whose handle
-        was nested in a streamed item. The driver owns streamed items themselves.)
-
-        Args:
-            encoded_prompts: see `encode_prompts`. A prompt's index modulo dp_size is the group that scores it.
-            skip: sample indices that another engine has returned before it died.
-        """
-        prompts, prompt_indices = decode_prompts(encoded_prompts)
-        finished: dict[int, list[Rollout]] = defaultdict(list)
-        for rollout in self._generate(prompts, sampling, prompt_indices, skip):
-            dp_rank = rollout.sample_index // sampling.n % dp_size
-            finished[dp_rank].append(rollout)
-            if len(finished[dp_rank]) == chunk_size:
-                yield from _chunk_objects(dp_rank, finished.pop(dp_rank))
-        for dp_rank, rest in finished.items():
-            yield from _chunk_objects(dp_rank, rest)
-
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[int, list[Sample]]:
         """Generate greedily; return the number of exact matches and the first `n_samples` responses.
 
@@ -167,8 +145,16 @@ class RolloutWorker:
                 )
         return n_correct, [samples[index] for index in sorted(samples)]
 
-    def open_stream(self, sampling: Sampling) -> None:
-        """Reserve the engine for a following call of `stream`. Raises ClusterError: a stream is open."""
+    def open_stream(self, session: int, n_groups: int, chunk_size: int) -> None:
+        """Reserve the engine for a following call of `stream`.
+
+        Args:
+            session: number of this stream; calls of `admit` for another one have no effect.
+            n_groups, chunk_size: see `Coalescer`.
+
+        Raises:
+            ClusterError: a stream is open.
+        """
         if self._loop is not None:
             raise ClusterError(
                 f"rollout engine {self._rank} already has an open stream. Fix: close it before opening another"
@@ -176,27 +162,40 @@ class RolloutWorker:
         self._ensure_awake()
         self._engine.synchronize()
         max_running = self._config.rollout.max_num_seqs
-        self._loop = EngineLoop(self._engine, sampling, max_running, partial(self._diagnosed, "generating"))
+        chunks = Coalescer(n_groups, chunk_size)
+        self._session = session
+        self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, "generating"))
 
     @ray.method(concurrency_group=STREAM)
-    def stream(self, dp_size: int) -> Iterator[list[Rollout] | bytes]:
-        """Run the stream until `close_stream`. Yields two objects per prompt, as `generate` does per chunk."""
-        for rollouts in self._open_loop().run():
-            yield from _chunk_objects(rollouts[0].sample_index // len(rollouts) % dp_size, rollouts)
+    def stream(self) -> Iterator[list[Rollout] | bytes]:
+        """Run the stream until `close_stream`. Yields two objects per chunk of finished sequences.
+
+        The rollouts, which the driver never fetches, and their encoded sizes. (A handle inside the sizes would save an
+        object, but Ray 2.60 occasionally freed objects whose handle was nested in a streamed item. The driver owns
+        streamed items themselves.)
+        """
+        for job, group, rollouts in self._open_loop().run():
+            yield rollouts
+            yield encode_sizes(chunk_sizes(group, rollouts), job)
 
     @ray.method(concurrency_group=ADMIT)
-    def admit(self, encoded_prompts: bytes) -> None:
+    def admit(self, session: int, job: Job, encoded_prompts: bytes, first: bool) -> None:
         """Append prompts (see `encode_prompts`) to the open stream; does not wait for them.
 
-        `stream` raises the error of a prompt that the engine refuses.
+        The caller does not read this call's result: `stream` raises the error of a prompt that the engine refuses, and
+        a stream that has ended needs no prompts.
         """
-        self._open_loop().admit(*decode_prompts(encoded_prompts))
+        loop = self._loop
+        if loop is not None and session == self._session:
+            with suppress(ClusterError):
+                loop.admit(job, *decode_prompts(encoded_prompts), first=first)
 
     def close_stream(self) -> None:
         """Stop the stream and abort unfinished sequences. Idempotent. After an error the engine is unusable."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+            self._states.record("generating")
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         with self._phases.during("joining the weight-sync groups"):
@@ -263,18 +262,14 @@ class RolloutWorker:
         return replace(self._engine.usage(), memory=self._states.pop_peaks(), spans=self._spans.take())
 
     def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        prompt_indices: Sequence[int],
-        skip: Collection[int] = (),
+        self, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> Iterator[Rollout]:
         self._ensure_awake()
         if self._loop is not None:
-            yield from self._loop.generate(prompts, sampling, prompt_indices, skip)
+            yield from self._loop.generate(prompts, sampling, prompt_indices)
         else:
             with self._diagnosed("generating"):
-                yield from self._engine.generate(prompts, sampling, prompt_indices, skip)
+                yield from self._engine.generate(prompts, sampling, prompt_indices)
         self._on_engine(lambda: self._states.record("generating"))
 
     def _ensure_awake(self, tags: Sequence[str] | None = None) -> None:
@@ -306,8 +301,3 @@ class RolloutWorker:
         if self._loop is None:
             raise ClusterError(f"rollout engine {self._rank} has no open stream")
         return self._loop
-
-
-def _chunk_objects(dp_rank: int, rollouts: list[Rollout]) -> Iterator[list[Rollout] | bytes]:
-    yield rollouts
-    yield encode_sizes(chunk_sizes(dp_rank, rollouts, min(rollout.policy_version for rollout in rollouts)))

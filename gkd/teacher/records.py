@@ -11,7 +11,7 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,35 +20,51 @@ import numpy as np
 from gkd.config.schema import Config
 from gkd.data.chunks import chunk_sizes, encode_sizes
 from gkd.data.rollout_file import read_sequences, write_sequences
-from gkd.data.scatter import gather_results
-from gkd.handles import FileDigest, ScoreTimes
+from gkd.data.scatter import gather_results, select
+from gkd.handles import FileDigest, PendingScores, ScoredChunk, ScoreTimes
 from gkd.run.disk import naming
 from gkd.run.manifest import digest_file
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
 
-_SUMMARY = struct.Struct("<dq")
+_SUBMITTED = struct.Struct("<d")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSummary:
-    """Summary of a chunk's scores for the driver; encoded in 16 bytes, and 8 + 8 per sequence with times."""
+    """Summary of a chunk's scores for the driver; encoded in 8 bytes and 16 per sequence."""
 
-    mass: float | None  # sum over positions of the teacher's probability on its top-k; None: no top-k was requested
-    n_bytes: int  # of all arrays
-    times: ScoreTimes | None = field(default=None, compare=False)  # None: from a checkpoint, or a local teacher
+    masses: np.ndarray  # [n] float32, sum over positions of the teacher's mass on its top-k; NaN: none was requested
+    n_bytes: np.ndarray  # [n] int64, of all arrays
+    times: ScoreTimes | None = None  # None: from a checkpoint, or a local teacher
 
     def encode(self) -> bytes:
-        times = () if self.times is None else (self.times.submitted_s, *self.times.completed_s)
-        head = _SUMMARY.pack(float("nan") if self.mass is None else self.mass, self.n_bytes)
-        return head + np.array(times, "<f8").tobytes()
+        submitted_s = math.nan if self.times is None else self.times.submitted_s
+        times = np.zeros(len(self.masses)) if self.times is None else np.array(self.times.completed_s) - submitted_s
+        tables = self.n_bytes.astype("<i8"), self.masses.astype("<f4"), times.astype("<f4")
+        return b"".join([_SUBMITTED.pack(submitted_s), *(table.tobytes() for table in tables)])
 
     @classmethod
     def decode(cls, data: bytes) -> ScoreSummary:
-        mass, n_bytes = _SUMMARY.unpack_from(data)
-        submitted_s, *completed_s = np.frombuffer(data, "<f8", offset=_SUMMARY.size).tolist() or (None,)
-        times = None if submitted_s is None else ScoreTimes(submitted_s, tuple(completed_s))
-        return cls(None if math.isnan(mass) else mass, n_bytes, times)
+        (submitted_s,) = _SUBMITTED.unpack_from(data)
+        n = (len(data) - _SUBMITTED.size) // 16
+        n_bytes = np.frombuffer(data, "<i8", n, _SUBMITTED.size)
+        masses, after_s = np.frombuffer(data, "<f4", 2 * n, _SUBMITTED.size + 8 * n).reshape(2, n)
+        times = None
+        if not math.isnan(submitted_s):
+            times = ScoreTimes(submitted_s, tuple((submitted_s + after_s.astype(np.float64)).tolist()))
+        return cls(masses, n_bytes, times)
+
+    def scored(self, pending: PendingScores) -> ScoredChunk:
+        """Return the chunk, or the part of one, that was submitted, as scored."""
+        rollouts, at = pending.rollouts, pending.rollouts.sequence_indices
+        times = self.times
+        if at is not None and times is not None:
+            times = ScoreTimes(times.submitted_s, tuple(times.completed_s[i] for i in at.tolist()))
+        mass = float(self.masses[... if at is None else at].sum(dtype=np.float64))
+        n_bytes = int(self.n_bytes[... if at is None else at].sum())
+        mean = None if math.isnan(mass) else mass / rollouts.n_response_tokens
+        return ScoredChunk(rollouts, pending.ref, mean, n_bytes, times)
 
 
 class RecordingEndpoint:
@@ -76,23 +92,24 @@ class RecordingEndpoint:
         Returns:
             As `ScoringEndpoint.score`.
         """
-        scores = gather_results(sequence_indices, parts)
+        scores = [score for score in gather_results(sequence_indices, parts) if score is not None]
         return scores, summary_of(scores).encode()
 
-    def gather_results(self, sequence_indices: Sequence[bytes | None], *parts: list[T]) -> list[T]:
-        """Put other results of several ranks into the object store of this host, in the chunk's order."""
+    def gather_results(self, sequence_indices: Sequence[bytes | None], *parts: list[T]) -> list[T | None]:
+        """Put other results of several ranks into the object store of this host, at the places of their sequences."""
         return gather_results(sequence_indices, parts)
 
     def zeros(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Return placeholders for unused logprobs: [R] float32 per sequence."""
         return [np.zeros(len(rollout.response_ids), np.float32) for rollout in rollouts]
 
-    def record(self, file: str, n_chunks: int, *parts: Any) -> dict[str, FileDigest]:
+    def record(self, file: str, selections: Sequence[bytes | None], *parts: Any) -> dict[str, FileDigest]:
         """Write chunks of rollouts, and optionally their scores, to one file and flush it to disk.
 
         Args:
             file: path on a file system that all hosts share.
-            n_chunks: the first `n_chunks` of `parts` are rollouts; the others, if any, are their scores.
+            selections: `sequence_indices` to write of each chunk, see `gkd.data.scatter`.
+            parts: the rollouts of each chunk, and then, optionally, their scores.
 
         Returns:
             File name -> digest.
@@ -100,8 +117,8 @@ class RecordingEndpoint:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        rollouts = [rollout for chunk in parts[:n_chunks] for rollout in chunk]
-        scores = [score for chunk in parts[n_chunks:] for score in chunk] if len(parts) > n_chunks else None
+        n_chunks = len(selections)
+        rollouts, scores = select(selections, parts[:n_chunks], parts[n_chunks:] or None)
         path = Path(file)
         with naming(path):
             with path.open("wb") as opened:
@@ -118,44 +135,40 @@ class RecordingEndpoint:
 
         Args:
             dp_rank: this group; it owns the prompts with index modulo dp_size = dp_rank.
-            chunk_size: sequences per chunk; 0: one chunk per prompt.
+            chunk_size: sequences per chunk.
 
         Raises:
             CheckpointError: a file is unreadable or not a recording.
         """
         n = self._config.rollout.n
-        mine: dict[int, list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)  # by prompt index
+        # All sequences of a chunk have the same `on_policy`, and all or none have scores.
+        kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
         for file in files:
-            path = Path(file)
-            rollouts, scores = read_sequences(path)
+            rollouts, scores = read_sequences(Path(file))
             for i, rollout in enumerate(rollouts):
                 if rollout.sample_index // n % dp_size == dp_rank:
-                    mine[rollout.sample_index // n].append((rollout, None if scores is None else scores[i]))
-        groups = list(mine.values())
-        if chunk_size:
-            # All sequences of a chunk have the same `on_policy`, and all or none have scores.
-            kinds: dict[tuple[bool, bool], list[tuple[Rollout, TeacherScores | None]]] = defaultdict(list)
-            for rollout, score in (pair for group in groups for pair in group):
-                kinds[rollout.on_policy, score is not None].append((rollout, score))
-            groups = [k[i : i + chunk_size] for k in kinds.values() for i in range(0, len(k), chunk_size)]
-        for group in groups:
-            chunk = [rollout for rollout, _ in group]
-            scores = [score for _, score in group if score is not None] or None
-            # Dataset responses have no version: they are never stale.
-            version = min((rollout.policy_version for rollout in chunk), default=0) if chunk[0].on_policy else 0
-            yield chunk
-            yield scores
-            yield encode_sizes(chunk_sizes(dp_rank, chunk, version))
-            yield summary_of(scores).encode() if scores else b""
+                    kinds[rollout.on_policy, scores is not None].append(
+                        (rollout, None if scores is None else scores[i])
+                    )
+        for (on_policy, _), kind in kinds.items():
+            for start in range(0, len(kind), chunk_size):
+                group = kind[start : start + chunk_size]
+                chunk = [rollout for rollout, _ in group]
+                scores = [score for _, score in group if score is not None] or None
+                yield chunk
+                yield scores
+                # Dataset responses have no version: they are never stale.
+                yield encode_sizes(chunk_sizes(dp_rank, chunk, None if on_policy else 0))
+                yield summary_of(scores).encode() if scores else b""
 
 
 def summary_of(scores: Sequence[TeacherScores], times: ScoreTimes | None = None) -> ScoreSummary:
     """Summarize the scores of a chunk."""
-    n_bytes, masses = 0, []
-    for score in scores:
+    n_bytes, masses = np.zeros(len(scores), np.int64), np.full(len(scores), math.nan, np.float32)
+    for i, score in enumerate(scores):
         arrays = [getattr(score, name) for signal, name in SIGNAL_FIELDS.items() if signal != "topk"]
         if score.topk is not None:
             arrays += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass, score.topk.counts]
-            masses.append(float(np.exp(score.topk.topk_logprobs, dtype=np.float64).sum()))
-        n_bytes += sum(array.nbytes for array in arrays if array is not None)
-    return ScoreSummary(sum(masses) if masses else None, n_bytes, times)
+            masses[i] = np.exp(score.topk.topk_logprobs, dtype=np.float64).sum()
+        n_bytes[i] = sum(array.nbytes for array in arrays if array is not None)
+    return ScoreSummary(masses, n_bytes, times)

@@ -15,6 +15,7 @@ from typing import Any
 
 from gkd.cluster.calls import all_done, answers, drain, fetch, gather
 from gkd.data.chunks import CHUNK_SIZE, decode_sizes
+from gkd.data.scatter import encode_part
 from gkd.errors import ClusterError
 from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, ScoredChunk, TeacherHealth
 from gkd.teacher.outage import merged
@@ -43,18 +44,11 @@ class RecordedScoring(ABC):
         return {}
 
     def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
-        refs = {f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})": p.summary for i, p in enumerate(pending)}
-        summaries = map(ScoreSummary.decode, gather(refs, "teacher scoring", self._timeout_s).values())
-        return [
-            ScoredChunk(
-                p.rollouts,
-                p.ref,
-                None if summary.mass is None else summary.mass / p.rollouts.n_response_tokens,
-                summary.n_bytes,
-                summary.times,
-            )
-            for p, summary in zip(pending, summaries, strict=True)
-        ]
+        # Several parts of a batch may be of the same chunk.
+        names = {p.summary: f"chunk {i} (scoring endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
+        found = gather({name: ref for ref, name in names.items()}, "teacher scoring", self._timeout_s)
+        summaries = {name: ScoreSummary.decode(data) for name, data in found.items()}
+        return [summaries[names[p.summary]].scored(p) for p in pending]
 
     def record(
         self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
@@ -68,7 +62,8 @@ class RecordedScoring(ABC):
             file = folder.absolute() / f"{label}_group_{dp_rank}.npz"
             parts = [chunk.rollouts.ref for chunk in group] + ([chunk.ref for chunk in group] if scored else [])
             record = self._endpoints[dp_rank].record.options(concurrency_group=RECORDS)
-            refs[f"scoring endpoint {dp_rank}"] = record.remote(str(file), len(group), *parts)
+            selections = [encode_part(chunk.rollouts) for chunk in group]
+            refs[f"scoring endpoint {dp_rank}"] = record.remote(str(file), selections, *parts)
         return Recording(refs)
 
     def record_finished(
@@ -80,15 +75,15 @@ class RecordedScoring(ABC):
         digests = gather(recording.refs, "recording rollouts", limit_s)
         return {name: digest for written in digests.values() for name, digest in written.items()}
 
-    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
+    def restore(self, folder: Path, label: str) -> list[PendingScores]:
         files = sorted(str(file.absolute()) for file in folder.glob(f"{label}_group_*.npz"))
         if not files:
             return []
-        size, restored = 0 if per_prompt else CHUNK_SIZE, []
+        restored = []
         streaming = {"num_returns": "streaming", "concurrency_group": RECORDS}
         calls = {
             f"scoring endpoint {rank}": endpoint.restore.options(**streaming).remote(
-                files, rank, len(self._endpoints), size
+                files, rank, len(self._endpoints), CHUNK_SIZE
             )
             for rank, endpoint in enumerate(self._endpoints)
         }
@@ -99,7 +94,7 @@ class RecordedScoring(ABC):
                 raise ClusterError(f"{what}: the call ended in the middle of a chunk")
             for i in range(0, len(items), _PER_CHUNK):
                 rollouts, scores, sizes, summary = items[i : i + _PER_CHUNK]
-                chunk = decode_sizes(fetch(sizes, what), rollouts)
+                _, chunk = decode_sizes(fetch(sizes, what), rollouts)
                 scored = bool(fetch(summary, what))
                 restored.append(PendingScores(chunk, scores, summary) if scored else self.submit(chunk))
         return restored

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,19 @@ import numpy as np
 import pytest
 import torch
 
-from gkd.config.schema import Config, RolloutConfig
+from gkd.config.load import load_config
 from gkd.data.chunks import decode_sizes
 from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, DataError, WeightSyncError
+from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.engine_loop import EngineLoop
-from gkd.rollout.sampling import Request, Sampling
-from gkd.rollout.stream import least_busy
+from gkd.rollout.sampling import Job, Request, Sampling
 from gkd.rollout.worker import RolloutWorker
 from gkd.types import Prompt, Rollout, VersionSpan
 
 N = 2
 SAMPLING = Sampling(N, 1.0, 1.0, 8, seed=0)
+JOB = Job(1, SAMPLING, math.inf)
 TIMEOUT_S = 20.0  # of operations that would otherwise hang
 UNLIMITED = 1000  # more sequences than any test starts
 
@@ -66,12 +68,7 @@ class Engine:
         return len(self.running)
 
     def add(
-        self,
-        owner: Hashable,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        prompt_indices: Sequence[int],
-        skip: Collection[int] = (),
+        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
     ) -> None:
         assert self.has_weights
         self.threads.add(threading.get_ident())
@@ -80,8 +77,6 @@ class Engine:
                 assert self.refusal.wait(TIMEOUT_S)
                 raise DataError(f"prompt {prompt.prompt_id} is refused")
             for j in range(sampling.n):
-                if prompt_index * sampling.n + j in skip:
-                    continue
                 ids = np.ones(1, np.int32)
                 span = (VersionSpan(0, 1, 0),)
                 made = Rollout(
@@ -128,18 +123,29 @@ class Engine:
         assert not self.running, "sequences are left in the engine"
 
 
+def by_prompt() -> Coalescer:
+    """Return a coalescer whose chunks are the samples of one prompt."""
+    return Coalescer(10**6, N)
+
+
+def rollouts_of(loop: EngineLoop) -> Iterator[list[Rollout]]:
+    with closing(loop.run()) as chunks:  # type: ignore[type-var]
+        for _, _, rollouts in chunks:
+            yield rollouts
+
+
 class Case:
     """A loop in its own thread, and the chunks it yielded."""
 
     def __init__(self, max_running: int = UNLIMITED) -> None:
         self.engine = Engine(slots=max_running)
-        self.loop = EngineLoop(self.engine, SAMPLING, max_running)
+        self.loop = EngineLoop(self.engine, max_running, by_prompt())
         self.chunks: list[list[Rollout]] = []
         self.pool = ThreadPoolExecutor(4)
         self.ended = self.pool.submit(self._run)
 
     def _run(self) -> None:
-        for chunk in self.loop.run():
+        for chunk in rollouts_of(self.loop):
             self.chunks.append(chunk)
 
     def in_thread(self, call: Callable[[], Any]) -> Future[Any]:
@@ -180,16 +186,16 @@ def until(condition: Callable[[], Any]) -> None:
 def test_a_prompt_is_yielded_when_all_its_samples_are_finished() -> None:
     """Fails if a short prompt waits for a long one, or samples of prompts are mixed, lost or out of order."""
     engine = Engine()
-    loop = EngineLoop(engine, SAMPLING, UNLIMITED)
-    running = loop.run()
-    loop.admit(prompts(50, 3), [4, 9])
+    loop = EngineLoop(engine, UNLIMITED, by_prompt())
+    running = rollouts_of(loop)
+    loop.admit(JOB, prompts(50, 3), [4, 9])
     assert [r.sample_index for r in next(running)] == [18, 19]
     assert engine.steps == 4
-    loop.admit(prompts(1), [2])
+    loop.admit(JOB, prompts(1), [2])
     assert [r.sample_index for r in next(running)] == [4, 5]
     assert [r.sample_index for r in next(running)] == [8, 9]
     assert engine.steps == 51
-    loop.admit(prompts(0), [0])
+    loop.admit(JOB, prompts(0), [0])
     assert [r.sample_index for r in next(running)] == [0, 1]
     running.close()  # type: ignore[attr-defined]
 
@@ -198,7 +204,7 @@ def test_a_call_waits_for_one_step_and_not_for_a_sequence(case: Case) -> None:
     """Fails if a weight update waits until the engine is idle, or two threads use the engine concurrently."""
     engine = case.engine
     engine.gate.clear()
-    case.loop.admit(prompts(10**6), [0])
+    case.loop.admit(JOB, prompts(10**6), [0])
     until(lambda: engine.running)
     order: list[tuple[str, int]] = []
 
@@ -227,7 +233,7 @@ def test_calls_do_not_starve_the_steps(case: Case) -> None:
             case.loop.call(lambda: None)
 
     callers = [case.in_thread(call_repeatedly) for _ in range(3)]
-    case.loop.admit(prompts(20), [0])
+    case.loop.admit(JOB, prompts(20), [0])
     until(lambda: case.chunks)
     stop.set()
     for caller in callers:
@@ -245,11 +251,11 @@ def test_an_idle_loop_sleeps(case: Case) -> None:
 
 def test_generate_during_a_stream_returns_only_its_own_rollouts(case: Case) -> None:
     """Fails if an evaluation waits for the stream's prompts, returns some of them, or leaves sequences behind."""
-    case.loop.admit(prompts(10**6), [0])
+    case.loop.admit(JOB, prompts(10**6), [0])
     one = Sampling(1, 0.0, 1.0, 8, seed=0)
     got = [rollout.sample_index for rollout in case.loop.generate(prompts(5, 1, 3), one, [0, 1, 2])]
     assert got == [1, 2, 0]
-    case.loop.admit(prompts(2), [1])
+    case.loop.admit(JOB, prompts(2), [1])
     until(lambda: case.chunks)
     assert [r.sample_index for chunk in case.chunks for r in chunk] == [2, 3]
 
@@ -268,13 +274,13 @@ def test_prompts_start_in_order_when_there_is_room(max_running: int) -> None:
     """Fails if the engine gets the whole backlog at once, a slot stays idle, the samples of a prompt start at different
     steps, or prompts start out of order."""
     engine = Engine(slots=max_running)
-    loop = EngineLoop(engine, SAMPLING, max_running)
+    loop = EngineLoop(engine, max_running, by_prompt())
     ids = [3, 5, 4, 9, 2, 7]
-    loop.admit(prompts(*ids[:4]), range(4))
-    chunks = loop.run()
+    loop.admit(JOB, prompts(*ids[:4]), range(4))
+    chunks = rollouts_of(loop)
     received = [next(chunks)]
     assert {prompt_id for _, prompt_id in engine.started} < set(ids[:4]), "some are still in the backlog"
-    loop.admit(prompts(*ids[4:]), range(4, 6))
+    loop.admit(JOB, prompts(*ids[4:]), range(4, 6))
     received += [next(chunks) for _ in range(5)]
     assert sorted(chunk[0].prompt_id for chunk in received) == sorted(ids)
     assert [prompt_id for _, prompt_id in engine.started] == [i for i in ids for _ in range(N)]
@@ -292,7 +298,7 @@ def test_generate_waits_for_a_slot_and_not_for_the_backlog() -> None:
     n_prompts = 50
     with running(4) as case:
         case.engine.gate.clear()
-        case.loop.admit(prompts(*[3] * n_prompts), range(n_prompts))
+        case.loop.admit(JOB, prompts(*[3] * n_prompts), range(n_prompts))
         until(lambda: case.engine.running)
         evaluation = case.in_thread(lambda: list(case.loop.generate(prompts(2), SAMPLING, [0])))
         until(lambda: case.loop._calls)
@@ -309,7 +315,7 @@ def test_the_backlog_starts_with_the_newest_weights() -> None:
     """Fails if backlogged prompts start before a pending weight update."""
     with running(2) as case:
         case.engine.gate.clear()
-        case.loop.admit(prompts(1, 1), [0, 1])
+        case.loop.admit(JOB, prompts(1, 1), [0, 1])
         until(lambda: case.engine.running)
         receive = case.in_thread(lambda: case.loop.call(lambda: list(case.engine.started)))
         until(lambda: case.loop._calls)
@@ -321,15 +327,15 @@ def test_the_backlog_starts_with_the_newest_weights() -> None:
 def test_close_drops_the_backlog() -> None:
     """Fails if a closed stream still starts its backlog, or leaves it to the next stream."""
     with running(2) as case:
-        case.loop.admit(prompts(10**6, 2, 3), [0, 1, 2])
+        case.loop.admit(JOB, prompts(10**6, 2, 3), [0, 1, 2])
         until(lambda: case.engine.steps)
         case.loop.close()
         case.ended.result(TIMEOUT_S)
         assert [prompt_id for _, prompt_id in case.engine.started] == [10**6] * N
         assert not case.engine.running and not case.chunks
-        loop = EngineLoop(case.engine, SAMPLING, 2)
-        loop.admit(prompts(4), [7])
-        chunks = loop.run()
+        loop = EngineLoop(case.engine, 2, by_prompt())
+        loop.admit(JOB, prompts(4), [7])
+        chunks = rollouts_of(loop)
         assert [r.prompt_id for r in next(chunks)] == [4, 4]
         chunks.close()  # type: ignore[attr-defined]
         assert {prompt_id for _, prompt_id in case.engine.started} == {10**6, 4}
@@ -342,7 +348,7 @@ def test_a_refused_prompt_of_the_backlog_ends_the_stream() -> None:
         one = Sampling(1, 0.0, 1.0, 8, seed=0)
         evaluation = case.in_thread(lambda: list(case.loop.generate(prompts(10**6), one, [0])))
         until(lambda: case.engine.running)
-        case.loop.admit(prompts(3, 10**6 + 1, 4), [0, 1, 2])
+        case.loop.admit(JOB, prompts(3, 10**6 + 1, 4), [0, 1, 2])
         # A slot is free, and the loop is submitting the second prompt.
         until(lambda: any(prompt_id == 3 for _, prompt_id in case.engine.ended))
         waiting = case.in_thread(lambda: case.loop.call(lambda: None))
@@ -352,13 +358,13 @@ def test_a_refused_prompt_of_the_backlog_ends_the_stream() -> None:
             with pytest.raises(DataError, match="1000001"):
                 failed.result(TIMEOUT_S)
         with pytest.raises(DataError, match="1000001"):
-            case.loop.admit(prompts(1), [3])
+            case.loop.admit(JOB, prompts(1), [3])
         assert 4 not in {prompt_id for _, prompt_id in case.engine.started} and not case.engine.running
 
 
 def test_close_leaves_nothing_in_the_engine(case: Case) -> None:
     """Fails if a closed stream leaves sequences in the engine."""
-    case.loop.admit(prompts(10**6, 10**6), [0, 1])
+    case.loop.admit(JOB, prompts(10**6, 10**6), [0, 1])
     evaluation = case.in_thread(lambda: list(case.loop.generate(prompts(10**6), SAMPLING, [0])))
     until(lambda: case.loop.call(lambda: case.engine.n_running) == 3 * N)
     case.loop.close()
@@ -367,7 +373,7 @@ def test_close_leaves_nothing_in_the_engine(case: Case) -> None:
     case.ended.result(TIMEOUT_S)
     with pytest.raises(ClusterError):
         evaluation.result(TIMEOUT_S)
-    for use in (lambda: case.loop.admit(prompts(1), [5]), lambda: case.loop.call(lambda: None)):
+    for use in (lambda: case.loop.admit(JOB, prompts(1), [5]), lambda: case.loop.call(lambda: None)):
         with pytest.raises(ClusterError):
             use()
 
@@ -375,16 +381,16 @@ def test_close_leaves_nothing_in_the_engine(case: Case) -> None:
 def test_a_stream_that_was_never_run_can_be_closed() -> None:
     """Fails if a stream that opened only on some engines cannot be closed."""
     engine = Engine()
-    loop = EngineLoop(engine, SAMPLING, UNLIMITED)
-    loop.admit(prompts(1), [0])
+    loop = EngineLoop(engine, UNLIMITED, by_prompt())
+    loop.admit(JOB, prompts(1), [0])
     loop.close()
-    assert list(loop.run()) == [] and engine.steps == 0 and not engine.started
+    assert list(rollouts_of(loop)) == [] and engine.steps == 0 and not engine.started
 
 
 def test_a_failed_step_ends_everything_with_its_error(case: Case) -> None:
     """Fails if a caller waits forever for a failed engine, or gets another error."""
     case.engine.gate.clear()
-    case.loop.admit(prompts(10**6), [0])
+    case.loop.admit(JOB, prompts(10**6), [0])
     until(lambda: case.engine.running)
     waiting = [
         case.in_thread(lambda: case.loop.call(lambda: None)),
@@ -429,6 +435,9 @@ def test_the_first_error_is_raised_and_later_ones_are_logged(
 def test_close_raises_a_clean_up_error(where: str) -> None:
     """Fails if the next batch uses an engine whose clean-up failed."""
     case = Case()
+    if where == "abort":  # only an engine with sequences
+        case.loop.admit(JOB, prompts(10**6), [0])
+        until(lambda: case.engine.running)
     case.loop.call(lambda: None)
     case.engine.errors[where] = RuntimeError("the device is gone")
     for use in (case.loop.close, case.loop.close, lambda: case.loop.call(lambda: None)):
@@ -443,7 +452,7 @@ def test_only_close_waits_for_the_device(case: Case) -> None:
     """Fails if calls to a failed stream wait for its device, or `close` returns before the device is idle."""
     case.engine.sync_gate.clear()
     case.engine.gate.clear()
-    case.loop.admit(prompts(10**6), [0])
+    case.loop.admit(JOB, prompts(10**6), [0])
     until(lambda: case.engine.running)
     queued = case.in_thread(lambda: case.loop.call(lambda: None))
     until(lambda: case.loop._calls)
@@ -453,7 +462,7 @@ def test_only_close_waits_for_the_device(case: Case) -> None:
     for failed in (
         queued,
         case.in_thread(lambda: case.loop.call(lambda: None)),
-        case.in_thread(lambda: case.loop.admit(prompts(1), [1])),
+        case.in_thread(lambda: case.loop.admit(JOB, prompts(1), [1])),
         case.in_thread(lambda: list(case.loop.generate(prompts(1), SAMPLING, [0]))),
     ):
         with pytest.raises(RuntimeError, match="no memory"):
@@ -483,7 +492,7 @@ def test_only_fatal_calls_end_the_stream(case: Case) -> None:
     def fail() -> None:
         raise WeightSyncError("a tensor is missing")
 
-    case.loop.admit(prompts(10**6), [0])
+    case.loop.admit(JOB, prompts(10**6), [0])
     with pytest.raises(WeightSyncError):
         case.loop.call(fail)
     assert not case.ended.done()
@@ -495,7 +504,7 @@ def test_only_fatal_calls_end_the_stream(case: Case) -> None:
 
 def test_the_stream_raises_the_error_of_a_refused_prompt(case: Case) -> None:
     """Fails if the stream waits forever for a prompt that the engine refused."""
-    case.loop.admit(prompts(3, 10**6 + 1), [0, 1])
+    case.loop.admit(JOB, prompts(3, 10**6 + 1), [0, 1])
     with pytest.raises(DataError, match="1000001"):
         case.ended.result(TIMEOUT_S)
 
@@ -503,42 +512,44 @@ def test_the_stream_raises_the_error_of_a_refused_prompt(case: Case) -> None:
 def test_closing_the_generator_ends_the_stream() -> None:
     """Fails if an engine continues to generate for a stream without a reader."""
     engine = Engine()
-    loop = EngineLoop(engine, SAMPLING, UNLIMITED)
-    loop.admit(prompts(1, 10**6), [0, 1])
-    running = loop.run()
+    loop = EngineLoop(engine, UNLIMITED, by_prompt())
+    loop.admit(JOB, prompts(1, 10**6), [0, 1])
+    running = rollouts_of(loop)
     assert next(running)[0].prompt_id == 1
     running.close()  # type: ignore[attr-defined]
     assert engine.n_running == 0
     with pytest.raises(ClusterError):
-        loop.admit(prompts(1), [2])
+        loop.admit(JOB, prompts(1), [2])
 
 
 def test_a_streamed_prompt_is_returned_as_rollouts_and_sizes() -> None:
     """Fails if a chunk has the wrong group or sizes, an engine opens two streams, or the backlog ignores
     rollout.max_num_seqs."""
     worker = RolloutWorker(3)
-    worker._set_up(Config(rollout=RolloutConfig(max_num_seqs=2)), torch.device("cpu"), Path("not_there"))
+    worker._set_up(
+        load_config(None, ["rollout.max_num_seqs=2", "memory.timeline=false"]), torch.device("cpu"), Path("not_there")
+    )
     worker._set_engine(Engine())  # type: ignore[arg-type]
-    for use in (lambda: worker.admit(b""), lambda: next(iter(worker.stream(2)))):
-        with pytest.raises(ClusterError, match="rollout engine 3"):
-            use()
-    worker.open_stream(SAMPLING)
     with pytest.raises(ClusterError, match="rollout engine 3"):
-        worker.open_stream(SAMPLING)
-    worker.admit(encode_prompts(prompts(4, 1), [6, 9]))
-    items: Any = worker.stream(4)
+        next(iter(worker.stream()))
+    worker.open_stream(5, 4, 3)
+    with pytest.raises(ClusterError, match="rollout engine 3"):
+        worker.open_stream(6, 4, 3)
+    worker.admit(4, JOB, encode_prompts(prompts(9), [8]), False)  # of a stream that is closed
+    worker.admit(5, JOB, encode_prompts(prompts(4, 1), [6, 9]), False)
+    items: Any = worker.stream()
     for index in (6, 9):  # max_num_seqs = n: one prompt at a time
         rollouts, sizes = next(items), next(items)
-        assert isinstance(sizes, bytes) and len(sizes) == 48 + 8 * N
-        chunk = decode_sizes(sizes, rollouts)
-        assert (chunk.dp_rank, chunk.policy_version) == (index % 4, 0)
+        assert isinstance(sizes, bytes) and len(sizes) == 16 + 24 * N
+        job, chunk = decode_sizes(sizes, rollouts)
+        assert (job, chunk.dp_rank, chunk.policy_version) == (1, index % 4, 0)
         assert chunk.sample_index.tolist() == [index * N, index * N + 1] == [r.sample_index for r in chunk.ref]
     with pytest.raises(DataError, match="3 bytes"):
-        worker.admit(b"abc")
+        worker.admit(5, JOB, b"abc", False)
     items.close()
     worker.close_stream()
     worker.close_stream()
-    worker.open_stream(SAMPLING)
+    worker.open_stream(6, 4, 3)
     worker.close_stream()
 
 
@@ -550,13 +561,6 @@ def test_spans_attribute_tokens_to_versions() -> None:
     assert request.spans == [VersionSpan(0, 3, 2), VersionSpan(3, 7, 4), VersionSpan(7, 8, 6)]
 
 
-def test_a_prompt_goes_to_the_least_busy_engine() -> None:
-    """Fails if engines idle while others queue, or the assignment is not deterministic."""
-    assert least_busy(5, [0, 0]) == [0, 1, 0, 1, 0]
-    assert least_busy(4, [3, 0, 2]) == [1, 1, 1, 2]
-    assert least_busy(0, [1]) == []
-
-
 def test_a_failed_weight_sync_pauses_the_stream_until_one_succeeds(case: Case) -> None:
     """Fails if an engine generates with a mixture of two versions, ends its stream, or does not go on afterwards."""
 
@@ -565,21 +569,14 @@ def test_a_failed_weight_sync_pauses_the_stream_until_one_succeeds(case: Case) -
         if fails:
             raise WeightSyncError("a sender died")
 
-    case.loop.admit(prompts(50), [0])
+    case.loop.admit(JOB, prompts(50), [0])
     until(lambda: case.engine.steps > 2)
     with pytest.raises(WeightSyncError):
         case.loop.call(lambda: receive(fails=True))
     steps = case.engine.steps
-    case.loop.admit(prompts(1), [1])
+    case.loop.admit(JOB, prompts(1), [1])
     assert case.loop.call(lambda: case.engine.steps) == steps, "calls are still executed"
     time.sleep(0.05)
     assert case.engine.steps == steps and not case.ended.done()
     case.loop.call(lambda: receive(fails=False))
     until(lambda: len(case.chunks) == 2)
-
-
-def test_samples_that_another_engine_returned_are_skipped(case: Case) -> None:
-    """Fails if a prompt of a dead engine is answered anew with samples that were returned: trained on twice."""
-    case.loop.admit(prompts(1000), [7])
-    made = list(case.loop.generate(prompts(2, 3), SAMPLING, [4, 5], skip=[4 * N, 5 * N + 1]))
-    assert sorted(r.sample_index for r in made) == [4 * N + 1, 5 * N]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from ray._private.serialization import SerializationContext
 from ray._private.worker import global_worker
 
-from gkd.data.chunks import chunk_sizes, encode_sizes
-from gkd.handles import ScoreTimes
+from gkd.data.chunks import CHUNK_SIZE, chunk_sizes, encode_sizes, part_of
+from gkd.handles import PendingScores, ScoreTimes
 from gkd.launcher import INLINE_BYTES, worker_env
-from gkd.rollout.pool import CHUNK_SIZE
-from gkd.teacher.records import ScoreSummary
+from gkd.teacher.records import ScoreSummary, summary_of
 from gkd.types import Rollout, TeacherScores, TeacherTopK
 
 ONE = np.zeros(1, np.float32)
+TIMES = ScoreTimes(1.7e9 + 2**-10, (1.7e9 + 0.5, 1.7e9 + 0.25, 1.7e9 + 2))
 ROLLOUT = Rollout(0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), ONE, (), "stop", on_policy=False)
 
 
@@ -33,15 +36,15 @@ def n_bytes(value: object) -> int:
         TeacherScores(TeacherTopK(np.zeros((1, 1), np.int32), ONE[None], ONE)),
     ],
 )
-def test_the_smallest_list_of_rollouts_or_scores_is_over_the_limit(bulk: object) -> None:
-    """Fails if Ray would send small chunks of rollouts or scores inline through the driver."""
-    assert n_bytes([bulk]) >= INLINE_BYTES
+def test_a_full_chunk_of_the_smallest_rollouts_or_scores_is_over_the_limit(bulk: object) -> None:
+    """Fails if Ray would send full chunks of rollouts or scores inline through the driver."""
+    assert n_bytes([deepcopy(bulk) for _ in range(CHUNK_SIZE)]) >= INLINE_BYTES
 
 
 def test_sizes_and_summaries_are_under_the_limit() -> None:
     """Fails if sizes or summaries of a chunk go through an object store."""
     sizes = encode_sizes(chunk_sizes(0, [ROLLOUT] * CHUNK_SIZE, 0))
-    summary = ScoreSummary(1.0, 2, ScoreTimes(0.0, (1.0,) * CHUNK_SIZE))
+    summary = summary_of([TeacherScores(sampled_logprobs=ONE)] * CHUNK_SIZE, ScoreTimes(0.0, (1.0,) * CHUNK_SIZE))
     assert n_bytes(sizes) < INLINE_BYTES and n_bytes(summary.encode()) < INLINE_BYTES
 
 
@@ -51,10 +54,18 @@ def test_the_limit_is_in_the_workers_environment(on_cpu: bool) -> None:
     assert worker_env(on_cpu)["RAY_max_direct_call_object_size"] == str(INLINE_BYTES)
 
 
-@pytest.mark.parametrize("summary", [ScoreSummary(0.25, 2**40), ScoreSummary(None, 0)])
-def test_a_score_summary_is_decoded_exactly(summary: ScoreSummary) -> None:
-    """Fails if mass, bytes or times of the summary change in the encoding."""
-    assert ScoreSummary.decode(summary.encode()) == summary and len(summary.encode()) == 16
-    times = ScoreTimes(1.7e9 + 2**-10, (1.7e9 + 0.5, 1.7e9 + 0.25))
-    timed = ScoreSummary(summary.mass, summary.n_bytes, times)
-    assert ScoreSummary.decode(timed.encode()).times == times and len(timed.encode()) == 16 + 8 * 3
+@pytest.mark.parametrize("mass", [0.25, float("nan")])
+def test_a_score_summary_is_decoded_exactly(mass: float) -> None:
+    """Fails if masses, bytes or times of the summary change in the encoding, or a part gets those of another one."""
+    masses, n_bytes = np.array([mass, 2 * mass, 4 * mass], np.float32), np.array([1, 2**40, 0])
+    untimed = ScoreSummary(masses, n_bytes)
+    assert ScoreSummary.decode(untimed.encode()).times is None and len(untimed.encode()) == 8 + 16 * 3
+    again = ScoreSummary.decode(replace(untimed, times=TIMES).encode())
+    assert np.array_equal(again.masses, masses, equal_nan=True) and np.array_equal(again.n_bytes, n_bytes)
+    assert again.times == TIMES
+    rollouts = [replace(ROLLOUT, sample_index=i) for i in range(3)]
+    part = part_of(chunk_sizes(0, rollouts, 0), [0, 2])
+    scored = again.scored(PendingScores(part, "scores", "summary"))
+    assert (scored.ref, scored.n_teacher_bytes, scored.rollouts) == ("scores", 1, part)
+    assert scored.teacher_mass == (None if np.isnan(mass) else 5 * mass / 2)
+    assert scored.times == ScoreTimes(TIMES.submitted_s, (TIMES.completed_s[0], TIMES.completed_s[2]))

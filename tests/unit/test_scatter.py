@@ -152,7 +152,9 @@ def test_a_rank_without_sequences_joins_the_computation() -> None:
 
 def test_whole_chunks_stay_whole() -> None:
     """Fails if an even distribution splits chunks without need, and each rank has to fetch all of them."""
-    ranks = scatter_to_ranks([sizes_of([10] * 16) for _ in range(4)], 4)
+    chunks = [sizes_of([10] * 16) for _ in range(4)]
+    chunks = [replace(chunk, sample_index=chunk.sample_index + 16 * i) for i, chunk in enumerate(chunks)]
+    ranks = scatter_to_ranks(chunks, 4)
     assert [[part.chunk_index for part in parts] for parts in ranks] == [[0], [1], [2], [3]]
     assert all(part.sequence_indices is None for parts in ranks for part in parts)
 

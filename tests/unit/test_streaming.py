@@ -63,7 +63,7 @@ class Engines:
         self.admitted.append(list(prompt_indices))
         self.prompts |= {position: prompt.prompt_id for position, prompt in zip(prompt_indices, prompts, strict=True)}
 
-    def finished(self, timeout_s: float) -> list[RolloutChunk]:
+    def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error, timeout_s)
             if self._error:
@@ -102,8 +102,8 @@ class Engines:
     def record_finished(self, recording: Recording, **_: Any) -> dict[str, FileDigest]:
         raise AssertionError("the saver calls it, not the stream")
 
-    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
-        assert (label, per_prompt) == ("stream", True)
+    def restore(self, folder: Path, label: str) -> list[PendingScores]:
+        assert label == "stream"
         return self.restorable
 
 

@@ -142,7 +142,7 @@ class Streams(World):
                 replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([index]))
             )
 
-    def finished(self, timeout_s: float) -> list[RolloutChunk]:
+    def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
         time.sleep(0 if self._completed else 0.01)
         taken, self._completed = self._completed, []
         return taken

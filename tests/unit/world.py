@@ -136,7 +136,7 @@ class World:
         self._recording_left -= 1
         return None if self._recording_left >= 0 and not wait else recording.refs
 
-    def restore(self, folder: Path, label: str, *, per_prompt: bool) -> list[PendingScores]:
+    def restore(self, folder: Path, label: str) -> list[PendingScores]:
         self.events.append(f"restore {label}")
         files = sorted(folder.glob(f"{label}_group_*.npz"))
         return [PendingScores(c, None, None) for file in files for c in pickle.loads(file.read_bytes())]
