@@ -135,7 +135,8 @@ class Dispatcher:
         # Only one engine: nobody else can take a prompt.
         max_running = config.rollout.max_num_seqs
         reserve = max(self._chunk_size, math.ceil(max_running * _RESERVE))
-        self._room = max_running + reserve if len(engines) > 1 else math.inf
+        self._is_only = len(engines.up()) == 1
+        self._room = math.inf if self._is_only else max_running + reserve
         self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
         self._lock = threading.Lock()  # guards all below
         self._queue: deque[_Prompt] = deque()
@@ -156,7 +157,7 @@ class Dispatcher:
             GkdError: an engine's stream could not be opened.
         """
         with self._changing:
-            linger_s = self._linger_s if lingers or len(self._engines) > 1 else math.inf
+            linger_s = self._linger_s if lingers or not self._is_only else math.inf
             with self._lock:
                 self._n_jobs += 1
                 is_only = not self._jobs
