@@ -1,0 +1,238 @@
+"""Assign prompts to engines by pull: real dispatcher, workers and engine loops around engines that only count steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.errors import ClusterError, DataError, RankFailed
+from gkd.handles import RolloutChunk
+from gkd.rollout import stream as stream_module
+from gkd.rollout.pool import RolloutPool
+from gkd.rollout.stream import JobStream
+from gkd.rollout.worker import RolloutWorker
+from gkd.types import Prompt, Rollout, VersionSpan
+
+N, N_GROUPS, SLOTS = 2, 2, 4
+
+
+class Engine:
+    """A sequence of prompt i takes 1 + i % 5 steps of `pace_s`; prompt 999 is refused. Dies after `dies_at` steps."""
+
+    has_weights, n_passes = True, 0
+
+    def __init__(self, pace_s: float, dies_at: int | None) -> None:
+        self.pace_s, self.dies_at, self.steps = pace_s, dies_at, 0
+        self.running: list[list[Any]] = []  # owner, rollout, steps left
+        self.done: list[tuple[Hashable, Rollout]] = []
+        self.started: list[int] = []  # prompt ids
+
+    @property
+    def n_running(self) -> int:
+        return len(self.running)
+
+    def add(self, owner: Hashable, prompts: Sequence[Prompt], sampling: Any, prompt_indices: Sequence[int]) -> None:
+        for prompt, index in zip(prompts, prompt_indices, strict=True):
+            if prompt.prompt_id == 999:
+                raise DataError("prompt 999 is refused")
+            self.started.append(prompt.prompt_id)
+            for j in range(sampling.n):
+                ids = np.array([prompt.prompt_id, j], np.int32)
+                spans = (VersionSpan(0, 2, 0),)
+                made = Rollout(
+                    prompt.prompt_id, index * sampling.n + j, ids[:1], ids, np.zeros(2, np.float32), spans, "stop"
+                )
+                self.running.append([owner, made, 1 + prompt.prompt_id % 5])
+
+    def step(self) -> None:
+        time.sleep(self.pace_s)
+        self.steps += 1
+        if self.dies_at is not None and self.steps > self.dies_at:
+            raise RankFailed("the process died")
+        for item in self.running[:SLOTS]:
+            item[2] -= 1
+        self.done += [(owner, made) for owner, made, left in self.running if left <= 0]
+        self.running = [item for item in self.running if item[2] > 0]
+
+    def pop_finished(self, owner: Hashable) -> list[Rollout]:
+        finished = [made for its_owner, made in self.done if its_owner == owner]
+        self.done = [item for item in self.done if item[0] != owner]
+        return finished
+
+    def abort(self, owner: Hashable) -> None:
+        self.running = [item for item in self.running if item[0] != owner]
+
+    def synchronize(self) -> None:
+        """Do nothing: there is no device."""
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Do nothing: this engine is never asleep."""
+
+
+class Method:
+    """A method of a worker as a Ray handle has it; the result itself stands for its reference."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+    def options(self, **_: Any) -> Method:
+        return self
+
+
+class Handle:
+    """Handle of a real `RolloutWorker`."""
+
+    def __init__(self, config: Config, index: int, pace_s: float = 0.001, dies_at: int | None = None) -> None:
+        worker = RolloutWorker(index)
+        worker._set_up(config, torch.device("cpu"), Path("not_there"))
+        self.engine = Engine(pace_s, dies_at)
+        worker._set_engine(self.engine)  # type: ignore[arg-type]
+        self.open_stream, self.close_stream = Method(worker.open_stream), Method(worker.close_stream)
+        self.admit, self.stream = Method(worker.admit), Method(worker.stream)
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "gather", lambda refs, *_: refs)
+    monkeypatch.setattr(stream_module, "fetch", lambda ref, _: ref)
+
+
+def settings(*overrides: str) -> Config:
+    return load_config(
+        None,
+        [f"rollout.max_num_seqs={SLOTS}", f"rollout.n={N}", "memory.timeline=false", "trainer.stage_timeout_s=10",
+         *overrides],
+    )  # fmt: skip
+
+
+def prompts(n: int) -> list[Prompt]:
+    return [Prompt(i, np.array([i], np.int32)) for i in range(n)]
+
+
+def generate(pool: RolloutPool, n_prompts: int) -> dict[int, list[int]]:
+    """Return the tokens by sample index; each sample comes once, in a chunk of its group."""
+    answers: dict[int, list[int]] = {}
+    chunks = pool.generate(prompts(n_prompts), prompt_indices=range(n_prompts), n=N, temperature=1.0, seed=0)
+    for chunk in chunks:
+        for rollout in rollouts_of(chunk):
+            assert rollout.sample_index not in answers and rollout.sample_index // N % N_GROUPS == chunk.dp_rank
+            answers[rollout.sample_index] = rollout.response_ids.tolist()
+    return answers
+
+
+def rollouts_of(chunk: RolloutChunk) -> Iterator[Rollout]:
+    listed: list[Rollout] = chunk.ref
+    places = range(len(listed)) if chunk.sequence_indices is None else chunk.sequence_indices.tolist()
+    rollouts = [listed[i] for i in places]
+    assert chunk.sample_index.tolist() == [r.sample_index for r in rollouts]
+    yield from rollouts
+
+
+@pytest.mark.parametrize("n_engines", [1, 2, 3])
+def test_any_number_of_engines_answers_each_prompt_once(n_engines: int) -> None:
+    """Fails if a sample is lost, repeated, or in another group's chunk, or a second batch finds an engine occupied."""
+    config = settings()
+    handles = [Handle(config, i) for i in range(n_engines)]
+    pool = RolloutPool(handles, config, N_GROUPS)
+    for n_prompts in (40, 3):
+        answers = generate(pool, n_prompts)
+        assert answers == {i * N + j: [i, j] for i in range(n_prompts) for j in range(N)}
+    assert all(handle.engine.started and not handle.engine.running for handle in handles)
+
+
+def test_a_slow_engine_gets_fewer_prompts() -> None:
+    """Fails if prompts are dealt by place, so that the batch waits for the slowest engine."""
+    config = settings("trainer.global_batch_size=8")
+    fast, slow = Handle(config, 0, pace_s=0.002), Handle(config, 1, pace_s=0.02)
+    answers = generate(RolloutPool([fast, slow], config, N_GROUPS), 200)
+    assert len(answers) == 200 * N
+    assert 4 * len(slow.engine.started) < len(fast.engine.started)
+
+
+def test_the_prompts_of_a_dead_engine_are_answered_by_the_others() -> None:
+    """Fails if a prompt of an engine that died is lost, or a sample that it had returned is returned again."""
+    config = settings("rollout.max_restarts=1")
+    dead, healthy = Handle(config, 0, dies_at=5), Handle(config, 1)
+    again = Handle(config, 0)
+    pool = RolloutPool([dead, healthy], config, N_GROUPS)
+    may_start = threading.Event()
+
+    class Slots:
+        def start(self, index: int, attempt: int) -> Any:
+            assert (index, attempt) == (0, 1) and may_start.wait(10)
+            return again
+
+        def card(self, index: int) -> str:
+            return "a card"
+
+    pool.engines.recover_with(Slots(), lambda index, worker: 0)
+    assert len(generate(pool, 40)) == 40 * N
+    assert dead.engine.started and not again.engine.started and len(healthy.engine.started) >= 20
+    stream = pool.open_stream(n=N, temperature=1.0, seed=0)
+    stream.admit(prompts(300), prompt_indices=range(300))
+    may_start.set()
+    assert take(stream, 300 * N) == list(range(300 * N))
+    stream.close()
+    assert again.engine.started, "it joined the open stream"
+
+
+def take(stream: JobStream, n: int) -> list[int]:
+    seen: list[int] = []
+    while len(seen) < n:
+        chunks = stream.finished(10.0)
+        assert chunks
+        seen += [r.sample_index for chunk in chunks for r in rollouts_of(chunk)]
+    return sorted(seen)
+
+
+def test_a_batch_does_not_wait_for_the_prompts_of_a_stream() -> None:
+    """Fails if an evaluation during a stream waits for all its prompts, or gets its chunks."""
+    config = settings()
+    pool = RolloutPool([Handle(config, i) for i in range(2)], config, N_GROUPS)
+    stream = pool.open_stream(n=N, temperature=1.0, seed=0)
+    with pytest.raises(ClusterError):
+        pool.open_stream(n=N, temperature=1.0, seed=0)
+    stream.admit(prompts(500), prompt_indices=range(500))
+    assert len(generate(pool, 6)) == 6 * N
+    before = sum(chunk.n_sequences for chunk in stream.finished(0.0))
+    assert before < 250 * N
+    stream.close()
+    assert stream.finished() == []
+    with pytest.raises(ClusterError):
+        stream.admit(prompts(1), prompt_indices=[0])
+    assert len(generate(pool, 4)) == 4 * N
+
+
+def test_a_reader_without_a_time_limit_is_woken_by_close() -> None:
+    """Fails if the thread that reads a stream has to poll, or never ends."""
+    config = settings()
+    pool = RolloutPool([Handle(config, 0)], config, N_GROUPS)
+    stream = pool.open_stream(n=N, temperature=1.0, seed=0)
+    results: list[list[RolloutChunk]] = []
+    reader = threading.Thread(target=lambda: results.append(stream.finished()))
+    reader.start()
+    stream.close()
+    reader.join(10)
+    assert results == [[]] and not reader.is_alive()
+
+
+def test_every_job_gets_the_error_of_a_refused_prompt() -> None:
+    """Fails if a batch waits for an engine whose stream has ended with an error, or the next stream has it, too."""
+    config = settings()
+    pool = RolloutPool([Handle(config, i) for i in range(2)], config, N_GROUPS)
+    stream = pool.open_stream(n=N, temperature=1.0, seed=0)
+    stream.admit([Prompt(999, np.ones(1, np.int32))], prompt_indices=[0])
+    for _ in range(2):
+        with pytest.raises(DataError, match="999"):
+            stream.finished(10.0)
+    stream.close()
+    assert len(generate(pool, 4)) == 4 * N
