@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.actor.pool import batch_args
-from gkd.data.chunks import chunk_sizes
+from gkd.data.chunks import chunk_sizes, part_of
 from gkd.data.scatter import (
     decode_indices,
     encode_indices,
@@ -164,3 +164,21 @@ def test_results_that_overlap_or_are_missing_are_refused() -> None:
     for selections in ([None, None], [np.array([0], "<i4").tobytes()] * 2):
         with pytest.raises(DataError):
             gather_results(selections, [["a"], ["b"]])
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_parts_of_one_chunk_are_selected_at_their_places(balance: bool) -> None:
+    """Fails if a step that takes a part of a chunk trains on other sequences of it, or a result gets lost."""
+    rollouts = [rollout(i, 3 + i) for i in range(8)]
+    whole = replace(chunk_sizes(0, [replace(r, on_policy=False) for r in rollouts], 0), ref="list")
+    taken = [part_of(whole, [1, 2, 6]), part_of(part_of(whole, [3, 4, 5, 7]), [0, 3])]
+    assert part_of(whole, range(8)) is whole and taken[1].sample_index.tolist() == [3, 7]
+    assert taken[0].n_response_tokens == sum(len(rollouts[i].response_ids) for i in (1, 2, 6))
+    groups = scatter_to_groups([ScoredChunk(part, "scores", None, 0) for part in taken], 2, balance=balance)
+    found = [select([part.sequence_indices], [rollouts], None)[0] for parts in groups for part in parts]
+    assert sorted(r.sample_index for each in found for r in each) == [1, 2, 3, 6, 7]
+    assert bool(groups[1]) == balance
+    ranks = scatter_to_ranks(taken, 2)
+    of_first = [part.sequence_indices for parts in ranks for part in parts if part.chunk_index == 0]
+    results = [map_selected([s], [rollouts], lambda rows: [r.sample_index for r in rows])[0] for s in of_first]
+    assert gather_results(of_first, results) == [None, 1, 2, None, None, None, 6]

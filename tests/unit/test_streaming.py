@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gkd.config.load import load_config
+from gkd.data.chunks import chunk_of
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError
 from gkd.handles import FileDigest, GreedyReport, PendingScores, Recording, RolloutChunk, RolloutUsage, ScoredChunk
@@ -147,6 +148,53 @@ def test_prompts_are_admitted_up_to_the_bound_and_taken_as_they_finish() -> None
     assert indices(source.next_batch(2)) == [5, 4]
     source.close(wait=True)
     assert (engines.n_opened, engines.n_closed) == (1, 1)
+
+
+def mixed(*samples: tuple[int, int], version: int = 0) -> RolloutChunk:
+    """Return a chunk of these samples: (position, number of the sample)."""
+    index = np.array([position * N + j for position, j in samples], np.int32)
+    columns = np.array([[1] * len(index), [0] * len(index), [version] * len(index), [0] * len(index)], np.int32)
+    return chunk_of(0, object(), True, index, np.full(len(index), 2, np.int32), columns)
+
+
+def samples_of(batch: Sequence[PendingScores]) -> list[int]:
+    return sorted(i for c in batch for i in c.rollouts.sample_index.tolist())
+
+
+def test_a_step_takes_the_finished_prompts_out_of_chunks() -> None:
+    """Fails if a prompt is trained on before all its samples have finished, a sample is lost or trained on twice, or a
+    checkpoint contains samples that are not in flight any more.
+    """
+    engines = Engines()
+    source = make(engines)
+    source.prefetch(0)  # 0 to 3
+    first, second = mixed((0, 1), (2, 0), (1, 0), (0, 0)), mixed((2, 1), (3, 0))
+    engines.finish(first, second, mixed((3, 1)))
+    wait_for(lambda: len(engines.submitted) == 3)
+    batch = source.next_batch(0)
+    assert samples_of(batch) == [0, 1, 4, 5], "positions 0 and 2"
+    parts = {id(c.rollouts.ref): c.rollouts for c in batch}
+    assert parts[id(first.ref)].sequence_indices.tolist() == [0, 1, 3]  # type: ignore[union-attr]
+    assert parts[id(second.ref)].sequence_indices.tolist() == [0]  # type: ignore[union-attr]
+    assert parts[id(first.ref)].n_response_tokens == 3
+    source.commit()
+    state = source.in_flight(1)
+    assert state.unfinished == (1,) and samples_of(state.chunks["stream"]) == [6, 7]
+    source.prefetch(1)
+    engines.finish(mixed((1, 1), (4, 0), version=1))
+    assert samples_of(source.next_batch(1)) == [2, 3, 6, 7]
+    source.close(wait=True)
+
+    again = Engines()
+    again.restorable = [
+        PendingScores(mixed((3, 0), (5, 1), version=1), 0, 0),
+        PendingScores(mixed((5, 0), (3, 1)), 0, 0),
+    ]
+    resumed = make(again)
+    resumed.restore(Path("x"), TrainerState(1, 8, ()))
+    assert samples_of(resumed.next_batch(1)) == [6, 7, 10, 11]
+    assert resumed._scheduler.unfinished == []
+    resumed.close(wait=True)
 
 
 def test_no_prompts_beyond_the_last_step_are_admitted() -> None:
