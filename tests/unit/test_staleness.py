@@ -111,6 +111,7 @@ def test_the_choice_is_that_of_the_plain_definition(sizes: list[int], bound: int
         while (batch := scheduler.choose(step)) is None:
             assert plain.choose(step) is None
             assert scheduler.unfinished == sorted(plain.version.keys() - set(plain.finished))
+            assert scheduler.finished == plain.finished
             position = rng.choice(scheduler.unfinished)
             version = rng.randint(0, step)  # also older than the one it was admitted with
             scheduler.finish(position, version)
