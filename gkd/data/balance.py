@@ -54,15 +54,22 @@ class _Group:
         self.total = int(self.lengths.sum())
 
     def nearest(self, length: float) -> int:
-        """Return the index of the sequence whose length is nearest."""
-        return int(np.abs(self.lengths - length).argmin())
+        """Return the index of the sequence whose length is nearest; of several, the first."""
+        return int(self.all_nearest(np.array([length]))[0])
+
+    def all_nearest(self, lengths: np.ndarray) -> np.ndarray:
+        """Return `nearest` of each length."""
+        above = np.searchsorted(self.lengths, lengths).clip(1, max(1, len(self.lengths) - 1))
+        below = above - 1
+        above = above.clip(max=len(self.lengths) - 1)
+        is_below = lengths - self.lengths[below] <= self.lengths[above] - lengths
+        return np.searchsorted(self.lengths, self.lengths[np.where(is_below, below, above)])
 
     def give(self, other: _Group, index: int) -> None:
         """Move the sequence at `index` to the other group."""
         sample, length = self.samples[index], self.lengths[index]
-        at = int(np.searchsorted(other.lengths, length))
-        while at < len(other.lengths) and other.lengths[at] == length and other.samples[at] < sample:
-            at += 1
+        first, last = np.searchsorted(other.lengths, length), np.searchsorted(other.lengths, length, "right")
+        at = int(first + np.searchsorted(other.samples[first:last], sample))
         other.samples, other.lengths = np.insert(other.samples, at, sample), np.insert(other.lengths, at, length)
         self.samples, self.lengths = np.delete(self.samples, index), np.delete(self.lengths, index)
         other.total, self.total = other.total + int(length), self.total - int(length)
@@ -78,15 +85,17 @@ def _relieve(heavy: _Group, light: _Group) -> bool:
     moved = int(heavy.lengths[single])
     # An exchange costs two moves, so it must leave less than half of the gap that a single move leaves.
     best, exchange = (abs(gap - 2 * moved) / 2 if 0 < moved < gap else float(gap)), None
-    for returned, length in enumerate(light.lengths.tolist()):
-        given = heavy.nearest(length + gap / 2)
-        net = int(heavy.lengths[given]) - length
-        if 0 < net < gap and abs(gap - 2 * net) < best:
-            best, exchange = abs(gap - 2 * net), (given, returned)
+    if len(light.lengths):
+        given = heavy.all_nearest(light.lengths + gap / 2)
+        net = heavy.lengths[given] - light.lengths
+        left = np.where((net > 0) & (net < gap), np.abs(gap - 2 * net), np.inf)
+        returned = int(left.argmin())
+        if left[returned] < best:
+            exchange = int(given[returned]), returned
     if exchange is not None:
-        given, returned = exchange
+        index, returned = exchange
         sample = light.samples[returned]
-        heavy.give(light, given)
+        heavy.give(light, index)
         light.give(heavy, int(np.flatnonzero(light.samples == sample)[0]))
         return True
     if 0 < moved < gap:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.data.balance import TOLERANCE, even_groups
+from gkd.data.balance import TOLERANCE, _Group, even_groups
 
 Lengths = list[list[int]]  # by group, the tokens of its sequences
 
@@ -46,6 +46,15 @@ def test_balance_keeps_every_sequence_once_and_never_makes_it_worse(lengths: Len
         [n[order] for n, order in zip(sizes, orders, strict=True)],
     )
     assert [g.tolist() for g in shuffled] == [g.tolist() for g in groups]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.lists(st.floats(-5, 30), min_size=1, max_size=12))
+def test_nearest_is_that_of_a_search_over_all_sequences(lengths: list[int], wanted: list[float]) -> None:
+    """Fails if the bisection finds another sequence than a plain search: layouts of earlier runs would change."""
+    group = _Group(np.arange(len(lengths), dtype=np.int32), np.array(lengths, np.int32))
+    plain = [int(np.abs(group.lengths - length).argmin()) for length in wanted]
+    assert group.all_nearest(np.array(wanted)).tolist() == plain == [group.nearest(length) for length in wanted]
 
 
 def test_even_groups_are_not_changed() -> None:
