@@ -1,4 +1,4 @@
-"""The processes of a run whose stages only hold for the time that they would take: for `tests.bench.bench_split`.
+"""The processes of a run whose stages only hold for the time that they would take, for bench_split and bench_pipeline.
 
 Everything around the stages is the product's own: the pools and Ray's actors, the engine's loop and its streams,
 chunks, endpoints, the scoring pool, the weight-sync coordinator. A stage sleeps, so eight slots fit onto two cores.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,10 @@ import torch
 from gkd.config.schema import Config
 from gkd.data.scatter import select
 from gkd.handles import FileDigest, ProcessSpans, TrainStats
+from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.engine import RolloutEngine
 from gkd.rollout.sampling import Sampling
+from gkd.rollout.sleep_state import SleepState
 from gkd.rollout.usage import PassMeter
 from gkd.rollout.worker import RolloutWorker
 from gkd.run.manifest import digest_bytes
@@ -71,10 +73,11 @@ class TimedEngine(RolloutEngine):
     Responses depend on the seed only, not on the engine.
     """
 
-    def __init__(self, config: Config, stages: Stages, meeting: Any) -> None:
+    def __init__(self, config: Config, stages: Stages, meeting: Any, spans: SpanRecorder) -> None:
         self.policy_version = 0
         self._stages, self._meeting, self._max_running = stages, meeting, config.rollout.max_num_seqs
-        self._meter = PassMeter(self._max_running)
+        self._meter = PassMeter(self._max_running, spans)
+        self._sleep_state = SleepState(lambda *_: [], enabled=False)
         self._clock = Clock()
         self._finished: Any = {}
         self._queue: deque[_Sequence] = deque()
@@ -86,10 +89,17 @@ class TimedEngine(RolloutEngine):
         return len(self._queue) + len(self._moving)
 
     def add(
-        self, owner: Hashable, prompts: Sequence[Prompt], sampling: Sampling, prompt_indices: Sequence[int]
+        self,
+        owner: Hashable,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        prompt_indices: Sequence[int],
+        skip: Collection[int] = (),
     ) -> None:
         for position, prompt in zip(prompt_indices, prompts, strict=True):
             for index in range(position * sampling.n, (position + 1) * sampling.n):
+                if index in skip:
+                    continue
                 n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))
                 self._meter.added(len(prompt.token_ids))
@@ -134,8 +144,8 @@ class TimedEngine(RolloutEngine):
     def join_groups(self, specs: list[GroupSpec]) -> None:
         del specs
 
-    def receive(self, plans: list[list[Bucket]], policy_version: int) -> int:
-        del plans
+    def receive(self, plans: list[list[Bucket]], policy_version: int, *, adapters: bool = False) -> int:
+        del plans, adapters
         ray.get(self._meeting.arrive.remote(policy_version))
         time.sleep(self._stages.rates.sync_s)
         n_tokens = sum(len(s.prompt.token_ids) + s.n_written for s in self._moving)
@@ -170,7 +180,7 @@ class _Sequence:
 class TimedRolloutWorker(RolloutWorker):
     def prepare(self, config: Config, stages: Stages, meeting: Any) -> None:
         self._set_up(config, torch.device("cpu"), Path(config.trainer.run_dir))
-        self._set_engine(TimedEngine(config, stages, meeting))
+        self._set_engine(TimedEngine(config, stages, meeting, self._spans))
 
 
 class Meeting:
@@ -195,18 +205,22 @@ class TimedActorWorker:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self._spans = SpanRecorder(f"actor {rank}")
 
     def prepare(self, stages: Stages) -> None:
         self._stages = stages
+        self._spans.take()
 
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
-    def train_step(self, sequence_indices: Sequence[bytes | None], *lists: list[Any]) -> TrainStats:
+    def train_step(self, sequence_indices: Sequence[bytes | None], *lists: list[Any], meta: Any = None) -> TrainStats:
+        del meta
         n_chunks = len(sequence_indices)
         rollouts, _ = select(sequence_indices, lists[:n_chunks], lists[n_chunks:])
         n_tokens = sum(rollout.n_tokens for rollout in rollouts)
-        time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
+        with self._spans.span("train"):
+            time.sleep(self._stages.rates.train_s + self._stages.rates.train_token_s * n_tokens)
         return TrainStats(loss=1.0, n_loss_tokens=n_tokens)
 
     def save(self, folder: Path) -> None:
@@ -222,7 +236,7 @@ class TimedActorWorker:
         folder.mkdir(exist_ok=True)
 
     def memory_numbers(self) -> tuple[dict[str, float], ProcessSpans]:
-        return {}, ProcessSpans(f"actor {self._rank}", "", [])
+        return {}, self._spans.take()
 
     def export_plan(self) -> list[TensorSpec]:
         return [TensorSpec("nothing", (2,), "float32")]
@@ -230,8 +244,9 @@ class TimedActorWorker:
     def rendezvous(self) -> tuple[str, int]:
         return "127.0.0.1", 1
 
-    def join_group(self, spec: GroupSpec) -> None:
+    def join_group(self, spec: GroupSpec) -> str:
         del spec
+        return "none"
 
     def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
         del buckets, with_digests
@@ -256,8 +271,8 @@ class TimedEndpoint(ScoringEndpoint):
     def ask(self, teacher: Any) -> None:
         self._timed = teacher
 
-    def _client(self) -> Any:
-        return self._timed
+    def _clients(self) -> list[Any]:
+        return [self._timed]
 
     def _submit(self, teacher: Any, rollout: Rollout, signal: str) -> Future[Any]:
         del signal

@@ -1,0 +1,322 @@
+"""Time of a step under each scheduler against the time of its slowest stage, and what the rest of it is.
+
+    python -m tests.bench.bench_pipeline [--json FILE] [--steps 12] [--shapes A,B] [--schedulers A,B] [--keep DIR]
+    python -m tests.bench.bench_pipeline --real MODELS [--json FILE] [--steps 20]
+
+The trainer, schedulers, dispatcher, engine loops, scoring endpoints and Ray's actors are the product's own. A stage
+waits for a clock instead of computing (`tests.bench.timed_roles`), so two cores suffice: an engine holds each pass for
+a time that depends on its sequences, the teacher and the actor hold for a time in proportion to tokens, and a weight
+sync takes a constant. Responses have a long tail. About 6 minutes. The second form distills the quickstart's models
+(`gkd.quickstart.make_models`) under each scheduler, with all stages real; about 4 minutes.
+
+The time of a stage is that of the `sync` run of the same shape, where nothing else runs beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from gkd.actor.pool import ActorPool
+from gkd.cluster.calls import gather
+from gkd.cluster.pools import HELPER_CPUS, Cluster, PoolSpec
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.handles import Computation
+from gkd.launcher import worker_env
+from gkd.rollout import worker as rollout_worker
+from gkd.rollout.pool import RolloutPool
+from gkd.run.open import open_run_folder
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.scoring import RECORDS, ScoringPool
+from gkd.teacher.window import Window
+from gkd.tools.split_tuner.rates import Rates
+from gkd.trainer import Roles, Trainer
+from gkd.types import Prompt, Rollout, TeacherTopK
+from gkd.weight_sync.coordinator import WeightSync
+from tests.bench.pipeline_spans import COMPUTE, UNNAMED, RunSpans
+from tests.bench.teacher_report import machine
+from tests.bench.timed_roles import SAVES, Clock, Meeting, Stages, TimedActorWorker, TimedRolloutWorker
+from tests.service.harness import ServerProcess
+
+SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
+# Shape -> seconds a step of the teacher and of the actor; the engines take about a second for a batch alone.
+SHAPES = {"balanced": (1.0, 1.0), "rollout": (0.4, 0.4), "teacher": (1.6, 0.5), "train": (0.5, 1.6)}
+BATCH, N_ENGINES, PROMPT, MEAN, LONGEST, WARM_UP = 64, 2, 12, 32.0, 192, 3
+MOST = {"one_step_off": 1.25, "two_step_off": 1.10, "stream": 1.10}  # step / slowest stage
+LEAST_SPEED_UP, LEAST_NAMED = 1.8, 0.95
+
+
+def stages(shape: str) -> Stages:
+    teacher_s, train_s = (seconds / (BATCH * (PROMPT + MEAN)) for seconds in SHAPES[shape])
+    rates = Rates(
+        pass_s=0.005,
+        sequence_s=0.00025,
+        prefill_s=0.0,
+        chunk_s=0.0,
+        score_s=0.0,
+        score_token_s=teacher_s,
+        train_s=0.0,
+        train_token_s=train_s,
+        sync_s=0.01,
+        other_s=0.0,
+    )
+    return Stages(rates, mean_tokens=MEAN, sigma=0.8)
+
+
+class ClockTeacher:
+    """Scores one sequence after the other, in a thread."""
+
+    def __init__(self, token_s: float) -> None:
+        self._token_s, self._clock = token_s, Clock()
+        self._queue: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards the next two lines
+        self._computed: list[Computation] = []  # periods without a pause
+        self._since_s: float | None = None  # start of the period in progress
+        self._one = np.zeros((1, 1), np.float32)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, n_tokens: int) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._queue.put((n_tokens, future))
+        return future
+
+    def take(self) -> list[Computation]:
+        with self._lock:
+            self._cut(time.time())
+            taken, self._computed = self._computed, []
+        return taken
+
+    def _run(self) -> None:
+        while True:
+            n_tokens, future = self._queue.get()
+            with self._lock:
+                if self._since_s is None:
+                    self._since_s = time.time()
+                    self._clock.start()
+            self._clock.hold(self._token_s * n_tokens)
+            if self._queue.empty():
+                with self._lock:
+                    self._cut(time.time())
+                    self._since_s = None
+            if future.set_running_or_notify_cancel():
+                future.set_result(TeacherTopK(self._one.astype(np.int32), self._one, self._one[0]))
+
+    def _cut(self, now_s: float) -> None:
+        if self._since_s is not None and now_s > self._since_s:
+            self._computed.append(Computation("clock", now_s, 0.0, now_s - self._since_s, 1))
+            self._since_s = now_s
+
+
+class ClockEndpoint(ScoringEndpoint):
+    """Asks a clock about each sequence instead of a server."""
+
+    def prepare(self, token_s: float) -> None:
+        self._clock_teacher = ClockTeacher(token_s)
+
+    def _clients(self) -> list[Any]:
+        return [self._clock_teacher]
+
+    def _submit(self, teacher: Any, rollout: Rollout, signal: str) -> Future[Any]:
+        del signal
+        submitted: Future[Any] = teacher.submit(rollout.n_tokens)
+        return submitted
+
+    def take_computations(self) -> list[Computation]:
+        return self._clock_teacher.take()
+
+
+class Processes:
+    """One actor rank, its endpoint and the engines, started once for all runs."""
+
+    def __init__(self, config: Config) -> None:
+        self._cluster, env = Cluster("", n_slots=1 + N_ENGINES, on_cpu=True), worker_env(True)
+        pools = self._cluster.make_pools([PoolSpec("actor", 1, 1, 1), PoolSpec("rollout", 1, N_ENGINES, 1)], 60.0)
+        self._actors = pools["actor"].spawn(TimedActorWorker, env, concurrency_groups=(SAVES,))
+        groups = rollout_worker.CONCURRENCY_GROUPS
+        self._engines = pools["rollout"].spawn(TimedRolloutWorker, env, concurrency_groups=groups)
+        made = ray.remote(concurrency_groups={RECORDS: 1})(ClockEndpoint)
+        options = {"num_cpus": HELPER_CPUS, "max_concurrency": 8, "runtime_env": {"env_vars": env}}
+        self._endpoints = [made.options(**options).remote(config, 0, "", Window(1, 64))]
+
+    def roles(self, config: Config, timed: Stages) -> Roles:
+        meeting = ray.remote(Meeting).options(num_cpus=0).remote(N_ENGINES)
+        refs = {"actor": self._actors[0].prepare.remote(timed)}
+        refs |= {f"engine {i}": e.prepare.remote(config, timed, meeting) for i, e in enumerate(self._engines)}
+        refs["endpoint"] = self._endpoints[0].prepare.remote(timed.rates.score_token_s)
+        gather(refs, "prepare", 240.0)
+        actor = ActorPool(self._actors, config)
+        return Roles(
+            actor=actor,
+            rollout=RolloutPool(self._engines, config, 1),
+            scoring=ScoringPool(self._endpoints, 120.0),
+            weight_sync=WeightSync(actor.exporters(), self._engines, config, "cpu", timeout_s=60.0),
+        )
+
+    def close(self) -> None:
+        self._cluster.close()
+
+
+def config_of(folder: Path, scheduler: str, n_steps: int) -> Config:
+    settings = {
+        "data.train_files": "[none]",
+        "data.max_response_length": LONGEST,
+        "model.path": "none",
+        "eval.metric": "none",
+        "memory.timeline": "false",
+        "trainer.device": "cpu",
+        "trainer.run_dir": folder,
+        "trainer.scheduler": scheduler,
+        "trainer.max_staleness": 2,
+        "trainer.global_batch_size": BATCH,
+        "trainer.n_gpus_per_node": 1,
+        "rollout.n_gpus_per_node": N_ENGINES,
+        "rollout.max_num_seqs": 16,
+        "weight_sync.verify": "never",
+        "trainer.total_steps": n_steps,
+    }
+    return load_config(None, [f"{key}={value}" for key, value in settings.items()])
+
+
+def run(processes: Processes, config: Config, shape: str) -> None:
+    n_steps = config.trainer.total_steps
+    prompts = [Prompt(i, np.ones(PROMPT, np.int32)) for i in range(BATCH * n_steps)]
+    opened = open_run_folder(config, {"name": "timed", "fingerprint": "none"})
+    Trainer(config, processes.roles(config, stages(shape)), prompts, [], opened, n_steps).fit()
+
+
+def figures(folder: Path, shape: str, scheduler: str, n_steps: int) -> dict[str, Any]:
+    """Return step time, time of each stage and breakdown of a run; without its first steps and those at the end that
+    have nothing more to prefetch.
+    """
+    spans = RunSpans(folder, WARM_UP + 1, n_steps - 1)
+    parts = spans.breakdown()
+    step_s = spans.step_s()
+    stage_s = {
+        "rollout": spans.busy_s("engine", "generate"),
+        "teacher": spans.busy_s("teacher", "compute"),
+        "train": spans.busy_s("actor", "train"),
+    }
+    return {
+        "shape": shape,
+        "scheduler": scheduler,
+        "step_s": step_s,
+        "stage_s": stage_s,
+        "parts_s": parts,
+        "named": 1 - parts[UNNAMED] / step_s,
+        "overhead": 1 - sum(parts.get(part, 0.0) for part in COMPUTE) / step_s,
+    }
+
+
+def compare(runs: list[dict[str, Any]]) -> None:
+    """Add to each run its ratio to the slowest stage, and to `sync`, of the `sync` run of its shape."""
+    alone = {run["shape"]: run for run in runs if run["scheduler"] == "sync"}
+    for run in runs:
+        if (sync := alone.get(run["shape"])) is None:
+            continue
+        run["slowest"] = max(sync["stage_s"], key=lambda stage: sync["stage_s"][stage])
+        run["ratio"] = run["step_s"] / sync["stage_s"][run["slowest"]]
+        run["speed_up"] = sync["step_s"] / run["step_s"]
+
+
+def missed(runs: list[dict[str, Any]]) -> list[str]:
+    """Return what the runs with clocks miss of the goals."""
+    found = []
+    for run in runs:
+        name = f"{run['shape']}, {run['scheduler']}"
+        if run.get("ratio", 0.0) > MOST.get(run["scheduler"], np.inf):
+            found.append(f"{name}: {run['ratio']:.2f} of the slowest stage")
+        if run["named"] < LEAST_NAMED:
+            found.append(f"{name}: {run['named']:.1%} named")
+    fastest = max((r["speed_up"] for r in runs if r["shape"] == "balanced" and "speed_up" in r), default=np.inf)
+    return found + ([f"speed-up at balance: {fastest:.2f}"] if fastest < LEAST_SPEED_UP else [])
+
+
+def as_table(runs: list[dict[str, Any]]) -> str:
+    rows = [f"{'shape':10}{'scheduler':14}{'step s':>8}{'slowest':>9}{'ratio':>7}{'speed-up':>9}{'named':>7}  parts, s"]
+    for r in runs:
+        parts = ", ".join(f"{k} {v:.3f}" for k, v in sorted(r["parts_s"].items(), key=lambda p: -p[1]) if v >= 0.002)
+        rows.append(
+            f"{r['shape']:10}{r['scheduler']:14}{r['step_s']:8.3f}{r.get('slowest', '-'):>9}{r.get('ratio', np.nan):7.2f}"
+            f"{r.get('speed_up', np.nan):9.2f}{r['named']:7.1%}  {parts}"
+        )
+    return "\n".join(rows)
+
+
+def measure(root: Path, shapes: list[str], schedulers: list[str], n_steps: int) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    processes = Processes(config_of(root / "none", "sync", n_steps))
+    try:
+        for shape in shapes:
+            for scheduler in schedulers:
+                folder = root / f"{shape}_{scheduler}"
+                if not (folder / "export").exists():
+                    run(processes, config_of(folder, scheduler, n_steps), shape)
+                runs.append(figures(folder, shape, scheduler, n_steps))
+                compare(runs)
+                print(as_table(runs[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    finally:
+        processes.close()
+    return runs
+
+
+def measure_real(root: Path, models: Path, schedulers: list[str], n_steps: int) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    with ServerProcess(models / "teacher", root, options=("--dtype", "float32")) as server:
+        for scheduler in schedulers:
+            folder = root / f"real_{scheduler}"
+            settings = [
+                *(f"data.train_files=[{models / 'train.jsonl'}]", f"model.path={models / 'student'}"),
+                *(f"trainer.run_dir={folder}", f"trainer.scheduler={scheduler}", f"trainer.total_steps={n_steps}"),
+                *("data.val_files=[]", "eval.metric=none", f"teacher.server_port={server.port}"),
+            ]
+            command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings]
+            with (root / f"{scheduler}.log").open("wb") as log:
+                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=600.0, check=True)
+            runs.append(figures(folder, "real", scheduler, n_steps))
+            compare(runs)
+            print(as_table(runs[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    return runs
+
+
+def main() -> int:
+    """Return 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="F", help="put the results into this file; other parts of it stay")
+    parser.add_argument("--steps", type=int, default=0, help="of each run; default: 12, with --real 20")
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), metavar="A,B")
+    parser.add_argument("--schedulers", type=lambda text: text.split(","), default=list(SCHEDULERS), metavar="A,B")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, and take those that are there")
+    parser.add_argument("--real", type=Path, metavar="MODELS", help="the quickstart's models: all stages are real")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench_pipeline.") as temporary:
+        root = (args.keep or Path(temporary)).absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        if args.real:
+            runs = measure_real(root, args.real.absolute(), args.schedulers, args.steps or 20)
+        else:
+            runs = measure(root, args.shapes, args.schedulers, args.steps or 12)
+    goals = [] if args.real else missed(runs)
+    print(as_table(runs), *(f"missed: {goal}" for goal in goals), sep="\n")
+    if args.json is not None:
+        kept = json.loads(args.json.read_text()) if args.json.exists() else {}
+        part = {"runs": runs} if args.real else {"runs": runs, "missed": goals}
+        result = kept | {"machine": machine(), "real" if args.real else "clocks": part}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if goals else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

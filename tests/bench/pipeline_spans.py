@@ -1,0 +1,121 @@
+"""Divide the steps of a run into what the driver waited for, from spans.jsonl; for bench_pipeline.
+
+Each stage of the driver is divided by what the processes did meanwhile: "train" is the actor's computation while a rank
+computes, and overhead (calls, scatter, reading) for the rest. What is between two stages has no name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from gkd.metrics.span_lines import read_spans
+
+Interval = tuple[float, float]
+
+# Stage of the driver -> (prefix of the process, span, name of the part); the first that was active counts.
+COMPUTED: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "rollout": (("engine", "generate", "generate"), ("teacher", "compute", "teacher compute")),
+    "teacher": (
+        ("teacher", "compute", "teacher compute"),
+        ("scoring", "score", "score: endpoint, wire"),
+        ("engine", "generate", "generate"),
+    ),
+    "train": (("actor", "train", "train compute"),),
+    "weight_sync": (
+        ("engine", "receive", "weights"),
+        ("actor", "sync", "weights"),
+        ("engine", "generate", "pass ends"),
+    ),
+}
+COMPUTE = ("generate", "teacher compute", "train compute", "weights")
+UNNAMED = "between stages"
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same time as disjoint intervals in order."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def within(intervals: Sequence[Interval], start: float, end: float) -> list[Interval]:
+    """Return the parts of disjoint intervals between two times."""
+    return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]
+
+
+def without(intervals: Sequence[Interval], removed: Sequence[Interval]) -> list[Interval]:
+    """Return the time of `intervals` that is not in `removed`; both are disjoint and in order."""
+    left: list[Interval] = []
+    for start, end in intervals:
+        for a, b in within(removed, start, end):
+            if a > start:
+                left.append((start, a))
+            start = b
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def seconds(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+class RunSpans:
+    """The spans of a run between the starts of two of its steps.
+
+    Args:
+        first, last: steps; `last` is not included.
+    """
+
+    def __init__(self, run: Path, first: int, last: int) -> None:
+        driver: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
+        self._busy: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+        for line in read_spans(run / "spans.jsonl"):
+            for span in line.spans:
+                interval = span.start_s, span.start_s + span.duration_s
+                if line.process == "driver":
+                    driver[line.step].append((*interval, span.name))
+                else:
+                    name = "receive" if span.name.startswith("receive") and "engine" in line.process else span.name
+                    self._busy[line.process, name].append(interval)
+        self._n_steps = last - first
+        self._start, self._end = min(driver[first])[0], min(driver[last])[0]
+        self._stages = sorted(stage for step in range(first, last) for stage in driver[step])
+
+    def step_s(self) -> float:
+        return (self._end - self._start) / self._n_steps
+
+    def busy_s(self, process: str, span: str) -> float:
+        """Return the seconds a step that the busiest process of this kind spends in this span."""
+        totals = [
+            seconds(within(union(intervals), self._start, self._end))
+            for (name, kind), intervals in self._busy.items()
+            if name.startswith(process) and kind == span
+        ]
+        return max(totals, default=0.0) / self._n_steps
+
+    def breakdown(self) -> dict[str, float]:
+        """Return part -> seconds a step; the parts add up to the step."""
+        parts: defaultdict[str, float] = defaultdict(float)
+        for start, end, stage in self._stages:
+            left = [(start, end)]
+            for process, span, part in COMPUTED.get(stage, ()):
+                kinds = [
+                    i
+                    for (name, kind), every in self._busy.items()
+                    if name.startswith(process) and kind == span
+                    for i in every
+                ]
+                active = union(kinds)
+                rest = without(left, active)
+                parts[part] += seconds(left) - seconds(rest)
+                left = rest
+            parts[f"{stage}: calls, queues" if stage in COMPUTED else stage] += seconds(left)
+        parts[UNNAMED] = self._end - self._start - sum(parts.values())
+        return {part: value / self._n_steps for part, value in parts.items()}
