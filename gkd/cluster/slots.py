@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from gkd.cluster.calls import gather
 from gkd.cluster.placement import PoolSpec
 from gkd.cluster.processes import Process, process_info
-from gkd.cluster.stacks import rank_env, ranks_here
+from gkd.cluster.stacks import rank_env, ranks_here, stacks_here
 from gkd.errors import ClusterError
 
 _NO_RAY_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -81,11 +81,11 @@ class Pool:
             max_restarts=0,
         ).remote(rank)
 
-    def kill(self, rank: int) -> int:
+    def kill(self, rank: int) -> list[str]:
         """Kill all processes of a rank with SIGKILL, also children that outlive it; wait until they have ended.
 
         Returns:
-            The number of processes that were alive.
+            Pid and place in the code of each process that was alive.
 
         Raises:
             ClusterError: a process does not end.
@@ -94,11 +94,12 @@ class Pool:
         name = self.spec.rank_name(rank)
         remote: Any = ray.remote(num_cpus=0, max_retries=0)(kill_here)
         ref = remote.options(scheduling_strategy=self.near(rank)).remote(self.run, name)
-        return int(gather({name: ref}, "killing a process", 2 * _KILL_S)[name])
+        return list(gather({name: ref}, "killing a process", 2 * _KILL_S)[name])
 
 
-def kill_here(run: str, rank: str) -> int:
+def kill_here(run: str, rank: str) -> list[str]:
     """Do the same as `Pool.kill` for the processes of a rank on this machine."""
+    places = [f"pid {stack.pid}: {stack.where()}" for stack in stacks_here(run, rank) if stack.pid != os.getpid()]
     killed: dict[int, Process] = {}
     deadline = time.monotonic() + _KILL_S
     while True:
@@ -107,7 +108,7 @@ def kill_here(run: str, rank: str) -> int:
         # A process that ends has no open files any more before its memory is free, so it is found by its pid alone.
         alive = [pid for pid, process in killed.items() if process_info(pid) == process]
         if not alive:
-            return len(killed)
+            return places
         if time.monotonic() > deadline:
             raise ClusterError(f"{rank}: processes {alive} did not end within {_KILL_S:g} s of SIGKILL")
         for pid in alive:

@@ -125,9 +125,13 @@ def listen() -> None:
         faulthandler.register(_SIGNAL, file=_file, all_threads=True, chain=False)
 
 
-def stacks_here(run: str) -> list[RankStack]:
-    """Return the stacks of this run's processes on this machine, each rank before its children. Takes seconds."""
-    found = ranks_here(run)
+def stacks_here(run: str, rank: str = "") -> list[RankStack]:
+    """Return the stacks of this run's processes on this machine, each rank before its children. Takes seconds.
+
+    Args:
+        rank: of this rank alone; empty: of all.
+    """
+    found = {pid: owner for pid, owner in ranks_here(run).items() if rank in ("", owner)}
     requests = [(pid, rank, *_request_stacks(pid)) for pid, rank in found.items()]
     deadline = time.monotonic() + _DUMP_S
     stacks = []

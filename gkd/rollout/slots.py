@@ -54,8 +54,8 @@ class EngineSlots:
             ClusterError: the old one does not end.
         """
         name = self._pool.spec.rank_name(index)
-        n_killed = self._pool.kill(index)
-        log.info("%s: %d processes killed; starting it again", name, n_killed)
+        killed = self._pool.kill(index)
+        log.info("%s: starting it again; killed: %s", name, ", ".join(killed) or "nothing, it was dead")
         worker = self._pool.start(
             index, RolloutWorker, self._env, concurrency_groups=CONCURRENCY_GROUPS, attempt=attempt
         )

@@ -74,10 +74,10 @@ _tests = itertools.count(100)
 class Slots:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.n_killed: list[int] = []
+        self.killed: list[list[str]] = []
 
     def start(self, index: int, attempt: int) -> Any:
-        self.n_killed.append(self.pool.kill(index))
+        self.killed.append(self.pool.kill(index))
         worker = self.pool.start(index, Engine, {}, concurrency_groups=[WATCH], attempt=next(_tests))
         gather({"engine": worker.pulse.remote()}, "start", WAIT_S)
         return worker
@@ -124,14 +124,14 @@ def test_a_killed_process_starts_again_in_its_slot(pool: Pool, workers: list[Any
     assert process_info(child) is not None, "the test needs an orphan"
     slots = Slots(pool)
     again = slots.start(1, 1)
-    assert slots.n_killed == [1] and process_info(child) is None
+    assert len(slots.killed[0]) == 1 and str(child) in slots.killed[0][0] and process_info(child) is None
     after = ray.get(again.place.remote())
     assert after.pid != before[1].pid
     assert (after.ray_gpu_ids, after.cuda_visible_devices) == (before[1].ray_gpu_ids, before[1].cuda_visible_devices)
     assert (after.host, after.node) == (before[1].host, before[1].node)
     assert ray.get(workers[0].place.remote()).pid == before[0].pid, "the other engine is not touched"
     again = slots.start(1, 2)  # a process that is alive is killed, too
-    assert slots.n_killed == [1, 1] and ray.get(again.place.remote()).pid != after.pid
+    assert len(slots.killed[1]) == 1 and ray.get(again.place.remote()).pid != after.pid
 
 
 def test_only_chunks_that_were_read_outlive_their_engine(workers: list[Any]) -> None:
@@ -173,6 +173,8 @@ def test_the_watch_finds_engines_that_nobody_calls(fail: Callable[[Any], None], 
         again = up_again(engines, 1, workers[1])
         assert engines.up()[0] == workers[0] and ray.get(busy) == 20, "a busy engine is not replaced"
         assert engines.take_restarts().restarts == 1
+        assert len(slots.killed[0]) == (fail is not died_while_idle)
+        assert fail is not stopped or "stopped by a signal" in slots.killed[0][0], "the log shows what it did"
         fail(again)
         deadline = time.monotonic() + WAIT_S
         with pytest.raises(EngineFailed, match="GPU 1"):
