@@ -278,8 +278,6 @@ _RUN = (
     unsupported("--sglang-*", "vLLM is the rollout engine; other arguments of the engines cannot be set."),
     unsupported("--rollout-external-engine-addrs --use-slime-router --slime-router-*",
         "the engines are started by the run."),
-    meaningless("--use-fault-tolerance --rollout-health-check-*",
-        "a dead or hanging rank ends the run with a report; trainer.resume=auto continues it."),
     unsupported("--custom-* --rollout-function-path --rollout-sample-* --buffer-filter-path --data-source-path "
         "--rollout-data-* --rollout-all-samples-process-path", _HOOKS),
     mapped("--use-wandb", "trainer.loggers", "metrics.jsonl in trainer.run_dir is always written", _trackers),
