@@ -140,7 +140,7 @@ class EngineRestarts:
 
     restarts: int = 0  # that succeeded
     seconds: float = 0.0  # sum over them, from the failure until the engine held the current weights
-    prompts: int = 0  # answered anew
+    prompts: int = 0  # generated again
 
     def plus(self, restarts: int = 0, seconds: float = 0.0, prompts: int = 0) -> EngineRestarts:
         return EngineRestarts(self.restarts + restarts, self.seconds + seconds, self.prompts + prompts)

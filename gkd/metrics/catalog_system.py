@@ -97,7 +97,7 @@ _PERF = (
         "0.",
         "Long: an engine's start takes long; see [operations](operations.md#a-rollout-engine-dies).",
     ),
-    Row("perf/prompts_anew", "prompts", EVERY_STEP, "Prompts answered anew because their engine failed.", "0."),
+    Row("perf/prompts_regenerated", "prompts", EVERY_STEP, "Prompts generated again: their engine failed.", "0."),
 )  # fmt: skip
 _MEMORY = (
     Row(

@@ -79,7 +79,7 @@ def restart_numbers(restarts: EngineRestarts) -> dict[str, float]:
     return {
         "perf/engine_restarts": float(restarts.restarts),
         "perf/engine_recovery_s": restarts.seconds,
-        "perf/prompts_anew": float(restarts.prompts),
+        "perf/prompts_regenerated": float(restarts.prompts),
     }
 
 

@@ -4,7 +4,7 @@
     down      a thread kills what is left of it, starts it in its slot, and gives it the weights that the others hold
     failed    more often than rollout.max_restarts: every later call here raises EngineFailed
 
-Whoever sees a call on an engine fail reports it with `lost`, and repeats the work on the engines that are up. A hung
+If a call on an engine fails, the caller reports it with `lost`, and repeats the work on the engines that are up. A hung
 engine is killed, so its calls fail, too. A restarted engine is a new handle.
 """
 
@@ -50,7 +50,7 @@ class _Slot:
     state: str = _UP
     n_restarts: int = 0  # started, also in vain
     down_s: float = 0.0  # clock of the failure
-    n_prompts: int = 0  # that the other engines, or its next process, answer anew
+    n_prompts: int = 0  # that the other engines, or its next process, generate again
     restart: threading.Thread | None = None  # in progress
 
 
@@ -121,7 +121,7 @@ class Engines:
         """Report that a process failed, and start the engine again. Only the first report of a process has an effect.
 
         Args:
-            n_prompts: prompts that have to be answered anew; added in each report.
+            n_prompts: prompts that have to be generated again; added in each report.
 
         Raises:
             GkdError: `cause`, if engines are not restarted.
@@ -303,6 +303,6 @@ class Engines:
         finally:
             self._end_sync()
         log.warning(
-            "rollout engine %d (%s) is up again after %.1f s, version %s; prompts answered anew: %d; restart %d of %d",
+            "rollout engine %d (%s) is up again after %.1f s, version %s; prompts to regenerate: %d; restart %d of %d",
             index, self._start.card(index), took_s, version, n_prompts, slot.n_restarts, self._max_restarts,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Find rollout engines that hang, or that died while nobody called them, and report them as lost."""
+"""Find rollout engines that hang, or that died while idle, and report them as lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pulse:
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of one process."""
+    """Hold what is known of one process."""
 
     worker: Any
     moved_s: float  # clock when the engine last had no work, or finished a pass

@@ -189,7 +189,7 @@ def under(
         "kills": hits,
         "kills_by_stage": dict(Counter(hit["stage"] for hit in hits)),
         "restarts": len(seconds),
-        "prompts_anew": sum(line["perf/prompts_anew"] for line in lines),
+        "prompts_regenerated": sum(line["perf/prompts_regenerated"] for line in lines),
         "recovery_s": seconds,
         "bit_equal": scheduler != STREAM,  # a difference raises an error
         "staleness_max": max(line["staleness/max"] for line in lines),

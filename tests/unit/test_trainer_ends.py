@@ -205,6 +205,6 @@ def test_restarts_of_engines_are_counted_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(world, "greedy", greedy)
     make(tmp_path, world, "trainer.total_steps=3", "eval.every=2", val=PROMPTS[:1]).fit()
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    names = ("perf/engine_restarts", "perf/engine_recovery_s", "perf/prompts_anew")
+    names = ("perf/engine_restarts", "perf/engine_recovery_s", "perf/prompts_regenerated")
     counted = [tuple(line[name] for name in names) for line in lines if names[0] in line]
     assert counted == [(1.0, 2.5, 3.0), (0.0, 0.0, 0.0), (1.0, 2.5, 3.0)]
