@@ -1,4 +1,4 @@
-"""Test the restart policy of rollout engines: who is up, how often one is restarted, and what ends the run."""
+"""Test the restart policy of rollout engines: which are up, how often one is restarted, and what ends the run."""
 
 from __future__ import annotations
 
