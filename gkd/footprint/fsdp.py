@@ -15,7 +15,7 @@ from gkd.config.schema import Config
 from gkd.footprint.activations import Kernels, largest_micro_batch
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.loss import loss_shape
-from gkd.footprint.rank import RankFootprint
+from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
 from gkd.hf.model_folder import Tensors, count_params
 
@@ -99,7 +99,7 @@ def fsdp_footprint(
         parts["teacher_head"] = _FLOAT32 * dims.vocab_size * teacher_hidden
     largest = _largest_tensor(found, dims, tensors) * b
     parts["optimizer_step"] = 0  # fused: one pass, no copies
-    parts["weight_sync"] = max(min(config.weight_sync.bucket_mib << 20, found.total * b), largest) + largest
+    parts["weight_sync"] = sync_buffers(config, largest, found.total * b) + largest
     parts["saved_copy"] = -(-3 * _FLOAT32 * trained // dp)
     return RankFootprint("actor", 0, parts)
 

@@ -127,7 +127,7 @@ def _sentence(part: RankFootprint, need: str, lack: int, case: _Case) -> str:
         return f"{name}: the KV cache of one sequence of {longest} tokens needs {gib(lack)} more"
     if need == "sync":
         share, bucket = config.rollout.gpu_memory_utilization, gib(part.parts["weight_sync"])
-        return f"{name}: rollout.gpu_memory_utilization {share} leaves {gib(lack)} too little for a bucket of {bucket}"
+        return f"{name}: rollout.gpu_memory_utilization {share} leaves {gib(lack)} too little for two buckets, {bucket}"
     if need == "all":
         return f"{name} needs {gib(part.total_bytes)}, {gib(lack)} more than the GPU's {gib(gpu_bytes)}"
     both = gib(lack + gpu_bytes)

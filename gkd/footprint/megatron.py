@@ -19,7 +19,7 @@ from gkd.config.schema import Config
 from gkd.footprint.activations import Kernels, MicroBatchShape, largest_micro_batch
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.loss import LossShape, loss_shape
-from gkd.footprint.rank import RankFootprint
+from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
 
 _FLOAT32 = 4
@@ -207,10 +207,10 @@ def _optimizer_step(config: Config, dims: ModelDims, stage: Stage, *, on_cpu: bo
 
 
 def _weight_sync(config: Config, dims: ModelDims, stage: Stage, *, itemsize: int) -> int:
-    """Return the bytes of a bucket, at least the largest tensor, and with TP of that tensor, gathered and joined."""
+    """Return the bytes of the buckets, and with TP of the largest tensor, gathered and joined."""
     tensors = [dims.hidden_size * max(dims.ffn_size, dims.q_columns)]
     if stage.first or stage.last:
         tensors.append(dims.vocab_size * dims.hidden_size)
     largest = max(tensors) * itemsize
     gathered = largest * (2 if config.actor.tp > 1 else 0)
-    return max(min(config.weight_sync.bucket_mib << 20, stage.params * config.actor.tp * itemsize), largest) + gathered
+    return sync_buffers(config, largest, stage.params * config.actor.tp * itemsize) + gathered

@@ -83,6 +83,19 @@ class RankFootprint:
         return sum(self.parts.get(name, 0) for name in names)
 
 
+def sync_buffers(config: Config, largest: int, total: int) -> int:
+    """Return the bytes of the buckets that exist at a time in a weight sync.
+
+    Two, while one is sent or loaded; with `trainer.colocate` they are in host memory, and one is an allowance.
+
+    Args:
+        largest: bytes of the largest tensor; it has a bucket of its own.
+        total: bytes of all tensors of the rank's pipeline stage.
+    """
+    one = max(min(config.weight_sync.bucket_mib << 20, total), largest)
+    return one if config.trainer.colocate else min(2 * one, total)
+
+
 def shared_phases(actor: RankFootprint, engine: RankFootprint, gpu_bytes: int | None, config: Config) -> dict[str, int]:
     """Return the bytes of actor and engine together on one GPU (`trainer.colocate`), by phase.
 

@@ -16,7 +16,7 @@ from gkd.config.schedulers import AHEAD, STREAM
 from gkd.config.schema import Config
 from gkd.footprint.adapters import adapter_params
 from gkd.footprint.fsdp import Groups
-from gkd.footprint.rank import RankFootprint
+from gkd.footprint.rank import RankFootprint, sync_buffers
 from gkd.hf.model_dims import ModelDims
 
 _FLOAT32 = 4
@@ -47,7 +47,7 @@ def rollout_footprint(config: Config, dims: ModelDims, sizes: Groups, *, on_cpu:
             "kv_cache": config.rollout.cpu_kv_cache_mib << 20 if on_cpu else cache,
             "activations": n_tokens * widest * b,
             "logits": 2 * logits,
-            "weight_sync": max(config.weight_sync.bucket_mib << 20, sizes.embedding * b),
+            "weight_sync": sync_buffers(config, sizes.embedding * b, sizes.total * b),
         },
     )
 

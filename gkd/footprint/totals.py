@@ -97,7 +97,7 @@ def _node(ranks: Sequence[RankFootprint], process: int, config: Config) -> Count
         if config.trainer.device == "cpu":
             found[f"{part.role} ranks"] += part.total_bytes
         elif part.role != "teacher" and config.trainer.colocate:  # gloo sends from host memory
-            found["weight_sync"] += config.weight_sync.bucket_mib << 20
+            found["weight_sync"] += 2 * (config.weight_sync.bucket_mib << 20)
     return found
 
 

@@ -100,10 +100,10 @@ class TransferGroup:
             on_host: host memory with the same bytes, or that gets them.
             place: the segment and the offset in it where the bytes are; None: not in shared memory.
         """
+        if on_host.data_ptr() != buffer.data_ptr():
+            on_host.copy_(buffer)  # before NCCL's broadcast, which never ends if a member dies; the header then fails
         if not self.shares_memory:
             self._broadcast(buffer, self._nccl or self._gloo)
-        if on_host.data_ptr() != buffer.data_ptr():
-            on_host.copy_(buffer)
         header = [checksum(on_host), 0, 0, 0, 0, 0]
         if self.shares_memory:
             assert place is not None

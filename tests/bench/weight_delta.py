@@ -1,4 +1,4 @@
-"""Measure which weights a step changes, and whether sending only those would pay. The part `delta` of `bench_weight_sync`.
+"""Measure which weights a step changes, and whether sending only those would pay: part `delta` of `bench_weight_sync`.
 
 Real steps of the product's student in bfloat16 with float32 Adam states: the share of the exported values that change,
 and the bytes of a list of them (an index of 4 bytes and a value of 2). Also the cost of finding them, against a copy.

@@ -221,7 +221,7 @@ def test_an_engine_that_leaves_no_room_for_the_weight_sync() -> None:
     """Fails if a cache that takes the whole GPU passes, so that the first weight sync runs out of memory."""
     config = _config("rollout.gpu_memory_utilization=0.99", "weight_sync.bucket_mib=2048")
     (problem,) = check(footprint(config, QWEN25_15B), 80 * GIB, config)
-    assert "bucket of 2.00 GiB" in problem and "rollout.gpu_memory_utilization" in problem
+    assert "buckets, 2.88 GiB" in problem and "rollout.gpu_memory_utilization" in problem
 
 
 def test_the_room_of_the_kv_cache() -> None:

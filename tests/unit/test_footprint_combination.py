@@ -141,7 +141,7 @@ def test_the_totals_of_shared_gpus_and_offloaded_states() -> None:
         "offloaded": actor.parts["offloaded"],
         "moved_states": actor.parts["moved_states"] + engine.parts["moved_states"],
         "saved_copy": actor.parts["saved_copy"],
-        "weight_sync": 2 * (config.weight_sync.bucket_mib << 20),
+        "weight_sync": 2 * 2 * (config.weight_sync.bucket_mib << 20),
     }
 
 

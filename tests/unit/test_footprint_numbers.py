@@ -132,10 +132,11 @@ def test_the_optimizers_step() -> None:
 
 def test_the_weight_sync() -> None:
     """Fails if a bucket is thought to be smaller than the tensor in it, or a gathered tensor is forgotten."""
-    assert _actor().parts["weight_sync"] == 2 * TABLE
-    assert _actor("weight_sync.bucket_mib=2048").parts["weight_sync"] == 2048 << 20
-    assert _actor(*TP2).parts["weight_sync"] == 3 * 2 * TABLE
-    assert _actor("actor.strategy=fsdp2").parts["weight_sync"] == 2 * 2 * TABLE
+    assert _actor().parts["weight_sync"] == 2 * 2 * TABLE  # one is sent while the next is filled
+    assert _actor("weight_sync.bucket_mib=1024").parts["weight_sync"] == 2048 << 20
+    assert _actor("weight_sync.bucket_mib=2048").parts["weight_sync"] == 2 * N, "more than all weights"
+    assert _actor(*TP2).parts["weight_sync"] == 4 * 2 * TABLE
+    assert _actor("actor.strategy=fsdp2").parts["weight_sync"] == 3 * 2 * TABLE
     # All experts of a layer are one tensor for two of their matrices.
     experts = {**SIZES, **EXPERTS, "num_experts": 64, "head_dim": 8}
     found = _actor("actor.strategy=fsdp2", shape={"model_type": "qwen3_moe", **experts}).parts["weight_sync"]
@@ -155,7 +156,7 @@ def test_an_engine() -> None:
             "kv_cache": 2 * 1536 * 28672,  # of 6 prompts on 3 engines
             "activations": 16384 * 2 * 3 * (1536 + 8960),
             "logits": 2 * 256 * 151936 * 4,
-            "weight_sync": 2 * TABLE,
+            "weight_sync": 2 * 2 * TABLE,
             "context": 1 << 30,
         },
     )

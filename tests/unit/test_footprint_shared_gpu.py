@@ -78,7 +78,6 @@ def test_resident_states_count_in_every_phase() -> None:
     [
         (80 * GIB, ("rollout.gpu_memory_utilization=0.99",), "generate", "rollout.gpu_memory_utilization"),
         (24 * GIB, ("rollout.gpu_memory_utilization=0.5",), "training_step", "actor.max_tokens_per_micro_batch"),
-        (80 * GIB, ("weight_sync.bucket_mib=80000",), "weight_sync", "weight_sync.bucket_mib"),
     ],
 )
 def test_a_phase_that_does_not_fit_is_named_and_remedied(
