@@ -27,9 +27,6 @@ CONNECT_S = 2.0
 # A warning is logged if scores take more host memory than this.
 LARGE_SCORES_GIB = 4.0
 
-# Figure of tests.bench.bench_staleness, docs/results/staleness.json.
-STALENESS_COST = "In the quickstart reverse_kl lost 3 points of accuracy at two steps, and forward_kl none"
-
 
 def check_reachable(teacher: TeacherConfig, timeout_s: float = CONNECT_S) -> None:
     """Connect to the teacher's port once. Returns also if the connection times out: a busy server may accept it later.
@@ -163,7 +160,7 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
 
 
 def stale_losses(config: Config) -> list[str]:
-    """Return the losses of a run with stale rollouts that lose quality by it: estimates from the student's samples."""
+    """Return the losses of a run with stale rollouts that are sensitive to them; see docs/losses.md."""
     if not staleness_bound(config.trainer) or not config.distill.on_policy_share:
         return []
     spec = derive(config).loss
@@ -194,12 +191,11 @@ def warn_about_losses(config: Config, gib: float) -> None:
         )
     if sensitive := stale_losses(config):
         log.warning(
-            "%s with rollouts up to %d steps old (trainer.scheduler=%s): the gradient is that of the weights that "
-            "generated them. %s; see docs/losses.md. Use forward_kl, sync, or a smaller actor.optim.lr",
+            "%s with rollouts up to %d steps old (trainer.scheduler=%s): older weights than those that train generated "
+            "them, which may cost quality. Compare with trainer.scheduler=sync; see docs/losses.md",
             ", ".join(sensitive),
             staleness_bound(config.trainer),
             config.trainer.scheduler,
-            STALENESS_COST,
         )
     share = config.distill.on_policy_share
     unused = "student" if spec.sft and len(spec.terms) == 1 and share else None
