@@ -127,7 +127,7 @@ class RolloutEngine:
                 self._n_requests += 1
                 request_id = str(self._n_requests)
                 params = vllm_params(sampling, sample_index, self._eos_ids)
-                tokens = {"prompt_token_ids": prompt.token_ids.tolist()}
+                tokens = {"type": "token", "prompt_token_ids": prompt.token_ids.tolist()}
                 try:
                     engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self._request_options)
                 except (ValueError, VLLMValidationError) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,13 @@ def vllm_params(sampling: Sampling, sample_index: int, eos_ids: Sequence[int]) -
     Args:
         eos_ids: the response ends with the first of these, inclusive.
     """
+    params = copy(_common_params(sampling, tuple(eos_ids)))
+    params.seed = sequence_seed(sampling.seed, sample_index)
+    return params
+
+
+@lru_cache(maxsize=8)  # constructing and checking them takes longer than generating a token with a small model
+def _common_params(sampling: Sampling, eos_ids: tuple[int, ...]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -65,13 +74,14 @@ def vllm_params(sampling: Sampling, sample_index: int, eos_ids: Sequence[int]) -
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
-        seed=sequence_seed(sampling.seed, sample_index),
+        seed=0,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         stop_token_ids=list(eos_ids),
         ignore_eos=True,  # the engine has no tokenizer that defines an EOS; eos_ids are used instead
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # the engine's copy may share the lists
     )
 
 
