@@ -42,7 +42,7 @@ def record(case: Case, models: Path, out: Path, steps: int) -> None:
         settings = [
             *(f"data.train_files=[{models / 'train.jsonl'}]", f"data.val_files=[{models / 'heldout.jsonl'}]"),
             *(f"model.path={student}", f"trainer.run_dir={folder / 'run'}", f"teacher.server_port={server.port}"),
-            *(f"trainer.total_steps={120 if case.seeded else steps}", *case.settings),
+            *(f"trainer.total_steps={120 if case.seeded else steps}", "trainer.scheduler=sync", *case.settings),
         ]
         command = [sys.executable, "-m", "tests.bench.health_fault", case.fault, str(n)]
         with (folder / "log.txt").open("wb") as log:
