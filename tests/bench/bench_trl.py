@@ -39,6 +39,7 @@ _TRL = ("gkd", "distillation")
 # TRL's runs surround ours, so that a drift of the machine's speed meets both.
 _SERIES = ("gkd", "sync", "distillation", "one_step_off", "gkd", "stream", "distillation")
 _WARM_UP = 2  # steps of ours before the measured ones; TRL needs one
+_COOL_DOWN = 2  # steps of ours after the measured ones: at the end of a run, no batch is generated ahead
 _LIMIT_S = 300.0
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,7 +93,7 @@ def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
                 "trainer.device": "cpu",
                 "trainer.run_dir": run_dir,
                 "trainer.scheduler": scheduler,
-                "trainer.total_steps": _WARM_UP + shape.steps,
+                "trainer.total_steps": _WARM_UP + shape.steps + _COOL_DOWN,
                 "trainer.global_batch_size": shape.batch,
                 "actor.micro_batch_size": shape.batch,
                 "actor.optim.lr": LEARNING_RATE,
@@ -111,7 +112,7 @@ def run_ours(scheduler: str, shape: Shape, folder: Path) -> Run:
                 ).returncode
         if code:
             raise RuntimeError(f"the run ended with exit code {code}:\n{_tail(folder / 'log.txt')}")
-        lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"] >= _WARM_UP]
+        lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if line["step"] >= _WARM_UP][:-_COOL_DOWN]
     ends = [line["time/unix_s"] for line in lines]
     steps = lines[1:]
     mean = sum(line["rollout/response_tokens"] for line in steps) / (shape.batch * len(steps))
@@ -137,7 +138,7 @@ def measure(name: str, trl: Path, rounds: int, only: Sequence[str]) -> Part:
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as out:
         folder = Path(out)
-        make_files(shape, folder, 4 * shape.batch * (_WARM_UP + shape.steps))
+        make_files(shape, folder, shape.batch * (_WARM_UP + shape.steps + _COOL_DOWN + 4))
         for system in _SERIES * rounds:
             if system in only:
                 run = run_trl(system, shape, folder, trl) if system in _TRL else run_ours(system, shape, folder)

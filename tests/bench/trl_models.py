@@ -34,8 +34,8 @@ class Shape:
 
 
 SHAPES = {
-    "long_tail": Shape((256, 4), (384, 6), 256, 64, steps=7, trl_steps=4, goal=3.0),
-    "short": Shape((64, 2), (128, 3), 24, 256, steps=12, trl_steps=12, goal=0.7),
+    "long_tail": Shape((256, 4), (384, 6), 256, 64, steps=10, trl_steps=4, goal=3.0),
+    "short": Shape((64, 2), (128, 3), 24, 256, steps=30, trl_steps=20, goal=0.7),
 }
 
 
