@@ -147,7 +147,7 @@ class RolloutEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the engine has one complete version; otherwise `add` and `step` raise ClusterError."""
+        """Tell whether the engine has one complete version; otherwise `add` and `step` raise ClusterError."""
         return self._sleep_state.has_weights
 
     def step(self) -> None:

@@ -92,7 +92,7 @@ class SleepState:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the engine has one complete version."""
+        """Tell whether the engine has one complete version."""
         return not self._discarded and not self._incomplete
 
     @contextmanager

@@ -132,7 +132,7 @@ class Dispatcher:
         n_sequences = config.trainer.global_batch_size * config.rollout.n
         self._chunk_size = chunk_size(n_sequences)
         self._linger_s = min(max(_LINGER_S_PER_SEQUENCE * n_sequences, _LINGER_S[0]), _LINGER_S[1])
-        # Only one engine: nobody else can take a prompt.
+        # With a single engine, no other one can take a prompt.
         max_running = config.rollout.max_num_seqs
         reserve = max(self._chunk_size, math.ceil(max_running * _RESERVE))
         self._is_only = len(engines.up()) == 1
