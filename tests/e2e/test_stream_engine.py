@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import threading
 import time
@@ -63,9 +64,10 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from gkd.config.schema import RolloutConfig
+    from gkd.rollout.coalesce import Coalescer
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.engine_loop import EngineLoop
-    from gkd.rollout.sampling import Sampling
+    from gkd.rollout.sampling import Job, Sampling
     from gkd.weight_sync.buckets import TensorSpec, plan_buckets
     from gkd.weight_sync.group import GroupSpec, TransferGroup
     from gkd.weight_sync.transfer import send
@@ -101,20 +103,26 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
         engine.receive([buckets], version)
         sender.join()
 
+    job = Job(1, sampling, math.inf)
+
+    def open_loop() -> EngineLoop:
+        """Return a loop whose chunks are the samples of one prompt."""
+        return EngineLoop(engine, config.max_num_seqs, Coalescer(10**6, N_SAMPLES))
+
     def one_streamed() -> list[Rollout]:
-        loop = EngineLoop(engine, sampling, config.max_num_seqs)
-        loop.admit(_prompts()[4:5], [4])
-        chunk = next(loop.run())
+        loop = open_loop()
+        loop.admit(job, _prompts()[4:5], [4])
+        *_, rollouts = next(loop.run())
         loop.close()
-        return chunk
+        return sorted(rollouts, key=lambda r: r.sample_index)
 
     def one_generated() -> list[Rollout]:
         return sorted(engine.generate(_prompts()[4:5], sampling, [4]), key=lambda r: r.sample_index)
 
     def evaluate_during_stream() -> tuple[list[int], int, list[Rollout]]:
         """Return finished prompt indices in order, their number when the evaluation ended, and its rollouts."""
-        loop = EngineLoop(engine, sampling, config.max_num_seqs)
-        loop.admit([_prompts()[i % N_PROMPTS] for i in range(N_STREAM)], range(N_STREAM))
+        loop = open_loop()
+        loop.admit(job, [_prompts()[i % N_PROMPTS] for i in range(N_STREAM)], range(N_STREAM))
         finished: list[int] = []
         got: list[Rollout] = []
         at_end: list[int] = []
@@ -127,8 +135,8 @@ def _probe(student: Path, port: int) -> dict[str, Any]:
 
         evaluation = threading.Thread(target=evaluate)
         chunks = loop.run()
-        for chunk in chunks:
-            finished.append(chunk[0].sample_index // N_SAMPLES)
+        for *_, rollouts in chunks:
+            finished.append(rollouts[0].sample_index // N_SAMPLES)
             if len(finished) == 1:
                 evaluation.start()
                 while not loop._calls:
