@@ -136,7 +136,7 @@ def test_weights_are_synced_while_the_stream_generates(pools: Pools) -> None:
             for start in range(0, N_FIRST, 4):
                 stream.admit(prompts[start : start + 4], prompt_indices=range(start, start + 4))
             first = list(reader.until(6))
-            pools.actor.train_step([_scored(chunk) for chunk in first])
+            pools.actor.train_step([_scored(replace(chunk, dp_rank=0)) for chunk in first])
             report = pools.sync.push(1)
             at_push = reader.n_sequences
             greedy = pools.rollout.greedy(prompts[:5], n_samples=2)
