@@ -94,7 +94,7 @@ def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int, *, balance: bo
             group_of[order[np.searchsorted(samples, own, sorter=order)]] = group
     parts: list[list[GroupPart]] = [[] for _ in range(dp_size)]
     for chunk, owners in zip(batch, np.split(group_of, np.cumsum(n_sequences)[:-1]), strict=True):
-        for group in np.unique(owners).tolist():
+        for group in sorted(set(owners.tolist())):  # faster than np.unique for a chunk
             parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, np.flatnonzero(owners == group))))
     return parts
 

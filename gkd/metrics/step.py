@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-
-import numpy as np
 
 from gkd.handles import ScoredChunk, SyncReport, TrainStats
 
@@ -19,10 +18,9 @@ def staleness_numbers(batch: Sequence[ScoredChunk], version: int) -> dict[str, f
     Args:
         version: of the weights that train on the batch.
     """
-    ages: dict[int, int] = {}
+    ages = Counter[int]()
     for chunk in (c.rollouts for c in batch if c.rollouts.on_policy):
-        for age, count in zip(*np.unique(version - chunk.versions, return_counts=True), strict=True):
-            ages[int(age)] = ages.get(int(age), 0) + int(count)
+        ages.update((version - chunk.versions).tolist())
     n = sum(ages.values())
     numbers = {f"staleness/share_{age}": count / n for age, count in sorted(ages.items())}
     mean = sum(age * count for age, count in ages.items()) / n if n else 0.0

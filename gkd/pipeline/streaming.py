@@ -51,8 +51,8 @@ class StreamedBatches:
         self.max_staleness = staleness_bound(config.trainer)
         self._on_policy = functools.lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
         self._scheduler = StreamScheduler(self._on_policy, self.max_staleness, total_steps)
-        # By position: the samples that have finished, each as a place in a chunk.
-        self._samples: defaultdict[int, list[tuple[PendingScores, int]]] = defaultdict(list)
+        # By position: the samples that have finished: chunk, place in it, version.
+        self._samples: defaultdict[int, list[tuple[PendingScores, int, int]]] = defaultdict(list)
         self._n_received = 0  # chunks
         self._batch: list[int] = []  # positions that are being trained on
         self._changed = threading.Condition()  # guards all of the above
@@ -175,18 +175,18 @@ class StreamedBatches:
                     self._changed.notify_all()
 
     def _finish(self, pending: PendingScores) -> None:
-        positions, n = (pending.rollouts.sample_index // self._n).tolist(), self._n
+        chunk, n = pending.rollouts, self._n
+        rows = zip((chunk.sample_index // n).tolist(), chunk.versions.tolist(), strict=True)
         with self._changed:
-            for place, position in enumerate(positions):
+            for place, (position, version) in enumerate(rows):
                 samples = self._samples[position]
-                samples.append((pending, place))
+                samples.append((pending, place, version))
                 if len(samples) < n:
                     continue
                 try:
                     if len(samples) > n:
                         raise KeyError(position)
-                    version = min(int(chunk.rollouts.versions[at]) for chunk, at in samples)
-                    self._scheduler.finish(position, version)
+                    self._scheduler.finish(position, min(oldest for *_, oldest in samples))
                 except KeyError as error:
                     text = f"rollout: an engine returned the prompt at position {position}, which is not in flight"
                     raise ClusterError(text) from error
@@ -197,6 +197,6 @@ class StreamedBatches:
         """Return all samples of these positions as parts of their chunks."""
         places: dict[int, tuple[PendingScores, list[int]]] = {}
         for position in positions:
-            for pending, place in self._samples[position]:
+            for pending, place, _ in self._samples[position]:
                 places.setdefault(id(pending), (pending, []))[1].append(place)
         return [replace(pending, rollouts=part_of(pending.rollouts, sorted(at))) for pending, at in places.values()]

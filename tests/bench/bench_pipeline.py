@@ -249,8 +249,8 @@ def as_table(runs: list[dict[str, Any]]) -> str:
     for r in runs:
         parts = ", ".join(f"{k} {v:.3f}" for k, v in sorted(r["parts_s"].items(), key=lambda p: -p[1]) if v >= 0.002)
         rows.append(
-            f"{r['shape']:10}{r['scheduler']:14}{r['step_s']:8.3f}{r.get('slowest', '-'):>9}{r.get('ratio', np.nan):7.2f}"
-            f"{r.get('speed_up', np.nan):9.2f}{r['named']:7.1%}  {parts}"
+            f"{r['shape']:10}{r['scheduler']:14}{r['step_s']:8.3f}{r.get('slowest', '-'):>9}"
+            f"{r.get('ratio', np.nan):7.2f}{r.get('speed_up', np.nan):9.2f}{r['named']:7.1%}  {parts}"
         )
     return "\n".join(rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from random import Random
 from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -131,7 +132,7 @@ def test_waiting_for_a_batch_does_not_go_over_its_prompts() -> None:
     positions = scheduler.admit_new(0)
     n_lines = 0
 
-    def count(frame: FrameType, event: str, argument: object) -> object:
+    def count(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal n_lines
         n_lines += event == "line"
         return count
