@@ -41,7 +41,7 @@ from tests.service.harness import ServerProcess
 
 MAX_STALENESS = 2  # of the stream
 STEPS_A_KILL = 2
-HANG_S = 20.0
+HANG_S = 30.0
 VICTIM = "RolloutWorker"  # Ray titles its actors by their class
 SETTINGS = (
     "trainer.total_epochs=99",
