@@ -9,7 +9,7 @@ a time that depends on its sequences, the teacher and the actor hold for a time 
 sync takes a constant. Responses have a long tail. About 6 minutes. The second form distills the quickstart's models
 (`gkd.quickstart.make_models`) under each scheduler, with all stages real; about 4 minutes.
 
-The time of a stage is that of the `sync` run of the same shape, where nothing else runs at the same time.
+The time of a stage is that of the `sync` run of the same shape, where no other stage runs at the same time.
 """
 
 from __future__ import annotations

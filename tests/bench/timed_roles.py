@@ -32,7 +32,7 @@ from gkd.run.manifest import digest_bytes
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.tools.split_tuner.rates import Rates
 from gkd.types import Prompt, Rollout, TeacherTopK, VersionSpan
-from gkd.weight_sync.buckets import Bucket, TensorSpec
+from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec
 
 SAVES = "saves"
@@ -238,7 +238,8 @@ class TimedActorWorker:
     def memory_numbers(self) -> tuple[dict[str, float], ProcessSpans]:
         return {}, self._spans.take()
 
-    def export_plan(self) -> list[TensorSpec]:
+    def export_plan(self, content: Content) -> list[TensorSpec]:
+        del content
         return [TensorSpec("nothing", (2,), "float32")]
 
     def rendezvous(self) -> tuple[str, int]:
@@ -248,8 +249,10 @@ class TimedActorWorker:
         del spec
         return "none"
 
-    def send_weights(self, buckets: Sequence[Bucket], with_digests: bool) -> dict[str, str]:
-        del buckets, with_digests
+    def send_weights(
+        self, buckets: Sequence[Bucket], with_digests: bool, content: Content = "merged", meta: Any = None
+    ) -> dict[str, str]:
+        del buckets, with_digests, content, meta
         return {}
 
 
