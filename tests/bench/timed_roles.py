@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +94,9 @@ class TimedEngine(RolloutEngine):
         prompts: Sequence[Prompt],
         sampling: Sampling,
         prompt_indices: Sequence[int],
-        skip: Collection[int] = (),
     ) -> None:
         for position, prompt in zip(prompt_indices, prompts, strict=True):
             for index in range(position * sampling.n, (position + 1) * sampling.n):
-                if index in skip:
-                    continue
                 n_tokens = self._stages.length(sampling.seed, index, sampling.max_tokens)
                 self._queue.append(_Sequence(owner, prompt, index, n_tokens))
                 self._meter.added(len(prompt.token_ids))
