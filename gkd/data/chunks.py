@@ -119,7 +119,7 @@ def encode_sizes(chunk: RolloutChunk, job: int = 0) -> bytes:
     """Encode all fields of a whole chunk except `ref`.
 
     Args:
-        job: that the rollouts were generated for, see `gkd.rollout.stream`.
+        job: that the rollouts were generated for, see `gkd.rollout.dispatcher`.
     """
     assert chunk.columns is not None
     head = _HEAD.pack(job, chunk.dp_rank, chunk.n_sequences, chunk.on_policy)

@@ -18,9 +18,10 @@ from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.errors import ClusterError, RankFailed, RankTimeout
 from gkd.handles import GreedyReport, RolloutChunk, RolloutUsage, Sample
 from gkd.memory.timeline import merge
+from gkd.rollout.dispatcher import Dispatcher, name_of
 from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Sampling
-from gkd.rollout.stream import Dispatcher, JobStream, name_of
+from gkd.rollout.stream import JobStream
 from gkd.types import Prompt
 
 

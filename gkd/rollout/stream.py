@@ -1,52 +1,19 @@
-"""Driver side of all rollouts: one queue of prompts, from which each engine gets its next ones as it finishes others.
-
-    jobs: a batch (`RolloutPool.generate`), a stream, or both     admit -> queue
-    engine with room        <- the next prompts of the queue
-    engine's chunks         -> the job that admitted the prompts
-    engine that died        -> its unfinished prompts go back to the head of the queue
-
-An engine has room while it holds fewer sequences than it can run, and a small reserve. So the engine that is free
-first takes the next prompt. Which engine answers a prompt does not change the tokens. The engines' streams are open
-while there is a job.
-"""
+"""One job of the dispatcher: what a batch or a stream of prompts admits, and the chunks that it gets."""
 
 from __future__ import annotations
 
-import heapq
-import math
-import threading
-from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Protocol
 
-from gkd.cluster.calls import fetch, gather
-from gkd.config.schema import Config
-from gkd.data.chunks import chunk_size, decode_sizes, part_of
-from gkd.data.prompt_codec import encode_prompts
-from gkd.errors import ClusterError, GkdError, RankFailed
 from gkd.handles import RolloutChunk
-from gkd.log import get_logger
-from gkd.rollout.recovery import Engines
-from gkd.rollout.sampling import Job, Sampling
+from gkd.rollout.sampling import Job
 from gkd.types import Prompt
-
-log = get_logger("rollout_stream")
-
-# Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
-_LINGER_S_PER_SEQUENCE = 80e-6
-_LINGER_S = 0.02, 1.0  # least and most
-_RESERVE = 1 / 8  # of the sequences that an engine runs: the next ones, while the driver learns that others finished
-
-
-def name_of(engine: int) -> str:
-    return f"rollout engine {engine}"
 
 
 @dataclass(slots=True)
-class _Prompt:
+class Waiting:
     """An unfinished prompt."""
 
     stream: JobStream
@@ -59,30 +26,30 @@ class _Prompt:
         return self.stream.job.id, self.index
 
 
-@dataclass(slots=True)
-class _Engine:
-    """The open stream of one process."""
+class Owner(Protocol):
+    """The part of `gkd.rollout.dispatcher.Dispatcher` that a job uses."""
 
-    index: int
-    worker: Any
-    admit: Any  # its remote method
-    n_sequences: int = 0  # that it holds
-    held: dict[tuple[int, int], _Prompt] = field(default_factory=dict)  # by job and prompt index: not finished
+    def admit(self, stream: JobStream, prompts: Sequence[Waiting]) -> None: ...
+    def end(self, stream: JobStream) -> None: ...
 
 
 class JobStream:
-    """Implements `gkd.handles.RolloutStream`: the prompts of one job, and their chunks. Thread-safe."""
+    """Implements `gkd.handles.RolloutStream`: the prompts of one job, and their chunks. Thread-safe.
 
-    def __init__(self, dispatcher: Dispatcher, job: Job, *, first: bool) -> None:
+    Args:
+        first: its prompts go before those of other jobs.
+    """
+
+    def __init__(self, owner: Owner, job: Job, *, first: bool) -> None:
         self.job, self.first, self.closed = job, first, False
-        self._dispatcher = dispatcher
+        self._owner = owner
         self._results: SimpleQueue[RolloutChunk | Exception | None] = SimpleQueue()
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         """See `RolloutStream.admit`. Raises ClusterError: the stream is closed. DataError: see `encode_prompts`."""
         missing = (1 << self.job.sampling.n) - 1
-        rows = [_Prompt(self, prompt, i, missing) for prompt, i in zip(prompts, prompt_indices, strict=True)]
-        self._dispatcher.admit(self, rows)
+        rows = [Waiting(self, prompt, i, missing) for prompt, i in zip(prompts, prompt_indices, strict=True)]
+        self._owner.admit(self, rows)
 
     def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
         """See `RolloutStream.finished`; returns an empty list if the stream is closed.
@@ -115,239 +82,4 @@ class JobStream:
 
     def close(self) -> None:
         """See `RolloutStream.close`. Raises ClusterError: an engine failed to stop; not if a stream failed before."""
-        self._dispatcher.end(self)
-
-
-class Dispatcher:
-    """Assigns the prompts of all jobs to the engines. Thread-safe.
-
-    Args:
-        engines: none has an open stream.
-        n_groups: data-parallel groups.
-    """
-
-    def __init__(self, engines: Engines, config: Config, n_groups: int) -> None:
-        self._engines, self._config, self._n_groups = engines, config, n_groups
-        self._timeout_s = config.trainer.stage_timeout_s
-        n_sequences = config.trainer.global_batch_size * config.rollout.n
-        self._chunk_size = chunk_size(n_sequences)
-        self._linger_s = min(max(_LINGER_S_PER_SEQUENCE * n_sequences, _LINGER_S[0]), _LINGER_S[1])
-        # With a single engine, no other one can take a prompt.
-        max_running = config.rollout.max_num_seqs
-        reserve = max(self._chunk_size, math.ceil(max_running * _RESERVE))
-        self._is_only = len(engines.up()) == 1
-        self._room = math.inf if self._is_only else max_running + reserve
-        self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
-        self._lock = threading.Lock()  # guards all below
-        self._queue: deque[_Prompt] = deque()
-        self._jobs: dict[int, JobStream] = {}
-        self._open: dict[int, _Engine] = {}  # by engine index
-        self._n_jobs = self._session = 0
-        self._error: Exception | None = None  # of the session
-        engines.on_up(self._engines_changed)
-
-    def start(self, sampling: Sampling, *, lingers: bool, first: bool = False) -> JobStream:
-        """Start a job; open the engines' streams if it is the only one.
-
-        Args:
-            lingers: chunks leave before they are full although the engine is busy; with several engines always.
-            first: its prompts go before those of other jobs.
-
-        Raises:
-            GkdError: an engine's stream could not be opened.
-        """
-        with self._changing:
-            linger_s = self._linger_s if lingers or not self._is_only else math.inf
-            with self._lock:
-                self._n_jobs += 1
-                is_only = not self._jobs
-                stream = JobStream(self, Job(self._n_jobs, sampling, linger_s), first=first)
-                self._jobs[self._n_jobs] = stream
-                if is_only:
-                    self._session, self._error = self._session + 1, None
-            if is_only:
-                try:
-                    self._open_new(self._engines.wait_up(self._config.trainer.init_timeout_s))
-                except BaseException as error:
-                    self._fail(error if isinstance(error, Exception) else ClusterError("interrupted"))
-                    self._end(stream)
-                    raise
-        return stream
-
-    def admit(self, stream: JobStream, prompts: Sequence[_Prompt]) -> None:
-        with self._lock:
-            if stream.closed:
-                raise ClusterError("cannot admit prompts: the rollout stream is closed")
-            if stream.first:
-                self._queue.extendleft(reversed(prompts))
-            else:
-                self._queue.extend(prompts)
-            self._assign()
-
-    def busy(self) -> list[str]:
-        """Return the names of the engines that hold unfinished prompts."""
-        with self._lock:
-            return [name_of(i) for i, engine in sorted(self._open.items()) if engine.held]
-
-    def is_any_open(self) -> bool:
-        with self._lock:
-            return bool(self._open)
-
-    def end(self, stream: JobStream) -> None:
-        """End a job; close the engines' streams if it is the last one."""
-        with self._changing:
-            self._end(stream)
-
-    def _end(self, stream: JobStream) -> None:
-        with self._lock:
-            if stream.closed:
-                return
-            stream.closed = True
-            del self._jobs[stream.job.id]
-            self._queue = deque(prompt for prompt in self._queue if prompt.stream is not stream)
-            closing: dict[int, _Engine] = {}
-            if not self._jobs:
-                self._session += 1
-                closing, self._open = self._open, {}
-        stream.put(None)
-        if not closing:
-            return
-        try:
-            calls = {name_of(i): engine.worker.close_stream.remote() for i, engine in closing.items()}
-            failed: dict[str, RankFailed] = {}
-            gather(calls, "closing the rollout stream", self._timeout_s, failed)
-            for i, engine in closing.items():
-                if name_of(i) in failed:
-                    self._engines.lost(i, engine.worker, failed[name_of(i)])
-        except GkdError as error:
-            if self._error is None:
-                raise
-            log.warning("error while closing a failed rollout stream: %s", error)
-
-    def _engines_changed(self) -> None:
-        """Open streams on restarted engines, or end all jobs if an engine failed for good. Called by `Engines`."""
-        threading.Thread(target=self._refresh, name="rollout engines", daemon=True).start()
-
-    def _refresh(self) -> None:
-        with self._changing:
-            if not self._jobs:
-                return
-            try:
-                self._engines.check()
-                self._open_new(self._engines.up())
-            except Exception as error:  # the jobs raise it
-                self._fail(error)
-
-    def _open_new(self, members: dict[int, Any]) -> None:
-        """Open a stream on each of these engines that has none. `_changing` is held."""
-        with self._lock:
-            session = self._session
-            new = {i: w for i, w in members.items() if i not in self._open or self._open[i].worker != w}
-            replaced = [engine for i, engine in self._open.items() if i in new]
-        for engine in replaced:  # the process before it has not been read to its end
-            self._lose(engine, session, RankFailed(f"{name_of(engine.index)} was replaced"))
-        opening = {
-            name_of(i): worker.open_stream.remote(session, self._n_groups, self._chunk_size)
-            for i, worker in new.items()
-        }
-        failed: dict[str, RankFailed] = {}
-        gather(opening, "opening the rollout stream", self._timeout_s, failed)
-        opened = []
-        for i, worker in new.items():
-            if name_of(i) in failed:
-                self._engines.lost(i, worker, failed[name_of(i)])
-                continue
-            opened.append(_Engine(i, worker, worker.admit.options(num_returns=0)))
-            chunks = worker.stream.options(num_returns="streaming").remote()
-            read = partial(self._read, opened[-1], session, chunks)
-            threading.Thread(target=read, name=f"read {name_of(i)}", daemon=True).start()
-        with self._lock:
-            self._open |= {engine.index: engine for engine in opened}
-            self._assign()
-
-    def _assign(self) -> None:
-        """Send the prompts of the queue to the engines with room, one after the other to the least busy one."""
-        free = [(engine.n_sequences, i) for i, engine in self._open.items() if engine.n_sequences < self._room]
-        heapq.heapify(free)
-        shares: defaultdict[tuple[int, int], list[_Prompt]] = defaultdict(list)
-        while self._queue and free:
-            n_sequences, i = free[0]
-            prompt = self._queue.popleft()
-            shares[i, prompt.stream.job.id].append(prompt)
-            n_sequences += prompt.stream.job.sampling.n
-            if n_sequences < self._room:
-                heapq.heapreplace(free, (n_sequences, i))
-            else:
-                heapq.heappop(free)
-        for (i, _), share in shares.items():
-            engine, stream = self._open[i], share[0].stream
-            engine.n_sequences += len(share) * stream.job.sampling.n
-            engine.held |= {prompt.key: prompt for prompt in share}
-            encoded = encode_prompts([p.prompt for p in share], [p.index for p in share])
-            engine.admit.remote(self._session, stream.job, encoded, stream.first)
-
-    def _read(self, engine: _Engine, session: int, chunks: Any) -> None:
-        """Hand the chunks of one engine to their jobs until its stream ends. Runs in its own thread."""
-        what = f"the rollout stream of {name_of(engine.index)}"
-        try:
-            while True:
-                try:
-                    rollouts = next(chunks)
-                except StopIteration:
-                    break
-                try:
-                    sizes = next(chunks)
-                except StopIteration:  # the single item of a failed call holds its error
-                    fetch(rollouts, what)
-                    raise ClusterError(f"{what} ended in the middle of a chunk") from None
-                self._take(engine, *decode_sizes(fetch(sizes, what), rollouts))
-            with self._lock:
-                if self._session == session:
-                    raise ClusterError(f"{what} ended before it was closed")
-        except RankFailed as error:
-            try:
-                self._lose(engine, session, error)
-            except GkdError as fatal:
-                self._fail(fatal, session)
-        except Exception as error:  # the jobs raise it
-            self._fail(error, session)
-
-    def _take(self, engine: _Engine, job: int, chunk: RolloutChunk) -> None:
-        """Hand over the sequences of a chunk that are still missing, and give the engine its next prompts."""
-        kept = []
-        with self._lock:
-            stream = self._jobs.get(job)
-            engine.n_sequences -= chunk.n_sequences
-            n = 0 if stream is None else stream.job.sampling.n
-            for position, sample_index in enumerate(chunk.sample_index.tolist() if n else ()):
-                key, sample = (job, sample_index // n), 1 << sample_index % n
-                prompt = engine.held.get(key)
-                if prompt is not None and prompt.missing & sample:  # else: an engine that died has returned it
-                    kept.append(position)
-                    prompt.missing &= ~sample
-                    if not prompt.missing:
-                        del engine.held[key]
-            if self._queue and self._open.get(engine.index) is engine:
-                self._assign()
-        if stream is not None and kept:
-            stream.put(part_of(chunk, kept))
-
-    def _lose(self, engine: _Engine, session: int, error: RankFailed) -> None:
-        """Report an engine that died, and give its prompts to the others."""
-        with self._lock:
-            if self._session != session or self._open.get(engine.index) is not engine:
-                return
-            del self._open[engine.index]
-            again = [prompt for prompt in engine.held.values() if prompt.stream.job.id in self._jobs]
-            self._queue.extendleft(reversed(again))
-        self._engines.lost(engine.index, engine.worker, error, n_prompts=len(again))
-        with self._lock:
-            self._assign()
-
-    def _fail(self, error: Exception, session: int | None = None) -> None:
-        """End all jobs of the session with this error; the first one counts."""
-        with self._lock:
-            if self._error is None and session in (None, self._session):
-                self._error = error
-                for stream in self._jobs.values():
-                    stream.put(error)
+        self._owner.end(self)

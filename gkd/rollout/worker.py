@@ -161,10 +161,9 @@ class RolloutWorker:
             )
         self._ensure_awake()
         self._engine.synchronize()
-        max_running = self._config.rollout.max_num_seqs
-        chunks = Coalescer(n_groups, chunk_size)
-        self._session = session
+        chunks, max_running = Coalescer(n_groups, chunk_size), self._config.rollout.max_num_seqs
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, "generating"))
+        self._session = session
 
     @ray.method(concurrency_group=STREAM)
     def stream(self) -> Iterator[list[Rollout] | bytes]:
@@ -185,8 +184,7 @@ class RolloutWorker:
         The caller does not read this call's result: `stream` raises the error of a prompt that the engine refuses, and
         a stream that has ended needs no prompts.
         """
-        loop = self._loop
-        if loop is not None and session == self._session:
+        if (loop := self._loop) is not None and session == self._session:
             with suppress(ClusterError):
                 loop.admit(job, *decode_prompts(encoded_prompts), first=first)
 

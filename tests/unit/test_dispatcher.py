@@ -16,7 +16,7 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError, RankFailed
 from gkd.handles import RolloutChunk
-from gkd.rollout import stream as stream_module
+from gkd.rollout import dispatcher as dispatcher_module
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.stream import JobStream
 from gkd.rollout.worker import RolloutWorker
@@ -102,8 +102,8 @@ class Handle:
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "gather", lambda refs, *_: refs)
-    monkeypatch.setattr(stream_module, "fetch", lambda ref, _: ref)
+    monkeypatch.setattr(dispatcher_module, "gather", lambda refs, *_: refs)
+    monkeypatch.setattr(dispatcher_module, "fetch", lambda ref, _: ref)
 
 
 def settings(*overrides: str) -> Config:

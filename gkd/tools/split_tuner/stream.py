@@ -96,7 +96,7 @@ class _Run:
         return {"rollout": sum(e.busy_s for e in self._engines), "teacher": self._teacher.busy_s, "actor": train_s}
 
     def _admit(self, positions: Sequence[int], now_s: float) -> None:
-        """Assign each prompt to the least busy engine, as `gkd.rollout.stream.least_busy` does, and start what fits."""
+        """Assign each prompt to the least busy engine, and start what fits."""
         if not positions:
             return
         counts = [(n, engine) for engine, n in enumerate(self._unfinished_prompts)]
