@@ -156,14 +156,12 @@ class RolloutWorker:
             ClusterError: a stream is open.
         """
         if self._loop is not None:
-            raise ClusterError(
-                f"rollout engine {self._rank} already has an open stream. Fix: close it before opening another"
-            )
+            raise ClusterError(f"rollout engine {self._rank} already has an open stream. Fix: close it first")
         self._ensure_awake()
         self._engine.synchronize()
         chunks, max_running = Coalescer(n_groups, chunk_size), self._config.rollout.max_num_seqs
+        self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, "generating"))
-        self._session = session
 
     @ray.method(concurrency_group=STREAM)
     def stream(self) -> Iterator[list[Rollout] | bytes]:
