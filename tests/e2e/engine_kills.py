@@ -6,7 +6,7 @@ Not run in CI: 15 kills under each of the four schedulers take about 20 minutes 
 and is hit many times: any engine process, also one that is just starting again, at a random time after a given step.
 One kill of ten is a SIGSTOP, which only the watch of hung engines finds. The run must end with exit code 0, and every
 sequence must have been trained on once, within the staleness bound. Under the schedulers of whole batches all metrics
-and the exported weights must equal those of an uninterrupted run bit for bit.
+but loss/engine_kl, and the exported weights, must equal those of an uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def under(
         check_stream(run, n_steps=n_steps, n_prompts=N_TRAIN, max_staleness=MAX_STALENESS)
     else:
         check_taken(run, n_steps=n_steps, n_prompts=N_TRAIN)
-        found = differences(base, run)
+        # It compares the engines' logprobs, whose rounding depends on the sequences that shared a pass.
+        found = [text for text in differences(base, run) if "loss/engine_kl" not in text]
         assert not found, found[:10]
     lines = [line for line in read_metrics(run / "metrics.jsonl") if "perf/engine_restarts" in line]
     seconds = [float(match[2]) for match in _UP_AGAIN.finditer(log.read_text())]
