@@ -39,7 +39,6 @@ def measure(scheduler: str, batch: int, root: Path) -> Part:
         make_files(shape, folder, 4 * batch)
         with ServerProcess(folder / "teacher", folder, options=("--dtype", "float32")) as server:
             settings = {
-                "data.train_files": f"[{folder / 'prompts.jsonl'}]",
                 "data.max_prompt_length": 16,
                 "data.max_response_length": shape.max_response,
                 "model.path": folder / "student",
@@ -55,7 +54,10 @@ def measure(scheduler: str, batch: int, root: Path) -> Part:
                 "teacher.topk": 16,
                 "teacher.server_port": server.port,
             }
-            command = [sys.executable, "-m", "gkd.main_gkd", *(f"{key}={value}" for key, value in settings.items())]
+            config = folder / "config.yaml"
+            config.write_text(f"data: {{train_files: ['{folder / 'prompts.jsonl'}']}}\n")
+            command = [sys.executable, "-m", "gkd.main_gkd", "--config", str(config)]
+            command += [f"{key}={value}" for key, value in settings.items()]
             environment = os.environ | {"PWD": str(root), "PYTHONPATH": str(root)}
             log = folder / "log.txt"
             with log.open("wb") as file:
