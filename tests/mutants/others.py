@@ -10,8 +10,8 @@ _BATCHES = (
     Mutant(
         "stream_due_one_step_late",
         _TRAINER,
-        "version + self._max_staleness <= last",
-        "version + self._max_staleness < last",
+        "newest_due = last - self._max_staleness\n",
+        "newest_due = last - self._max_staleness - 1\n",
         ("test_staleness.py",),
     ),
     Mutant(
@@ -108,7 +108,7 @@ _WEIGHTS = (
         ("test_buckets.py", "test_coordinator.py"),
     ),
     Mutant("first_sync_alone_verified", _TRAINER, "self._n_pushed < 2", "self._n_pushed < 1", ("test_coordinator.py",)),
-    Mutant("engines_share_a_rank", _TRAINER, "spec(a, 1 + i * tp)", "spec(a, 1 + i)", ("test_coordinator.py",)),
+    Mutant("engines_share_a_rank", _TRAINER, "spec(1 + place * tp)", "spec(1 + place)", ("test_coordinator.py",)),
 )
 
 _OPTIMIZER = (
