@@ -188,3 +188,10 @@ def test_invalid_reference_logprobs_are_refused() -> None:
     some = [replace(score, reference_logprobs=-np.ones(3, np.float32)), score]
     with pytest.raises(DataError, match=" 1 of the 2 .*reference_logprobs"):
         make_micro_batches([rollout, rollout], some, micro_batch_size=2)
+
+
+def test_references_of_a_part_of_a_chunk_keep_their_places() -> None:
+    """Fails if a step that takes a part of a chunk trains with the reference logprobs of another sequence."""
+    scores = [_scores(3) for _ in range(4)]
+    (scored,) = add_references([scores], [[None, np.full(3, 0.5, np.float32)]])
+    assert [s.reference_logprobs is None for s in scored] == [True, False, True, True]
