@@ -73,6 +73,9 @@ def start_vllm(
                 "kv_cache_memory_bytes": config.cpu_kv_cache_mib << 20,
                 "scheduler_cls": "gkd.rollout.decode_scheduler.DecodeScheduler",
                 "async_scheduling": False,
+                # A pass computes a sequence's prefix as a whole. After a part of it vLLM would rewind the sequence's
+                # random generator, which torch cannot do on the CPU.
+                "enable_chunked_prefill": False,
             }
             if on_cpu
             # The triton MoE kernel uses the expert weights as they are loaded; other kernels reorder them once, at

@@ -67,6 +67,9 @@ def _probe(student: Path) -> dict[Any, Any]:
     result["base_class"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     result["passes_of_base_class"] = n_short - result["short_passes"]
     scheduler._has_short_path = True
+    tokens_a_pass, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 40
+    result["small_passes"] = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
+    scheduler.max_num_scheduled_tokens = tokens_a_pass
     engine.add("stopped", prompts, sampling, range(N_PROMPTS))
     for _ in range(3):
         engine.step()
@@ -176,6 +179,13 @@ def test_the_short_path_of_the_scheduler_changes_nothing(probe: dict[str, Any]) 
         assert (short.finish_reason, short.version_spans) == (base.finish_reason, base.version_spans)
     assert any(len(rollout.prompt_ids) + len(rollout.response_ids) > 33 for rollout in probe["together"])
     assert probe["held_before_stop"] > 0 and probe["held_after_stop"] == 0
+
+
+def test_prompts_that_do_not_fit_into_a_pass_wait(probe: dict[str, Any]) -> None:
+    """Fails if a pass computes a part of a prompt: vLLM then rewinds a random generator, which the CPU cannot do."""
+    assert [r.response_ids.tolist() for r in probe["small_passes"]] == [
+        r.response_ids.tolist() for r in probe["together"]
+    ]
 
 
 def test_bad_prompts_and_incomplete_weights_are_typed_errors(probe: dict[str, Any]) -> None:
