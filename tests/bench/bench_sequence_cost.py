@@ -27,13 +27,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 _GOAL_MS = 0.3
 SCHEDULERS = (*AHEAD, STREAM)
 _OVERHEAD = ("driver", "ray", "endpoint")
-_WARM_UP, _STEPS = 2, 6
+# Steps before and after the measured ones: there, more or fewer batches are generated than trained.
+_WARM_UP, _STEPS, _COOL_DOWN = 3, 6, 4
 _LIMIT_S = 400.0
 
 
 def measure(scheduler: str, batch: int, root: Path) -> Part:
     shape = SHAPES["short"]
-    n_steps = _WARM_UP + _STEPS
+    n_steps = _WARM_UP + _STEPS + _COOL_DOWN
     with tempfile.TemporaryDirectory() as out, CpuTime() as cpu:
         folder = Path(out)
         make_files(shape, folder, 4 * batch)
@@ -67,7 +68,7 @@ def measure(scheduler: str, batch: int, root: Path) -> Part:
         if code:
             raise RuntimeError(f"the run ended with exit code {code}:\n{log.read_text(errors='replace')[-3000:]}")
         ends_s = [line["time/unix_s"] for line in read_metrics(folder / "run/metrics.jsonl") if "loss/total" in line]
-    start_s, end_s = ends_s[_WARM_UP - 1], ends_s[-1]
+    start_s, end_s = ends_s[_WARM_UP - 1], ends_s[_WARM_UP + _STEPS - 1]
     used = {kind: 1e3 * s / (batch * _STEPS) for kind, s in sorted(cpu.between(start_s, end_s).items())}
     overhead = sum(used.get(kind, 0.0) for kind in _OVERHEAD)
     name = scheduler if root == _ROOT else f"other {scheduler}"
