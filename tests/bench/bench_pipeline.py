@@ -9,7 +9,11 @@ a time that depends on its sequences, the teacher and the actor hold for a time 
 sync takes a constant. Responses have a long tail. About 6 minutes. The second form distills the quickstart's models
 (`gkd.quickstart.make_models`) under each scheduler, with all stages real; about 4 minutes.
 
-The time of a stage is that of the `sync` run of the same shape, where no other stage runs at the same time.
+A step is compared with its slowest stage. The time of a stage is what its clock holds for the step's tokens. A batch of
+rollouts that starts together ends with engines half empty, so the time of the rollout is that of the `sync` run of the
+same shape; under `stream` engines need never be empty, so there it is that of full engines. With real stages it is what
+the processes recorded under `sync`. "named" is the share of a step that a process has recorded as a span; calls,
+serialisation and queues around the spans are the rest.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.handles import Computation
 from gkd.launcher import worker_env
+from gkd.metrics.writer import read_metrics
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.run.open import open_run_folder
@@ -46,7 +51,7 @@ from gkd.tools.split_tuner.rates import Rates
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt, Rollout, TeacherTopK
 from gkd.weight_sync.coordinator import WeightSync
-from tests.bench.pipeline_spans import COMPUTE, UNNAMED, RunSpans
+from tests.bench.pipeline_spans import COMPUTE, RunSpans
 from tests.bench.teacher_report import machine
 from tests.bench.timed_roles import SAVES, Clock, Meeting, Stages, TimedActorWorker, TimedRolloutWorker
 from tests.service.harness import ServerProcess
@@ -54,7 +59,7 @@ from tests.service.harness import ServerProcess
 SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
 # Shape -> seconds a step of the teacher and of the actor; the engines take about a second for a batch alone.
 SHAPES = {"balanced": (1.0, 1.0), "rollout": (0.4, 0.4), "teacher": (1.6, 0.5), "train": (0.5, 1.6)}
-BATCH, N_ENGINES, PROMPT, MEAN, LONGEST, WARM_UP = 64, 2, 12, 32.0, 192, 3
+BATCH, N_ENGINES, MAX_RUNNING, PROMPT, MEAN, LONGEST, WARM_UP = 64, 2, 16, 12, 32.0, 192, 3
 MOST = {"one_step_off": 1.25, "two_step_off": 1.10, "stream": 1.10}  # step / slowest stage
 LEAST_SPEED_UP, LEAST_NAMED = 1.8, 0.95
 
@@ -183,7 +188,7 @@ def config_of(folder: Path, scheduler: str, n_steps: int) -> Config:
         "trainer.global_batch_size": BATCH,
         "trainer.n_gpus_per_node": 1,
         "rollout.n_gpus_per_node": N_ENGINES,
-        "rollout.max_num_seqs": 16,
+        "rollout.max_num_seqs": MAX_RUNNING,
         "weight_sync.verify": "never",
         "trainer.total_steps": n_steps,
     }
@@ -202,10 +207,10 @@ def figures(folder: Path, shape: str, scheduler: str, n_steps: int) -> dict[str,
     have nothing more to prefetch.
     """
     spans = RunSpans(folder, WARM_UP + 1, n_steps - 1)
-    parts = spans.breakdown()
+    parts, rest_s = spans.breakdown()
     step_s = spans.step_s()
     stage_s = {
-        "rollout": spans.busy_s("engine", "generate"),
+        "rollout": spans.stage_s("rollout"),
         "teacher": spans.busy_s("teacher", "compute"),
         "train": spans.busy_s("actor", "train"),
     }
@@ -215,9 +220,23 @@ def figures(folder: Path, shape: str, scheduler: str, n_steps: int) -> dict[str,
         "step_s": step_s,
         "stage_s": stage_s,
         "parts_s": parts,
-        "named": 1 - parts[UNNAMED] / step_s,
+        "named": 1 - rest_s / step_s,
         "overhead": 1 - sum(parts.get(part, 0.0) for part in COMPUTE) / step_s,
     }
+
+
+def clocks_s(folder: Path, rates: Rates, n_steps: int) -> dict[str, float]:
+    """Return stage -> seconds that its clock holds for the tokens of a mean step, with engines that are always full."""
+    lines = read_metrics(folder / "metrics.jsonl")[WARM_UP : n_steps - 2]
+    responses = np.mean([line["rollout/response_tokens"] for line in lines])
+    tokens = responses + np.mean([line["rollout/prompt_tokens"] for line in lines])
+    passes = responses / (N_ENGINES * MAX_RUNNING)
+    held = {
+        "rollout": passes * (rates.pass_s + MAX_RUNNING * rates.sequence_s),
+        "teacher": tokens * rates.score_token_s,
+        "train": tokens * rates.train_token_s,
+    }
+    return {stage: float(seconds) for stage, seconds in held.items()}
 
 
 def compare(runs: list[dict[str, Any]]) -> None:
@@ -226,8 +245,11 @@ def compare(runs: list[dict[str, Any]]) -> None:
     for run in runs:
         if (sync := alone.get(run["shape"])) is None:
             continue
-        run["slowest"] = max(sync["stage_s"], key=lambda stage: sync["stage_s"][stage])
-        run["ratio"] = run["step_s"] / sync["stage_s"][run["slowest"]]
+        stage_s = run.get("clocks_s", sync["stage_s"])
+        if run["scheduler"] != "stream":
+            stage_s = stage_s | {"rollout": sync["stage_s"]["rollout"]}
+        run["slowest"] = max(stage_s, key=lambda stage: stage_s[stage])
+        run["ratio"] = run["step_s"] / stage_s[run["slowest"]]
         run["speed_up"] = sync["step_s"] / run["step_s"]
 
 
@@ -264,7 +286,8 @@ def measure(root: Path, shapes: list[str], schedulers: list[str], n_steps: int) 
                 folder = root / f"{shape}_{scheduler}"
                 if not (folder / "export").exists():
                     run(processes, config_of(folder, scheduler, n_steps), shape)
-                runs.append(figures(folder, shape, scheduler, n_steps))
+                held = {"clocks_s": clocks_s(folder, stages(shape).rates, n_steps)}
+                runs.append(figures(folder, shape, scheduler, n_steps) | held)
                 compare(runs)
                 print(as_table(runs[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     finally:

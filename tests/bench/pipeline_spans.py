@@ -30,7 +30,6 @@ COMPUTED: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
 }
 COMPUTE = ("generate", "teacher compute", "train compute", "weights")
-UNNAMED = "between stages"
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -100,9 +99,14 @@ class RunSpans:
         ]
         return max(totals, default=0.0) / self._n_steps
 
-    def breakdown(self) -> dict[str, float]:
-        """Return part -> seconds a step; the parts add up to the step."""
+    def stage_s(self, stage: str) -> float:
+        """Return the seconds a step that the driver spends in one of its stages."""
+        return sum(end - start for start, end, name in self._stages if name == stage) / self._n_steps
+
+    def breakdown(self) -> tuple[dict[str, float], float]:
+        """Return part -> seconds a step, which add up to the step, and the sum of those parts that no span covers."""
         parts: defaultdict[str, float] = defaultdict(float)
+        rest_s = 0.0
         for start, end, stage in self._stages:
             left = [(start, end)]
             for process, span, part in COMPUTED.get(stage, ()):
@@ -117,5 +121,7 @@ class RunSpans:
                 parts[part] += seconds(left) - seconds(rest)
                 left = rest
             parts[f"{stage}: calls, queues" if stage in COMPUTED else stage] += seconds(left)
-        parts[UNNAMED] = self._end - self._start - sum(parts.values())
-        return {part: value / self._n_steps for part, value in parts.items()}
+            rest_s += seconds(left) if stage in COMPUTED else 0.0
+        parts["between stages"] = self._end - self._start - sum(parts.values())
+        rest_s += parts["between stages"]
+        return {part: value / self._n_steps for part, value in parts.items()}, rest_s / self._n_steps
