@@ -1,13 +1,13 @@
 """Time of a step under each scheduler against the time of its slowest stage, and what the rest of it is.
 
-    python -m tests.bench.bench_pipeline [--json FILE] [--steps 12] [--shapes A,B] [--schedulers A,B] [--keep DIR]
+    python -m tests.bench.bench_pipeline [--json FILE] [--steps N] [--shapes A,B] [--schedulers A,B] [--keep DIR]
     python -m tests.bench.bench_pipeline --real MODELS [--json FILE] [--steps 20]
 
 The trainer, schedulers, dispatcher, engine loops, scoring endpoints and Ray's actors are the product's own. A stage
 waits for a clock instead of computing (`tests.bench.timed_roles`), so two cores suffice: an engine holds each pass for
 a time that depends on its sequences, the teacher and the actor hold for a time in proportion to tokens, and a weight
-sync takes a constant. Responses have a long tail. About 6 minutes. The second form distills the quickstart's models
-(`gkd.quickstart.make_models`) under each scheduler, with all stages real; about 4 minutes.
+sync takes a constant. Responses have a long tail. About 11 minutes. The second form distills the quickstart's models
+(`gkd.quickstart.make_models`) under each scheduler, with all stages real; about 5 minutes.
 
 A step is compared with its slowest stage. The time of a stage is what its clock holds for the step's tokens. A batch of
 rollouts that starts together ends with engines half empty, so the time of the rollout is that of the `sync` run of the
@@ -56,11 +56,20 @@ from tests.bench.teacher_report import machine
 from tests.bench.timed_roles import SAVES, Clock, Meeting, Stages, TimedActorWorker, TimedRolloutWorker
 from tests.service.harness import ServerProcess
 
-SCHEDULERS = ("sync", "one_step_off", "two_step_off", "stream")
-# Shape -> seconds a step of the teacher and of the actor; the engines take about a second for a batch alone.
+# Settings of each; `stream_4` is `stream` with another bound.
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "sync": {"trainer.scheduler": "sync"},
+    "one_step_off": {"trainer.scheduler": "one_step_off"},
+    "two_step_off": {"trainer.scheduler": "two_step_off"},
+    "stream": {"trainer.scheduler": "stream", "trainer.max_staleness": 2},
+    "stream_4": {"trainer.scheduler": "stream", "trainer.max_staleness": 4},
+}
+# Shape -> seconds a step of the teacher and of the actor; the engines take about a second for a batch alone. At
+# "rollout" the longest responses last three steps: a bound of 2 makes `stream` wait for them.
 SHAPES = {"balanced": (1.0, 1.0), "rollout": (0.4, 0.4), "teacher": (1.6, 0.5), "train": (0.5, 1.6)}
 BATCH, N_ENGINES, MAX_RUNNING, PROMPT, MEAN, LONGEST, WARM_UP = 64, 2, 16, 12, 32.0, 192, 3
-MOST = {"one_step_off": 1.25, "two_step_off": 1.10, "stream": 1.10}  # step / slowest stage
+STEPS = {"rollout": 40}  # elsewhere 12
+MOST = {"one_step_off": 1.25, "two_step_off": 1.10, "stream": 1.10, "stream_4": 1.10}  # step / slowest stage
 LEAST_SPEED_UP, LEAST_NAMED = 1.8, 0.95
 
 
@@ -183,14 +192,13 @@ def config_of(folder: Path, scheduler: str, n_steps: int) -> Config:
         "memory.timeline": "false",
         "trainer.device": "cpu",
         "trainer.run_dir": folder,
-        "trainer.scheduler": scheduler,
-        "trainer.max_staleness": 2,
         "trainer.global_batch_size": BATCH,
         "trainer.n_gpus_per_node": 1,
         "rollout.n_gpus_per_node": N_ENGINES,
         "rollout.max_num_seqs": MAX_RUNNING,
         "weight_sync.verify": "never",
         "trainer.total_steps": n_steps,
+        **SCHEDULERS[scheduler],
     }
     return load_config(None, [f"{key}={value}" for key, value in settings.items()])
 
@@ -246,7 +254,7 @@ def compare(runs: list[dict[str, Any]]) -> None:
         if (sync := alone.get(run["shape"])) is None:
             continue
         stage_s = run.get("clocks_s", sync["stage_s"])
-        if run["scheduler"] != "stream":
+        if not run["scheduler"].startswith("stream"):
             stage_s = stage_s | {"rollout": sync["stage_s"]["rollout"]}
         run["slowest"] = max(stage_s, key=lambda stage: stage_s[stage])
         run["ratio"] = run["step_s"] / stage_s[run["slowest"]]
@@ -277,11 +285,12 @@ def as_table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def measure(root: Path, shapes: list[str], schedulers: list[str], n_steps: int) -> list[dict[str, Any]]:
+def measure(root: Path, shapes: list[str], schedulers: list[str], steps: int) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
-    processes = Processes(config_of(root / "none", "sync", n_steps))
+    processes = Processes(config_of(root / "none", "sync", 1))
     try:
         for shape in shapes:
+            n_steps = steps or STEPS.get(shape, 12)
             for scheduler in schedulers:
                 folder = root / f"{shape}_{scheduler}"
                 if not (folder / "export").exists():
@@ -302,7 +311,8 @@ def measure_real(root: Path, models: Path, schedulers: list[str], n_steps: int) 
             folder = root / f"real_{scheduler}"
             settings = [
                 *(f"data.train_files=[{models / 'train.jsonl'}]", f"model.path={models / 'student'}"),
-                *(f"trainer.run_dir={folder}", f"trainer.scheduler={scheduler}", f"trainer.total_steps={n_steps}"),
+                *(f"trainer.run_dir={folder}", f"trainer.total_steps={n_steps}"),
+                *(f"{key}={value}" for key, value in SCHEDULERS[scheduler].items()),
                 *("data.val_files=[]", "eval.metric=none", f"teacher.server_port={server.port}"),
             ]
             command = [sys.executable, "-m", "gkd.main_gkd", "--config", "configs/quickstart_cpu.yaml", *settings]
@@ -318,7 +328,7 @@ def main() -> int:
     """Return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="F", help="put the results into this file; other parts of it stay")
-    parser.add_argument("--steps", type=int, default=0, help="of each run; default: 12, with --real 20")
+    parser.add_argument("--steps", type=int, default=0, help="of each run; default: 12, rollout-bound 40, real 20")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), metavar="A,B")
     parser.add_argument("--schedulers", type=lambda text: text.split(","), default=list(SCHEDULERS), metavar="A,B")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, and take those that are there")
@@ -330,7 +340,7 @@ def main() -> int:
         if args.real:
             runs = measure_real(root, args.real.absolute(), args.schedulers, args.steps or 20)
         else:
-            runs = measure(root, args.shapes, args.schedulers, args.steps or 12)
+            runs = measure(root, args.shapes, args.schedulers, args.steps)
     goals = [] if args.real else missed(runs)
     print(as_table(runs), *(f"missed: {goal}" for goal in goals), sep="\n")
     if args.json is not None:
