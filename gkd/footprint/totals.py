@@ -87,7 +87,23 @@ def _actor_node(footprints: Sequence[RankFootprint], process: int, config: Confi
     of_stage = derive(config).world_size // len(actors)
     ranks = [part for part in actors for _ in range(of_stage)]
     nodes = [_node(ranks[i : i + per_node], process, config) for i in range(0, len(ranks), per_node)]
+    for stage, size in enumerate(_kept_bytes(actors, engine_of(footprints), config)):
+        nodes[stage * of_stage // per_node]["kept_weights"] += size
     return max(nodes, key=lambda parts: parts.total())
+
+
+def _kept_bytes(actors: Sequence[RankFootprint], engine: RankFootprint, config: Config) -> list[int]:
+    """Return what the first rank of each pipeline stage keeps of the last weight sync; see `KeptVersion`.
+
+    All stages together keep what an engine has loaded. With weight_sync.transport: auto, runs on the CPU use shared
+    memory.
+    """
+    shared = ("shared_memory", "auto") if config.trainer.device == "cpu" else ("shared_memory",)
+    if not config.rollout.max_restarts and config.weight_sync.transport not in shared:
+        return []
+    total = config.rollout.tp * engine.parts["weights"]
+    weights = [part.parts.get("weights", 1) for part in actors]  # offloaded ones have no entry, and are one stage
+    return [total * of_stage // sum(weights) for of_stage in weights]
 
 
 def _node(ranks: Sequence[RankFootprint], process: int, config: Config) -> Counter[str]:

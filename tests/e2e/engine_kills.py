@@ -2,11 +2,12 @@
 
     python -m tests.e2e.engine_kills [--json FILE] [--actor] [--kills 15] [--schedulers sync,stream]
 
-Not run in CI: 15 kills under each of the four schedulers take about 20 minutes on two cores. Each run has two engines
-and is hit many times: any engine process, also one that is just starting again, at a random time after a given step.
-One kill of ten is a SIGSTOP, which only the watch of hung engines finds. The run must end with exit code 0, and every
-sequence must have been trained on once, within the staleness bound. Under the schedulers of whole batches all metrics
-but loss/engine_kl, and the exported weights, must equal those of an uninterrupted run bit for bit.
+Not run in CI: 15 kills under each of the four schedulers take about 20 minutes on two cores. With --schedulers they can
+be run one by one: the figures of the others stay in the file. Each run has two engines and is hit many times: any
+engine process, also one that is just starting again, at a random time after a given step. One kill of ten is a SIGSTOP,
+which only the watch of hung engines finds. The run must end with exit code 0, and every sequence must have been trained
+on once, within the staleness bound. Under the schedulers of whole batches all metrics but loss/engine_kl, and the
+exported weights, must equal those of an uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -248,10 +249,12 @@ def main() -> int:
     names = args.schedulers.split(",")
     if unknown := set(names) - {*AHEAD, STREAM}:
         parser.error(f"--schedulers {args.schedulers}: there is no {sorted(unknown)[0]!r}")
+    before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     report: dict[str, Any] = {
         "command": "python -m tests.e2e.engine_kills",
         "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
         "settings": [*SETTINGS, *args.more],
+        **{name: before[name] for name in (*AHEAD, STREAM, "actor") if name in before},
     }
     with tempfile.TemporaryDirectory(prefix="gkd_engine_kills_") as folder:
         root = args.keep or Path(folder)
@@ -265,20 +268,28 @@ def main() -> int:
                 load = os.getloadavg()[0]
                 report[name] = under(name, lab, server.port, root / name, args.kills, args.seed + place, args.more)
                 report[name]["load_before"] = round(load, 1)
-                times = [s for each in names if each in report for s in report[each]["recovery_s"]]
-                report["kills"] = sum(len(report[each]["kills"]) for each in names if each in report)
-                report["recovery_s"] = {"median": statistics.median(times), "worst": max(times)}
                 done, seconds = report[name], report[name]["recovery_s"]
                 print(
                     f"{name}: {len(done['kills'])} kills {done['kills_by_stage']}, {done['restarts']} restarts, "
                     f"median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s; run {done['run_s']:.0f} s",
                     flush=True,
                 )
+                report |= totals(report)
                 if args.json:
                     args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{report['kills']} kills; recovery median {report['recovery_s']['median']:.1f} s, worst "
           f"{report['recovery_s']['worst']:.1f} s")  # fmt: skip
     return 0
+
+
+def totals(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of kills and the recovery times over all schedulers of a report."""
+    done = [report[name] for name in (*AHEAD, STREAM) if name in report]
+    times = [seconds for each in done for seconds in each["recovery_s"]]
+    return {
+        "kills": sum(len(each["kills"]) for each in done),
+        "recovery_s": {"median": statistics.median(times), "worst": max(times)},
+    }
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ def test_the_totals_add_up() -> None:
     (host,) = host_totals(found, 5, config)
     ranks = 2 * first.parts["saved_copy"] + 2 * last.parts["saved_copy"]
     n_processes = 1 + 4 + 2 + 2  # driver, ranks, engines, teacher server
-    assert host.parts == {"scores": 5, "processes": n_processes * PROCESS_BYTES["cuda"], "saved_copy": ranks}
+    processes, kept = n_processes * PROCESS_BYTES["cuda"], host.parts["kept_weights"]
+    assert host.parts == {"scores": 5, "processes": processes, "saved_copy": ranks, "kept_weights": kept}
     assert host_shortage([host], host.total) == 0 == host_shortage([host], host.total + 1) + 1
 
 
@@ -142,7 +143,27 @@ def test_the_totals_of_shared_gpus_and_offloaded_states() -> None:
         "moved_states": actor.parts["moved_states"] + engine.parts["moved_states"],
         "saved_copy": actor.parts["saved_copy"],
         "weight_sync": 2 * 2 * (config.weight_sync.bucket_mib << 20),
+        "kept_weights": engine.parts["weights"],
     }
+
+
+def test_the_weights_that_are_kept_for_restarted_engines() -> None:
+    """Fails if the copy of the last weights is left out, counted per rank instead of once, or counted without restarts
+    and shared memory, or all of it on the first of several nodes.
+    """
+
+    def kept(*overrides: str) -> int:
+        config = _config(*overrides)
+        return host_totals(refit(config), 0, config)[0].parts.get("kept_weights", 0)
+
+    student = 2 * 1_543_714_304  # bytes in bfloat16
+    assert kept() == kept(*TP2) == kept("rollout.n_gpus_per_node=2", "rollout.tp=2") == student
+    assert kept("trainer.n_gpus_per_node=4", "actor.pp=2") == pytest.approx(student, abs=2)
+    two_nodes = ("cluster.ray_address=h:1", "trainer.nnodes=2", "actor.pp=2", "actor.tp=1")
+    assert 0.4 * student < kept(*two_nodes) < 0.8 * student
+    none = "rollout.max_restarts=0"
+    assert kept(none) == 0 < kept(none, "weight_sync.transport=shared_memory")
+    assert kept(none, "trainer.device=cpu") > 0 == kept(none, "trainer.device=cpu", "weight_sync.transport=gloo")
 
 
 def test_the_totals_of_several_nodes_and_of_the_cpu() -> None:
