@@ -17,26 +17,18 @@ from gkd.handles import (
     FileDigest,
     GreedyReport,
     HostClock,
-    LogprobsHandle,
     PendingScores,
     ProcessSpans,
     Recording,
-    ReferenceHandle,
     RolloutChunk,
-    RolloutStream,
     RolloutUsage,
     ScoredChunk,
     SyncReport,
     TeacherHealth,
     TrainStats,
 )
+from gkd.pending import LogprobsHandle, Pending, ReferenceHandle, RolloutStream
 from gkd.types import Prompt
-
-
-class Pending(Protocol):
-    def wait(self) -> object:
-        """Wait for the calls. Raises the error of a rank that failed."""
-        ...
 
 
 class MovableStates(Protocol):

@@ -26,7 +26,8 @@ from gkd.data.chunks import part_of
 from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError, RankTimeout
-from gkd.handles import InFlight, PendingScores, RolloutChunk, RolloutStream
+from gkd.handles import InFlight, PendingScores, RolloutChunk
+from gkd.pending import RolloutStream
 from gkd.pipeline.staleness import StreamScheduler
 from gkd.roles import RolloutRole, ScoringRole
 from gkd.run.checkpoints import TrainerState

@@ -17,15 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from gkd.config.schema import RolloutConfig
-from gkd.errors import EngineFailed, GkdError, RankFailed, RankTimeout, WeightSyncError
+from gkd.errors import GkdError, RankFailed, RankTimeout, WeightSyncError
 from gkd.handles import EngineRestarts
 from gkd.log import get_logger
+from gkd.rollout.restart_policy import fatal_error
 
 log = get_logger("recovery")
 T = TypeVar("T")
-
-# A new process may do better; other errors (settings, memory) would come again.
-_RECOVERABLE = (RankFailed, RankTimeout, WeightSyncError)
 
 
 class Slots(Protocol):
@@ -223,17 +221,12 @@ class Engines:
     def _may_restart(self, index: int, cause: GkdError) -> bool:
         """Return whether a restart is left; otherwise record the failure that ends the run."""
         assert self._start is not None
-        slot, name = self._slots[index], f"rollout engine {index} ({self._start.card(index)})"
-        if not isinstance(cause, _RECOVERABLE):
-            self._failure = cause
-        elif slot.n_restarts < self._max_restarts:
+        name = f"rollout engine {index} ({self._start.card(index)})"
+        error = fatal_error(name, cause, self._slots[index].n_restarts, self._max_restarts)
+        if error is None:
             log.warning("%s is lost and will be started again: %s", name, str(cause))
             return True
-        else:
-            self._failure = EngineFailed(
-                f"{name} failed {slot.n_restarts + 1} times (rollout.max_restarts = {self._max_restarts}); the last "
-                f"time: {cause}. Fix: check this GPU and its host, or take it out of the rollout pool, and resume"
-            )
+        self._failure = error
         self._changed.notify_all()
         threading.Thread(target=self._announce, name="engine failed", daemon=True).start()  # the caller may hold locks
         return False
@@ -246,9 +239,7 @@ class Engines:
     def _restart(self, index: int) -> None:
         slot = self._slots[index]
         if slot.restart is None and not self._closed:
-            slot.restart = threading.Thread(
-                target=self._recover, args=(index,), name=f"restart engine {index}", daemon=True
-            )
+            slot.restart = threading.Thread(target=self._recover, args=(index,), name=f"restart {index}", daemon=True)
             slot.restart.start()
 
     def _recover(self, index: int) -> None:

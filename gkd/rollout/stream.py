@@ -34,7 +34,7 @@ class Owner(Protocol):
 
 
 class JobStream:
-    """Implements `gkd.handles.RolloutStream`: the prompts of one job, and their chunks. Thread-safe.
+    """Implements `gkd.pending.RolloutStream`: the prompts of one job, and their chunks. Thread-safe.
 
     Args:
         first: its prompts go before those of other jobs.

@@ -21,8 +21,9 @@ from gkd.cluster.pools import Cluster
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.errors import ClusterError, DataError
-from gkd.handles import RolloutChunk, RolloutStream, ScoredChunk
+from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.launcher import worker_env
+from gkd.pending import RolloutStream
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.pool import RolloutPool
 from gkd.rollout.worker import RolloutWorker

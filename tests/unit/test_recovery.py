@@ -288,7 +288,7 @@ def test_nothing_starts_after_the_pools_are_closed() -> None:
     assert slots.entered.wait(SOON_S)
     engines.close()
     slots.gate.set()
-    until(lambda: not any(thread.name.startswith("restart engine") for thread in threading.enumerate()))
+    until(lambda: not any(thread.name.startswith("restart ") for thread in threading.enumerate()))
     assert slots.started == [(0, 1)] and engines.up() == {1: "engine 1"}
     engines.lost(1, "engine 1", DIED)
     assert slots.started == [(0, 1)]

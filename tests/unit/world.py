@@ -25,13 +25,13 @@ from gkd.handles import (
     ProcessSpans,
     Recording,
     RolloutChunk,
-    RolloutStream,
     RolloutUsage,
     ScoredChunk,
     Span,
     SyncReport,
     TrainStats,
 )
+from gkd.pending import RolloutStream
 from gkd.run.checkpoints import step_of
 from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
