@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gkd.tools.split_tuner import stream
+from gkd.data.chunks import CHUNK_SIZE
+from gkd.rollout import dispatcher
+from gkd.tools.split_tuner import dispatch, stream
 from gkd.tools.split_tuner.batches import chunk_times
 from gkd.tools.split_tuner.engine import Engine, finish_times
 from gkd.tools.split_tuner.rates import Lengths, Rates, Sizes, Workload, lognormal
@@ -213,13 +216,46 @@ def test_the_teacher_is_a_queue() -> None:
     assert teacher.score(1.0, [0]) == pytest.approx(4.0) and teacher.busy_s == pytest.approx(8.0)
 
 
-def test_prompts_go_to_the_engines_in_turn_as_in_the_pool() -> None:
-    """Fails if the simulation shares prompts out otherwise than `RolloutPool.generate`."""
+def test_a_batch_is_shared_by_the_engines() -> None:
+    """Fails if more engines do not make a batch faster, or one without prompts does."""
     workload = work(equal(50.0), 8)
     times = [simulate("sync", Sizes(8, engines, 8), workload, RATES).step_s for engines in (1, 2, 4, 8)]
     assert times == sorted(times, reverse=True) and len(set(times)) == 4
     # The ninth engine has nothing to do.
     assert simulate("sync", Sizes(8, 9, 8), workload, RATES).step_s == times[-1]
+
+
+def test_the_engine_that_is_free_first_gets_the_next_prompt() -> None:
+    """Fails if the simulation shares prompts out otherwise than `gkd.rollout.dispatcher`."""
+    assert dispatch.RESERVE == dispatcher._RESERVE
+    workload = work(equal(1.0), 200, max_num_seqs=4)
+    assert dispatch.room(workload, 2) == 4 + CHUNK_SIZE and dispatch.room(workload, 1) == np.inf
+    queue, n_held = deque(range(5)), [3, 0, 8]
+    assert dispatch.assign(queue, n_held, 8, 2, range(3)) == [(0, 1), (1, 1), (2, 0), (3, 1), (4, 0)]
+    assert n_held == [7, 6, 8] and not queue
+    # The first engine has the long responses.
+    lengths = np.where(np.arange(200) % 2, 1, np.where(np.arange(200) < 8, 1000, 1))
+    engine_of, finished = dispatch.answer_batch(lengths, workload, RATES, 2)
+    assert engine_of[:8].tolist() == [0, 1] * 4 and np.bincount(engine_of).tolist() == [
+        4 + CHUNK_SIZE,
+        196 - CHUNK_SIZE,
+    ]
+    dealt = finish_times(lengths[::2], 10.0, 4, RATES).max()
+    assert finished.max() < dealt
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 4))
+@settings(deadline=None, max_examples=100)
+def test_engines_of_a_batch_make_the_passes_of_their_own_sequences(
+    lengths: list[int], max_running: int, engines: int
+) -> None:
+    """Fails if a sequence is lost, or finishes at another time than its engine alone would need."""
+    workload = work(equal(1.0), len(lengths), max_num_seqs=max_running)
+    engine_of, finished = dispatch.answer_batch(np.array(lengths), workload, RATES, engines)
+    for number in range(engines):
+        mine = np.flatnonzero(engine_of == number)
+        expected = count_passes([lengths[i] for i in mine], 10.0, max_running)
+        np.testing.assert_allclose(finished[mine], expected)
 
 
 def test_thousands_of_gpus_are_as_many_events_as_sequences() -> None:

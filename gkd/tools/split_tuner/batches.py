@@ -1,7 +1,6 @@
 """sync, one_step_off, two_step_off in the simulation: `gkd.pipeline.prefetch` in other words, without the work.
 
-A batch goes to all engines at once and each of them is then alone with its share, so there is one calculation for each
-engine and batch, and no queue of events.
+No other batch is on the engines meanwhile, so each batch is one calculation (`answer_batch`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import numpy as np
 
 from gkd.config.schedulers import AHEAD
 from gkd.data.chunks import CHUNK_SIZE
-from gkd.tools.split_tuner.engine import finish_times
+from gkd.tools.split_tuner.dispatch import answer_batch
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
 from gkd.tools.split_tuner.teacher import Teacher
@@ -79,13 +78,14 @@ def _answer(
     """All answers to a batch, and the teacher asked about them."""
     n_on_policy = workload.on_policy(number)
     place = np.arange(n_on_policy).repeat(workload.n)  # of each sequence's prompt, among those the student answers
-    engine_of, group_of = place % sizes.engines, place % sizes.dp
+    group_of = place % sizes.dp
     lengths = workload.lengths.draw(rng, len(place), number)
+    engine_of, finished_s = answer_batch(lengths, workload, rates, sizes.engines)
     order = np.argsort(engine_of, kind="stable")
     arrived, engine_s, last_s = np.empty(len(place)), 0.0, 0.0
     for mine in np.split(order, np.cumsum(np.bincount(engine_of, minlength=sizes.engines))[:-1]):
         if len(mine):
-            finished = finish_times(lengths[mine], workload.prompt_tokens, workload.max_num_seqs, rates)
+            finished = finished_s[mine]
             handed_s = rates.chunk_s * (1 + n_chunks(group_of[mine]))
             arrived[mine] = chunk_times(finished, group_of[mine]) + handed_s
             engine_s += float(finished.max())

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from gkd.config.schedulers import STREAM
 from gkd.pipeline.staleness import StreamScheduler
+from gkd.tools.split_tuner.dispatch import assign, room
 from gkd.tools.split_tuner.engine import Engine
 from gkd.tools.split_tuner.outcome import Outcome, Totals, train_seconds
 from gkd.tools.split_tuner.rates import Rates, Sizes, Workload
@@ -41,10 +42,10 @@ class _Run:
         self._engines = [Engine(rates, workload.max_num_seqs) for _ in range(sizes.engines)]
         self._events: list[tuple[float, int, int]] = []  # (time, engine, number of its plan)
         self._plans = [0] * sizes.engines  # an event of an older plan is void
-        self._unfinished_prompts = [0] * sizes.engines  # of each engine
-        self._waiting: list[list[int]] = [
-            [] for _ in range(sizes.engines)
-        ]  # positions that have not started, last one first
+        self._queue: deque[int] = deque()  # positions that no engine has yet
+        self._waiting: list[deque[int]] = [deque() for _ in range(sizes.engines)]  # positions that have not started
+        self._n_held = [0] * sizes.engines  # unfinished sequences of each engine
+        self._room = room(workload, sizes.engines)
         self._left: dict[int, int] = {}  # unfinished samples of a position
         self._lengths: dict[int, np.ndarray] = {}
         self._versions: dict[int, int] = {}  # of the weights when a position started
@@ -96,32 +97,32 @@ class _Run:
         return {"rollout": sum(e.busy_s for e in self._engines), "teacher": self._teacher.busy_s, "actor": train_s}
 
     def _admit(self, positions: Sequence[int], now_s: float) -> None:
-        """Assign each prompt to the least busy engine, and start what fits."""
+        """Queue the prompts, and start what fits."""
         if not positions:
             return
-        counts = [(n, engine) for engine, n in enumerate(self._unfinished_prompts)]
-        heapq.heapify(counts)
         n = self._workload.n
         lengths = self._workload.lengths.draw(self._rng, len(positions) * n, self._version).reshape(-1, n)
-        given: dict[int, list[int]] = {}
         for position, drawn in zip(positions, lengths, strict=True):
-            n_prompts, engine = counts[0]
-            heapq.heapreplace(counts, (n_prompts + 1, engine))
-            given.setdefault(engine, []).append(position)
             self._lengths[position], self._given[position] = drawn, self._version
         self._open[self._version] += len(positions)
-        for engine, mine in given.items():
-            self._unfinished_prompts[engine] += len(mine)
-            self._waiting[engine] = [*reversed(mine), *self._waiting[engine]]
+        self._queue.extend(positions)
+        for engine in self._assign(range(len(self._engines))):
             if self._engines[engine].n_running < self._workload.max_num_seqs:
                 self._engines[engine].run_to(now_s)
                 self._begin(engine)
+
+    def _assign(self, engines: Sequence[int]) -> list[int]:
+        """Give the prompts of the queue to those of these engines that have room; return the engines with new ones."""
+        given = assign(self._queue, self._n_held, self._room, self._workload.n, engines)
+        for position, engine in given:
+            self._waiting[engine].append(position)
+        return sorted({engine for _, engine in given})
 
     def _begin(self, number: int) -> None:
         """Start prompts while there is room, at the end of a pass, and plan the next event."""
         engine, waiting = self._engines[number], self._waiting[number]
         while waiting and engine.n_running + engine.n_waiting < self._workload.max_num_seqs:
-            position = waiting.pop()
+            position = waiting.popleft()
             self._versions[position] = self._version
             self._left[position] = self._workload.n
             engine.add(position, self._lengths[position].tolist(), self._workload.prompt_tokens)
@@ -148,7 +149,6 @@ class _Run:
 
     def _finish(self, position: int, number: int, at_s: float) -> None:
         del self._left[position]
-        self._unfinished_prompts[number] -= 1
         self._scheduler.finish(position, self._versions[position])
         self._open[self._given[position]] -= 1
         self._n_finished += 1
@@ -222,6 +222,8 @@ class _Run:
         engine = self._engines[number]
         for position in engine.run_to_finish():
             self._left[position] -= 1
+            self._n_held[number] -= 1
             if not self._left[position]:
                 engine.at_s += self._rates.chunk_s
                 self._finish(position, number, engine.at_s)
+        self._assign([number])
