@@ -1,9 +1,10 @@
 """Run gkd.main_gkd and kill it with SIGKILL at a given point.
 
-    python -m tests.e2e.killed_main POINT NTH AFTER_S VICTIM -- <arguments of gkd.main_gkd>
+    python -m tests.e2e.killed_main POINT NTH AFTER_S VICTIM [POINT NTH AFTER_S VICTIM ...] -- <arguments of main_gkd>
 
 VICTIM is killed AFTER_S seconds after the NTH visit of POINT (0: immediately). It is `all` processes of the run, the
-`driver` alone, an `actor` rank or a rollout `engine`.
+`driver` alone, an `actor` rank, a rollout `engine`, or an `engine_child` that vLLM started for another GPU. A
+`stopped_engine` gets SIGSTOP instead of SIGKILL.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ CALLS: dict[str, tuple[Any, str]] = {
     "replace": (Path, "replace"),
 }
 POINTS = (*STAGES, *(f"{edge}_{name}" for name in CALLS for edge in ("before", "after")))
-VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}
+VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}  # which end the run, unless engines are restarted
+OTHER_VICTIMS = ("all", "driver", "engine_child", "stopped_engine")
 
 
 class Killer:
@@ -60,13 +62,15 @@ class Killer:
     def _kill(self) -> None:
         me = psutil.Process()
         family = me.children(recursive=True)
-        if self._victim in VICTIMS:
-            title = VICTIMS[self._victim]
+        kind = self._victim.removeprefix("stopped_").removesuffix("_child")
+        if kind in VICTIMS:
             # Ray titles its actors by their class, and by their method while one runs.
-            chosen = [p for p in family if title in " ".join(p.cmdline())]
+            chosen = [p for p in family if VICTIMS[kind] in " ".join(p.cmdline())]
+            if self._victim.endswith("_child"):
+                chosen = [p for p in (chosen[0].children(recursive=True) if chosen else ()) if is_engine_child(p)]
             if not chosen:
                 os._exit(70)  # an exception in this thread would go unnoticed
-            chosen[0].kill()
+            chosen[0].send_signal(signal.SIGSTOP if self._victim.startswith("stopped_") else signal.SIGKILL)
             return
         if self._victim == "all":
             for process in family:
@@ -77,8 +81,13 @@ class Killer:
         os.kill(me.pid, signal.SIGKILL)
 
 
+def is_engine_child(process: psutil.Process) -> bool:
+    """Return whether vLLM has spawned this process."""
+    return any("spawn_main" in word for word in process.cmdline()) or "VLLM::" in process.name()
+
+
 def install(killer: Killer) -> None:
-    """Wrap the run's functions so that each reports its point to the killer."""
+    """Wrap the run's functions so that each reports its point to the killer. Several killers can be installed."""
     enter_stage = StageTimers.__call__
 
     def stage(self: StageTimers, name: str) -> Any:
@@ -102,8 +111,10 @@ def _reporting(call: Callable[..., Any], point: str, killer: Killer) -> Callable
 
 
 if __name__ == "__main__":
-    point, nth, after_s, victim, _, *arguments = sys.argv[1:]
-    if point not in POINTS or victim not in ("all", "driver", *VICTIMS):
-        sys.exit(f"points: {', '.join(POINTS)}; victims: all, driver, {', '.join(VICTIMS)}")
-    install(Killer(point, int(nth), float(after_s), victim))
+    end = sys.argv.index("--")
+    words, arguments = sys.argv[1:end], sys.argv[end + 1 :]
+    for point, nth, after_s, victim in zip(words[::4], words[1::4], words[2::4], words[3::4], strict=True):
+        if point not in POINTS or victim not in (*OTHER_VICTIMS, *VICTIMS):
+            sys.exit(f"points: {', '.join(POINTS)}; victims: {', '.join((*OTHER_VICTIMS, *VICTIMS))}")
+        install(Killer(point, int(nth), float(after_s), victim))
     sys.exit(main_gkd.main(arguments))

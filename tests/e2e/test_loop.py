@@ -28,6 +28,7 @@ from gkd.tools import check_gpus
 from gkd.tools.metrics_page import ROWS
 from tests.e2e.conftest import N_TRAIN, Lab
 from tests.e2e.exactness import check_taken, differences
+from tests.e2e.killed_main import is_engine_child
 from tests.service.harness import ServerProcess, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -352,7 +353,7 @@ def n_children_of_engines(process: subprocess.Popen[str]) -> int:
     spawned = 0
     for child in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.Error):  # it has ended since the list was made
-            spawned += any("spawn_main" in word for word in child.cmdline()) or "VLLM::" in child.name()
+            spawned += is_engine_child(child)
     return spawned
 
 
