@@ -120,7 +120,7 @@ def test_an_engine_that_dies_once_too_often_ends_the_run_with_a_checkpoint(lab: 
 
 
 def test_an_interrupt_while_an_engine_is_started_again(lab: Lab, teacher_port: int) -> None:
-    """Fails if Ctrl-C waits for the new engine although another one is up, loses finished steps, or leaves a process."""
+    """Fails if Ctrl-C waits for the new engine although another is up, loses finished steps, or leaves a process."""
     run_dir = lab.root / "interrupted_restart"
     more = ("trainer.total_steps=60", MANY, "trainer.scheduler=one_step_off", "rollout.n_gpus_per_node=2")
     process = start(lab, run_dir, teacher_port, *more, env={"GKD_TEST_RUN": str(run_dir)})
