@@ -1,13 +1,12 @@
 """Driver side of all rollouts: one queue of prompts, from which each engine gets its next ones as it finishes others.
 
     jobs: a batch (`RolloutPool.generate`), a stream, or both     admit -> queue
-    engine with room        <- the next prompts of the queue
+    engine with room        <- the next prompts of the queue, of one data-parallel group as far as possible
     engine's chunks         -> the job that admitted the prompts
     engine that died        -> its unfinished prompts go back to the head of the queue
 
 An engine has room while it holds fewer sequences than it can run, and a small reserve. So the engine that is free
-first takes the next prompt. Which engine answers a prompt does not change the tokens. The engines' streams are open
-while there is a job.
+first takes the next prompt. Which engine answers does not change the tokens. Streams are open while there is a job.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +27,7 @@ from gkd.data.prompt_codec import encode_prompts
 from gkd.errors import ClusterError, GkdError, RankFailed
 from gkd.handles import RolloutChunk
 from gkd.log import get_logger
+from gkd.rollout.prompt_queue import Lane, PromptQueue
 from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Job, Sampling
 from gkd.rollout.stream import JobStream, Waiting
@@ -36,7 +36,7 @@ log = get_logger("rollout_stream")
 
 # Finished sequences wait for others of their chunk for a share of the time of a step, which grows with the batch.
 _LINGER_S_PER_SEQUENCE = 80e-6
-_LINGER_S = 0.02, 1.0  # least and most
+_LINGER_S = 0.02, 2.5  # least and most
 _RESERVE = 1 / 8  # of the sequences that an engine runs: the next ones, while the driver learns that others finished
 
 
@@ -52,6 +52,7 @@ class _Engine:
     worker: Any
     admit: Any  # its remote method
     n_sequences: int = 0  # that it holds
+    lane: Lane | None = None  # of its last prompt
     held: dict[tuple[int, int], Waiting] = field(default_factory=dict)  # by job and prompt index: not finished
 
 
@@ -76,7 +77,7 @@ class Dispatcher:
         self._room = math.inf if self._is_only else max_running + reserve
         self._changing = threading.Lock()  # one session is opened or closed at a time; taken before the next lock
         self._lock = threading.Lock()  # guards all below
-        self._queue: deque[Waiting] = deque()
+        self._queue = PromptQueue(n_groups, self._window(n_groups))
         self._jobs: dict[int, JobStream] = {}
         self._open: dict[int, _Engine] = {}  # by engine index
         self._n_jobs = self._session = 0
@@ -116,10 +117,19 @@ class Dispatcher:
             if stream.closed:
                 raise ClusterError("cannot admit prompts: the rollout stream is closed")
             if stream.first:
-                self._queue.extendleft(reversed(prompts))
+                self._queue.prepend(prompts)
             else:
-                self._queue.extend(prompts)
+                self._queue.append(prompts)
             self._assign()
+
+    def _window(self, n_groups: int) -> int:
+        """Return how far an engine may reach into the queue for a prompt of its group.
+
+        A chunk for each engine and each group; of a batch at most a quarter, because a prompt ages while it waits.
+        """
+        n_lanes = max(n_groups, len(self._engines.up()))
+        per_chunk = math.ceil(self._chunk_size / self._config.rollout.n)
+        return min(n_lanes * per_chunk, self._config.trainer.global_batch_size // 4)
 
     def busy(self) -> list[str]:
         """Return the names of the engines that hold unfinished prompts."""
@@ -141,7 +151,7 @@ class Dispatcher:
                 return
             stream.closed = True
             del self._jobs[stream.job.id]
-            self._queue = deque(prompt for prompt in self._queue if prompt.stream is not stream)
+            self._queue.drop(stream)
             closing: dict[int, _Engine] = {}
             if not self._jobs:
                 self._session += 1
@@ -209,7 +219,7 @@ class Dispatcher:
         shares: defaultdict[tuple[int, int], list[Waiting]] = defaultdict(list)
         while self._queue and free:
             n_sequences, i = free[0]
-            prompt = self._queue.popleft()
+            self._open[i].lane, prompt = self._queue.take(self._open[i].lane)
             shares[i, prompt.stream.job.id].append(prompt)
             n_sequences += prompt.stream.job.sampling.n
             if n_sequences < self._room:
@@ -276,7 +286,7 @@ class Dispatcher:
                 return
             del self._open[engine.index]
             again = [prompt for prompt in engine.held.values() if prompt.stream.job.id in self._jobs]
-            self._queue.extendleft(reversed(again))
+            self._queue.prepend(again)
         self._engines.lost(engine.index, engine.worker, error, n_prompts=len(again))
         with self._lock:
             self._assign()

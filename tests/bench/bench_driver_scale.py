@@ -2,15 +2,13 @@
 
     python -m tests.bench.bench_driver_scale [--steps 1000] [--engines 64] [--tp 8] [--pp 4] [--json FILE]
 
-Real: `Trainer`, `StreamedBatches`, `StreamScheduler`, the sampler, the scattering of sequences to ranks, the decoding
-of chunks' sizes and scores' summaries, the step's metrics and their files. Not real: the engines, endpoints and ranks,
-which are objects of this process and answer at once, so the CPU time of a step is divided by 10 s instead of measured
-over 10 s; and Ray: its calls cost extra, which bench_sequence_cost measures. The time of the objects themselves is
-measured and not counted.
+Real: `Trainer`, `StreamedBatches`, `StreamScheduler`, the sampler, the dispatcher and the pools of engines, endpoints
+and ranks, the coalescing of sequences, the metrics and their files. Not real: the engines, endpoints and ranks, which
+are objects of this process on a simulated clock, so the CPU time of a step is divided by 10 s instead of measured over
+10 s; their time is measured and not counted. Weight sync does nothing. The calls of a step are counted, and what they
+would cost in Ray is a row of its own: a sample of each kind is timed between real Ray actors.
 
-Half of the ranks train, the others generate. A prompt's samples are spread over ten seconds. An engine returns those of
-one data-parallel group that finish in the same second as one chunk: with more engines and groups the chunks are
-smaller, and the driver has more of them. About 10 minutes.
+Half of the ranks train, the others generate. About 15 minutes.
 """
 
 from __future__ import annotations
@@ -20,168 +18,88 @@ import json
 import logging
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import psutil
 
-from gkd.actor.megatron.layout import ParallelLayout
-from gkd.actor.pool import batch_args
+from gkd.actor.pool import ActorPool
 from gkd.config.load import load_config
-from gkd.data.chunks import chunk_size, decode_sizes
-from gkd.handles import (
-    Computation,
-    EngineUsage,
-    FileDigest,
-    PendingScores,
-    ProcessSpans,
-    RolloutChunk,
-    RolloutUsage,
-    ScoredChunk,
-    ScoreTimes,
-    SyncReport,
-    TrainStats,
-)
+from gkd.handles import ScoreTimes, SyncReport, TrainStats
+from gkd.rollout.pool import RolloutPool
 from gkd.run.manifest import digest_bytes
 from gkd.run.open import open_run_folder
 from gkd.teacher.records import ScoreSummary
+from gkd.teacher.scoring import ScoringPool
 from gkd.trainer import Roles, Trainer
 from gkd.types import Prompt
+from tests.bench.simulated_engines import Clock, Engine, Workload
+from tests.bench.simulated_ray import Apparatus, Ref, SimulatedRay
 from tests.bench.teacher_report import machine
 
 RANKS, N_SEQUENCES, N, STEP_S, MAX_STALENESS = 1024, 65_536, 8, 10.0, 2
-SLOTS = 10  # seconds over which the samples of a step's prompts finish
+N_RUNNING, N_PROMPT, MEAN_TOKENS, MAX_TOKENS = 256, 200, 400.0, 1024
 MOST_SHARE, MOST_GROWTH = 0.05, 0.02  # of a core; of the memory at a third of the run, until its end
+_SPARE = 1.1  # engines are this much faster than training
 _WARM_UP = 5
 
 
-class Apparatus:
-    """CPU time of the objects that stand for other processes, over all threads."""
+class Roles1024:
+    """The product's pools over objects that answer at once, except that a training step takes `STEP_S` of the clock."""
 
-    def __init__(self) -> None:
-        self.cpu_s = 0.0
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def not_counted(self) -> Iterator[None]:
-        began_s = time.thread_time()
-        try:
-            yield
-        finally:
-            used_s = time.thread_time() - began_s
-            with self._lock:
-                self.cpu_s += used_s
-
-
-class World:
-    """All roles. Samples finish in a random order as soon as their prompts are admitted."""
-
-    def __init__(self, apparatus: Apparatus, n_engines: int, tp: int, pp: int, steps: Callable[[], None]) -> None:
-        self._apparatus, self._n_engines, self._steps = apparatus, n_engines, steps
-        world = RANKS // 2
-        self._layouts = [ParallelLayout(tp=tp, pp=pp, world_size=world, rank=rank) for rank in range(world)]
-        self.n_groups = self._layouts[0].dp
-        self._rng = np.random.default_rng(0)
-        self._results: SimpleQueue[bytes | None] = SimpleQueue()
-        self._lengths = np.minimum(self._rng.geometric(1 / 400, 2000), 4096).astype(np.int32)
-        self._version = 0
-        self._size = chunk_size(N_SEQUENCES)
-        self.n_chunks = 0
-
-    # RolloutRole, RolloutStream
-
-    def open_stream(self, *, n: int, temperature: float, seed: int) -> World:
-        return self
-
-    def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
-        with self._apparatus.not_counted():
-            positions = np.repeat(np.array(prompt_indices), N)
-            samples = positions * N + np.tile(np.arange(N), len(prompt_indices))
-            slots = self._rng.integers(0, SLOTS, len(samples))
-            engines = np.repeat(self._rng.permutation(len(prompt_indices)) % self._n_engines, N)
-            groups = positions % self.n_groups
-            order = np.lexsort((groups, engines, slots))
-            keys = np.stack((slots, engines, groups))[:, order]
-            cuts = np.flatnonzero(np.any(keys[:, 1:] != keys[:, :-1], axis=0)) + 1
-            for part in np.split(order, cuts):
-                for start in range(0, len(part), self._size):
-                    at = part[start : start + self._size]
-                    self._results.put(self._sizes(int(groups[at[0]]), samples[at]))
-
-    def _sizes(self, group: int, samples: np.ndarray) -> bytes:
-        """Return what an engine sends of a chunk, see `gkd.data.chunks.encode_sizes`."""
-        n = len(samples)
-        self.n_chunks += 1
-        table = np.zeros((6, n), "<i4")
-        lengths = self._lengths[int(samples[0]) % 1000 :][:n]
-        table[0], table[1], table[2], table[4] = samples, lengths + 200, lengths, self._version
-        return np.array((0, group, n, 1), "<i4").tobytes() + table.tobytes()
-
-    def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
-        sizes = self._results.get(timeout=timeout_s)
-        return [] if sizes is None else [decode_sizes(sizes, None)[1]]
-
-    def close(self) -> None:
-        self._results.put(None)
-
-    def usage(self) -> RolloutUsage:
-        with self._apparatus.not_counted():
-            lengths = np.full(N_SEQUENCES // self._n_engines, 400, np.int32)
-            engines = [EngineUsage(9.0, 0.1, np.eye(4), lengths) for _ in range(self._n_engines)]
-        return RolloutUsage(engines, 0.0)
-
-    # ScoringRole
-
-    def submit(self, chunk: RolloutChunk) -> PendingScores:
-        with self._apparatus.not_counted():
-            n = chunk.n_sequences
-            times = ScoreTimes(0.0, (1.0,) * n)
-            summary = ScoreSummary(np.ones(n, np.float32), np.full(n, 1000, np.int64), times).encode()
-        return PendingScores(chunk, None, summary)
-
-    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
-        return [ScoreSummary.decode(p.summary).scored(p) for p in pending]
-
-    def take_computations(self, *, wait: bool) -> dict[str, list[Computation]]:
-        return {}
-
-    # ActorRole, WeightSyncRole
-
-    def train_step(self, batch: Sequence[ScoredChunk]) -> TrainStats:
-        batch_args(batch, self._layouts, balance=True)
-        n_tokens = sum(chunk.rollouts.n_response_tokens for chunk in batch)
-        with self._apparatus.not_counted():
-            self._steps()
-        return TrainStats(1.0, n_tokens, 0.1, 1e-5)
-
-    def memory_numbers(self) -> dict[str, float]:
-        return {}
-
-    def take_spans(self) -> list[ProcessSpans]:
-        return []
+    def __init__(self, ray: SimulatedRay, clock: Clock, config: Any, n_actors: int) -> None:
+        self._clock = clock
+        engines = [
+            ray.handle(
+                open_stream=e.open_stream, admit=e.admit, stream=e.stream, close_stream=e.close_stream, usage=e.usage
+            )
+            for e in clock.engines
+        ]
+        self._trained = 0
+        ranks = [
+            ray.handle(train_step=self._train_step, save=self._save, save_finished=self._saved, export_hf=self._export)
+            for _ in range(n_actors)
+        ]
+        self.actor = ActorPool(ranks, config)
+        endpoints = [
+            ray.handle(score=_score, take_computations=list, health=lambda: None) for _ in range(self.actor.dp_size)
+        ]
+        self.rollout = RolloutPool(engines, config, self.actor.dp_size)
+        self.scoring = ScoringPool(endpoints, config.trainer.stage_timeout_s)
 
     def push(self, policy_version: int) -> SyncReport:
-        self._version = policy_version
+        self._clock.version = policy_version
         return SyncReport(8, 0)
 
-    def load(self, folder: Path) -> None:
-        raise AssertionError("the run starts anew")
+    def _train_step(self, *args: Any, meta: Any) -> Ref:
+        self._trained += 1
+        is_last = self._trained % (RANKS // 2) == 0
+        return Ref(self._wait_step if is_last else _stats)
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
+    def _wait_step(self) -> TrainStats:
+        self._clock.sleep(STEP_S)
+        return _stats()
+
+    def _save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
         (folder / "rank_0").write_bytes(b"nothing")
 
-    def save_finished(self, *, wait: bool, timeout_s: float | None = None) -> dict[str, FileDigest]:
+    def _saved(self, wait: bool) -> dict[str, Any]:
         return {"rank_0": digest_bytes(b"nothing")}
 
-    def export_hf(self, folder: Path) -> None:
-        folder.mkdir()
+    def _export(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+
+
+def _score(rollouts: Ref) -> tuple[None, bytes]:
+    n = rollouts.get()
+    return None, ScoreSummary(np.ones(n, np.float32), np.full(n, 1000, np.int64), ScoreTimes(0.0, (1.0,) * n)).encode()
+
+
+def _stats() -> TrainStats:
+    return TrainStats(1.0, N_SEQUENCES * int(MEAN_TOKENS), 0.1, 1e-5)
 
 
 def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[str, Any]:
@@ -190,6 +108,8 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
         "model.path": "none",
         "eval.metric": "none",
         "memory.timeline": "false",
+        "actor.tp": tp,
+        "actor.pp": pp,
         "trainer.device": "cpu",
         "trainer.run_dir": root / "run",
         "trainer.scheduler": "stream",
@@ -198,35 +118,61 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
         "trainer.save_every": 0,
         "trainer.spans_every": 0,
         "rollout.n": N,
+        "rollout.max_num_seqs": N_RUNNING,
         "trainer.total_steps": n_steps,
     }
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
-    prompts = [Prompt(i, np.ones(8, np.int32)) for i in range(N_SEQUENCES // N)]
+    prompts = [Prompt(i, np.ones(N_PROMPT, np.int32)) for i in range(N_SEQUENCES // N)]
     apparatus, process = Apparatus(), psutil.Process()
+    ray = SimulatedRay(apparatus)
+    ray.install()
+    token_s = STEP_S / _SPARE * n_engines * N_RUNNING / (N_SEQUENCES * MEAN_TOKENS)
+    workload = Workload(N, N_RUNNING, N_PROMPT, MEAN_TOKENS, MAX_TOKENS, token_s)
+    clock = Clock([Engine(workload, seed, apparatus) for seed in range(n_engines)])
     used_s: list[float] = []  # CPU of the driver until each step
     rss: list[int] = []
+    seen: list[tuple[float, int, int]] = []  # clock, chunks, waits
 
-    def step() -> None:
-        used_s.append(time.process_time() - apparatus.cpu_s)
+    def count_step() -> None:
+        used_s.append(time.process_time() - apparatus.cpu_s - clock.cpu_s)
         rss.append(process.memory_info().rss)
-        if len(used_s) % 50 == 0:
+        seen.append((clock.now_s, sum(e.n_chunks for e in clock.engines), ray.n_waits))
+        if len(used_s) % 10 == 0:
             print(f"step {len(used_s)}: {rss[-1] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
 
-    world = World(apparatus, n_engines, tp, pp, step)
-    roles = Roles(actor=world, rollout=world, scoring=world, weight_sync=world)  # type: ignore[arg-type]
+    pools = Roles1024(ray, clock, config, RANKS // 2)
+    roles = Roles(actor=pools.actor, rollout=pools.rollout, scoring=pools.scoring, weight_sync=pools)  # type: ignore[arg-type]
     folder = open_run_folder(config, {"name": "none", "fingerprint": "none"})
-    Trainer(config, roles, prompts, [], folder, n_steps).fit()
-    steps_s = np.diff(used_s)[_WARM_UP : -MAX_STALENESS - 1]
+    trainer = Trainer(config, roles, prompts, [], folder, n_steps)
+    next_batch = trainer.source.next_batch
+
+    def waiting_next_batch(step: int) -> Any:
+        count_step()
+        with clock.waiting():
+            return next_batch(step)
+
+    trainer.source.next_batch = waiting_next_batch  # type: ignore[method-assign]
+    trainer.fit()
+    first, last = _WARM_UP, n_steps - MAX_STALENESS - 2
+    n = last - first
+    per_step = (used_s[last] - used_s[first]) / n
     third = len(rss) // 3
     before, after = (float(np.median(part)) for part in (rss[third : third + 20], rss[-20:]))
-    per_step = float(steps_s.mean())
+    n_chunks = (seen[last][1] - seen[first][1]) / n
     return {
         "ranks": RANKS,
         "engines": n_engines,
-        "groups": world.n_groups,
+        "groups": pools.actor.dp_size,
         "steps": n_steps,
         "sequences": N_SEQUENCES,
-        "sequences_per_chunk": N_SEQUENCES * n_steps / world.n_chunks,
+        "chunks_per_step": n_chunks,
+        "sequences_per_chunk": N_SEQUENCES / n_chunks,
+        "simulated_s_per_step": (seen[last][0] - seen[first][0]) / n,
+        "calls_per_step": {name: count / n_steps for name, count in ray.n_calls.items()},
+        "handles_per_call": {name: count / ray.n_calls[name] for name, count in ray.n_handles.items() if count},
+        "fetched_per_step": ray.n_fetched / n_steps,
+        "waits_per_step": ray.n_waits / n_steps,
+        "apparatus_cpu_s": (apparatus.cpu_s + clock.cpu_s) / n_steps,
         "driver_cpu_s": per_step,
         "driver_share": per_step / STEP_S,
         "us_per_sequence": per_step / N_SEQUENCES * 1e6,
