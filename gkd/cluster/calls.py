@@ -42,17 +42,18 @@ def gather(
     pending = list(names)
     with activities.during(what.replace("_", " "), len(pending)):
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            done, _ = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 late = sorted(names[ref] for ref in pending)
                 raise RankTimeout(f"{what}: no answer within {timeout_s:.0f} s from: {', '.join(late)}", late)
-            name = names[done[0]]
-            try:
-                results[name] = fetch(done[0], f"{what} on {name}")
-            except RankFailed as error:
-                if failed is None:
-                    raise
-                failed[name] = error
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=0)  # one by one is quadratic
+            for ref in done:
+                try:
+                    results[names[ref]] = fetch(ref, f"{what} on {names[ref]}")
+                except RankFailed as error:
+                    if failed is None:
+                        raise
+                    failed[names[ref]] = error
             activities.done(len(refs) - len(pending))
     return {name: results[name] for name in refs if name in results}
 

@@ -87,7 +87,7 @@ def chunk_of(
     )
 
 
-def part_of(chunk: RolloutChunk, positions: Sequence[int]) -> RolloutChunk:
+def part_of(chunk: RolloutChunk, positions: Sequence[int] | np.ndarray) -> RolloutChunk:
     """Return these sequences of a chunk, or of a part of one.
 
     Args:

@@ -15,20 +15,20 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
-from gkd.data.chunks import part_of
 from gkd.data.mixing import on_policy_indices
 from gkd.data.sampler import PromptSampler
 from gkd.errors import ClusterError, RankTimeout
 from gkd.handles import InFlight, PendingScores, RolloutChunk
 from gkd.pending import RolloutStream
 from gkd.pipeline.staleness import StreamScheduler
+from gkd.pipeline.stream_chunks import StreamChunks
 from gkd.roles import RolloutRole, ScoringRole
 from gkd.run.checkpoints import TrainerState
 from gkd.types import Prompt
@@ -52,8 +52,7 @@ class StreamedBatches:
         self.max_staleness = staleness_bound(config.trainer)
         self._on_policy = functools.lru_cache(4 * (self.max_staleness + 2))(self._on_policy_positions)
         self._scheduler = StreamScheduler(self._on_policy, self.max_staleness, total_steps)
-        # By position: the samples that have finished: chunk, place in it, version.
-        self._samples: defaultdict[int, list[tuple[PendingScores, int, int]]] = defaultdict(list)
+        self._chunks = StreamChunks(self._n)
         self._n_received = 0  # chunks
         self._batch: list[int] = []  # positions that are being trained on
         self._changed = threading.Condition()  # guards all of the above
@@ -99,13 +98,12 @@ class StreamedBatches:
         from_dataset = [self._scoring.submit(chunk) for chunk in self._dataset(step)]
         self._batch = self._wait_for(step)
         with self._changed:
-            return [*from_dataset, *self._chunks(self._batch)]
+            return [*from_dataset, *self._chunks.parts(self._batch)]
 
     def commit(self) -> None:
         with self._changed:
             self._scheduler.remove(self._batch)
-            for position in self._batch:
-                del self._samples[position]
+            self._chunks.remove(self._batch)
             self._batch = []
 
     def wait_until_idle(self) -> None:
@@ -114,7 +112,7 @@ class StreamedBatches:
     def in_flight(self, step: int) -> InFlight:
         del step
         with self._changed:
-            chunks = self._chunks(self._scheduler.finished)
+            chunks = self._chunks.parts(self._scheduler.finished)
             unfinished = (*self._scheduler.unfinished, *self._unfinished)
             position = self._scheduler.next_batch * self._size
             return InFlight(position, unfinished, {LABEL: chunks} if chunks else {})
@@ -138,7 +136,12 @@ class StreamedBatches:
         return self._rollout.dataset(self._prompts(positions), prompt_indices=positions, policy_version=step)
 
     def _prompts(self, positions: Sequence[int]) -> list[Prompt]:
-        return [prompt for position in positions for prompt in self._sampler.take(position, 1)]
+        """Return the prompts at these positions; most follow each other."""
+        prompts: list[Prompt] = []
+        runs = np.split(np.array(positions), np.flatnonzero(np.diff(positions) != 1) + 1)
+        for run in runs:
+            prompts += self._sampler.take(int(run[0]), len(run))
+        return prompts
 
     def _wait_for(self, step: int) -> list[int]:
         """Wait until the prompts of this step have finished, and return their positions.
@@ -176,28 +179,12 @@ class StreamedBatches:
                     self._changed.notify_all()
 
     def _finish(self, pending: PendingScores) -> None:
-        chunk, n = pending.rollouts, self._n
-        rows = zip((chunk.sample_index // n).tolist(), chunk.versions.tolist(), strict=True)
         with self._changed:
-            for place, (position, version) in enumerate(rows):
-                samples = self._samples[position]
-                samples.append((pending, place, version))
-                if len(samples) < n:
-                    continue
-                try:
-                    if len(samples) > n:
-                        raise KeyError(position)
-                    self._scheduler.finish(position, min(oldest for *_, oldest in samples))
-                except KeyError as error:
-                    text = f"rollout: an engine returned the prompt at position {position}, which is not in flight"
-                    raise ClusterError(text) from error
+            try:
+                for position, oldest in self._chunks.add(pending):
+                    self._scheduler.finish(position, oldest)
+            except KeyError as error:
+                text = f"rollout: an engine returned the prompt at position {error}, which is not in flight"
+                raise ClusterError(text) from error
             self._n_received += 1
             self._changed.notify_all()
-
-    def _chunks(self, positions: Iterable[int]) -> list[PendingScores]:
-        """Return all samples of these positions as parts of their chunks."""
-        places: dict[int, tuple[PendingScores, list[int]]] = {}
-        for position in positions:
-            for pending, place, _ in self._samples[position]:
-                places.setdefault(id(pending), (pending, []))[1].append(place)
-        return [replace(pending, rollouts=part_of(pending.rollouts, sorted(at))) for pending, at in places.values()]

@@ -30,7 +30,7 @@ from gkd.log import get_logger
 from gkd.rollout.prompt_queue import Lane, PromptQueue
 from gkd.rollout.recovery import Engines
 from gkd.rollout.sampling import Job, Sampling
-from gkd.rollout.stream import JobStream, Waiting
+from gkd.rollout.stream import JobStream, Waiting, take_missing
 
 log = get_logger("rollout_stream")
 
@@ -261,22 +261,13 @@ class Dispatcher:
 
     def _take(self, engine: _Engine, job: int, chunk: RolloutChunk) -> None:
         """Hand over the sequences of a chunk that are still missing, and give the engine its next prompts."""
-        kept = []
         with self._lock:
             stream = self._jobs.get(job)
             engine.n_sequences -= chunk.n_sequences
-            n = 0 if stream is None else stream.job.sampling.n
-            for position, sample_index in enumerate(chunk.sample_index.tolist() if n else ()):
-                key, sample = (job, sample_index // n), 1 << sample_index % n
-                prompt = engine.held.get(key)
-                if prompt is not None and prompt.missing & sample:  # else: an engine that died has returned it
-                    kept.append(position)
-                    prompt.missing &= ~sample
-                    if not prompt.missing:
-                        del engine.held[key]
+            kept = None if stream is None else take_missing(engine.held, stream.job, chunk.sample_index)
             if self._queue and self._open.get(engine.index) is engine:
                 self._assign()
-        if stream is not None and kept:
+        if stream is not None and kept is not None and len(kept):
             stream.put(part_of(chunk, kept))
 
     def _lose(self, engine: _Engine, session: int, error: RankFailed) -> None:

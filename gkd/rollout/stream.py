@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Protocol
+
+import numpy as np
 
 from gkd.handles import RolloutChunk
 from gkd.rollout.sampling import Job
@@ -24,6 +27,34 @@ class Waiting:
     @property
     def key(self) -> tuple[int, int]:
         return self.stream.job.id, self.index
+
+
+def take_missing(held: dict[tuple[int, int], Waiting], job: Job, sample_index: np.ndarray) -> np.ndarray:
+    """Record that an engine has returned these samples; return the places of those that were missing, ascending.
+
+    The others an engine that died had returned before.
+
+    Args:
+        held: by job and prompt index, the prompts that the engine answers; complete ones are removed.
+        sample_index: [n] distinct.
+    """
+    n = job.sampling.n
+    order = np.argsort(sample_index)
+    ordered = sample_index[order]
+    starts = np.flatnonzero(np.diff(ordered // n, prepend=-1))
+    kept = np.ones(len(order), bool)
+    of_prompts, samples = (ordered[starts] // n).tolist(), (ordered % n).tolist()
+    for index, (start, end) in zip(of_prompts, pairwise([*starts.tolist(), len(order)]), strict=True):
+        returned = sum(1 << sample for sample in samples[start:end])
+        prompt = held.get((job.id, index))
+        missing = 0 if prompt is None else prompt.missing
+        if returned & ~missing:
+            kept[order[start:end]] = [bool(missing >> sample & 1) for sample in samples[start:end]]
+        if prompt is not None:
+            prompt.missing &= ~returned
+            if not prompt.missing:
+                del held[prompt.key]
+    return np.flatnonzero(kept)
 
 
 class Owner(Protocol):

@@ -6,9 +6,9 @@ Real: `Trainer`, `StreamedBatches`, `StreamScheduler`, the sampler, the dispatch
 and ranks, the coalescing of sequences, the metrics and their files. Not real: the engines, endpoints and ranks, which
 are objects of this process on a simulated clock, so the CPU time of a step is divided by 10 s instead of measured over
 10 s; their time is measured and not counted. Weight sync does nothing. The calls of a step are counted, and what they
-would cost in Ray is a row of its own: a sample of each kind is timed between real Ray actors.
+would cost in Ray is an estimate of its own: a sample of each kind is timed between real Ray actors (`ray_calls`).
 
-Half of the ranks train, the others generate. About 15 minutes.
+Half of the ranks train, the others generate. 1,000 steps take about 10 minutes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import subprocess
 import sys
 import tempfile
 import time
@@ -102,6 +103,26 @@ def _stats() -> TrainStats:
     return TrainStats(1.0, N_SEQUENCES * int(MEAN_TOKENS), 0.1, 1e-5)
 
 
+def ray_cost(result: dict[str, Any]) -> dict[str, Any]:
+    """Return Ray's own CPU seconds of a step in the driver, by kind of call: measured times counted calls."""
+    command = [sys.executable, "-m", "tests.bench.ray_calls"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    us: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    calls, n_ranks = result["calls_per_step"], RANKS // 2
+    n_handles = n_ranks * result["handles_per_call"]["train_step"]
+    seconds = {
+        "chunks": result["chunks_per_step"] * (us["chunk"] + us["free"]),
+        "prompts": calls["admit"] * us["admit"],
+        "training step, calls": n_ranks * us["call"],
+        "training step, handles of chunks": n_handles * us["handle"],
+        "other calls": (calls["usage"] + result["engines"] + result["exporters"]) * us["call"],
+        "idle": STEP_S * us["idle_second"],
+    }
+    seconds = {kind: value / 1e6 for kind, value in seconds.items()}
+    total = sum(seconds.values())
+    return {"us_of_a_call": us, "cpu_s": seconds, "total_cpu_s": total, "share": total / STEP_S}
+
+
 def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[str, Any]:
     settings = {
         "data.train_files": "[none]",
@@ -137,7 +158,7 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
         used_s.append(time.process_time() - apparatus.cpu_s - clock.cpu_s)
         rss.append(process.memory_info().rss)
         seen.append((clock.now_s, sum(e.n_chunks for e in clock.engines), ray.n_waits))
-        if len(used_s) % 10 == 0:
+        if len(used_s) % 25 == 0:
             print(f"step {len(used_s)}: {rss[-1] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
 
     pools = Roles1024(ray, clock, config, RANKS // 2)
@@ -163,6 +184,7 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
         "ranks": RANKS,
         "engines": n_engines,
         "groups": pools.actor.dp_size,
+        "exporters": sum(len(stage) for stage in pools.actor.exporters()),
         "steps": n_steps,
         "sequences": N_SEQUENCES,
         "chunks_per_step": n_chunks,
@@ -194,6 +216,7 @@ def main() -> int:
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory(prefix="bench_driver_scale.") as root:
         result = measure(args.steps, args.engines, args.tp, args.pp, Path(root))
+    result["ray"] = ray_cost(result)
     print(json.dumps({key: value for key, value in result.items() if key != "rss_mib"}, indent=1))
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")

@@ -20,7 +20,7 @@ from gkd.rollout.coalesce import Coalescer
 from gkd.rollout.sampling import Job
 from tests.bench.simulated_ray import Apparatus, Ref
 
-_TICK_S = 0.1
+_TICK_S = 0.25
 
 
 class _Finished(NamedTuple):

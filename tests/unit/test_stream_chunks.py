@@ -1,0 +1,67 @@
+"""Chunks of a stream: complete prompts, parts of chunks, and samples that an engine returns twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gkd.data.chunks import chunk_of
+from gkd.handles import PendingScores
+from gkd.pipeline.stream_chunks import StreamChunks
+from gkd.rollout.sampling import Job, Sampling
+from gkd.rollout.stream import JobStream, Waiting, take_missing
+from gkd.types import Prompt
+
+N = 3
+
+
+def pending(name: str, samples: list[int], versions: list[int]) -> PendingScores:
+    columns = np.zeros((4, len(samples)), np.int32)
+    columns[2] = versions
+    chunk = chunk_of(0, name, True, np.array(samples, np.int32), np.ones(len(samples), np.int32), columns)
+    return PendingScores(chunk, name, name)
+
+
+def parts(chunks: StreamChunks, *positions: int) -> dict[str, list[int]]:
+    return {part.ref: part.rollouts.sample_index.tolist() for part in chunks.parts(positions)}
+
+
+def test_a_prompt_is_complete_with_its_last_sample() -> None:
+    """Fails if a prompt is trained on without all samples, with those of others, twice, or as younger than it is."""
+    chunks = StreamChunks(N)
+    assert list(chunks.add(pending("a", [2, 30, 0], [5, 4, 4]))) == []
+    assert list(chunks.add(pending("b", [32, 1, 4, 31], [5, 5, 3, 5]))) == [(0, 4), (10, 4)]
+    assert parts(chunks, 0) == {"a": [2, 0], "b": [1]}
+    assert parts(chunks, 10, 0) == {"a": [2, 30, 0], "b": [32, 1, 31]}
+    chunks.remove([0, 10])
+    assert list(chunks.add(pending("c", [3, 5], [6, 6]))) == [(1, 3)]
+    assert parts(chunks, 1) == {"b": [4], "c": [3, 5]}
+    chunks.remove([1])
+    assert not chunks._chunks and not chunks._incomplete
+    with pytest.raises(KeyError):
+        list(chunks.add(pending("d", [6, 7, 8, 6], [6] * 4)))
+
+
+class Owner:
+    def admit(self, stream: JobStream, prompts: object) -> None:
+        raise AssertionError("nothing is admitted")
+
+    def end(self, stream: JobStream) -> None:
+        raise AssertionError("nothing ends")
+
+
+@pytest.mark.parametrize("n", [3, 200])
+def test_samples_that_were_returned_before_are_left_out(n: int) -> None:
+    """Fails if a sample that an engine returned before it died is trained on twice, or a missing one is left out."""
+    stream = JobStream(Owner(), Job(7, Sampling(n, 1.0, 1.0, 8, seed=0), 0.0), first=False)
+    prompt = Prompt(0, np.ones(1, np.int32))
+    half, whole = Waiting(stream, prompt, 2, (1 << n) - 1 - 2), Waiting(stream, prompt, 4, (1 << n) - 1)
+    held = {waiting.key: waiting for waiting in (half, whole)}
+    first = np.array([2 * n + 1, 4 * n + 1, 2 * n, 5 * n], np.int32)  # the first was returned, the last is nobody's
+    assert take_missing(held, stream.job, first).tolist() == [1, 2]
+    rest = [i for i in range(n) if i > 1]
+    samples = np.array([2 * n + i for i in rest] + [4 * n + i for i in rest], np.int32)
+    assert take_missing(held, stream.job, samples).tolist() == list(range(len(samples)))
+    assert list(held) == [whole.key] and whole.missing == 1
+    assert take_missing(held, stream.job, np.array([4 * n], np.int32)).tolist() == [0]
+    assert not held
