@@ -1,4 +1,4 @@
-"""Chunks of a stream that have sequences nobody has trained on, and which of their prompts are complete.
+"""Chunks of a stream until all their sequences are trained on, and which prompts are complete.
 
 A step has tens of thousands of sequences, so nothing here is a Python object per sequence.
 """
