@@ -57,7 +57,7 @@ def test_samples_that_were_returned_before_are_left_out(n: int) -> None:
     prompt = Prompt(0, np.ones(1, np.int32))
     half, whole = Waiting(stream, prompt, 2, (1 << n) - 1 - 2), Waiting(stream, prompt, 4, (1 << n) - 1)
     held = {waiting.key: waiting for waiting in (half, whole)}
-    first = np.array([2 * n + 1, 4 * n + 1, 2 * n, 5 * n], np.int32)  # the first was returned before, the last is of no prompt
+    first = np.array([2 * n + 1, 4 * n + 1, 2 * n, 5 * n], np.int32)  # first: returned before; last: of no prompt
     assert take_missing(held, stream.job, first).tolist() == [1, 2]
     rest = [i for i in range(n) if i > 1]
     samples = np.array([2 * n + i for i in rest] + [4 * n + i for i in rest], np.int32)
