@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from gkd.data.collate import MicroBatches
-from gkd.data.score_checks import validate_scores
+from gkd.data.score_checks import are_topk_valid, validate_scores
 from gkd.errors import DataError
 from gkd.handles import TokenRecord
 from gkd.types import Rollout, TeacherScores
@@ -47,6 +47,8 @@ def check_batch(
     """
     if scores is not None and len(scores) != len(rollouts):
         raise DataError(f"{where}: {len(scores)} scores for {len(rollouts)} rollouts")
+    if scores is not None and "topk" in signals and are_topk_valid(scores, rollouts, n_vocab):
+        signals = [signal for signal in signals if signal != "topk"]
     for i, rollout in enumerate(rollouts):
         sample = f"{where}: prompt {rollout.prompt_id}, sample {rollout.sample_index}"
         _check_rollout(rollout, n_vocab, sample)

@@ -14,6 +14,7 @@ from teacher_server.wire.protocol import Signal
 MASS_SLACK = 1e-3  # rounding error of a row's probability: float32 sums and a float16 tail
 _FP16_ROUNDING = 2.0**-11  # relative rounding error of float16
 _MIN_FP16 = -65504.0
+_JOINED_ENTRIES = 1 << 18  # of the tables that are checked at once: bounds the memory of their copy
 _FP16_INF = 0x7C00  # bit pattern of float16 infinity; larger patterns are NaN
 _SIGN = 0x8000  # sign bit of float16
 T = TypeVar("T")
@@ -52,6 +53,49 @@ def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int 
     else:
         _check_counted_entries(where, scores, counts, n_vocab)
     _check_mass(where, logprobs, tail)
+
+
+def are_topk_valid(scores: Sequence[TeacherScores], rollouts: Sequence[Rollout], n_vocab: int) -> bool:
+    """Return whether each sequence's top-k table passes `validate_topk`, from checks of many sequences at once.
+
+    False also if the tables cannot be joined, e.g. because one is missing. `validate_scores` then names the sequence.
+    """
+    joined: list[TeacherTopK] = []
+    n_rows = n_entries = 0
+    layout = None if not scores or scores[0].topk is None else _layout(scores[0].topk, len(rollouts[0].response_ids))
+    for score, rollout in zip(scores, rollouts, strict=True):
+        table, rows = score.topk, len(rollout.response_ids)
+        # Joining would hide a table with a row too many before one with a row too few, and convert a wrong dtype.
+        if table is None or _layout(table, rows) != layout:
+            return False
+        joined.append(table)
+        n_rows, n_entries = n_rows + rows, n_entries + table.topk_ids.size
+        if n_entries >= _JOINED_ENTRIES or score is scores[-1]:
+            if not _is_topk_valid(joined, n_vocab, n_rows):
+                return False
+            joined, n_rows, n_entries = [], 0, 0
+    return True
+
+
+def _layout(table: TeacherTopK, n_rows: int) -> tuple[object, ...]:
+    """Return dtypes and row sizes of a table, and whether it has `n_rows` rows."""
+    arrays = (table.topk_ids, table.topk_logprobs, table.tail_mass, table.counts)
+    return tuple(a is not None and (a.dtype, a.shape[1:], a.shape[:1] == (n_rows,)) for a in arrays)
+
+
+def _is_topk_valid(tables: Sequence[TeacherTopK], n_vocab: int, n_rows: int) -> bool:
+    counts = [table.counts for table in tables if table.counts is not None]
+    try:
+        joined = TeacherTopK(
+            np.concatenate([table.topk_ids for table in tables]),
+            np.concatenate([table.topk_logprobs for table in tables]),
+            np.concatenate([table.tail_mass for table in tables]),
+            np.concatenate(counts) if counts else None,
+        )
+        validate_topk(joined, n_vocab, "joined sequences", n_rows=n_rows)
+    except TeacherError:
+        return False
+    return True
 
 
 def validate_scores(

@@ -347,3 +347,27 @@ def test_token_records_belong_to_their_sequence(max_tokens: int, packed: bool) -
         assert record.choices == [[(token, token, token)] for token in record.response_ids]
     with pytest.raises(DataError, match="2 tokens"):
         token_records(batches, [torch.zeros(2, 2)], ("token", "on_policy"), rollouts)
+
+
+@pytest.mark.parametrize("joined_entries", [1, 1 << 18])
+def test_a_bad_table_among_valid_ones_is_refused_by_its_sample(
+    joined_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if the check of joined tables accepts a bad one, or the error names another sequence."""
+    monkeypatch.setattr("gkd.data.score_checks._JOINED_ENTRIES", joined_entries)
+    rollouts = [make_rollout(i, 2, 2, sample=i) for i in range(4)]
+    scores = [make_scores(rollout) for rollout in rollouts]
+    check(rollouts, scores)
+    tables = [score.topk for score in scores]
+    good = tables[2]
+    assert good is not None and tables[3] is not None
+    half = TeacherTopK(good.topk_ids, good.topk_logprobs.astype(np.float16), good.tail_mass)
+    heavy = replace(good, tail_mass=good.tail_mass + np.float32(0.5))
+    short, long = (
+        TeacherTopK(*(np.concatenate([a, a])[:n] for a in (good.topk_ids, good.topk_logprobs, good.tail_mass)))
+        for n in (1, 3)
+    )
+    for second, third in ((half, good), (heavy, good), (long, short)):
+        bad = [scores[0], scores[1], replace(scores[2], topk=second), replace(scores[3], topk=third)]
+        with pytest.raises(TeacherError, match="actor rank 3: prompt 2, sample 2"):
+            check(rollouts, bad)
