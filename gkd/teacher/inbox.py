@@ -27,6 +27,7 @@ class Inbox:
         self._max_waiting, self._wake = max_waiting, wake
         self._changed = threading.Condition()
         self._waiting: deque[AnyRequest] = deque()
+        self._woken = False  # the reader was woken, and has not found the queue empty since
         self._commands: deque[Callable[[], None]] = deque()  # deque operations are atomic
 
     def put(self, batch: Sequence[AnyRequest]) -> None:
@@ -45,7 +46,9 @@ class Inbox:
                     self._waiting.append(request)
                 else:
                     self._waiting.appendleft(request)
-        self._wake()
+            woken, self._woken = self._woken, True
+        if not woken:  # a wake per request would interrupt the caller as often
+            self._wake()
 
     def command(self, command: Callable[[], None]) -> None:
         """Have the reader call `command` soon; dropped if the inbox is closed."""
@@ -84,6 +87,7 @@ class Inbox:
         """
         with self._changed:
             if not self._waiting or (self._waiting[0].uses_window and not room):
+                self._woken = False
                 return None
             self._changed.notify_all()
             return self._waiting.popleft()

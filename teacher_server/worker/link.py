@@ -40,6 +40,7 @@ from teacher_server.wire.worker_protocol import (
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
+_BURST = 64  # messages read from one socket before the other sockets are read
 _TICK_S = 0.05  # largest delay of a hello, of leaving, and until a hung batch is detected
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 1000
 _LOG_AFTER = 3  # consecutive failed handshakes before the log names possible causes
@@ -139,6 +140,9 @@ class WorkerLink:
             secure_peer(self._dealer, self._keys)
         self._monitor = self._dealer.get_monitor_socket(_WATCHED)
         self._dealer.connect(self._endpoint)
+        self._poller = zmq.Poller()
+        for socket in (self._dealer, self._outbox_out, self._monitor):
+            self._poller.register(socket, zmq.POLLIN)
         self._next_hello_s = 0.0
 
     def _run(self) -> None:
@@ -162,23 +166,19 @@ class WorkerLink:
                 self._hello.leaving = self._leaving
                 self._dealer.send(from_worker.encode(self._hello))
                 self._next_hello_s = now_s + HEARTBEAT_S
-            ready = dict(self._poller().poll(int(_TICK_S * 1000)))
+            ready = dict(self._poller.poll(int(_TICK_S * 1000)))
             if self._outbox_out in ready:
-                self._dealer.send_multipart(self._outbox_out.recv_multipart(copy=False), copy=False)
+                for reply in _waiting(self._outbox_out):
+                    self._dealer.send_multipart(reply, copy=False)
             if self._dealer in ready:
-                end = self._receive(self._dealer.recv_multipart(copy=False))
-                if end is not None:
-                    return end
+                for frames in _waiting(self._dealer):
+                    end = self._receive(frames)
+                    if end is not None:
+                        return end
             if self._monitor in ready:
                 end = self._on_connection(recv_monitor_message(self._monitor)["event"])
                 if end is not None:
                     return end
-
-    def _poller(self) -> zmq.Poller:
-        poller = zmq.Poller()
-        for socket in (self._dealer, self._outbox_out, self._monitor):
-            poller.register(socket, zmq.POLLIN)
-        return poller
 
     def _receive(self, frames: list[zmq.Frame]) -> End | None:
         try:
@@ -218,3 +218,12 @@ class WorkerLink:
         if since_s is not None and time.monotonic() - since_s > self._compute_timeout_s:
             log.critical("a batch has taken more than %g s: ending this worker", self._compute_timeout_s)
             os._exit(3)  # the compute thread hangs, so a normal exit would wait for it
+
+
+def _waiting(socket: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+    """Yield the messages that have arrived, at most `_BURST`."""
+    for _ in range(_BURST):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
