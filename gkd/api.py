@@ -62,8 +62,8 @@ def open_pools(config: Config) -> Iterator[Pools]:
     plan.folder.add_start(facts)
     log.info(
         "teacher %s (%s), %d shared token ids; %d training prompts, %d held-out prompts; device %s; run folder %s",
-        plan.teacher.model_name,
-        plan.teacher.engine,
+        ", ".join(teacher.model_name for teacher in plan.teachers),
+        plan.teachers[0].engine,
         plan.n_vocab,
         len(plan.train_prompts),
         len(plan.val_prompts),

@@ -163,6 +163,7 @@ class TeacherHealth:
         budget_s: silence after which the run ends: teacher.outage_budget_s.
         n_in_flight: requests that are not answered, including those that wait in a client.
         n_workers, n_queued: workers and waiting requests of the server, by its last heartbeat.
+        route: name of the teacher that is silent, one of teacher.routes; empty: the only one.
     """
 
     silent_s: float
@@ -170,6 +171,12 @@ class TeacherHealth:
     n_in_flight: int
     n_workers: int
     n_queued: int
+    route: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return "teacher", with several of them and the route."""
+        return f"teacher {self.route}".rstrip()
 
 
 # Training
@@ -231,6 +238,7 @@ class GreedyReport:
 
     accuracy: float  # share of exact matches
     samples: list[Sample]  # the first few, in prompt order
+    by_route: Mapping[int, float] = field(default_factory=dict)  # accuracy of the prompts of each route
 
 
 # Files

@@ -162,8 +162,8 @@ def _start(
     if is_local:
         scoring = LocalScoring(actor.workers, endpoints, timeout_s)
         return Roles(actor, rollout, scoring, pushes, reference, clocks=clocks), restarts
-    is_throttled = bool(throttle_warning(config.teacher, plan.teacher))
-    remark = f"set teacher.max_in_flight to {plan.teacher.n_streams}" if is_throttled else ""
+    throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
+    remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
     pool = ScoringPool(endpoints, timeout_s)
     return Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks), restarts
 
@@ -259,13 +259,14 @@ def worker_env(on_cpu: bool) -> dict[str, str]:
 
 def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> list[Any]:
     """Start one scoring endpoint per data-parallel group, on the node of its last pipeline stage."""
-    window = window_of_group(config.teacher, plan.teacher, actor.dp_size)
+    windows = [window_of_group(config.teacher, info, actor.dp_size) for info in plan.teachers]
     # A thread scores one chunk at a time. One more thread than fills the window, so that it does not run half empty at
     # the end of a chunk. A stream's chunks are the samples of one prompt.
-    n_threads = -(-window.n_connections * window.n_per_connection // CHUNK_SIZE) + 1
+    n_in_flight = sum(window.n_connections * window.n_per_connection for window in windows)
+    n_threads = -(-n_in_flight // CHUNK_SIZE) + 1
     if plan.derived.is_local_teacher:
         return spawn_endpoints(actor, slots, plan.device, RecordingEndpoint, config)
-    args = config, plan.n_vocab, plan.teacher.fingerprint, window
+    args = config, plan.n_vocab, [info.fingerprint for info in plan.teachers], windows
     return spawn_endpoints(actor, slots, plan.device, ScoringEndpoint, *args, n_threads=n_threads)
 
 

@@ -31,6 +31,7 @@ class Prompt:
     token_ids: np.ndarray  # [P] int32
     answer: str | None = None  # reference answer, for evaluation only
     response_ids: np.ndarray | None = None  # [R] int32, the dataset's response including its end-of-sequence token
+    route: int = 0  # its teacher, in `gkd.config.derived.Derived.routes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Rollout:
     version_spans: tuple[VersionSpan, ...]  # empty if off-policy
     finish_reason: str  # "stop" | "length"
     on_policy: bool = True  # False: the response is from the dataset
+    route: int = 0  # of its prompt
 
     @property
     def policy_version(self) -> int:
@@ -120,6 +122,8 @@ class TokenTargets:
     reference_logprobs: torch.Tensor | None = None  # [N] float32, nats, of the reference for sampled_ids
     # [N] bool, the token with which the student ended its response; False for truncated and dataset responses.
     ends: torch.Tensor | None = None
+    routes: torch.Tensor | None = None  # [N] int64, see `Rollout.route`; None on a rank without data
+    weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None: all 1
 
     def __len__(self) -> int:
         return int(self.sampled_ids.numel())

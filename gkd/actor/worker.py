@@ -28,6 +28,7 @@ from gkd.cluster.progress import WATCH
 from gkd.config.derived import derive
 from gkd.data.batching import token_records
 from gkd.data.collate import MicroBatches
+from gkd.data.normalize import count, sequence_weights, size_numbers
 from gkd.data.scatter import map_selected
 from gkd.handles import FileDigest, TrainStats
 from gkd.memory.states import OPTIMIZER, PARAMS
@@ -66,7 +67,7 @@ class ActorWorker(ActorRank):
         """
         phase = "training step"
         with self._memory.during(phase):
-            batches = self._micro_batches(sequence_indices, lists, with_reference=True)[0]
+            batches, sizes = self._weighted(*self._micro_batches(sequence_indices, lists, with_reference=True))
             on_device = self._offload.states_on_device("train", meta=meta, sync_follows=self._sends_weights)
             step, trainer = self._student.step + 1, self._config.trainer
             profiler = profiled(step, self._rank, trainer, self._device, self._run_dir)
@@ -76,7 +77,7 @@ class ActorWorker(ActorRank):
                 self._memory.after_step()  # before a refresh of a frozen model changes what is allocated
                 self._phases.enter("refreshing frozen models")
                 self._frozen.after_step()
-        return stats
+        return replace(stats, extra=stats.extra | sizes)
 
     def evaluate(
         self,
@@ -266,6 +267,15 @@ class ActorWorker(ActorRank):
             signals=derived.signals,
             with_reference=with_reference and derived.loss.has_reference,
         )
+
+    def _weighted(self, batches: MicroBatches, rollouts: list[Rollout]) -> tuple[MicroBatches, dict[str, float]]:
+        """Return the micro-batches weighed by distill.normalize, and the sizes of the routes. Collective."""
+        normalize, routes = self._config.distill.normalize, derive(self._config).routes
+        if normalize == "token" and not routes[0].name:
+            return batches, {}
+        counts = self._student.sum_over_groups(torch.from_numpy(count(rollouts, len(routes)))).cpu().numpy()
+        weights = sequence_weights(rollouts, counts, routes, normalize)
+        return batches.weighted(weights), size_numbers(counts, routes)
 
 
 def _timed(compute: Callable[[], list[list[np.ndarray]]]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from teacher_server.config.declare import Setting, declare
 
 IF_CONSTANT = "if actor.optim.schedule is constant"
+IF_MOVED = "name, server_ip, server_port, keys"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

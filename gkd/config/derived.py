@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
+from gkd.config.routes import Route, routes_of
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
 from teacher_server.wire.protocol import Signal
@@ -18,6 +19,7 @@ class Derived:
     """Facts that follow from the settings of a run. `derive` computes them; nothing changes them."""
 
     loss: LossSpec
+    routes: tuple[Route, ...]  # the teachers; at least one
     signals: tuple[Signal, ...]  # requested from the teacher for each sequence
     max_staleness: int  # steps between the oldest weights of a sequence and the step that trains on it
     max_sequence_length: int  # tokens of prompt and response
@@ -36,7 +38,10 @@ class Derived:
 def derive(config: Config) -> Derived:
     """Return what follows from the settings. Raises ConfigError: the loss is not valid."""
     t, a, r, teacher = config.trainer, config.actor, config.rollout, config.teacher
-    loss = loss_spec(config.distill, teacher.temperature)
+    loss, routes = loss_spec(config.distill, teacher.temperature), routes_of(config)
+    if teacher.routes:
+        temperatures = tuple(route.teacher.temperature for route in routes)
+        loss = replace(loss, domains=tuple(route.name for route in routes), temperatures=temperatures)
     world_size, engine_gpus = t.n_gpus_per_node * t.nnodes, r.n_gpus_per_node * r.nnodes
     is_local_teacher = teacher.backend == "local"
     reference_is_actor = loss.has_reference and a.lora.rank > 0 and not config.reference.path
@@ -51,6 +56,7 @@ def derive(config: Config) -> Derived:
     needs_room = a.offload_train or ((teacher_stays or reference_stays) and config.memory.strategy != "resident")
     return Derived(
         loss=loss,
+        routes=routes,
         signals=teacher_signals(loss, cast(Signal, teacher.signal)),
         max_staleness=staleness_bound(t),
         max_sequence_length=config.data.max_prompt_length + config.data.max_response_length,

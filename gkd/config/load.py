@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
 from gkd.config.key_list import all_keys, sections
-from gkd.config.schema import Config, LossTermConfig
+from gkd.config.schema import Config, LossTermConfig, RouteConfig
 from gkd.errors import ConfigError
 
 _EXPECTED = {
@@ -34,9 +34,10 @@ _EXPECTED = {
     "list[int]": "a list of integers, e.g. [0, 1]",
     "list[float]": "a list of numbers, e.g. [0.9, 0.95]",
     "dict[str, float]": "names with numbers, e.g. {truncated: 0.9}",
+    "dict[str, RouteConfig]": "routes, e.g. {math: {server_port: 15555}, code: {server_port: 15556, weight: 2.0}}",
     "list[LossTermConfig]": "a list, e.g. [{name: jsd, weight: 0.5}, {name: k1}]",
 }
-_TERMS = "distill.losses"
+_ENTRIES: dict[str, type] = {"distill.losses": LossTermConfig, "teacher.routes": RouteConfig}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -178,23 +179,32 @@ def _wrong_type(key: str, value: object, error: Exception) -> ConfigError:
     if value is None:
         fix = all_keys()[key].key.required or f"give {expected}, or leave the key out."
         return ConfigError(key, "", "is empty.", fix)
-    if key == _TERMS and isinstance(value, list) and isinstance(error, OmegaConfBaseException):
-        return _wrong_term(value, error)
+    if isinstance(error, OmegaConfBaseException) and (entries := _entries(key, value)):
+        return _wrong_entry(key, entries, error)
     if kind.startswith("list") and isinstance(value, str | int | float):
         return ConfigError(key, value, "is not a list.", f"write [{value}].")
     return ConfigError(key, value, "has the wrong type.", f"give {expected}.")
 
 
-def _wrong_term(terms: list[Any], error: OmegaConfBaseException) -> ConfigError:
-    """Return the error for an entry of distill.losses; OmegaConf names its key without the list."""
-    names = [item.name for item in dataclasses.fields(LossTermConfig)]
-    for i, term in enumerate(terms):
-        for name, value in term.items() if isinstance(term, dict) else ():
-            if name not in names:
-                nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-                hint = f"did you mean {nearest[0]}?" if nearest else f"use {', '.join(names)}."
-                return ConfigError(f"{_TERMS}[{i}].{name}", value, "there is no such key.", hint)
+def _entries(key: str, value: object) -> dict[str, Any]:
+    """Return the entries of distill.losses or teacher.routes by their names in an error; empty: another key."""
+    if key == "distill.losses" and isinstance(value, list):
+        return {f"{key}[{i}]": entry for i, entry in enumerate(value)}
+    if key == "teacher.routes" and isinstance(value, dict):
+        return {f"{key}.{name}": entry for name, entry in value.items()}
+    return {}
+
+
+def _wrong_entry(key: str, entries: Mapping[str, Any], error: OmegaConfBaseException) -> ConfigError:
+    """Return the error for one entry; OmegaConf names its key without the list."""
+    types = {item.name: str(item.type).partition(" |")[0] for item in dataclasses.fields(_ENTRIES[key])}
+    for where, entry in entries.items():
+        for name, value in entry.items() if isinstance(entry, dict) else ():
+            if name not in types:
+                nearest = difflib.get_close_matches(name, types, n=1, cutoff=0.4)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"use {', '.join(types)}."
+                return ConfigError(f"{where}.{name}", value, "there is no such key.", hint)
             if str(error.full_key or error.key).rpartition(".")[2] == name:
-                expected = "a text" if name == "name" else "a number, e.g. 0.5"
-                return ConfigError(f"{_TERMS}[{i}].{name}", value, "has the wrong type.", f"give {expected}.")
-    return ConfigError(_TERMS, terms, "has a wrong entry.", f"give {_EXPECTED['list[LossTermConfig]']}.")
+                expected = _EXPECTED[types[name]]
+                return ConfigError(f"{where}.{name}", value, "has the wrong type.", f"give {expected}.")
+    return ConfigError(key, list(entries.values()), "has a wrong entry.", f"give {_EXPECTED[all_keys()[key].type]}.")

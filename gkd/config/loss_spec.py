@@ -63,6 +63,8 @@ class LossSpec:
         temperature: divides the student's logits; the teacher scored at the same one.
         importance_clip: largest importance weight of the policy-gradient terms; 0 = no limit.
         reference_weight: weight of the KL to the reference; 0 = no reference.
+        domains: names of the routes, see `gkd.config.routes`; empty: one teacher, whose numbers are those of the batch.
+        temperatures: by route; empty: `temperature`.
 
     Raises:
         ConfigError: naming the invalid key of `distill` or `teacher`.
@@ -73,6 +75,8 @@ class LossSpec:
     temperature: float = 1.0
     importance_clip: float = 2.0
     reference_weight: float = 0.0
+    domains: tuple[str, ...] = ()
+    temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         names = [term.name for term in self.terms]
@@ -97,6 +101,11 @@ class LossSpec:
     @property
     def has_reference(self) -> bool:
         return self.reference_weight > 0
+
+    @property
+    def has_temperatures(self) -> bool:
+        """Return whether a route has a temperature of its own."""
+        return any(each != self.temperature for each in self.temperatures)
 
     @property
     def uses_samples(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from gkd.config.declare import key
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
 from gkd.config.schema_health import HealthConfig
-from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, TeacherConfig
+from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, RouteConfig, TeacherConfig
 from gkd.config.schema_trainer import TRACKER_NAMES, TrainerConfig
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "OptimConfig",
     "ReferenceConfig",
     "RolloutConfig",
+    "RouteConfig",
     "TeacherConfig",
     "TrainerConfig",
     "WeightSyncConfig",
@@ -68,6 +69,13 @@ class DataConfig:
     )
     shuffle: bool = key(True, "Shuffle the prompts in each epoch, from data.seed and the epoch number.")
     seed: int = key(1, "Seed of the prompt order and of sampling.", ge=0)
+    teacher_key: str = key("", "Column that names a row's teacher, one of teacher.routes; needed with routes.")
+    domain_shares: dict[str, float] = key(
+        {},
+        "Shares of the prompts of a batch by route, exact over time, e.g. {math: 3, code: 1}; each route has an order "
+        "of its own. Empty = as the files have them.",
+        limits="each of teacher.routes, > 0",
+    )
 
 
 @dataclass

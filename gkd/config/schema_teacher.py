@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from gkd.config.declare import key
+from gkd.config.declare import IF_MOVED, key
 from teacher_server.wire.protocol import MAX_K, Signal
 
 Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
@@ -13,9 +13,22 @@ Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
+NORMALIZATIONS = ("token", "sequence", "domain")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
 MAX_NAME_LENGTH = 128  # characters of a teacher's name
+
+
+@dataclass
+class RouteConfig:
+    """Entry of `teacher.routes`; what it leaves out is inherited from `teacher`."""
+
+    name: str | None = None
+    server_ip: str | None = None
+    server_port: int | None = None
+    keys: str | None = None
+    temperature: float | None = None
+    weight: float = 1.0
 
 
 @dataclass
@@ -111,6 +124,19 @@ class TeacherConfig:
         le=1e6,
         resume=True,
     )
+    routes: dict[str, RouteConfig] = key(
+        {},
+        "Several teachers: for each value of data.teacher_key {name, server_ip, server_port, keys, temperature, "
+        "weight}. What an entry leaves out is that of this section; weight (1) multiplies the loss of its tokens. "
+        "Needs backend zmq. Empty = one teacher. See docs/losses.md.",
+        limits="names of letters, digits, _ and -; weights > 0",
+        resume=IF_MOVED,
+    )
+    default_route: str = key(
+        "",
+        "Route of rows whose data.teacher_key has another value or none; empty = such a row is an error.",
+        limits="a name in routes",
+    )
 
 
 @dataclass
@@ -163,6 +189,12 @@ class DistillConfig:
         "Probability mass outside the teacher's top-k: bucket (one extra class), renorm (renormalize both "
         "distributions on the top-k) or drop (omit it from the sum).",
         choices=get_args(Tail),
+    )
+    normalize: str = key(
+        "token",
+        "Mean of the loss over a batch: token = of all tokens; sequence = of the sequences' means; domain = sum of the "
+        "token means of each of teacher.routes, so that long answers do not outweigh others.",
+        choices=NORMALIZATIONS,
     )
     reference_kl_weight: float = key(
         0.0,

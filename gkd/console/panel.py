@@ -163,7 +163,7 @@ def _teacher(health: TeacherHealth) -> list[Part]:
     queue = (f"{health.n_in_flight} in flight, {health.n_queued} queued, {health.n_workers} workers", "")
     if health.silent_s < FIRST_WARNING_S:
         return _row("teacher", queue)
-    return _row("teacher", (f"silent for {health.silent_s:.0f} of {health.budget_s:.0f} s", "bold red"), queue)
+    return _row(health.label, (f"silent for {health.silent_s:.0f} of {health.budget_s:.0f} s", "bold red"), queue)
 
 
 def _now(view: View) -> list[Part]:

@@ -28,7 +28,8 @@ class TeacherWatch:
         if health.silent_s >= self._next_s:
             self._warned_s, self._next_s = health.silent_s, 2 * self._next_s
             log.warning(
-                "teacher silent for %.0f s, waiting up to %.0f s (teacher.outage_budget_s)",
+                "%s silent for %.0f s, waiting up to %.0f s (teacher.outage_budget_s)",
+                health.label,
                 health.silent_s,
                 health.budget_s,
             )

@@ -180,6 +180,7 @@ def dataset_chunks(
                 version_spans=(),
                 finish_reason="stop" if int(response[-1]) in eos_ids else "length",
                 on_policy=False,
+                route=prompt.route,
             )
         )
     for dp_rank, rollouts in sorted(groups.items()):

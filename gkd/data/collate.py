@@ -33,6 +33,7 @@ class MicroBatches(Sequence[MicroBatch]):
         scores: of the rollouts, in the same order, all with the same tables; None: `targets` is None.
         groups: indices into `rollouts` of the sequences of each micro-batch, in row order.
         packed: concatenate sequences in one row; otherwise pad to the longest with `pad_id`.
+        weights: [len(rollouts)] float32, factor of the loss of each sequence's tokens; None: all 1.
 
     Raises:
         DataError: only some of the sequences have one of the teacher's tables.
@@ -46,9 +47,10 @@ class MicroBatches(Sequence[MicroBatch]):
         *,
         packed: bool,
         pad_id: int,
+        weights: np.ndarray | None = None,
     ) -> None:
         self._rollouts, self._scores, self._groups = rollouts, scores, groups
-        self._packed, self._pad_id = packed, pad_id
+        self._packed, self._pad_id, self._weights = packed, pad_id, weights
         for name in (*SIGNAL_FIELDS.values(), "reference_logprobs"):
             n = sum(getattr(score, name) is not None for score in scores or ())
             if scores is not None and n not in (0, len(scores)):
@@ -65,18 +67,27 @@ class MicroBatches(Sequence[MicroBatch]):
 
     def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
         if isinstance(index, slice):
-            groups = self._groups[index]
-            return MicroBatches(self._rollouts, self._scores, groups, packed=self._packed, pad_id=self._pad_id)
+            return self._changed(self._groups[index], self._scores, self._weights)
         group = self._groups[index]
         rollouts = [self._rollouts[i] for i in group]
         batch = _packed(rollouts) if self._packed else _padded(rollouts, self._pad_id)
         if self._scores is not None:
-            batch.targets = _targets(rollouts, [self._scores[i] for i in group])
+            weights = None if self._weights is None else self._weights[np.array(group)]
+            batch.targets = _targets(rollouts, [self._scores[i] for i in group], weights)
         return batch
 
     def without_targets(self) -> MicroBatches:
         """Return the same micro-batches without targets, which are most of the cost of building them."""
-        return MicroBatches(self._rollouts, None, self._groups, packed=self._packed, pad_id=self._pad_id)
+        return self._changed(self._groups, None, None)
+
+    def weighted(self, weights: np.ndarray) -> MicroBatches:
+        """Return the same micro-batches with a factor of the loss for each sequence, see `weights`."""
+        return self._changed(self._groups, self._scores, weights)
+
+    def _changed(
+        self, groups: Sequence[Sequence[int]], scores: Sequence[TeacherScores] | None, weights: np.ndarray | None
+    ) -> MicroBatches:
+        return MicroBatches(self._rollouts, scores, groups, packed=self._packed, pad_id=self._pad_id, weights=weights)
 
     @property
     def samples(self) -> Iterator[tuple[int, int]]:
@@ -135,7 +146,7 @@ def _loss_index(rollouts: Sequence[Rollout], starts: np.ndarray) -> torch.Tensor
     return torch.from_numpy(np.concatenate(spans))
 
 
-def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> TokenTargets:
+def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], weights: np.ndarray | None) -> TokenTargets:
     n_rows = [len(r.response_ids) for r in rollouts]
     logprobs = [r.rollout_logprobs if r.on_policy else np.zeros(n) for r, n in zip(rollouts, n_rows, strict=True)]
     ended = [r.on_policy and r.finish_reason == "stop" for r in rollouts]
@@ -146,6 +157,8 @@ def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores]) -> To
         rollout_logprobs=_rows(logprobs, np.float32),
         on_policy=torch.from_numpy(np.repeat([r.on_policy for r in rollouts], n_rows)),
         ends=ends,
+        routes=torch.from_numpy(np.repeat([r.route for r in rollouts], n_rows)),
+        weights=None if weights is None else torch.from_numpy(np.repeat(weights, n_rows)),
     )
     if topk := _present([s.topk for s in scores]):
         width = max(t.topk_ids.shape[1] for t in topk)

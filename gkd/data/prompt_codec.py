@@ -1,4 +1,4 @@
-"""Encode prompts for the engines: 12 bytes per prompt and 4 per token, much less than pickled objects.
+"""Encode prompts for the engines: 16 bytes per prompt and 4 per token, much less than pickled objects.
 
 The driver sends the tokens of a prompt once, for all its samples. Reference answers and dataset responses are not sent.
 """
@@ -13,21 +13,22 @@ from gkd.errors import DataError
 from gkd.types import Prompt
 
 _MAX = 2**31 - 1
+_COLUMNS = 4
 
 
 def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> bytes:
-    """Encode prompt ids, prompt indices and tokens as int32.
+    """Encode prompt ids, prompt indices, routes and tokens as int32.
 
     Raises:
         DataError: no prompts, or a value outside of [0, 2^31).
     """
     if not prompts:
         raise DataError("cannot encode an empty list of prompts")
-    rows = [(p.prompt_id, index, len(p.token_ids)) for p, index in zip(prompts, prompt_indices, strict=True)]
+    rows = [(p.prompt_id, index, len(p.token_ids), p.route) for p, index in zip(prompts, prompt_indices, strict=True)]
     numbers = np.concatenate([[len(rows)], np.ravel(rows), *(p.token_ids for p in prompts)])
     if int(numbers.min()) < 0 or int(numbers.max()) > _MAX:
         span = f"[{int(numbers.min())}, {int(numbers.max())}]"
-        raise DataError(f"prompt ids, indices and tokens are in {span}; the supported range is [0, {_MAX}].")
+        raise DataError(f"prompt ids, indices, routes and tokens are in {span}; the supported range is [0, {_MAX}].")
     return numbers.astype("<i4").tobytes()
 
 
@@ -39,11 +40,12 @@ def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
     """
     numbers = np.frombuffer(data, "<i4", count=len(data) // 4)
     n = int(numbers[0]) if len(numbers) else 0
-    head, ids = numbers[1 : 1 + 3 * n], numbers[1 + 3 * n :]
-    rows = head[: len(head) // 3 * 3].reshape(-1, 3)
+    head, ids = numbers[1 : 1 + _COLUMNS * n], numbers[1 + _COLUMNS * n :]
+    rows = head[: len(head) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
     n_tokens = int(rows[:, 2].sum(dtype=np.int64))
-    if n < 1 or len(rows) != n or int(numbers.min()) < 0 or 4 * (1 + 3 * n + n_tokens) != len(data):
+    if n < 1 or len(rows) != n or int(numbers.min()) < 0 or 4 * (1 + _COLUMNS * n + n_tokens) != len(data):
         raise DataError(f"malformed prompt data: {len(data)} bytes for {n} prompts")
     tokens = np.split(ids, np.cumsum(rows[:-1, 2]))
-    prompts = [Prompt(prompt_id, ids) for prompt_id, ids in zip(rows[:, 0].tolist(), tokens, strict=True)]
+    heads = zip(rows[:, 0].tolist(), rows[:, 3].tolist(), tokens, strict=True)
+    prompts = [Prompt(prompt_id, ids, route=route) for prompt_id, route, ids in heads]
     return prompts, rows[:, 1].tolist()

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from gkd.config.schema import DataConfig
+from gkd.config.schema import DataConfig, TeacherConfig
 from gkd.console.activity import activities
+from gkd.data.row_routes import RowRoutes
 from gkd.errors import ConfigError, ModelError
 from gkd.types import Prompt
 
@@ -64,7 +65,13 @@ def eos_token_ids(path: str, tokenizer: Any) -> list[int]:
 
 
 def load_prompts(
-    files: Sequence[str], config: DataConfig, tokenizer: Any, key: str, *, response_ends: Sequence[int] | None = None
+    files: Sequence[str],
+    config: DataConfig,
+    tokenizer: Any,
+    key: str,
+    *,
+    response_ends: Sequence[int] | None = None,
+    teacher: TeacherConfig | None = None,
 ) -> tuple[list[Prompt], int]:
     """Tokenize all rows of `files`; also return the number of rows dropped by `data.truncation: drop`.
 
@@ -72,14 +79,16 @@ def load_prompts(
         key: config key of the files ("data.train_files" or "data.val_files"), for errors.
         response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
             `data.response_key`.
+        teacher: its routes, one of which each row must name; None: the rows have no routes.
 
     Raises:
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
-            is unusable; a prompt exceeds `data.max_prompt_length` with `truncation: error`.
+            is unusable; a row names no route; a prompt exceeds `data.max_prompt_length` with `truncation: error`.
     """
     prompts: list[Prompt] = []
     dropped = 0
     row_id = 0
+    routes = RowRoutes(teacher or TeacherConfig(), config.teacher_key)
     with activities.during(f"tokenizing {key}, row"):
         for file in files:
             for where, row in _read_rows(file, key):
@@ -92,6 +101,7 @@ def load_prompts(
                         f"{where} has only the columns {sorted(row)}.",
                         "set it to the column of the prompts.",
                     )
+                route = routes.of(row, where)
                 ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where), config, where)
                 if ids is None:
                     dropped += 1
@@ -103,12 +113,14 @@ def load_prompts(
                             np.asarray(ids, dtype=np.int32),
                             None if answer is None else str(answer),
                             None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
+                            route,
                         )
                     )
                 row_id += 1
     if not prompts:
         dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
         raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")
+    routes.log(key)
     return prompts, dropped
 
 

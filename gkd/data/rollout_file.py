@@ -44,6 +44,7 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
             len(r.response_ids),
             _REASONS.index(r.finish_reason),
             r.on_policy,
+            r.route,
         )
         for r in rollouts
     ]
@@ -108,6 +109,7 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
             version_spans=tuple(spans[i]),
             finish_reason=_REASONS[row[4]],
             on_policy=bool(row[5]),
+            route=row[6] if len(row) > 6 else 0,  # older files have no routes
         )
         for i, row in enumerate(rows)
     ]

@@ -119,8 +119,10 @@ def _node(ranks: Sequence[RankFootprint], process: int, config: Config) -> Count
 
 def _teacher_is_here(config: Config) -> bool:
     """Return whether there is a teacher server on the trainer's host: its address is a loopback one."""
-    address = config.teacher.server_ip
-    return not derive(config).is_local_teacher and (address == "localhost" or address.startswith("127."))
+    derived = derive(config)
+    addresses = [route.teacher.server_ip for route in derived.routes]
+    is_here = any(address == "localhost" or address.startswith("127.") for address in addresses)
+    return not derived.is_local_teacher and is_here
 
 
 def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -> float:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 
 from msgspec import structs
 
 from gkd.cluster.gpu_table import TEACHER, Finding, GpuInfo, RankPlacement
 from gkd.cluster.gpus import machine_gpus
+from gkd.config.routes import Route
 from gkd.config.schema import TeacherConfig
 from gkd.errors import TeacherError
 from gkd.teacher.client import load_keys
@@ -58,11 +60,11 @@ def ask_status(teacher: TeacherConfig) -> ServerStatus:
         link.close()
 
 
-def worker_placements(status: ServerStatus) -> list[RankPlacement]:
+def worker_placements(status: ServerStatus, first_rank: int = 0) -> list[RankPlacement]:
     """Return one row per worker, by host and name, with the GPUs that the worker reports."""
     rows: list[RankPlacement] = []
     by_name = sorted(status.workers, key=lambda worker: (worker.host, len(worker.name), worker.name))  # w2.0, w10.0
-    for rank, worker in enumerate(by_name):
+    for rank, worker in enumerate(by_name, first_rank):
         gpus = tuple(GpuInfo(id=gpu.id, uuid=gpu.uuid or None, name=gpu.name or None) for gpu in worker.gpus)
         rows.append(
             RankPlacement(
@@ -80,30 +82,35 @@ def worker_placements(status: ServerStatus) -> list[RankPlacement]:
     return rows
 
 
-def teacher_rows(teacher: TeacherConfig, device: str) -> tuple[list[RankPlacement], list[Finding]]:
-    """Return the rows of the teacher workers, or the finding that explains why there are none.
+def teacher_rows(routes: Sequence[Route], device: str) -> tuple[list[RankPlacement], list[Finding]]:
+    """Return the rows of the teacher workers, and a finding for each server without a reply.
 
-    Blocks for a few seconds at most. A local teacher has no workers: it runs in the actor's ranks.
+    Blocks for a few seconds per server at most. A local teacher has no workers: it runs in the actor's ranks.
 
     Args:
         device: of the ranks; with "cuda", details from this machine's driver are added.
 
     Raises:
-        ConfigError: the address or teacher.keys is invalid.
+        ConfigError: an address or teacher.keys is invalid.
     """
-    if teacher.backend == "local":
-        return [], []
-    try:
-        rows = worker_placements(ask_status(teacher))
-    except TeacherError as error:
-        silent = Finding(
-            kind="teacher_silent",
-            ranks=(),
-            problem=f"the teacher's GPUs are unknown: {error}.",
-            fix="start the teacher server, or correct teacher.server_ip, teacher.server_port and teacher.keys.",
-        )
-        return [], [silent]
-    return with_driver_info(rows, socket.gethostname(), machine_gpus()) if device == "cuda" else rows, []
+    rows: list[RankPlacement] = []
+    found: list[Finding] = []
+    servers = {(route.teacher.server_ip, route.teacher.server_port): route for route in routes}
+    for route in servers.values():
+        if route.teacher.backend == "local":
+            continue
+        try:
+            rows += worker_placements(ask_status(route.teacher), first_rank=len(rows))
+        except TeacherError as error:
+            address = f"{route.key('server_ip')}, {route.key('server_port')} and {route.key('keys')}"
+            silent = Finding(
+                kind="teacher_silent",
+                ranks=(),
+                problem=f"the teacher's GPUs are unknown: {error}.",
+                fix=f"start the teacher server, or correct {address}.",
+            )
+            found.append(silent)
+    return with_driver_info(rows, socket.gethostname(), machine_gpus()) if device == "cuda" else rows, found
 
 
 def with_driver_info(rows: list[RankPlacement], host: str, machine: list[GpuInfo]) -> list[RankPlacement]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gkd.config.routes import routes_of
 from gkd.config.schema import Config
 from gkd.health.checks import CHECKS, NEED_EQUAL_SAMPLING, Check
 from gkd.health.history import History
@@ -65,7 +66,8 @@ class Monitor:
     def of(cls, config: Config) -> Monitor:
         """Return the monitor of a run, without the checks that its settings make meaningless."""
         rollout, off = config.rollout, list(config.health.checks_off)
-        if rollout.temperature != config.teacher.temperature or rollout.top_p < 1 or config.trainer.replay:
+        temperatures = {route.teacher.temperature for route in routes_of(config)}
+        if temperatures != {rollout.temperature} or rollout.top_p < 1 or config.trainer.replay:
             off += NEED_EQUAL_SAMPLING
         return cls(off, config.health.limits)
 

@@ -26,7 +26,7 @@ from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.token_loss import TokenLosses, report_names, topk_losses
+from gkd.loss.token_loss import DOMAIN_SUMS, TokenLosses, domain_sum, report_names, topk_losses
 from gkd.loss.vocab_parallel import (
     RowLogprobs,
     VocabShard,
@@ -46,7 +46,7 @@ class DistillLoss:
         signals: tables that the teacher sends, see `gkd.config.loss_spec.teacher_signals`.
         chunk_bytes: size of the logits of one chunk, including the teacher's logits if there are any.
         teacher_head: [V_local, D] float32, this rank's rows of the teacher's LM head, for the signal `hidden`.
-        on_rows: called with a [n, len(report_names)] table of each chunk's tokens, in row order.
+        on_rows: called with a table of each chunk's tokens, in row order: [n, number of names without the domains'].
         on_choices: called after it with the teacher's most probable tokens, [n, C, 3], see `gkd.loss.choices`; not
             called if the teacher sends no distribution. Set on all ranks of the shard's group or on none.
     """
@@ -68,11 +68,12 @@ class DistillLoss:
     @property
     def report_names(self) -> tuple[str, ...]:
         """Names of the sums that are returned with a loss; see `TokenLosses`. `total` is the loss itself."""
-        return self._names(self.spec)
+        by_domain = (domain_sum(domain, name) for domain in self.spec.domains for name in DOMAIN_SUMS)
+        return (*self._names(self.spec), *by_domain)
 
     @property
     def evaluation_names(self) -> tuple[str, ...]:
-        """`report_names` inside `evaluating`."""
+        """Names of the columns of `on_rows` inside `evaluating`."""
         return self._names(_without_reference(self.spec))
 
     @contextmanager
@@ -115,6 +116,7 @@ class DistillLoss:
             NumericsError, DataError: see `check`.
         """
         self.check(targets)
+        hidden = self._at_temperatures(hidden, targets)
         if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores no_grad
             hidden, head = hidden.detach(), head.detach()
         loss, sums = HeadLoss.apply(hidden, head, targets, self, reduce_hidden_grad)
@@ -125,6 +127,7 @@ class DistillLoss:
         self.check(targets)
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
+        logits_local = self._at_temperatures(logits_local, targets)
         if self.is_full_vocab:
             if not torch.is_grad_enabled():
                 logits_local = logits_local.detach()
@@ -142,7 +145,7 @@ class DistillLoss:
             check_ids=False,
         )
         losses = self._from_table(rows, targets)
-        return losses.total.sum(), self._sums(losses)
+        return losses.total.sum(), self._sums(losses, targets)
 
     def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor:
         """Return the report sums of some rows; with `with_grad`, overwrite `logits` with its gradient.
@@ -161,7 +164,11 @@ class DistillLoss:
                 with_grad=with_grad,
                 with_choices=self.on_choices is not None,
             )
-            return self._sums(losses)
+            if chunk.weights is not None:
+                losses.total *= chunk.weights
+                if with_grad:
+                    logits.mul_(chunk.weights[:, None])
+            return self._sums(losses, chunk)
         ids, n_listed, temperature = _picked_ids(chunk), _n_listed(chunk), self.spec.temperature
         rows_out = row_logprobs(
             logits, ids, self.shard, kernels=self.kernels, n_listed=n_listed, temperature=temperature
@@ -184,7 +191,7 @@ class DistillLoss:
                 n_listed=n_listed,
                 temperature=temperature,
             )
-        return self._sums(losses)
+        return self._sums(losses, chunk)
 
     def rows_per_chunk(self, n_columns: int, itemsize: int) -> int:
         """Return how many rows of logits fit into `chunk_bytes`; at least one."""
@@ -198,7 +205,17 @@ class DistillLoss:
         losses = topk_losses(self.spec, targets, student_topk, sampled, rows.entropy, student_tail=rows.tail)
         if student_topk is not None and self.on_choices is not None:
             losses.choices = listed_choices(targets, student_topk)
+        if targets.weights is not None:
+            losses.total = losses.total * targets.weights
         return losses
+
+    def _at_temperatures(self, rows: Tensor, targets: TokenTargets) -> Tensor:
+        """Return [N, ...] hidden states or logits, scaled to be divided by `spec.temperature`, not the route's."""
+        if not self.spec.has_temperatures or targets.routes is None:
+            return rows
+        own = torch.tensor(self.spec.temperatures, dtype=statistics_dtype(rows), device=rows.device)
+        scales = (self.spec.temperature / own)[targets.routes.to(rows.device)]
+        return (rows * scales[:, None]).to(rows.dtype)
 
     def _teacher_logits(self, targets: TokenTargets, like: Tensor) -> Tensor:
         """Return the teacher's logits / temperature, [n, v], for this rank's columns."""
@@ -212,14 +229,21 @@ class DistillLoss:
         part = targets.logits[:, self.shard.start : self.shard.start + n_columns]
         return part.to(like.device, dtype, copy=True)
 
-    def _sums(self, losses: TokenLosses) -> Tensor:
+    def _sums(self, losses: TokenLosses, targets: TokenTargets) -> Tensor:
         values = {"total": losses.total.detach(), **losses.values}
-        table = torch.stack([values[name] for name in self.report_names], dim=1)
+        table = torch.stack([values[name] for name in self._names(self.spec)], dim=1)
         if self.on_rows is not None:
             self.on_rows(table)
         if self.on_choices is not None and losses.choices is not None:
             self.on_choices(losses.choices)
-        return table.double().sum(dim=0)
+        sums = table.double().sum(dim=0)
+        if not self.spec.domains:
+            return sums
+        assert targets.routes is not None  # checked
+        zeros = torch.zeros_like(losses.total)
+        columns = torch.stack([zeros + 1, values.get("token_kl", zeros), values["total"]], dim=1).double()
+        is_of = torch.nn.functional.one_hot(targets.routes, len(self.spec.domains)).double()
+        return torch.cat([sums, (is_of.T @ columns).flatten()])
 
     def check(self, targets: TokenTargets) -> None:
         """Check targets before a forward pass, which is a collective that other ranks would hang in.
@@ -235,6 +259,8 @@ class DistillLoss:
             return
         if self.spec.has_reference and targets.reference_logprobs is None:
             raise DataError("the loss needs reference_logprobs, and the micro-batch has none")
+        if self.spec.domains and targets.routes is None:
+            raise DataError("the loss needs the route of each token, and the micro-batch has none")
         if self.is_full_vocab:
             self._check_distribution(targets)
             return

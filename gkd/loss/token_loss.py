@@ -23,6 +23,9 @@ ON_POLICY_VALUES = frozenset(
 )
 END_PROBABILITY, ENDED = "teacher_end_probability", "ended"  # the mean of the first is over the tokens of the second
 
+# Sums over the tokens of each route: their number, "token_kl" (0 without a distribution) and "total".
+DOMAIN_SUMS = ("tokens", "token_kl", "total")
+
 PLAIN = LossTerm("forward_kl")  # for diagnostics
 _REFERENCE_ESTIMATE = "k3"  # low variance while student and reference are close, which the term enforces
 
@@ -53,6 +56,11 @@ class TokenLosses:
     total: Tensor  # [N] weighted sum of the terms, differentiable
     values: dict[str, Tensor] = field(default_factory=dict)
     choices: Tensor | None = None  # [N, C, 3], see `gkd.loss.choices`; only where they are requested
+
+
+def domain_sum(domain: str, name: str) -> str:
+    """Return the name of one of `DOMAIN_SUMS` of a route."""
+    return f"domain/{domain}/{name}"
 
 
 def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_sampled: bool) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from gkd.config.schema_health import HEALTH_CHECKS
 from gkd.config.schema_teacher import LOSS_NAMES
 
-NUMBER = r"\d+"
-# Placeholder of a key -> its values; NUMBER: any number.
+NUMBER, NAME = r"\d+", r"[\w-]+"
+# Placeholder of a key -> its values; NUMBER: any number; NAME: a name in teacher.routes.
 PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "loss": LOSS_NAMES,
     "stage": (
@@ -31,6 +31,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "check": HEALTH_CHECKS,
     "age": NUMBER,
     "rank": NUMBER,
+    "route": NAME,
 }
 EVERY_STEP = "every step"
 

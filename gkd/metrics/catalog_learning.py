@@ -214,6 +214,35 @@ _EVAL = (
     ),
     Row("eval/response_tokens", "tokens", _EVALUATION, "Response tokens of the evaluation."),
 )  # fmt: skip
+_ROUTES = "`teacher.routes`"
+_DOMAINS = (
+    Row(
+        "domain/<route>/token_kl", "nats per token", f"{_ROUTES} and a distribution of the teacher",
+        "As `loss/token_kl`, of the tokens of this route and against its teacher.",
+        "Falls for every route.",
+        "Stands still for one route while the others fall: see its `loss_share`; set `distill.normalize: domain`, or "
+        "raise its weight in `teacher.routes`.",
+    ),
+    Row(
+        "domain/<route>/tokens_share", "share", _ROUTES,
+        "Share of the batch's response tokens that belong to this route.",
+        "Constant.",
+        "Small although it has many prompts: its answers are short. See `data.domain_shares`.",
+    ),
+    Row(
+        "domain/<route>/loss_share", "share", _ROUTES,
+        "Share of this route in `loss/total`, after `distill.normalize` and its weight.",
+        "Similar for all routes. k1-k3 may be negative; then it informs only.",
+        "Near 0: the route has almost no gradient. With `normalize: token` it has as much as its tokens.",
+    ),
+    Row("domain/<route>/length", "tokens", _ROUTES, "Mean length of the responses of this route."),
+    Row(
+        "domain/<route>/accuracy", "share", f"{_EVALUATION}, {_ROUTES} and `eval.metric: exact_match`",
+        "As `eval/accuracy`, of the validation prompts of this route.",
+        "Rises towards the accuracy of its teacher.",
+        "Rises for the other routes only: as for `token_kl`.",
+    ),
+)  # fmt: skip
 _HEALTH = (
     Row(
         "health/<check>", "0 or 1", "lines from the first verdict of the check on",
@@ -227,6 +256,7 @@ _HEALTH = (
 LEARNING: dict[str, tuple[Row, ...]] = {
     "Loss": _LOSS,
     "Evaluation": _EVAL,
+    "Several teachers": _DOMAINS,
     "Optimizer": _OPTIM,
     "Rollouts": _ROLLOUT,
     "Teacher": _TEACHER,

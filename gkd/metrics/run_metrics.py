@@ -99,8 +99,8 @@ class RunMetrics:
         self._first_step = resumed_at or 0
         files = (self._folder.metrics_file, self._folder.tuner_file, self._folder.spans_file)
         self._files = [MetricsWriter(file, keep_through) for file in files]
-        every, teacher = self._config.trainer.spans_every, self._config.teacher.server_ip
-        self._spans = SpanFile(self._files[2], every, self._clocks, teacher)
+        servers = sorted({route.teacher.server_ip for route in derive(self._config).routes})
+        self._spans = SpanFile(self._files[2], self._config.trainer.spans_every, self._clocks, ", ".join(servers))
         past = read_metrics(self._folder.metrics_file)
         self._health.replay(past)
         for line in past:

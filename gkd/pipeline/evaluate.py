@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gkd.config.routes import routes_of
 from gkd.config.schema import Config
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
@@ -33,6 +34,7 @@ class Evaluator:
         metrics: RunMetrics,
     ) -> None:
         self._config, self._roles, self._folder = config.eval, roles, folder
+        self._routes = routes_of(config)
         self._gpus, self._metrics = gpus, metrics
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
         self._generation = Generation(config, roles.rollout, roles.scoring)
@@ -77,6 +79,11 @@ class Evaluator:
             numbers["eval/response_tokens"] = float(stats.n_loss_tokens)
             if greedy is not None:
                 numbers["eval/accuracy"] = greedy.accuracy
+                numbers |= {
+                    f"domain/{self._routes[route].name}/accuracy": accuracy
+                    for route, accuracy in greedy.by_route.items()
+                    if self._routes[route].name
+                }
                 self._folder.write_samples(step, greedy.samples)
             self._metrics.exclude_evaluation(overlapped=overlapped)
         m.add(numbers)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
-from gkd.data.sampler import PromptSampler
+from gkd.data.sampler import make_sampler
 from gkd.handles import InFlight, PendingScores
 from gkd.pipeline.generate import Generation
 from gkd.pipeline.prefetch import PrefetchedBatches
@@ -78,7 +78,7 @@ def make_source(config: Config, roles: Roles, prompts: Sequence[Prompt], total_s
     """Return the source that `trainer.replay` or else `trainer.scheduler` selects."""
     if config.trainer.replay:
         return ReplayedBatches(config, roles.scoring)
-    sampler = PromptSampler(prompts, shuffle=config.data.shuffle, seed=config.data.seed)
+    sampler = make_sampler(config, prompts)
     if config.trainer.scheduler == STREAM:
         return StreamedBatches(config, roles.rollout, roles.scoring, sampler, total_steps)
     generation = Generation(config, roles.rollout, roles.scoring)

@@ -62,7 +62,7 @@ def describe_start(config: Config, plan: Plan) -> dict[str, Any]:
         "seeds": {name: value_of(config, name) for name in seeds},
         "data": [{"key": key, "file": file, **fingerprint(file, key)} for key, file in files],
         "model": {"path": config.model.path},
-        "teacher": {**plan.folder.teacher, "engine": plan.teacher.engine},
+        "teacher": {**plan.folder.teacher, "engine": plan.teachers[0].engine},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 

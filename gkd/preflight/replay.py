@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gkd.config.derived import derive
 from gkd.config.load import load_config
+from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config
 from gkd.errors import CheckpointError, ConfigError
 from gkd.run.checkpoints import step_folder
@@ -18,7 +20,7 @@ from gkd.run.resume_compat import check_same_teacher
 _SAME = ("temperature", "topk", "mass")
 
 
-def check_replay(config: Config, total_steps: int, teacher: Mapping[str, str]) -> None:
+def check_replay(config: Config, total_steps: int, teacher: Mapping[str, Any]) -> None:
     """Check that trainer.replay has complete batches up to the last step, scored as this run would score them.
 
     The first ones may be missing: a run that resumes from a checkpoint needs the later ones only.
@@ -55,7 +57,10 @@ def check_replay(config: Config, total_steps: int, teacher: Mapping[str, str]) -
 
 def _check_scores(recorded: Config, now: Config) -> None:
     """Raise ConfigError if this run needs other scores than the recorded ones, or batches of another shape."""
-    pairs = {f"teacher.{key}": (getattr(recorded.teacher, key), getattr(now.teacher, key)) for key in _SAME}
+    pairs: dict[str, tuple[Any, Any]] = {
+        f"teacher.{key}": (getattr(recorded.teacher, key), getattr(now.teacher, key)) for key in _SAME
+    }
+    pairs["teacher.routes"] = kept_on_resume(recorded.teacher.routes), kept_on_resume(now.teacher.routes)
     pairs["rollout.n"] = recorded.rollout.n, now.rollout.n
     pairs["trainer.global_batch_size"] = recorded.trainer.global_batch_size, now.trainer.global_batch_size
     for key, (before, value) in pairs.items():

@@ -6,11 +6,13 @@ Cheap checks come first: settings, run folder and the teacher's port, before tor
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gkd.config.check import check_config
-from gkd.config.derived import Derived, derive
+from gkd.config.derived import Derived
+from gkd.config.routes import Route
 from gkd.config.schedulers import STREAM
 from gkd.config.schema import Config
 from gkd.console.activity import activities
@@ -44,7 +46,7 @@ class Plan:
     eos_ids: list[int]
     train_prompts: list[Prompt] = field(repr=False)
     val_prompts: list[Prompt] = field(repr=False)
-    teacher: TeacherInfo
+    teachers: tuple[TeacherInfo, ...]  # by route, see `Derived.routes`
     n_vocab: int  # ids that student and teacher share
     total_steps: int  # optimizer steps of the whole run; the learning rate schedule ends there
     gpus: list[int]  # numbers of the GPUs that the pools may use; empty: all
@@ -67,7 +69,8 @@ def preflight(config: Config) -> Plan:
     check_trackers_installed(config)
     check_run_folder(config)  # open_run_folder reads the checkpoint
     if not derived.is_local_teacher:
-        check_reachable(config.teacher)
+        for route in derived.routes:
+            check_reachable(route)
     log.info("checking the model, the prompts and the teacher")
     device = resolve_device(config)
     if device == "cpu" and config.actor.loss_kernel == "triton":
@@ -88,7 +91,9 @@ def preflight(config: Config) -> Plan:
         tokenizer,
         "data.train_files",
         response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
+        teacher=config.teacher,
     )
+    check_shares(config, derived, train)
     if dropped:
         log.warning("dropped %d training prompts longer than data.max_prompt_length", dropped)
     n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
@@ -97,23 +102,25 @@ def preflight(config: Config) -> Plan:
     val = _held_out(config, tokenizer)
     total_steps = planned_steps(config, len(train))
     check_stream_fits(config, total_steps)
-    teacher = find_teacher(config, device)
+    teachers = find_teachers(config, derived, device)
     with_gpus = config
     if device == "cuda":
-        with_gpus = with_own_gpus(config, device, teacher_rows(config.teacher, device)[0])
-    identity = {"name": teacher.model_name, "fingerprint": teacher.fingerprint}
+        with_gpus = with_own_gpus(config, device, teacher_rows(derived.routes, device)[0])
+    identity = teacher_identity(derived.routes, teachers)
     check_replay(config, total_steps, identity)
     if derived.reference_folder:
         from gkd.preflight.frozen import check_reference  # imports torch and transformers
 
         identity["reference"] = check_reference(config, tokenizer, n_student_vocab)
-    n_vocab = check_teacher(config, teacher, tokenizer, n_student_vocab)
-    gib = scores_gib(config, n_vocab, teacher.hidden_size, len(val))
-    strategy = check_memory(with_gpus, device, teacher.hidden_size, gib)
+    for route, teacher in zip(derived.routes, teachers, strict=True):
+        n_vocab = check_teacher(config, route, teacher, tokenizer, n_student_vocab)
+        if warning := throttle_warning(config.teacher, teacher):
+            log.warning("%s", warning)
+    hidden_size = sum(teacher.hidden_size for teacher in teachers)  # of `hidden`: see `ScoringEndpoint.lm_head`
+    gib = scores_gib(config, n_vocab, hidden_size, len(val))
+    strategy = check_memory(with_gpus, device, hidden_size, gib)
     if config.actor.offload_train and config.actor.fsdp_cpu_offload:
         log.warning("actor.offload_train is ignored: actor.fsdp_cpu_offload keeps the states in host memory already")
-    if warning := throttle_warning(config.teacher, teacher):
-        log.warning("%s", warning)
     warn_about_losses(config, gib)
     return Plan(
         derived=derived,
@@ -121,7 +128,7 @@ def preflight(config: Config) -> Plan:
         eos_ids=eos_ids,
         train_prompts=train,
         val_prompts=val,
-        teacher=teacher,
+        teachers=teachers,
         n_vocab=n_vocab,
         total_steps=total_steps,
         gpus=with_gpus.cluster.gpus,
@@ -130,14 +137,31 @@ def preflight(config: Config) -> Plan:
     )
 
 
-def find_teacher(config: Config, device: str) -> TeacherInfo:
-    """Return the description of the teacher. Raises as `request_info`, or as `local_teacher`."""
-    if not derive(config).is_local_teacher:
+def find_teachers(config: Config, derived: Derived, device: str) -> tuple[TeacherInfo, ...]:
+    """Return the description of the teacher of each route. Raises as `request_info`, or as `local_teacher`."""
+    if not derived.is_local_teacher:
         with activities.during("waiting for the teacher's description"):
-            return request_info(config)
+            return tuple(request_info(route) for route in derived.routes)
     from gkd.preflight.frozen import local_teacher  # imports torch and transformers
 
-    return local_teacher(config, device)
+    return (local_teacher(config, device),)
+
+
+def teacher_identity(routes: Sequence[Route], teachers: Sequence[TeacherInfo]) -> dict[str, Any]:
+    """Return the content of teacher.json: name and fingerprint of the teacher, and `routes` with those of several."""
+    each = [{"name": teacher.model_name, "fingerprint": teacher.fingerprint} for teacher in teachers]
+    if not routes[0].name:
+        return dict(each[0])
+    return {**each[0], "routes": {route.name: one for route, one in zip(routes, each, strict=True)}}
+
+
+def check_shares(config: Config, derived: Derived, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if data.domain_shares has a route that no row names."""
+    found = {prompt.route for prompt in prompts}
+    missing = [route.name for i, route in enumerate(derived.routes) if i not in found]
+    if config.data.domain_shares and missing:
+        problem = f"no row of data.train_files names the route {missing[0]}."
+        raise ConfigError("data.domain_shares", config.data.domain_shares, problem, "add rows, or remove the route.")
 
 
 def check_stream_fits(config: Config, total_steps: int) -> None:
@@ -168,7 +192,9 @@ def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
-    prompts, dropped = load_prompts(config.data.val_files, config.data, tokenizer, "data.val_files")
+    prompts, dropped = load_prompts(
+        config.data.val_files, config.data, tokenizer, "data.val_files", teacher=config.teacher
+    )
     if dropped:
         log.warning("dropped %d held-out prompts longer than data.max_prompt_length", dropped)
     if config.eval.metric == "exact_match" and any(p.answer is None for p in prompts):

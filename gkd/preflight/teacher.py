@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from gkd.config.derived import derive
+from gkd.config.routes import Route
 from gkd.config.schedulers import staleness_bound
-from gkd.config.schema import Config, TeacherConfig
+from gkd.config.schema import Config
 from gkd.errors import ConfigError, TeacherError, TeacherRefusal, TeacherUnavailable
 from gkd.log import get_logger
 from gkd.teacher.base import TeacherInfo
@@ -28,19 +29,19 @@ CONNECT_S = 2.0
 LARGE_SCORES_GIB = 4.0
 
 
-def check_reachable(teacher: TeacherConfig, timeout_s: float = CONNECT_S) -> None:
-    """Connect to the teacher's port once. Returns also if the connection times out: a busy server may accept it later.
+def check_reachable(route: Route, timeout_s: float = CONNECT_S) -> None:
+    """Connect to a teacher's port once. Returns also if the connection times out: a busy server may accept it later.
 
     Raises:
-        ConfigError: naming teacher.server_ip: the host name cannot be resolved.
+        ConfigError: naming the key of the address: the host name cannot be resolved.
         TeacherUnavailable: the host refuses the connection, or there is no route to it.
     """
-    host, port = teacher.server_ip, teacher.server_port
+    host, port = route.teacher.server_ip, route.teacher.server_port
     try:
         address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
     except (OSError, UnicodeError) as error:
         problem = f"unknown host name, or not an IPv4 address ({error})."
-        raise ConfigError("teacher.server_ip", host, problem, "correct it.") from error
+        raise ConfigError(route.key("server_ip"), host, problem, "correct it.") from error
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
@@ -49,44 +50,50 @@ def check_reachable(teacher: TeacherConfig, timeout_s: float = CONNECT_S) -> Non
         log.info("no connection to the teacher at %s:%d within %g s; trying again", host, port, timeout_s)
     except OSError as error:
         raise TeacherUnavailable(
-            f"teacher.server_ip = {host}, teacher.server_port = {port}: cannot connect to {host}:{port} "
+            f"{_address(route)}: cannot connect to {host}:{port} "
             f"({error.strerror}). Fix: start a server with: "
             f"python -m teacher_server --model PATH --host {host} --port {port}"
         ) from error
 
 
-def request_info(config: Config) -> TeacherInfo:
-    """Request the description of the teacher from its server.
+def _address(route: Route) -> str:
+    """Return the keys of a teacher's address and their values; with several teachers its route first."""
+    address = ", ".join(f"{route.key(key)} = {getattr(route.teacher, key)}" for key in ("server_ip", "server_port"))
+    return f"{route.label}: {address}" if route.name else address
+
+
+def request_info(route: Route) -> TeacherInfo:
+    """Request the description of a teacher from its server.
 
     Raises:
         TeacherUnavailable: no reply.
         TeacherError: the reply is not a description.
         ConfigError: the server has no such teacher, or teacher.keys cannot be used.
     """
+    settings = route.teacher
     teacher = ZmqTeacher(
-        config.teacher.server_ip,
-        config.teacher.server_port,
-        k=config.teacher.topk,
-        temperature=config.teacher.temperature,
+        settings.server_ip,
+        settings.server_port,
+        k=settings.topk,
+        temperature=settings.temperature,
         n_vocab=0,
         n_in_flight=1,
-        request_timeout_s=config.teacher.request_timeout_s,
-        outage_budget_s=min(TEACHER_HELLO_S, config.teacher.outage_budget_s),
-        name=config.teacher.name,
-        keys=config.teacher.keys,
+        request_timeout_s=settings.request_timeout_s,
+        outage_budget_s=min(TEACHER_HELLO_S, settings.outage_budget_s),
+        name=settings.name,
+        keys=settings.keys,
     )
     try:
         info = teacher.info()
-        if config.teacher.signal == "hidden":
+        if settings.signal == "hidden":
             _check_head(teacher)
         return info
     except TeacherUnavailable as error:
-        where = f"teacher.server_ip = {config.teacher.server_ip}, teacher.server_port = {config.teacher.server_port}"
-        raise TeacherUnavailable(f"{where}: {error}") from error
+        raise TeacherUnavailable(f"{_address(route)}: {error}") from error
     except TeacherRefusal as error:
         if error.code != "bad_request":
             raise
-        raise ConfigError("teacher.name", config.teacher.name, f"{error}.", "use one of the server's names.") from error
+        raise ConfigError(route.key("name"), settings.name, f"{error}.", "use one of the server's names.") from error
     finally:
         teacher.close()
 
@@ -106,8 +113,8 @@ def _check_head(teacher: ZmqTeacher) -> None:
         raise ConfigError("teacher.signal", "hidden", f"{error}.", "use topk or logits.") from error
 
 
-def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:
-    """Check that teacher and student use the same token ids, and that the teacher supports the sequence length.
+def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer: Any, student_vocab: int) -> int:
+    """Check that a teacher and the student use the same token ids, and that it supports the sequence length.
 
     `vocab_size` may differ, because models pad the embedding of one tokenizer differently. The map token -> id must not
     differ: scores would be those of other tokens.
@@ -115,10 +122,11 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
     Returns:
         The number of shared token ids.
     """
+    kind = f"teacher of route {route.name}," if route.name else "teacher"
     if not teacher.tokenizer_fingerprint:
         raise ConfigError(
-            "teacher.server_port",
-            config.teacher.server_port,
+            route.key("server_port"),
+            route.teacher.server_port,
             f"the teacher's folder {teacher.model_path} has no tokenizer to compare with the student's.",
             "put the teacher's tokenizer files there and restart the server.",
         )
@@ -127,7 +135,7 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
         raise ConfigError(
             "model.path",
             config.model.path,
-            f"its tokenizer maps tokens to other ids than the tokenizer of the teacher {teacher.model_path} "
+            f"its tokenizer maps tokens to other ids than the tokenizer of the {kind} {teacher.model_path} "
             f"({own[:12]} against {teacher.tokenizer_fingerprint[:12]}).",
             "use a student and a teacher of the same model family.",
         )
@@ -135,7 +143,7 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
         raise ConfigError(
             "model.path",
             config.model.path,
-            f"the student has {student_vocab} token ids and the teacher only {teacher.vocab_size}.",
+            f"the student has {student_vocab} token ids and the {kind} only {teacher.vocab_size}.",
             "remove the student's padding rows, or use a teacher with at least as many ids.",
         )
     n_vocab = student_vocab
@@ -152,7 +160,7 @@ def check_teacher(config: Config, teacher: TeacherInfo, tokenizer: Any, student_
         raise ConfigError(
             "data.max_response_length",
             config.data.max_response_length,
-            f"prompt and response may have {longest} tokens together, and the teacher scores at most "
+            f"prompt and response may have {longest} tokens together, and the {kind} scores at most "
             f"{teacher.max_tokens}.",
             "lower data.max_prompt_length or data.max_response_length.",
         )

@@ -194,6 +194,7 @@ class RolloutEngine:
             rollout_logprobs=sampled,
             version_spans=tuple(request.spans),
             finish_reason=str(completion.finish_reason),
+            route=request.prompt.route,
         )
 
     def join_groups(self, specs: list[GroupSpec]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -123,7 +124,7 @@ class RolloutPool:
             EngineFailed: an engine failed for good.
         """
         marker = self._config.eval.answer_marker
-        n_correct, samples, left = 0, list[Sample](), list(prompts)
+        n_correct, samples, left = Counter[int](), list[Sample](), list(prompts)
         while left:
             members = self.engines.wait_up(self._config.trainer.init_timeout_s)
             shares = {index: left[place :: len(members)] for place, index in enumerate(members)}
@@ -135,7 +136,9 @@ class RolloutPool:
                 else:
                     n_correct += result[0]
                     samples += result[1]
-        return GreedyReport(n_correct / len(prompts), sorted(samples, key=lambda s: s.prompt_id)[:n_samples])
+        by_route = {route: n_correct[route] / n for route, n in Counter(prompt.route for prompt in prompts).items()}
+        first = sorted(samples, key=lambda s: s.prompt_id)[:n_samples]
+        return GreedyReport(n_correct.total() / len(prompts), first, by_route)
 
     def usage(self) -> RolloutUsage:
         """Return and reset the counters of all engines that are up."""

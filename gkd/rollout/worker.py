@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -118,21 +119,21 @@ class RolloutWorker:
         self._engine = engine
         self._states = EngineStates(engine, self._diagnosed, timeline=self._config.memory.timeline)
 
-    def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[int, list[Sample]]:
-        """Generate greedily; return the number of exact matches and the first `n_samples` responses.
+    def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[Counter[int], list[Sample]]:
+        """Generate greedily; return the number of exact matches by route and the first `n_samples` responses.
 
         A truncated response never counts as correct.
         """
         max_tokens = self._config.data.max_response_length
         sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
-        n_correct = 0
+        n_correct = Counter[int]()
         samples: dict[int, Sample] = {}
         for rollout in self._generate(prompts, sampling, range(len(prompts))):
             index = rollout.sample_index
             text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
             answer = str(prompts[index].answer)
             correct = rollout.finish_reason == "stop" and is_correct(text, answer, marker)
-            n_correct += correct
+            n_correct[rollout.route] += correct
             if index < n_samples:
                 samples[index] = Sample(
                     prompt_id=rollout.prompt_id,

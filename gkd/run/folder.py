@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
@@ -63,7 +63,7 @@ class RunFolder:
     """
 
     def __init__(
-        self, root: Path, config: Config, teacher: Mapping[str, str], lock: TextIO, start: Path | None
+        self, root: Path, config: Config, teacher: Mapping[str, Any], lock: TextIO, start: Path | None
     ) -> None:
         self.root, self.config, self.start = root, config, start
         self.teacher = teacher
@@ -189,6 +189,6 @@ class RunFolder:
             replace_file(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def teacher_json(teacher: Mapping[str, str]) -> str:
+def teacher_json(teacher: Mapping[str, Any]) -> str:
     """Return the content of teacher.json."""
     return json.dumps(teacher, indent=2) + "\n"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from gkd.config.load import config_yaml
 from gkd.config.schema import Config
@@ -23,7 +23,7 @@ from gkd.run.resume_compat import check_same_reference, check_same_run, check_sa
 log = get_logger("run_folder")
 
 
-def open_run_folder(config: Config, teacher: dict[str, str]) -> RunFolder:
+def open_run_folder(config: Config, teacher: dict[str, Any]) -> RunFolder:
     """Open and lock `trainer.run_dir`: a new folder, or the folder of the run that is resumed.
 
     Verifies the checkpoint to resume from, every byte of it. A refused run changes nothing.
@@ -117,7 +117,7 @@ def named_checkpoint(config: Config) -> Path | None:
     raise ConfigError("trainer.resume", resume, problem, "name one, like RUN_DIR/checkpoints/step_00000100.")
 
 
-def _noted(file: Path, teacher: Mapping[str, str], config: Config) -> Path | None:
+def _noted(file: Path, teacher: Mapping[str, Any], config: Config) -> Path | None:
     """Return the checkpoint that an earlier start was told to resume from; None: there is no such file.
 
     `branched_from` names another run's checkpoint, until the branch has saved its own. `going_back` names one of the
@@ -149,7 +149,7 @@ def _note_start(root: Path, start: Path | None, store: CheckpointStore, config: 
         replace_file(origin, f"{start}\n".encode())
 
 
-def _check_checkpoint(folder: Path, teacher: Mapping[str, str], config: Config) -> None:
+def _check_checkpoint(folder: Path, teacher: Mapping[str, Any], config: Config) -> None:
     """Check that a checkpoint is complete, and that a run with this config and teacher may resume from it."""
     verified(folder)
     check_same_run(folder / "config.yaml", config)

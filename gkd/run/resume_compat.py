@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from gkd.config.declare import IF_CONSTANT
+from gkd.config.declare import IF_CONSTANT, IF_MOVED
 from gkd.config.derived import derive
 from gkd.config.key_list import all_keys, value_of
 from gkd.config.load import load_config
+from gkd.config.routes import kept_on_resume
 from gkd.config.schema import Config
 from gkd.errors import ConfigError
 
@@ -17,11 +19,17 @@ from gkd.errors import ConfigError
 def may_change(key: str, now: Config) -> bool:
     """Return whether a run that resumes with these settings may change the key; see `resume` at the key's field."""
     rule = all_keys()[key].key.resume
-    if isinstance(rule, bool):
-        return rule
+    if isinstance(rule, bool) or rule == IF_MOVED:
+        return rule is True  # `_kept` leaves out what may change
     assert rule == IF_CONSTANT, rule
     # The end of the run shapes every step of a decaying schedule, and no step of a constant one.
     return now.actor.optim.schedule == "constant"
+
+
+def _kept(config: Config, key: str) -> object:
+    """Return the part of a value that a resumed run must keep, unless it may change the whole key."""
+    value = value_of(config, key)
+    return kept_on_resume(value) if all_keys()[key].key.resume == IF_MOVED else value
 
 
 def check_same_run(before: Path, now: Config) -> None:
@@ -32,7 +40,7 @@ def check_same_run(before: Path, now: Config) -> None:
     """
     old, errors = load_config(before), []
     for key in sorted(all_keys()):
-        was, value = value_of(old, key), value_of(now, key)
+        was, value = _kept(old, key), _kept(now, key)
         if was != value and not may_change(key, now):
             problem = f"{before.parent} was started with {was!r}."
             fix = "keep the old value to resume, or start a new run in another trainer.run_dir."
@@ -41,33 +49,44 @@ def check_same_run(before: Path, now: Config) -> None:
         raise ConfigError.together(errors)
 
 
-def check_same_teacher(file: Path, teacher: Mapping[str, str], now: Config) -> None:
-    """Raise ConfigError if another teacher scored the run so far.
+def check_same_teacher(file: Path, teacher: Mapping[str, Any], now: Config) -> None:
+    """Raise ConfigError if another teacher scored the run so far; of several it names the route.
 
     Args:
         file: teacher.json of the run or checkpoint.
-        teacher: name and fingerprint of the teacher now.
+        teacher: what this run would write into it.
     """
     try:
-        before = json.loads(file.read_text())
-        before["fingerprint"], before["name"]
+        recorded = json.loads(file.read_text())
+        by_route = {name: (each["fingerprint"], each["name"]) for name, each in _by_route(recorded).items()}
     except (ValueError, KeyError, TypeError) as error:
         problem = f"its teacher.json is damaged ({error!r})."
         raise ConfigError("trainer.run_dir", now.trainer.run_dir, problem, "name another folder.") from error
-    if before["fingerprint"] != teacher["fingerprint"]:
-        key, fix = "teacher.server_port", "start the server with the old model to resume"
-        if derive(now).is_local_teacher:
+    derived, own = derive(now), _by_route(teacher)
+    if by_route.keys() != own.keys():
+        problem = f"this run was scored by the routes {sorted(by_route)}."
+        raise ConfigError("teacher.routes", sorted(own), problem, "use the same, or another trainer.run_dir.")
+    for route in derived.routes:
+        (fingerprint, name), new = by_route[route.name], own[route.name]
+        if fingerprint == new["fingerprint"]:
+            continue
+        key, fix = route.key("server_port"), "start the server with the old model to resume"
+        if derived.is_local_teacher:
             key, fix = "teacher.path", "name the old model to resume"
         raise ConfigError(
             key,
-            now.teacher.path or now.teacher.server_port,
-            f"the teacher there is {teacher['name']} ({teacher['fingerprint'][:12]}); this run was scored by "
-            f"{before['name']} ({before['fingerprint'][:12]}).",
+            now.teacher.path or route.teacher.server_port,
+            f"the teacher there is {new['name']} ({new['fingerprint'][:12]}); this run was scored by "
+            f"{name} ({fingerprint[:12]}).",
             f"{fix}, or start a new run in another trainer.run_dir.",
         )
 
 
-def check_same_reference(file: Path, identity: Mapping[str, str], now: Config) -> None:
+def _by_route(identity: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
+    return dict(identity.get("routes", {"": identity}))
+
+
+def check_same_reference(file: Path, identity: Mapping[str, Any], now: Config) -> None:
     """Raise ConfigError if the reference's weights differ from those of the run so far.
 
     Args:

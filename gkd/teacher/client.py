@@ -133,6 +133,11 @@ class ZmqTeacher:
         """Return what this client has heard from the server. Any thread."""
         return self._exchange.health()
 
+    @property
+    def hidden_size(self) -> int:
+        """Return the hidden size of the teacher; blocks as `info` until it is known."""
+        return (self._info or self.info()).hidden_size
+
     def info(self) -> TeacherInfo:
         """See `Teacher.info`. Blocks until the server has loaded a model or the outage budget is spent."""
         self._info = self._send(DescriptionRequest(self._settings.teacher)).result()
@@ -189,9 +194,8 @@ class ZmqTeacher:
 
         Their product with `lm_head` is the logits, not yet truncated to `n_vocab` nor divided by `temperature`.
         """
-        hidden_size = (self._info or self.info()).hidden_size
         message = self._settings.for_rollout(rollout, "hidden")
-        shape = (message.header.n_response, hidden_size)
+        shape = (message.header.n_response, self.hidden_size)
         return self._send(WholeMatrix(message, shape, self._exchange.acknowledge))
 
     def logits(self, rollout: Rollout) -> Iterator[tuple[int, np.ndarray]]:

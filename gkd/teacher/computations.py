@@ -19,15 +19,20 @@ class Computations:
         self._batches: dict[tuple[str, float], Computation] = {}
         self._lock = threading.Lock()
 
-    def note(self, reply: ScoreReply | RowsReply) -> None:
-        """Note a reply; all replies of one batch have the same worker and compute_s."""
-        key = reply.worker, reply.compute_s
+    def note(self, reply: ScoreReply | RowsReply, *, route: str = "") -> None:
+        """Note a reply; all replies of one batch have the same worker and compute_s.
+
+        Args:
+            route: of several teachers, whose workers may have equal names.
+        """
+        worker = f"{route} {reply.worker}".lstrip()
+        key = worker, reply.compute_s
         with self._lock:
             known = self._batches.get(key)
             if known is not None:
                 self._batches[key] = replace(known, n_replies=known.n_replies + 1)
                 return
-            self._batches[key] = Computation(reply.worker, time.time(), reply.queue_s, reply.compute_s, 1)
+            self._batches[key] = Computation(worker, time.time(), reply.queue_s, reply.compute_s, 1)
             if len(self._batches) > _MOST:
                 del self._batches[next(iter(self._batches))]
 

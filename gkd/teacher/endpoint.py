@@ -1,4 +1,4 @@
-"""Ray actor of one scoring endpoint: scores the rollouts of one data-parallel group with the teacher server.
+"""Ray actor of one scoring endpoint: scores the rollouts of one data-parallel group with the teacher servers.
 
 Runs on the group's host without GPU and torch. Tokens come from the object store and go to the teacher over ZMQ. The
 scores go to the object store of this host, where the group's last pipeline stage maps them without a copy. Which
@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -34,20 +36,21 @@ class ScoringEndpoint(RecordingEndpoint):
 
     Args:
         config: the run's settings.
-        n_vocab: size of the common vocabulary; the teacher drops its other rows before it normalizes.
-        fingerprint: of the teacher that preflight checked; scores of another teacher are refused.
-        window: connections to the server, and the maximum number of requests on each, over all threads.
+        n_vocab: size of the common vocabulary; a teacher drops its other rows before it normalizes.
+        fingerprints: by route, of the teacher that preflight checked; scores of another teacher are refused.
+        windows: by route, connections to the server, and the maximum number of requests on each, over all threads.
 
     Raises:
         ConfigError: invalid loss settings.
     """
 
-    def __init__(self, config: Config, n_vocab: int, fingerprint: str, window: Window) -> None:
+    def __init__(self, config: Config, n_vocab: int, fingerprints: Sequence[str], windows: Sequence[Window]) -> None:
         super().__init__(config)
-        self._n_vocab, self._fingerprint, self._window = n_vocab, fingerprint, window
-        self._signals = derive(config).signals
+        self._n_vocab, self._fingerprints, self._windows = n_vocab, fingerprints, windows
+        derived = derive(config)
+        self._signals, self._routes = derived.signals, derived.routes
         self._lock = threading.Lock()
-        self._teachers: list[ZmqTeacher] = []
+        self._teachers: list[list[ZmqTeacher]] = []  # by route
         self._outage: TeacherUnavailable | None = None
         self._computations = Computations()
 
@@ -56,29 +59,30 @@ class ScoringEndpoint(RecordingEndpoint):
         self._clients()
         return True
 
-    def _clients(self) -> list[ZmqTeacher]:
-        """Return the connections; the first call opens them."""
+    def _clients(self) -> list[list[ZmqTeacher]]:
+        """Return the connections by route; the first call opens them."""
         with self._lock:
-            while len(self._teachers) < self._window.n_connections:
-                self._teachers.append(self._connect())
+            while len(self._teachers) < len(self._routes):
+                route = len(self._teachers)
+                self._teachers.append([self._connect(route) for _ in range(self._windows[route].n_connections)])
             return self._teachers
 
-    def _connect(self) -> ZmqTeacher:
-        teacher = self._config.teacher
+    def _connect(self, route: int) -> ZmqTeacher:
+        teacher = self._routes[route].teacher
         return ZmqTeacher(
             teacher.server_ip,
             teacher.server_port,
             k=teacher.topk if "topk" in self._signals else 1,
             temperature=teacher.temperature,
             n_vocab=self._n_vocab,
-            n_in_flight=self._window.n_per_connection,
+            n_in_flight=self._windows[route].n_per_connection,
             request_timeout_s=teacher.request_timeout_s,
             outage_budget_s=teacher.outage_budget_s,
             wire=cast(Wire, teacher.wire),
-            expected_fingerprint=self._fingerprint,
+            expected_fingerprint=self._fingerprints[route],
             name=teacher.name,
             keys=teacher.keys,
-            on_scored=self._computations.note,
+            on_scored=functools.partial(self._computations.note, route=self._routes[route].name),
         )
 
     def take_computations(self) -> list[Computation]:
@@ -93,7 +97,8 @@ class ScoringEndpoint(RecordingEndpoint):
             These are two Ray objects; the driver fetches only the second.
 
         Raises:
-            TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`.
+            TeacherError, TeacherUnavailable: see `gkd.teacher.base.Teacher.score`; with several teachers it names the
+                route.
         """
         if self._outage is not None:  # the run is ending: queued chunks must not wait for the teacher again
             raise self._outage
@@ -105,7 +110,8 @@ class ScoringEndpoint(RecordingEndpoint):
                 # One sequence at a time: its rows are large, and prefetched ones would occupy memory.
                 scores = []
                 for index, rollout in enumerate(rollouts):
-                    scores.append(TeacherScores(logits=self._logits(teachers[0], rollout)))
+                    with self._named(rollout):
+                        scores.append(TeacherScores(logits=self._logits(teachers[rollout.route][0], rollout)))
                     completed_s[index] = time.time()
             else:
                 scores = self._request_all(teachers, rollouts, completed_s)
@@ -116,44 +122,80 @@ class ScoringEndpoint(RecordingEndpoint):
 
     def health(self) -> TeacherHealth | None:
         """Return what all connections of this endpoint have heard; None: it has not connected yet."""
-        return merged([teacher.health() for teacher in self._teachers])
+        healths = [
+            replace(teacher.health(), route=route.name)
+            for route, teachers in zip(self._routes, self._teachers, strict=False)  # connecting
+            for teacher in teachers
+        ]
+        return merged(healths)
 
     def lm_head(self) -> np.ndarray:
         """Return the LM head, [n_vocab, D] float32; hidden states @ lm_head.T = logits before the temperature.
 
-        Called once, for the actor; not cached.
+        With several teachers the heads are side by side, and D is the sum of theirs, see `_in_columns`. Called once,
+        for the actor; not cached.
 
         Raises:
-            TeacherError, TeacherUnavailable: as for `score`; also if it has too few rows or non-finite values.
+            TeacherError, TeacherUnavailable: as for `score`; also if one has too few rows or non-finite values.
         """
-        head = self._clients()[0].lm_head()
-        if len(head) < self._n_vocab:
-            raise TeacherError(f"the teacher's LM head has {len(head)} rows, expected at least {self._n_vocab}")
-        head = head[: self._n_vocab]
-        if not np.isfinite(head.sum(dtype=np.float64)):  # finite float32 values cannot overflow a float64 sum
-            raise TeacherError("the teacher's LM head contains NaN or infinity")
-        return head
+        heads = [teachers[0].lm_head() for teachers in self._clients()]
+        for head, route in zip(heads, self._routes, strict=True):
+            if len(head) < self._n_vocab:
+                problem = f"has {len(head)} rows, expected at least {self._n_vocab}"
+                raise TeacherError(f"the LM head of {route.label} {problem}")
+            if not np.isfinite(head.sum(dtype=np.float64)):  # finite float32 values cannot overflow a float64 sum
+                raise TeacherError(f"the LM head of {route.label} contains NaN or infinity")
+        return heads[0][: self._n_vocab] if len(heads) == 1 else np.hstack([head[: self._n_vocab] for head in heads])
+
+    def _in_columns(self, hidden: np.ndarray, route: int) -> np.ndarray:
+        """Return [R, sum of all D] with the hidden states in the columns of their teacher, and zeros in the others.
+
+        So one product with the joined LM head gives each row the logits of its own teacher. They are scaled so that
+        teacher.temperature divides them as the route's own would.
+        """
+        if len(self._routes) == 1:
+            return hidden
+        sizes = [teachers[0].hidden_size for teachers in self._clients()]
+        start = sum(sizes[:route])
+        wide = np.zeros((len(hidden), sum(sizes)), np.float32)
+        scale = self._config.teacher.temperature / self._routes[route].teacher.temperature
+        np.multiply(hidden, np.float32(scale), out=wide[:, start : start + sizes[route]])
+        return wide
 
     def _request_all(
-        self, teachers: Sequence[ZmqTeacher], rollouts: Sequence[Rollout], completed_s: list[float]
+        self, teachers: Sequence[Sequence[ZmqTeacher]], rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
         """Submit all requests of all sequences and wait; write each sequence's completion time to `completed_s`."""
         requests: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, table)
         try:
             for index, rollout in enumerate(rollouts):
+                own = teachers[rollout.route]
                 for signal in self._signals:
-                    future = self._submit(teachers[index % len(teachers)], rollout, signal)
+                    future = self._submit(own[index % len(own)], rollout, signal)
                     future.add_done_callback(functools.partial(_record_time, completed_s, index))
                     requests.append((index, SIGNAL_FIELDS[signal], future))
-            for future in wait([future for *_, future in requests], return_when=FIRST_EXCEPTION).done:
-                future.result()  # raises the error that ended the wait
+            done = wait([future for *_, future in requests], return_when=FIRST_EXCEPTION).done
+            for index, _, future in requests:
+                if future in done:
+                    with self._named(rollouts[index]):
+                        future.result()  # raises the error that ended the wait
             tables: list[dict[str, Any]] = [{} for _ in rollouts]
             for index, field, future in requests:
-                tables[index][field] = future.result()
+                table, route = future.result(), rollouts[index].route
+                tables[index][field] = self._in_columns(table, route) if field == "hidden" else table
         finally:
             for *_, future in requests:
                 future.cancel()
         return [TeacherScores(**fields) for fields in tables]
+
+    @contextmanager
+    def _named(self, rollout: Rollout) -> Iterator[None]:
+        """Name the route of a rollout in errors of its teacher."""
+        try:
+            yield
+        except TeacherError as error:
+            route = self._routes[rollout.route]
+            raise type(error)(f"{route.label}: {error}") if route.name else error from error
 
     def _submit(self, teacher: ZmqTeacher, rollout: Rollout, signal: Signal) -> Future[Any]:
         if signal == "topk":

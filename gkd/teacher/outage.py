@@ -65,14 +65,19 @@ class OutageClock:
 
 
 def merged(healths: Sequence[TeacherHealth]) -> TeacherHealth | None:
-    """Return the health by all of these clients of one server: the longest silence, and the sum of their requests."""
+    """Return the health by all of these clients: the longest silence and its route, and the sum of their requests."""
     if not healths:
         return None
-    newest = min(healths, key=lambda health: health.silent_s)
+    silent = max(healths, key=lambda health: health.silent_s)
+    newest: dict[str, TeacherHealth] = {}
+    for health in healths:
+        known = newest.get(health.route, health)
+        newest[health.route] = min(known, health, key=lambda each: each.silent_s)
     return TeacherHealth(
-        max(health.silent_s for health in healths),
-        newest.budget_s,
+        silent.silent_s,
+        silent.budget_s,
         sum(health.n_in_flight for health in healths),
-        newest.n_workers,
-        newest.n_queued,
+        sum(health.n_workers for health in newest.values()),
+        sum(health.n_queued for health in newest.values()),
+        silent.route if len(newest) == 1 or silent.silent_s else "",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gkd.metrics.catalog import NUMBER, PLACEHOLDERS, Row
+from gkd.metrics.catalog import NAME, NUMBER, PLACEHOLDERS, Row
 from gkd.metrics.catalog_learning import LEARNING
 from gkd.metrics.catalog_system import SYSTEM
 
@@ -46,6 +46,8 @@ def metrics_page() -> str:
 
 def _values(name: str) -> str:
     values = PLACEHOLDERS[name]
+    if values == NAME:
+        return "a name in `teacher.routes`"
     return "a number" if values == NUMBER else ", ".join(f"`{value}`" for value in values)
 
 

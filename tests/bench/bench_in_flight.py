@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gkd.config.load import load_config
+from gkd.config.routes import routes_of
 from gkd.preflight.teacher import request_info
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.window import window_of_group
@@ -44,10 +45,10 @@ def measure(n_sequences: int, rounds: int) -> Part:
         endpoints = {}
         for name, overrides in CASES.items():
             config = load_config(None, [f"teacher.server_port={server.port}", "teacher.topk=64", *overrides])
-            info = request_info(config)
+            info = request_info(*routes_of(config))
             window = window_of_group(config.teacher, info, 1)
-            endpoints[name] = ScoringEndpoint(config, _VOCAB, info.fingerprint, window)
-            for client in endpoints[name]._clients():
+            endpoints[name] = ScoringEndpoint(config, _VOCAB, [info.fingerprint], [window])
+            for client in endpoints[name]._clients()[0]:
                 stack.enter_context(client)
             endpoints[name].score(rollouts[:8])
         for _ in range(rounds):

@@ -2,7 +2,8 @@
 
     token mean = sum over all loss tokens of the global batch / their number
 
-A mean of means of micro-batches or ranks differs; the tests compute it and check that the difference is large.
+A mean of means of micro-batches or ranks differs; the tests compute it and check that the difference is large. The same
+for the other values of distill.normalize, which count tokens and sequences over the global batch. Reference: float64.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import pytest
 import torch
 
 from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
+from gkd.config.routes import Route
+from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.balance import even_groups
 from gkd.data.batching import make_micro_batches
+from gkd.data.normalize import count, sequence_weights
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.dist.dense_loss import dense_losses
 from tests.dist.helpers import run_gloo
@@ -35,9 +39,11 @@ def _balanced() -> tuple[list[int], ...]:
     return tuple(group.tolist() for group in groups)
 
 
+ROUTE_OF = (0, 0, 1, 0, 1, 1, 0)  # of each sequence; both ranks have both
+ROUTES = (Route("code", TeacherConfig(), 0.5), Route("math", TeacherConfig(), 2.0))
 SHARES = {1: [(range(7),)], 2: [UNEVEN, _balanced()]}  # DP size -> assignments
-LAYOUTS = {"dp1_tp2": (2, 1), "dp2": (1, 2)}  # name -> (TP, DP), both of two processes
-MICRO_BATCH_SIZES = (1, 2, 8)
+LAYOUTS = {"dp1_tp2": (2, 1, 1), "dp2": (1, 1, 2), "pp2": (1, 2, 1)}  # name -> (TP, PP, DP), of two processes
+BATCHES = ((1, False), (2, False), (8, False), (8, True))  # (micro-batch size, packed)
 
 
 def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
@@ -57,6 +63,7 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
                 version_spans=(VersionSpan(0, n_response, 0),) if on_policy else (),
                 finish_reason="stop",
                 on_policy=on_policy,
+                route=ROUTE_OF[i],
             )
         )
         ids = np.stack([rng.permutation(VOCAB)[:TOP_K] for _ in range(n_response)]).astype(np.int32)
@@ -71,7 +78,7 @@ def _per_sequence(folder: Path) -> list[tuple[int, float, dict[str, np.ndarray]]
     """Return (loss tokens, loss sum, gradients of the sum) of each sequence by itself, unpadded, on the HF model."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     measured = []
     for rollout, score in zip(*_scored_batch(), strict=True):
         (batch,) = make_micro_batches([rollout], [score], micro_batch_size=1)
@@ -99,8 +106,29 @@ def _mean_of_means(
     return loss, grads
 
 
-def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, int, bool], tuple[float, Any]]:
-    """Return, in a rank, (loss, gradients) by (layout, assignment to ranks, micro-batch size, fused)."""
+def _normalized(
+    sequences: list[tuple[int, float, dict[str, np.ndarray]]], normalize: str
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Return loss and gradients by the definition of distill.normalize."""
+    loss, grads = 0.0, {name: np.zeros_like(grad) for name, grad in sequences[0][2].items()}
+    for i, (n, total, gradient) in enumerate(sequences):
+        divisor = {
+            "token": sum(each[0] for each in sequences),
+            "sequence": len(sequences) * n,
+            "domain": sum(each[0] for each, route in zip(sequences, ROUTE_OF, strict=True) if route == ROUTE_OF[i]),
+        }[normalize]
+        factor = ROUTES[ROUTE_OF[i]].weight / divisor
+        loss += factor * total
+        for name, grad in gradient.items():
+            grads[name] += factor * grad
+    return loss, grads
+
+
+def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tuple[float, Any]]:
+    """Return, in a rank, (loss, gradients) by (distill.normalize, layout, assignment to ranks, batches, fused).
+
+    Without distill.normalize: batches without weights.
+    """
     from megatron.core import parallel_state
 
     from gkd.actor.common.optim_spec import OptimSpec
@@ -109,8 +137,8 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, int
 
     rollouts, scores = _scored_batch()
     measured = {}
-    for name, (tp, dp) in LAYOUTS.items():
-        layout = ParallelLayout(tp=tp, pp=1, world_size=world_size, rank=rank)
+    for name, (tp, pp, dp) in LAYOUTS.items():
+        layout = ParallelLayout(tp=tp, pp=pp, world_size=world_size, rank=rank)
         for fused in (True, False):
             student = MegatronStudent(
                 root,
@@ -123,19 +151,23 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[str, int, int
                 signals=teacher_signals(SPEC, "topk"),
                 fused_lm_head=fused,
             )
-            for (number, shares), size in product(enumerate(SHARES[dp]), MICRO_BATCH_SIZES):
-                mine = shares[layout.dp_rank]
-                batches = make_micro_batches(
-                    [rollouts[i] for i in mine], [scores[i] for i in mine], micro_batch_size=size
-                )
-                grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(batches).items()}
-                measured[name, number, size, fused] = student.evaluate(batches).loss, grads
+            for (number, shares), (size, packed) in product(enumerate(SHARES[dp]), BATCHES):
+                mine = [rollouts[i] for i in shares[layout.dp_rank]]
+                own = [scores[i] for i in shares[layout.dp_rank]] if layout.is_last_stage else None
+                plain = make_micro_batches(mine, own, micro_batch_size=size, packed=packed)
+                counts = student.sum_over_groups(torch.from_numpy(count(mine, len(ROUTES)))).numpy()
+                for normalize in (None, *NORMALIZATIONS):
+                    batches = plain
+                    if normalize:
+                        batches = plain.weighted(sequence_weights(mine, counts, ROUTES, normalize))
+                    grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(batches).items()}
+                    measured[normalize, name, number, size, packed, fused] = student.evaluate(batches).loss, grads
         parallel_state.destroy_model_parallel()
     return measured
 
 
 def _difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    assert a.keys() == b.keys()
+    assert a.keys() <= b.keys()
     return max(float(np.abs(a[name] - b[name]).max()) for name in a)
 
 
@@ -147,10 +179,16 @@ def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
     ranks = run_gloo(_measure, 2, folder, timeout_s=100.0)
     sequences = _per_sequence(folder)
     loss, grads = _mean_of_means(sequences, [list(range(len(LENGTHS)))])
+    expected = {normalize: _normalized(sequences, normalize) for normalize in NORMALIZATIONS}
     for measured in ranks:
+        assert {case[0] for case in measured} == {None, *NORMALIZATIONS}
         for case, (got_loss, got_grads) in measured.items():
-            assert got_loss == pytest.approx(loss, abs=1e-6), case
-            assert _difference(got_grads, grads) <= 1e-6, case
+            wanted_loss, wanted_grads = expected.get(case[0], (loss, grads))
+            tolerance = 4e-6 if case[0] else 1e-6  # weights are up to 4
+            assert got_loss == pytest.approx(wanted_loss, abs=tolerance), case
+            assert _difference(got_grads, wanted_grads) <= tolerance, case
+    whole = [{*first[1], *second[1]} for first, second in zip(*(rank.values() for rank in ranks), strict=True)]
+    assert all(names == grads.keys() for names in whole), "both pipeline stages together have all gradients"
 
     by_two = [[0, 1], [2, 3], [4], [5, 6]]  # the micro-batches of size 2 with two ranks
     for groups in (by_two, [list(share) for share in UNEVEN]):

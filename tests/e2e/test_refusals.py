@@ -166,7 +166,7 @@ def test_a_padded_teacher_vocabulary_is_truncated_to_the_shared_ids(lab: Lab) ->
     with ServerProcess(padded, lab.root) as server:
         command = lab.command(lab.root / "padded_run", server.port)
         plan = preflight(load_config(None, command[command.index("--config") + 2 :]))
-        assert (plan.n_vocab, plan.teacher.vocab_size, plan.eos_ids) == (32003, 32064, [EOS])
+        assert (plan.n_vocab, plan.teachers[0].vocab_size, plan.eos_ids) == (32003, 32064, [EOS])
 
 
 def test_a_teacher_without_tokenizer(lab: Lab) -> None:

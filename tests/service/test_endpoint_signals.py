@@ -39,9 +39,9 @@ def endpoint(
     """Open an endpoint and its first client; closes all clients."""
     settings = (f"teacher.server_port={port}", "teacher.topk=8", "teacher.wire=fp32", "teacher.request_timeout_s=20")
     temperature = f"teacher.temperature={TEMPERATURE}"
-    opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, "", Window(*window))
+    opened = ScoringEndpoint(load_config(None, [*settings, temperature, *overrides]), n_vocab, [""], [Window(*window)])
     with ExitStack() as stack:
-        clients = [stack.enter_context(client) for client in opened._clients()]
+        clients = [stack.enter_context(client) for client in opened._clients()[0]]
         yield opened, clients[0]
 
 

@@ -30,7 +30,7 @@ def start(tmp_path: Path, *overrides: str) -> tuple[dict[str, Any], RunFolder]:
     settings = [f"data.train_files=[{data}]", "model.path=m", f"trainer.run_dir={tmp_path / 'run'}", *overrides]
     config = load_config(None, settings)
     folder = open_run_folder(config, {"name": "t", "fingerprint": "f"})
-    plan: Any = SimpleNamespace(device="cpu", folder=folder, teacher=SimpleNamespace(engine="vllm"))
+    plan: Any = SimpleNamespace(device="cpu", folder=folder, teachers=(SimpleNamespace(engine="vllm"),))
     return describe_start(config, plan), folder
 
 

@@ -22,6 +22,7 @@ from gkd.cluster.gpu_table import TEACHER, GpuInfo, GpuMap, PoolNeed, RankPlacem
 from gkd.cluster.gpus import machine_gpus, parse_gpus, visible_gpus, with_processes
 from gkd.cluster.processes import nearest_ancestor, process_info
 from gkd.config.load import load_config, save_config
+from gkd.config.routes import Route
 from gkd.config.schema import TeacherConfig
 from gkd.gpu_map.choice import free_gpus
 from gkd.gpu_map.record import record_end, record_restart
@@ -201,7 +202,7 @@ def test_rows_of_the_teacher_workers(tmp_path: Path) -> None:
     options = ("--engine", "trivial", "--gpus", "3,4")
     with ServerProcess(trivial_model(tmp_path / "model"), tmp_path, n_workers=2, options=options) as server:
         teacher = TeacherConfig(server_port=server.port, outage_budget_s=10)
-        rows, found = teacher_rows(teacher, "cpu")
+        rows, found = teacher_rows([Route("", teacher)], "cpu")
     assert found == [] and [(row.pool, row.rank, row.local_rank, row.name) for row in rows] == [
         (TEACHER, 0, 0, "w0.0"),
         (TEACHER, 1, 1, "w1.0"),
@@ -222,7 +223,7 @@ def test_rows_of_the_teacher_workers(tmp_path: Path) -> None:
     )
     assert (known[0].gpus[0].id, known[0].gpus[0].memory_free_mib) == ("3", 100)
     began = time.monotonic()
-    rows, found = teacher_rows(replace(teacher, outage_budget_s=0.5), "cpu")
+    rows, found = teacher_rows([Route("", replace(teacher, outage_budget_s=0.5))], "cpu")
     assert rows == [] and [finding.kind for finding in found] == ["teacher_silent"] and time.monotonic() - began < 5
 
 

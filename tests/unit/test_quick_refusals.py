@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gkd.config.routes import Route
 from gkd.config.schema import TeacherConfig
 from gkd.errors import ConfigError, TeacherUnavailable
 from gkd.preflight.teacher import check_reachable
@@ -88,10 +89,10 @@ def test_a_refused_connection_is_an_answer() -> None:
     """Fails if a closed port is waited for, or a port that listens is refused."""
     began = time.monotonic()
     with refusing_port() as port, pytest.raises(TeacherUnavailable, match=f"127.0.0.1:{port}"):
-        check_reachable(TeacherConfig(server_port=port), timeout_s=30)
+        check_reachable(Route("", TeacherConfig(server_port=port)), timeout_s=30)
     assert time.monotonic() - began < 10
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check_reachable(TeacherConfig(server_port=server.getsockname()[1]))
+        check_reachable(Route("", TeacherConfig(server_port=server.getsockname()[1])))
 
 
 def test_a_connection_that_times_out_is_not_a_refusal() -> None:
@@ -106,7 +107,7 @@ def test_a_connection_that_times_out_is_not_a_refusal() -> None:
                 connection.setblocking(False)
                 connection.connect_ex(address)
             began = time.monotonic()
-            check_reachable(TeacherConfig(server_port=address[1]), timeout_s=0.5)
+            check_reachable(Route("", TeacherConfig(server_port=address[1])), timeout_s=0.5)
             assert time.monotonic() - began > 0.4, "the queue was not full, so this test tests nothing"
         finally:
             for connection in waiting:
@@ -117,7 +118,7 @@ def test_a_connection_that_times_out_is_not_a_refusal() -> None:
 def test_an_unknown_host_is_named(host: str) -> None:
     """Fails if a typo in the host name is reported as a server that is down."""
     with pytest.raises(ConfigError) as caught:
-        check_reachable(TeacherConfig(server_ip=host))
+        check_reachable(Route("", TeacherConfig(server_ip=host)))
     assert caught.value.key == "teacher.server_ip" and caught.value.value == host
 
 

@@ -135,6 +135,10 @@ class Student(ABC):
         return evaluation(self.step, self.loss, sums)
 
     @abstractmethod
+    def sum_over_groups(self, counts: Tensor) -> Tensor:
+        """Return the sum of each data-parallel group's `counts`, float64."""
+
+    @abstractmethod
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """Compute the logprob of the token after each loss row, at the loss's temperature.
 

@@ -6,7 +6,7 @@ Letters: B sequences, S columns, N loss rows, V vocabulary, D hidden size of the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from gkd.errors import DataError, NumericsError
 from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
-from gkd.loss.token_loss import END_PROBABILITY, ENDED, ON_POLICY_VALUES
+from gkd.loss.token_loss import DOMAIN_SUMS, END_PROBABILITY, ENDED, ON_POLICY_VALUES, domain_sum
 from gkd.types import MicroBatch, TokenTargets
 
 
@@ -64,9 +64,21 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
         n: float = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
         if name == END_PROBABILITY:
             n = sums.values[ENDED]
-        if n and name not in ("total", ENDED):
+        if n and name not in ("total", ENDED) and not name.startswith("domain/"):
             means[f"loss/{name}"] = value / n
-    return means
+    return means | domain_numbers(loss.spec.domains, sums.values)
+
+
+def domain_numbers(domains: Sequence[str], sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the KL to the teacher of each route, and its share of the loss, if the batch has tokens of it."""
+    numbers = {}
+    for domain in domains:
+        n_tokens, kl, total = (sums[domain_sum(domain, name)] for name in DOMAIN_SUMS)
+        if n_tokens and "token_kl" in sums:
+            numbers[f"domain/{domain}/token_kl"] = kl / n_tokens
+        if sums["total"]:
+            numbers[f"domain/{domain}/loss_share"] = total / sums["total"]
+    return numbers
 
 
 def token_counts(batch: MicroBatch, targets: TokenTargets, device: torch.device) -> Tensor:

@@ -40,6 +40,7 @@ from gkd.hf.adapter_folder import write_adapters
 from gkd.hf.files import open_tensors, weights_digest
 from gkd.hf.folder import TensorPlan, exhaust, write_folder
 from gkd.log import get_logger
+from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.types import MicroBatch
@@ -123,6 +124,9 @@ class FsdpStudent(Student):
     @property
     def n_vocab(self) -> int:
         return self._n_vocab
+
+    def sum_over_groups(self, counts: Tensor) -> Tensor:
+        return sum_over_group(counts.to(self.device), dist.group.WORLD)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`."""

@@ -33,6 +33,7 @@ from gkd.actor.megatron.pipeline import run_batch, run_logits, run_logprobs
 from gkd.config.schema import LoraConfig
 from gkd.hf.files import weights_digest
 from gkd.hf.folder import TensorPlan
+from gkd.loss.reduce import sum_over_group
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.memory.states import GRADS, OPTIMIZER, PARAMS, States, optimizer_tensors
 from gkd.types import MicroBatch
@@ -106,6 +107,9 @@ class MegatronStudent(Student):
     @property
     def n_vocab(self) -> int:
         return self.model.dims.vocab_size
+
+    def sum_over_groups(self, counts: Tensor) -> Tensor:
+        return sum_over_group(counts.to(self.device), self.model.groups.dp)
 
     def compute_logprobs(self, micro_batches: Sequence[MicroBatch], *, disable_adapter: bool = False) -> list[Tensor]:
         """See `Student.compute_logprobs`; `micro_batches` are those of `run_batch`."""

@@ -32,9 +32,10 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
     "Learning": (
         Chart("KL(teacher || student) on validation prompts", ("eval/kl",)),
         Chart("Estimated KL(student || teacher) on validation prompts", ("eval/reverse_kl",)),
-        Chart("Accuracy on validation prompts", ("eval/accuracy",)),
+        Chart("Accuracy on validation prompts", ("eval/accuracy", "domain/<route>/accuracy")),
         Chart("Trained loss", ("loss/total",)),
-        Chart("KL(teacher || student) on training rollouts", ("loss/token_kl",)),
+        Chart("KL(teacher || student) on training rollouts", ("loss/token_kl", "domain/<route>/token_kl")),
+        Chart("Share of each route in the loss", ("domain/<route>/loss_share",)),
         Chart("Terms of the loss", ("loss/<loss>", "loss/reference_kl", "loss/sampled_reverse_kl")),
         Chart("Gradient norm", ("optim/grad_norm",)),
         Chart("Learning rate", ("optim/lr",)),

@@ -1,0 +1,136 @@
+"""An endpoint with several teachers on real servers: each row has the scores of its own teacher; one of them dies."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gkd.config.derived import derive
+from gkd.config.load import load_config
+from gkd.errors import ConfigError, TeacherUnavailable
+from gkd.preflight.teacher import check_reachable, check_teacher, request_info
+from gkd.teacher.endpoint import ScoringEndpoint
+from gkd.teacher.window import Window
+from gkd.types import Rollout
+from tests.service.conftest import TINY_VOCAB
+from tests.service.harness import ServerProcess, random_rollouts, save_model
+
+pytestmark = pytest.mark.service
+CUT = 250
+
+
+@contextmanager
+def endpoint(*overrides: str) -> Iterator[ScoringEndpoint]:
+    settings = ("teacher.topk=8", "teacher.wire=fp32", "data.teacher_key=d", "teacher.outage_budget_s=1.5")
+    config = load_config(None, [*settings, *overrides])
+    n_routes = len(derive(config).routes)
+    opened = ScoringEndpoint(config, CUT, [""] * n_routes, [Window(2, 4)] * n_routes)
+    with ExitStack() as stack:
+        for clients in opened._clients():
+            for client in clients:
+                stack.enter_context(client)
+        yield opened
+
+
+def routed(rollouts: list[Rollout], n_routes: int) -> list[Rollout]:
+    return [replace(rollout, route=i % n_routes) for i, rollout in enumerate(rollouts)]
+
+
+def tables(opened: ScoringEndpoint, rollouts: list[Rollout]) -> list[bytes]:
+    scores, _ = opened.score(rollouts)
+    found = [score.topk for score in scores]
+    return [table.topk_ids.tobytes() + table.topk_logprobs.tobytes() for table in found if table is not None]
+
+
+@pytest.fixture(scope="module")
+def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("other")
+    with ServerProcess(save_model(folder / "model", TINY_VOCAB, seed=5), folder) as server:
+        yield server
+
+
+def test_each_sequence_is_scored_by_its_own_teacher(tiny_server: ServerProcess, other_server: ServerProcess) -> None:
+    """Fails if a sequence has the scores of another teacher or temperature, or two routes of one differ from it."""
+    rollouts = random_rollouts(10, CUT, seed=3)
+    a, b = tiny_server.port, other_server.port
+    with endpoint(f"teacher.server_port={a}") as one:
+        of_a = tables(one, rollouts)
+    with endpoint(f"teacher.server_port={b}", "teacher.temperature=0.5") as one:
+        of_b = tables(one, rollouts)
+    assert len(of_a) == len(of_b) == 10 and not set(of_a) & set(of_b)
+    routes = f"teacher.routes={{a: {{}}, b: {{server_port: {b}, temperature: 0.5}}}}"
+    with endpoint(f"teacher.server_port={a}", routes) as two:
+        assert tables(two, routed(rollouts, 2)) == [of_a[i] if i % 2 == 0 else of_b[i] for i in range(10)]
+        names = {computation.worker.split()[0] for computation in two.take_computations()}
+        assert names == {"a", "b"}, "the trace has the workers of both"
+    with endpoint(f"teacher.server_port={a}", "teacher.routes={a: {}, b: {}}") as twice:
+        assert tables(twice, routed(rollouts, 2)) == of_a, "the same teacher twice is one teacher, to the bit"
+
+
+@pytest.mark.parametrize("signal", ["topk", "logits"])
+def test_an_outage_names_its_route(tmp_path: Path, tiny_server: ServerProcess, signal: str) -> None:
+    """Fails if an outage does not name its route, or a dead one is not an outage within its budget."""
+    rollouts = routed(random_rollouts(8, CUT, seed=4), 2)
+    with ServerProcess(save_model(tmp_path / "model", TINY_VOCAB, seed=6), tmp_path) as dying:
+        routes = f"teacher.routes={{code: {{server_port: {tiny_server.port}}}, math: {{server_port: {dying.port}}}}}"
+        with endpoint(routes, f"teacher.signal={signal}") as opened:
+            opened.score(rollouts)
+            dying.kill()
+            began_s = time.monotonic()
+            with pytest.raises(TeacherUnavailable, match=r"teacher\.routes\.math.*:" + str(dying.port)):
+                opened.score(rollouts)
+            assert time.monotonic() - began_s < 8
+            health = opened.health()
+            assert health is not None and health.budget_s == 1.5
+            with pytest.raises(TeacherUnavailable, match=r"routes\.math"):
+                opened.score(rollouts[:1])  # the run is ending
+
+
+def test_a_silent_teacher_is_named_while_the_run_waits(tiny_server: ServerProcess) -> None:
+    """Fails if the terminal shows a silence without its route, or the queue of one server alone."""
+    with socket.socket() as mute:  # accepts connections and never replies
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        port = mute.getsockname()[1]
+        routes = f"teacher.routes={{code: {{server_port: {tiny_server.port}}}, math: {{server_port: {port}}}}}"
+        with endpoint(routes, "teacher.outage_budget_s=4") as opened:
+            rollouts = routed(random_rollouts(4, CUT, seed=4), 2)
+            failed = threading.Thread(target=lambda: pytest.raises(TeacherUnavailable, opened.score, rollouts))
+            failed.start()
+            time.sleep(2)
+            health = opened.health()
+            assert health is not None and health.route == "math" and health.label == "teacher math"
+            assert health.silent_s > 1 and health.n_workers == 1 and health.n_in_flight == 2
+            failed.join(timeout=20)
+
+
+def test_the_checks_before_the_start_name_the_route(tiny_server: ServerProcess, other_server: ServerProcess) -> None:
+    """Fails if one of several teachers is not checked, or the error does not name its route or key."""
+    base = ["data.teacher_key=d", f"teacher.server_port={tiny_server.port}", "data.max_response_length=9000"]
+    config = load_config(None, [*base, f"teacher.routes={{a: {{}}, b: {{server_port: {other_server.port}}}}}"])
+    for route in derive(config).routes:
+        check_reachable(route)
+        assert request_info(route).vocab_size == TINY_VOCAB
+    closed = load_config(None, [*base, "teacher.routes={a: {}, b: {server_port: 1}}"])
+    with pytest.raises(TeacherUnavailable, match=r"teacher\.routes\.b"):
+        check_reachable(derive(closed).routes[1])
+    named = load_config(None, [*base, "teacher.routes={a: {}, b: {name: nobody}}"])
+    with pytest.raises(ConfigError) as caught:
+        request_info(derive(named).routes[1])
+    assert caught.value.key == "teacher.routes.b.name"
+    route = derive(config).routes[1]
+
+    class Tokenizer:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    with pytest.raises(ConfigError) as caught:
+        check_teacher(config, route, replace(request_info(route), tokenizer_fingerprint=""), Tokenizer(), CUT)
+    assert caught.value.key == "teacher.routes.b.server_port"

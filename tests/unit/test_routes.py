@@ -1,0 +1,235 @@
+"""Several teachers: settings, the column of a row, shares of a batch, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config.check import check_config
+from gkd.config.derived import derive
+from gkd.config.load import load_config, save_config
+from gkd.config.schema import Config
+from gkd.data.prompts import load_prompts
+from gkd.data.sampler import PromptSampler, make_sampler
+from gkd.errors import ConfigError
+from gkd.preflight.run import check_shares, teacher_identity
+from gkd.run.folder import teacher_json
+from gkd.run.resume_compat import check_same_run, check_same_teacher
+from gkd.types import Prompt
+from tests.unit.test_data import tokenizer as tokenizer  # fixture
+
+BASE = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metric=none"]
+TWO = [*BASE, "data.teacher_key=domain", "teacher.routes={math: {server_port: 7}, code: {weight: 2, temperature: 0.5}}"]
+
+
+def refused(*settings: str) -> str:
+    """Return the key of the error for these settings."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, settings))
+    return caught.value.key
+
+
+def test_a_route_inherits_what_it_leaves_out() -> None:
+    """Fails if a route ignores a key of its own or of the section, or the order of the YAML changes the indices."""
+    config = load_config(None, [*TWO, "teacher.server_ip=host", "teacher.topk=5"])
+    code, math = derive(config).routes
+    assert (code.name, math.name) == ("code", "math")
+    assert (code.teacher.server_port, code.teacher.temperature, code.weight) == (15555, 0.5, 2.0)
+    assert (math.teacher.server_port, math.teacher.temperature, math.weight) == (7, 1.0, 1.0)
+    assert {route.teacher.server_ip for route in (code, math)} == {"host"} and code.teacher.topk == 5
+    assert math.key("server_port") == "teacher.routes.math.server_port" and math.key("keys") == "teacher.keys"
+    swapped = load_config(None, [*BASE, "teacher.routes={code: {}, math: {}}"])
+    assert [route.name for route in derive(swapped).routes] == ["code", "math"]
+    (only,) = derive(load_config(None, BASE)).routes
+    assert only.name == "" and only.key("server_port") == "teacher.server_port"
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("data.teacher_key", [*TWO, "data.teacher_key="]),
+        ("data.teacher_key", [*BASE, "data.teacher_key=domain"]),
+        ("teacher.default_route", [*TWO, "teacher.default_route=maths"]),
+        ("teacher.default_route", [*BASE, "teacher.default_route=math"]),
+        ("teacher.routes.math.server_port", [*TWO, "teacher.routes.math.server_port=0"]),
+        ("teacher.routes.code.temperature", [*TWO, "teacher.routes.code.temperature=0"]),
+        ("teacher.routes.math.weight", [*TWO, "teacher.routes.math.weight=0"]),
+        ("teacher.routes.math.weight", [*TWO, "teacher.routes.math.weight=.inf"]),
+        ("teacher.routes.math.name", [*TWO, f"teacher.routes.math.name={'x' * 129}"]),
+        ("teacher.routes.math.weigth", [*TWO, "teacher.routes.math.weigth=1"]),
+        ("teacher.routes.math.server_port", [*TWO, "teacher.routes.math.server_port=here"]),
+        ("teacher.routes", [*TWO, "teacher.routes={a/b: {}}"]),
+        ("teacher.routes", [*TWO, "teacher.routes=[math]"]),
+        ("teacher.routes", [*TWO, "teacher.backend=local", "teacher.path=t"]),
+        ("distill.reference_kl_weight", [*TWO, "distill.reference_kl_weight=0.1"]),
+        ("distill.normalize", [*BASE, "distill.normalize=domain"]),
+        ("distill.normalize", [*BASE, "distill.normalize=mean"]),
+        ("data.domain_shares", [*BASE, "data.domain_shares={math: 1}"]),
+        ("data.domain_shares", [*TWO, "data.domain_shares={math: 1}"]),
+        ("data.domain_shares", [*TWO, "data.domain_shares={math: 1, code: 0}"]),
+        ("data.domain_shares", [*TWO, "data.domain_shares={math: 1, code: 1, law: 1}"]),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(key: str, settings: list[str]) -> None:
+    """Fails if a wrong route starts a run, or the error names another key."""
+    assert refused(*settings) == key
+
+
+def test_valid_settings_of_routes_are_accepted() -> None:
+    """Fails if a valid combination is refused."""
+    for more in (
+        [],
+        ["distill.normalize=domain"],
+        ["data.domain_shares={math: 0.8, code: 0.2}"],
+        ["teacher.signal=hidden"],
+    ):
+        check_config(load_config(None, [*TWO, *more]))
+    check_config(load_config(None, [*BASE, "distill.normalize=sequence"]))
+    equal = [*BASE, "data.teacher_key=d", "teacher.routes={a: {}, b: {}}", "distill.reference_kl_weight=0.1"]
+    check_config(load_config(None, equal))
+
+
+def rows(tmp_path: Path, *values: Any) -> str:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a b", **value}) + "\n" for value in values))
+    return str(file)
+
+
+def test_each_row_names_its_route(tmp_path: Path, tokenizer: Any) -> None:
+    """Fails if a row gets another teacher, or one that names none does not stop the start."""
+    config = load_config(None, TWO)
+
+    def routes(*values: Any) -> list[int]:
+        prompts, _ = load_prompts(
+            [rows(tmp_path, *values)], config.data, tokenizer, "data.train_files", teacher=config.teacher
+        )
+        return [prompt.route for prompt in prompts]
+
+    assert routes({"domain": "math"}, {"domain": "code"}, {"domain": "math"}) == [1, 0, 1]
+    for bad in ({"domain": "law"}, {"domain": None}, {}):
+        with pytest.raises(ConfigError) as caught:
+            routes({"domain": "math"}, bad)
+        assert caught.value.key == "data.teacher_key" and "rows.jsonl:2" in caught.value.problem
+    config.teacher.default_route = "code"
+    assert routes({"domain": "law"}, {"domain": None}, {}, {"domain": "math"}) == [0, 0, 0, 1]
+
+
+def prompts(*counts: int) -> list[Prompt]:
+    """Return prompts of each route, as many as given."""
+    each = [route for route, count in enumerate(counts) for _ in range(count)]
+    return [Prompt(i, np.array([i], np.int32), route=route) for i, route in enumerate(each)]
+
+
+def shared(shares: str, size: int, *settings: str) -> Config:
+    names = [part.split(":")[0].strip() for part in shares.strip("{}").split(",")]
+    routes = "teacher.routes={" + ", ".join(f"{name}: {{}}" for name in names) + "}"
+    batch = f"trainer.global_batch_size={size}"
+    config = load_config(None, [*BASE, "data.teacher_key=d", routes, f"data.domain_shares={shares}", batch, *settings])
+    check_config(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("shares", "size", "exact"),
+    [
+        ("{a: 0.29, b: 0.71}", 100, [Fraction(29), Fraction(71)]),
+        ("{a: 3, b: 1}", 6, [Fraction(9, 2), Fraction(3, 2)]),
+        ("{a: 1, b: 1, c: 1}", 8, [Fraction(8, 3)] * 3),
+        ("{a: 0.001, b: 1}", 4, [Fraction(4, 1001), Fraction(4000, 1001)]),
+    ],
+)
+def test_shares_are_exact_over_time(shares: str, size: int, exact: list[Fraction]) -> None:
+    """Fails if the prompts of a route drift from its share, or a batch has another size."""
+    sampler = make_sampler(shared(shares, size), prompts(*[7] * len(exact)))
+    counts = Counter[int]()
+    for step in range(300):
+        batch = sampler.take(step * size, size)
+        assert len(batch) == size
+        counts.update(prompt.route for prompt in batch)
+        for route, each in enumerate(exact):
+            assert abs(counts[route] - (step + 1) * each) < max(1, len(exact) - 1)
+    small = exact.index(min(exact))
+    assert counts[small] == int(300 * exact[small])
+
+
+def test_the_order_with_shares_depends_only_on_the_position() -> None:
+    """Fails if a resumed run or a stream, which take single positions, get other prompts."""
+    config = shared("{a: 3, b: 1}", 6)
+    whole = make_sampler(config, prompts(5, 9)).take(0, 90)
+    sampler = make_sampler(config, prompts(5, 9))
+    for position in (80, 3, 4, 41, 0):
+        assert sampler.take(position, 1)[0].prompt_id == whole[position].prompt_id
+    first = [prompt.prompt_id for prompt in whole if prompt.route == 1][:9]
+    assert sorted(first) == list(range(5, 14)), "an epoch of a route has each of its prompts once"
+    orders = {tuple(prompt.route for prompt in whole[start : start + 6]) for start in range(0, 60, 6)}
+    assert len(orders) > 2, "the routes of a batch are mixed"
+
+
+def test_without_shares_the_order_is_that_of_all_prompts() -> None:
+    """Fails if routes alone change the order: two routes of one teacher would not equal one route."""
+    config = load_config(None, TWO)
+    all_prompts = prompts(5, 9)
+    plain = PromptSampler(all_prompts, shuffle=True, seed=config.data.seed).take(0, 40)
+    assert make_sampler(config, all_prompts).take(0, 40) == plain
+
+
+def test_shares_that_cannot_be_drawn_are_refused() -> None:
+    """Fails if a run starts with a route without rows, or with more routes than a batch can alternate."""
+    config = shared("{a: 1, b: 1}", 8)
+    check_shares(config, derive(config), prompts(1, 1))
+    with pytest.raises(ConfigError) as caught:
+        check_shares(config, derive(config), prompts(3))
+    assert caught.value.key == "data.domain_shares"
+    with pytest.raises(ConfigError) as caught:
+        shared("{a: 1, b: 1, c: 1, d: 1}", 4)
+    assert caught.value.key == "data.domain_shares"
+
+
+def test_a_resumed_run_refuses_other_routes(tmp_path: Path) -> None:
+    """Fails if a run continues with other teachers, weights or temperatures, or cannot follow a server that moved."""
+    before = tmp_path / "config.yaml"
+    save_config(load_config(None, TWO), before)
+    moved = "teacher.routes={code: {weight: 2, temperature: 0.5, server_ip: there, keys: k}, math: {name: m}}"
+    check_same_run(before, load_config(None, [*TWO, moved]))
+    for change in (
+        "teacher.routes.math.weight=3",
+        "teacher.routes.code.temperature=0.7",
+        "teacher.routes.law={}",
+        "teacher.default_route=math",
+        "data.teacher_key=topic",
+        "data.domain_shares={math: 1, code: 1}",
+        "distill.normalize=domain",
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_same_run(before, load_config(None, [*TWO, change]))
+        key = change.partition("=")[0]
+        assert caught.value.key == ("teacher.routes" if key.startswith("teacher.routes") else key)
+
+
+class Info:
+    def __init__(self, mark: str) -> None:
+        self.model_name, self.fingerprint = f"model-{mark}", mark * 32
+
+
+def test_a_resumed_run_refuses_another_model_of_a_route(tmp_path: Path) -> None:
+    """Fails if one of several teachers may change its weights unnoticed, or the error names another route."""
+    config, file = load_config(None, TWO), tmp_path / "teacher.json"
+    routes: Any = derive(config).routes
+    same: Any = teacher_identity(routes, [Info("a"), Info("b")])  # type: ignore[list-item]
+    file.write_text(teacher_json(same))
+    check_same_teacher(file, same, config)
+    for infos, key in (("xb", "teacher.server_port"), ("ax", "teacher.routes.math.server_port")):
+        changed: Any = teacher_identity(routes, [Info(mark) for mark in infos])  # type: ignore[misc]
+        with pytest.raises(ConfigError) as caught:
+            check_same_teacher(file, changed, config)
+        assert caught.value.key == key
+    one = load_config(None, BASE)
+    with pytest.raises(ConfigError) as caught:
+        check_same_teacher(file, teacher_identity(derive(one).routes, [Info("a")]), one)  # type: ignore[list-item]
+    assert caught.value.key == "teacher.routes"
