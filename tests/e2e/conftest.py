@@ -20,6 +20,8 @@ from tests.service.harness import ServerProcess
 VOCAB = 32003
 EOS = 1
 N_TRAIN = 40
+# Two routes of one teacher, by the column `domain`.
+TWO_ROUTES = ("data.teacher_key=domain", "teacher.routes={a: {}, b: {}}")
 # Options of a teacher server with one sequence per batch, so that scores do not depend on concurrent requests and runs
 # are bit-exact.
 ALONE = ("--max-batch-tokens", "2")
@@ -95,7 +97,8 @@ def make_lab(
     _save_model(made.student, **{"seed": 1, "layers": 2, **student})
     rng = np.random.default_rng(0)
     for path, n in ((made.train, N_TRAIN), (made.heldout, N_HELDOUT)):
-        rows = ({"prompt": _words(rng), "answer": "w2", "response": _words(rng)} for _ in range(n))
+        texts = ({"prompt": _words(rng), "answer": "w2", "response": _words(rng)} for _ in range(n))
+        rows = ({**row, "domain": "ab"[i % 2]} for i, row in enumerate(texts))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
 

@@ -13,7 +13,7 @@ from gkd.metrics.writer import read_metrics
 from gkd.tools.report.page import page
 from gkd.tools.report.read import read_runs
 from gkd.tools.report.samples import browser
-from tests.e2e.conftest import Lab
+from tests.e2e.conftest import TWO_ROUTES, Lab
 
 pytestmark = pytest.mark.e2e
 
@@ -32,25 +32,33 @@ def hidden_run(lab: Lab, teacher_port: int, shared_ray: str) -> dict[int, dict[s
     return hidden(lab, teacher_port, "sync", shared_ray)
 
 
-def hidden(lab: Lab, port: int, scheduler: str, shared_ray: str) -> dict[int, dict[str, Any]]:
+def hidden(lab: Lab, port: int, scheduler: str, shared_ray: str, *more: str) -> dict[int, dict[str, Any]]:
     run_dir = lab.root / f"run_hidden_{scheduler}"
     layout = ("trainer.n_gpus_per_node=2", "actor.tp=2", "actor.logits_chunk_mib=1", f"trainer.scheduler={scheduler}")
-    done = lab.train_run(run_dir, port, *EXACT, "teacher.signal=hidden", *layout, shared_ray)
+    done = lab.train_run(run_dir, port, *EXACT, "teacher.signal=hidden", *layout, shared_ray, *more)
     assert done.returncode == 0, done.stderr[-4000:]
     return steps_of(run_dir)
 
 
 def test_hidden_states_train(lab: Lab, teacher_port: int, shared_ray: str) -> None:
-    """If it fails, the teacher's LM head does not reach the actor, its logits do not reduce the KL, or a stream of real
-    engines does not feed the loop.
+    """If it fails, the LM heads of two teachers do not reach the actor, their logits do not reduce the KL, a stream of
+    real engines does not feed the loop, or a stream has other shares of the routes.
     """
-    lines = hidden(lab, teacher_port, "stream", shared_ray)
+    shares = ("data.domain_shares={a: 2, b: 1}", "distill.normalize=domain", "teacher.routes.b.temperature=0.9")
+    lines = hidden(lab, teacher_port, "stream", shared_ray, *TWO_ROUTES, *shares)
     for step in (1, 2):
         m = lines[step]
         assert m["rollout/sequences"] == 12 and m["staleness/max"] <= 1
-        assert m["loss/total"] == pytest.approx(m["loss/jsd"]) and m["loss/total"] > 0
+        assert m["loss/total"] > m["loss/jsd"] > 0, "a sum over routes"
+        assert m["domain/a/loss_share"] + m["domain/b/loss_share"] == pytest.approx(1)
+        assert m["domain/a/token_kl"] > 0 < m["domain/b/token_kl"]
         assert 0 < m["loss/overlap"] < 1 and m["loss/student_entropy"] > 0
         assert "teacher/topk_mass" not in m
+    n_sequences = [
+        sum(m["loss/tokens"] * m[f"domain/{d}/tokens_share"] / m[f"domain/{d}/length"] for m in (lines[1], lines[2]))
+        for d in "ab"
+    ]
+    assert n_sequences == pytest.approx([16, 8])
     assert lines[2]["eval/kl"] < lines[0]["eval/kl"], "JSD must bring the student closer"
 
 

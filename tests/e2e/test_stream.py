@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import N_TRAIN, Lab
+from tests.e2e.conftest import N_TRAIN, TWO_ROUTES, Lab
 from tests.e2e.exactness import check_stream
 from tests.e2e.kill_matrix import Kill, Runs, check_replay
 
@@ -19,6 +19,7 @@ SETTINGS = (
     "eval.max_prompts=4",
     "trainer.save_every=1",
     "trainer.resume=auto",
+    *TWO_ROUTES,
 )
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gkd.config.derived import derive
@@ -24,6 +25,7 @@ from tests.service.harness import ServerProcess, random_rollouts, save_model
 
 pytestmark = pytest.mark.service
 CUT = 250
+ALONE = ("--max-batch-tokens", "2")  # one sequence per batch, so that scores do not depend on concurrent requests
 
 
 @contextmanager
@@ -50,16 +52,22 @@ def tables(opened: ScoringEndpoint, rollouts: list[Rollout]) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("other")
-    with ServerProcess(save_model(folder / "model", TINY_VOCAB, seed=5), folder) as server:
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tiny_model, tmp_path_factory.mktemp("server"), options=ALONE) as server:
         yield server
 
 
-def test_each_sequence_is_scored_by_its_own_teacher(tiny_server: ServerProcess, other_server: ServerProcess) -> None:
+@pytest.fixture(scope="module")
+def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("other")
+    with ServerProcess(save_model(folder / "model", TINY_VOCAB, seed=5), folder, options=ALONE) as server:
+        yield server
+
+
+def test_each_sequence_is_scored_by_its_own_teacher(server: ServerProcess, other_server: ServerProcess) -> None:
     """Fails if a sequence has the scores of another teacher or temperature, or two routes of one differ from it."""
     rollouts = random_rollouts(10, CUT, seed=3)
-    a, b = tiny_server.port, other_server.port
+    a, b = server.port, other_server.port
     with endpoint(f"teacher.server_port={a}") as one:
         of_a = tables(one, rollouts)
     with endpoint(f"teacher.server_port={b}", "teacher.temperature=0.5") as one:
@@ -75,11 +83,11 @@ def test_each_sequence_is_scored_by_its_own_teacher(tiny_server: ServerProcess, 
 
 
 @pytest.mark.parametrize("signal", ["topk", "logits"])
-def test_an_outage_names_its_route(tmp_path: Path, tiny_server: ServerProcess, signal: str) -> None:
+def test_an_outage_names_its_route(tmp_path: Path, server: ServerProcess, signal: str) -> None:
     """Fails if an outage does not name its route, or a dead one is not an outage within its budget."""
     rollouts = routed(random_rollouts(8, CUT, seed=4), 2)
     with ServerProcess(save_model(tmp_path / "model", TINY_VOCAB, seed=6), tmp_path) as dying:
-        routes = f"teacher.routes={{code: {{server_port: {tiny_server.port}}}, math: {{server_port: {dying.port}}}}}"
+        routes = f"teacher.routes={{code: {{server_port: {server.port}}}, math: {{server_port: {dying.port}}}}}"
         with endpoint(routes, f"teacher.signal={signal}") as opened:
             opened.score(rollouts)
             dying.kill()
@@ -93,13 +101,13 @@ def test_an_outage_names_its_route(tmp_path: Path, tiny_server: ServerProcess, s
                 opened.score(rollouts[:1])  # the run is ending
 
 
-def test_a_silent_teacher_is_named_while_the_run_waits(tiny_server: ServerProcess) -> None:
+def test_a_silent_teacher_is_named_while_the_run_waits(server: ServerProcess) -> None:
     """Fails if the terminal shows a silence without its route, or the queue of one server alone."""
     with socket.socket() as mute:  # accepts connections and never replies
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         port = mute.getsockname()[1]
-        routes = f"teacher.routes={{code: {{server_port: {tiny_server.port}}}, math: {{server_port: {port}}}}}"
+        routes = f"teacher.routes={{code: {{server_port: {server.port}}}, math: {{server_port: {port}}}}}"
         with endpoint(routes, "teacher.outage_budget_s=4") as opened:
             rollouts = routed(random_rollouts(4, CUT, seed=4), 2)
             failed = threading.Thread(target=lambda: pytest.raises(TeacherUnavailable, opened.score, rollouts))
@@ -111,9 +119,9 @@ def test_a_silent_teacher_is_named_while_the_run_waits(tiny_server: ServerProces
             failed.join(timeout=20)
 
 
-def test_the_checks_before_the_start_name_the_route(tiny_server: ServerProcess, other_server: ServerProcess) -> None:
+def test_the_checks_before_the_start_name_the_route(server: ServerProcess, other_server: ServerProcess) -> None:
     """Fails if one of several teachers is not checked, or the error does not name its route or key."""
-    base = ["data.teacher_key=d", f"teacher.server_port={tiny_server.port}", "data.max_response_length=9000"]
+    base = ["data.teacher_key=d", f"teacher.server_port={server.port}", "data.max_response_length=9000"]
     config = load_config(None, [*base, f"teacher.routes={{a: {{}}, b: {{server_port: {other_server.port}}}}}"])
     for route in derive(config).routes:
         check_reachable(route)
@@ -134,3 +142,23 @@ def test_the_checks_before_the_start_name_the_route(tiny_server: ServerProcess, 
     with pytest.raises(ConfigError) as caught:
         check_teacher(config, route, replace(request_info(route), tokenizer_fingerprint=""), Tokenizer(), CUT)
     assert caught.value.key == "teacher.routes.b.server_port"
+
+
+def test_hidden_states_of_two_teachers_share_one_head(server: ServerProcess, other_server: ServerProcess) -> None:
+    """Fails if a row of hidden states is multiplied by the LM head of another teacher, or at another temperature."""
+    rollouts = random_rollouts(6, CUT, seed=8)
+    ports, expected = (server.port, other_server.port), {}
+    for route, (port, temperature) in enumerate(zip(ports, (0.5, 2.0), strict=True)):
+        settings = (f"teacher.server_port={port}", f"teacher.temperature={temperature}", "teacher.signal=hidden")
+        with endpoint(*settings) as one:
+            head, (scores, _) = one.lm_head(), one.score(rollouts)
+            for i in range(route, 6, 2):
+                assert (hidden := scores[i].hidden) is not None
+                expected[i] = hidden @ head.T / temperature
+    routes = f"teacher.routes={{a: {{}}, b: {{server_port: {ports[1]}, temperature: 2}}}}"
+    with endpoint(f"teacher.server_port={ports[0]}", "teacher.temperature=0.5", "teacher.signal=hidden", routes) as two:
+        head, (scores, summary) = two.lm_head(), two.score(routed(rollouts, 2))
+    assert head.shape == (CUT, 64) and summary
+    for i, score in enumerate(scores):
+        assert score.hidden is not None and score.hidden.shape == (len(rollouts[i].response_ids), 64)
+        np.testing.assert_allclose(score.hidden @ head.T / 0.5, expected[i], rtol=1e-5, atol=1e-5)

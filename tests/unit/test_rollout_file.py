@@ -34,6 +34,7 @@ def rollout(prompt_index: int, sample: int = 0, *, n: int = 2, on_policy: bool =
         version_spans=(VersionSpan(0, 1, version), VersionSpan(1, r, version + 1)) if on_policy else (),
         finish_reason="stop" if prompt_index % 2 else "length",
         on_policy=on_policy,
+        route=prompt_index % 3,
     )
 
 
@@ -77,6 +78,17 @@ def test_a_file_is_read_bit_exact(tmp_path: Path, kind: str | None) -> None:
     again = read_sequences(written(tmp_path / "x.npz", rollouts, scored))
     assert same(again[0], rollouts)
     assert same(again[1], scored)
+
+
+def test_a_file_without_routes_is_read(tmp_path: Path) -> None:
+    """Fails if a run cannot resume from rollouts of a version that had one teacher only."""
+    rollouts = [rollout(3 * i) for i in range(3)]
+    file = written(tmp_path / "x.npz", rollouts, None)
+    with np.load(file) as opened:
+        tables = dict(opened)
+    tables["sequences"] = tables["sequences"][:, :6]
+    np.savez(file, **tables)
+    assert same(read_sequences(file)[0], rollouts)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from gkd.config.schema import Config
 from gkd.data.prompts import load_prompts
 from gkd.data.sampler import PromptSampler, make_sampler
 from gkd.errors import ConfigError
+from gkd.handles import GreedyReport
+from gkd.metrics.writer import read_metrics
 from gkd.preflight.run import check_shares, teacher_identity
 from gkd.run.folder import teacher_json
 from gkd.run.resume_compat import check_same_run, check_same_teacher
 from gkd.types import Prompt
 from tests.unit.test_data import tokenizer as tokenizer  # fixture
+from tests.unit.world import World, make
 
 BASE = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metric=none"]
 TWO = [*BASE, "data.teacher_key=domain", "teacher.routes={math: {server_port: 7}, code: {weight: 2, temperature: 0.5}}"]
@@ -233,3 +237,25 @@ def test_a_resumed_run_refuses_another_model_of_a_route(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_same_teacher(file, teacher_identity(derive(one).routes, [Info("a")]), one)  # type: ignore[list-item]
     assert caught.value.key == "teacher.routes"
+
+
+class Routed(World):
+    """Reports these accuracies by route, and half over all."""
+
+    def __init__(self, by_route: dict[int, float]) -> None:
+        super().__init__()
+        self.by_route = by_route
+
+    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+        return GreedyReport(0.5, [], self.by_route)
+
+
+def test_evaluations_report_the_accuracy_of_each_route(tmp_path: Path) -> None:
+    """Fails if the accuracy of one domain is reported for another, or for a run with one teacher."""
+    routes = ("data.teacher_key=d", "teacher.routes={math: {}, code: {}}")
+    settings = ("trainer.total_steps=1", "eval.metric=exact_match")
+    make(tmp_path / "two", Routed({0: 0.25, 1: 1.0}), *settings, *routes, val=prompts(2, 1)).fit()
+    make(tmp_path / "one", Routed({0: 0.5}), *settings, val=prompts(2, 1)).fit()
+    two, one = (read_metrics(tmp_path / name / "run" / "metrics.jsonl")[-1] for name in ("two", "one"))
+    assert (two["domain/code/accuracy"], two["domain/math/accuracy"], two["eval/accuracy"]) == (0.25, 1.0, 0.5)
+    assert not [key for key in one if key.startswith("domain/")]
