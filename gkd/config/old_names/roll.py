@@ -121,7 +121,7 @@ _DATA = (
     meaningless("global_template validation.data_args.template *.data_args.template", _TEMPLATE),
     unsupported(train("data_args.domain_interleave_probs data_args.domain_interleave_probs.* "
             "data_args.interleave_probs") + " system_key prompt_key dataset_filter.*",
-        "files are concatenated and shuffled; there are no shares of domains.", ("1.0", 1.0)),
+        "files are concatenated and shuffled; shares are data.domain_shares, by teacher.routes.", ("1.0", 1.0)),
     meaningless(train("data_args.preprocessing_num_workers data_args.dataset_dir data_args.dataset_type "
             "data_args.id data_args.tag data_args.eval_file_name"),
         "prompts are read once, by one process, from the files that are named."),
