@@ -200,8 +200,8 @@ def warn_about_losses(config: Config, gib: float) -> None:
     if sensitive := stale_losses(config):
         log.warning(
             "%s with rollouts up to %d steps old (trainer.scheduler=%s): older weights than those that train generated "
-            "them, which may cost quality (quickstart with reverse_kl: accuracy 97.3%% under sync, 98.6%% one and 95.7%% "
-            "two steps off). Compare with trainer.scheduler=sync; see docs/losses.md",
+            "them, which may cost quality (quickstart with reverse_kl: accuracy 97.3%% under sync, 98.6%% one step off "
+            "and 95.7%% two). Compare with trainer.scheduler=sync; see docs/losses.md",
             ", ".join(sensitive),
             staleness_bound(config.trainer),
             config.trainer.scheduler,

@@ -162,7 +162,7 @@ def measure(n_steps: int, n_engines: int, tp: int, pp: int, root: Path) -> dict[
             print(f"step {len(used_s)}: {rss[-1] / 2**20:.0f} MiB", file=sys.stderr, flush=True)
 
     pools = Roles1024(ray, clock, config, RANKS // 2)
-    roles = Roles(actor=pools.actor, rollout=pools.rollout, scoring=pools.scoring, weight_sync=pools)  # type: ignore[arg-type]
+    roles = Roles(actor=pools.actor, rollout=pools.rollout, scoring=pools.scoring, weight_sync=pools)
     folder = open_run_folder(config, {"name": "none", "fingerprint": "none"})
     trainer = Trainer(config, roles, prompts, [], folder, n_steps)
     next_batch = trainer.source.next_batch

@@ -140,8 +140,8 @@ class ClockEndpoint(ScoringEndpoint):
     def prepare(self, token_s: float) -> None:
         self._clock_teacher = ClockTeacher(token_s)
 
-    def _clients(self) -> list[Any]:
-        return [self._clock_teacher]
+    def _clients(self) -> list[list[Any]]:
+        return [[self._clock_teacher]]
 
     def _submit(self, teacher: Any, rollout: Rollout, signal: str) -> Future[Any]:
         del signal
@@ -163,7 +163,7 @@ class Processes:
         self._engines = pools["rollout"].spawn(TimedRolloutWorker, env, concurrency_groups=groups)
         made = ray.remote(concurrency_groups={RECORDS: 1})(ClockEndpoint)
         options = {"num_cpus": HELPER_CPUS, "max_concurrency": 8, "runtime_env": {"env_vars": env}}
-        self._endpoints = [made.options(**options).remote(config, 0, "", Window(1, 64))]
+        self._endpoints = [made.options(**options).remote(config, 0, [""], [Window(1, 64)])]
 
     def roles(self, config: Config, timed: Stages) -> Roles:
         meeting = ray.remote(Meeting).options(num_cpus=0).remote(N_ENGINES)
