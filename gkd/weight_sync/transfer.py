@@ -165,13 +165,18 @@ def _two_buffers(buckets: Sequence[Bucket], device: torch.device) -> list[torch.
 
 @contextmanager
 def _mover(group: TransferGroup) -> Iterator[ThreadPoolExecutor]:
-    """Yield the thread that moves buckets. An error of the block closes the group, which ends the thread's transfer."""
+    """Yield the thread that moves buckets. An error of the block closes the group, which ends the thread's transfer.
 
-    def select_device() -> None:
-        if group.device.type == "cuda":
-            torch.cuda.set_device(group.device)
+    On a GPU it uses the caller's stream, so that a buffer is overwritten only after the loads from it. vLLM's workers
+    do not use the default stream.
+    """
+    stream = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
 
-    with ThreadPoolExecutor(1, "weight sync", select_device) as mover:
+    def select_stream() -> None:
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # selects its device, too
+
+    with ThreadPoolExecutor(1, "weight sync", select_stream) as mover:
         try:
             yield mover
         except BaseException:
