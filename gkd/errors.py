@@ -122,6 +122,10 @@ class WeightSyncError(GkdError):
         super().__init__(message)
 
 
+class TransferCutOff(WeightSyncError):
+    """A connection of a weight transfer broke: another member of it failed, whose error is the cause."""
+
+
 class HealthAlarm(GkdError):
     """A health check found something, and health.on_alarm is stop; the step is saved.
 

@@ -60,7 +60,7 @@ class ActorRank:
         """Return the phase that this rank is in."""
         return self._phases.now()
 
-    @ray.method(concurrency_group=RESTORES)
+    @ray.method(concurrency_group=WATCH)  # not RESTORES: a restoration may wait for an engine that has died
     def rendezvous(self) -> tuple[str, int]:
         """Return (address of this node, a free port on it), for a process group whose rank 0 is here."""
         return ray.util.get_node_ip_address(), free_port()

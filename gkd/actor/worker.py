@@ -37,7 +37,7 @@ from gkd.types import Rollout
 from gkd.weight_sync.buckets import Bucket, Content, TensorSpec
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.kept import KeptVersion
-from gkd.weight_sync.transfer import send, send_kept
+from gkd.weight_sync.transfer import failing_together, send, send_kept
 
 # Methods of these concurrency groups run while another method runs or hangs; the pool is spawned with them.
 SAVES = "saves"
@@ -232,6 +232,7 @@ class ActorWorker(ActorRank):
             tensors = self._student.export(content)
             if content == "adapters":
                 tensors = scaled_factors(tensors, self._config.actor.lora.scale)
+            stack.enter_context(failing_together(group, tensors))
             kept = stack.enter_context(self._kept.replacing(content, buckets)) if keeps else None
             return send(group, buckets, tensors, with_digests=with_digests, kept=kept)
 

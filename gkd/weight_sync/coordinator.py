@@ -10,7 +10,7 @@ from typing import Any
 from gkd.cluster.calls import gather
 from gkd.config.derived import derive
 from gkd.config.schema import Config
-from gkd.errors import GkdError, RankTimeout, WeightSyncError
+from gkd.errors import GkdError, RankTimeout, TransferCutOff, WeightSyncError
 from gkd.handles import SyncReport
 from gkd.log import get_logger
 from gkd.weight_sync.buckets import Bucket, Content, differing, plan_buckets
@@ -112,7 +112,8 @@ class WeightSync:
             if not self._n_pushed or self._pushed is None:
                 return self._pushed if self._n_pushed else 0
             name, limit_s = f"rollout engine {index}", self._config.weight_sync.timeout_s
-            senders, specs = self._senders(), self._specs(AUTO, 1 + self._config.rollout.tp, _REJOIN_S)
+            transport = GLOO if self._config.weight_sync.transport == GLOO else AUTO  # the bytes are in host memory
+            senders, specs = self._senders(), self._specs(transport, 1 + self._config.rollout.tp, _REJOIN_S)
             sending = {
                 stage: sender.send_kept.remote(specs[stage](0), self._contents) for stage, sender in senders.items()
             }
@@ -163,7 +164,8 @@ class WeightSync:
     ) -> dict[str, Any]:
         """Wait as `gather` for a collective call of actor and engines.
 
-        After an error it waits until the engines have left the call, so that it can be repeated.
+        After an error it waits until the members have left the call, so that it can be repeated, and the cause is
+        known: an error of one member ends the transfer of the others.
 
         Raises:
             WeightSyncError: see `push`.
@@ -180,8 +182,8 @@ class WeightSync:
             errors = _errors(receivers, what, _LEAVE_S)
             lost = {i: errors[f"rollout engine {i}"] for i in self._engines if f"rollout engine {i}" in errors}
             lost = {i: error for i, error in lost.items() if not isinstance(error, WeightSyncError)}
-            if not lost:
-                raise
+            if not lost:  # Ray may have learned only now that a sender died
+                raise _cause([*_errors(senders, what, _LEAVE_S).values(), *errors.values(), first]) from None
             raise WeightSyncError("\n".join(f"rollout engine {i}: {e}" for i, e in lost.items()), lost) from first
 
     def _stage_plans(self, content: Content, timeout_s: float) -> list[list[Bucket]]:
@@ -225,6 +227,13 @@ class WeightSync:
             return lambda rank: GroupSpec(transport, host, port, rank, world_size, timeout_s, join_s, in_session)
 
         return {name: of(*address) for name, address in gather(refs, "rendezvous", join_s).items()}
+
+
+def _cause(errors: Sequence[GkdError]) -> GkdError:
+    """Return the error that explains the others: of a process, else of a transfer that was not cut off."""
+    failed = [error for error in errors if not isinstance(error, RankTimeout)]
+    own = [error for error in failed if not isinstance(error, WeightSyncError)]
+    return next(iter(own or [error for error in failed if not isinstance(error, TransferCutOff)] or failed))
 
 
 def _errors(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, GkdError]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gkd.errors import WeightSyncError
+from gkd.errors import TransferCutOff, WeightSyncError
 from gkd.weight_sync.buckets import checksum
 from gkd.weight_sync.segment import Segment, SegmentId, attached, host_id
 
@@ -166,7 +166,7 @@ class TransferGroup:
             group.broadcast([buffer], options).wait()
         except RuntimeError as error:
             self.close()
-            raise WeightSyncError(
+            raise TransferCutOff(
                 f"weight-sync broadcast failed on rank {self.spec.rank} of {self.spec.world_size}: {error}"
             ) from error
 

@@ -53,6 +53,23 @@ def send(
     return _send_filled(group, buckets, filled, None if in_place else hosts, kept, with_digests=with_digests)
 
 
+@contextmanager
+def failing_together(group: TransferGroup | None, tensors: Iterator[object]) -> Iterator[None]:
+    """After an error in the block, end the transfer of the group's members and exhaust `tensors`.
+
+    The other exporting ranks take part in producing each tensor: they would wait for this rank in the middle of the
+    export, and its next export would be combined with the rest of theirs.
+    """
+    try:
+        yield
+    except BaseException:
+        if group is not None:
+            group.close()
+        for _ in tensors:
+            pass
+        raise
+
+
 def send_kept(group: TransferGroup, buckets: Sequence[Bucket], kept: Segment) -> dict[str, str]:
     """Send buckets that an earlier `send` has kept, over a group whose buckets are in host memory. Returns digests."""
     return _send_filled(group, buckets, iter(_views(buckets, kept)), None, kept, with_digests=True)
@@ -79,7 +96,7 @@ def receive(
         except WeightSyncError as error:
             names = [spec.name for spec in buckets[i].specs]
             where = f"member {group.spec.rank}: bucket {i} of {len(buckets)} ({len(names)} tensors, first {names[:3]})"
-            raise WeightSyncError(f"{where}: {error}") from error
+            raise type(error)(f"{where}: {error}") from error
 
     with _mover(group) as mover:
         arriving = mover.submit(arrive, 0)

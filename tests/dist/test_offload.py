@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,10 @@ class Rank(ActorWorker):
         """Be busy until the file exists."""
         while not path.exists():
             time.sleep(0.02)
+
+    def limit_memory(self, n_bytes: int) -> None:
+        """Limit the size of further files, also of those in memory; -1: no limit."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, -1))
 
     def poison(self) -> None:
         """Set all weights to NaN."""

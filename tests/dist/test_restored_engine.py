@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import ray
 import torch
 
+from gkd.config.schema import Config
 from gkd.errors import ClusterError, WeightSyncError
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.coordinator import WeightSync
@@ -58,6 +60,9 @@ class Engine:
     def state(self) -> tuple[int, dict[str, str]]:
         return self.version, self.digests()
 
+    def transports(self) -> list[str]:
+        return [group.transport for group in self.groups]
+
     def die_in_transfer(self) -> None:
         self.dies = True
 
@@ -70,13 +75,24 @@ def _engine() -> Any:
     return ray.remote(Engine).options(num_cpus=0).remote()
 
 
+def _engines(n: int) -> list[Any]:
+    """Start engines; return them when their processes have imported what they need."""
+    found = [_engine() for _ in range(n)]
+    ray.get([engine.state.remote() for engine in found], timeout=150)
+    return found
+
+
 @pytest.fixture(scope="module")
 def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
     folder = tmp_path_factory.mktemp("model")
-    save_model(folder, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    save_model(folder, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, head_dim=64)
     with actor_slots(N_RANKS) as slots:
         sync = ("weight_sync.verify=never", "weight_sync.timeout_s=60", "weight_sync.bucket_mib=1")
         yield Actor(slots, folder, "actor.strategy=fsdp2", *sync)
+
+
+def _with(config: Config, **weight_sync: Any) -> Config:
+    return replace(config, weight_sync=replace(config.weight_sync, **weight_sync))
 
 
 def _states(engines: list[Any]) -> list[tuple[int, dict[str, str]]]:
@@ -85,7 +101,7 @@ def _states(engines: list[Any]) -> list[tuple[int, dict[str, str]]]:
 
 def test_a_restarted_engine_gets_the_last_weights_while_the_others_work(actor: Actor, tmp_path: Path) -> None:
     """Fails if it gets other weights than the last push, waits for the actor or an engine, or breaks later pushes."""
-    engines = [_engine(), _engine()]
+    engines = _engines(2)
     sync = WeightSync(actor.pool.exporters(), engines, actor.config, "cpu", 60)
     ray.kill(engines[1])
     engines[1] = _engine()
@@ -113,8 +129,8 @@ def test_a_restarted_engine_gets_the_last_weights_while_the_others_work(actor: A
 
 def test_a_push_in_which_an_engine_dies_can_be_repeated(actor: Actor) -> None:
     """Fails if the other members wait for the time-out, or an engine keeps a mixture of two versions."""
-    engines = [_engine(), _engine(), _engine()]
-    sync = WeightSync(actor.pool.exporters(), engines, actor.config, "cpu", 60)
+    engines = _engines(3)
+    sync = WeightSync(actor.pool.exporters(), engines, _with(actor.config, transport="gloo"), "cpu", 60)
     sync.push(1)
     actor.pool.train_step(batch())
     ray.get(engines[1].die_in_transfer.remote())
@@ -124,8 +140,27 @@ def test_a_push_in_which_an_engine_dies_can_be_repeated(actor: Actor) -> None:
     sync.push(2, {0: engines[0], 2: engines[2]})
     first, second = _states([engines[0], engines[2]])
     assert first == second and first[0] == 2
+    sync.push(2)
+    assert _states([engines[0]]) == [first], "the actor's ranks did not export in step"
     engines[1] = _engine()
     assert sync.restore_engine(1, engines[1]) == 2
+    assert ray.get(engines[1].transports.remote()) == ["gloo"], "the setting holds for restarted engines, too"
     sync.push(3)
     assert [version for version, _ in _states(engines)] == [3, 3, 3]
     assert len({tuple(digests.items()) for _, digests in _states(engines)}) == 1
+
+
+def test_a_sender_without_memory_is_the_cause(actor: Actor) -> None:
+    """Fails if engines are blamed for an error of the actor, wait for a time-out, or the other ranks hang."""
+    (engine,) = _engines(1)
+    sync = WeightSync(actor.pool.exporters(), [engine], _with(actor.config, bucket_mib=2), "cpu", 60)
+    ray.get(actor.workers[0].limit_memory.remote(1 << 16), timeout=60)
+    began_s = time.monotonic()
+    with pytest.raises(WeightSyncError, match="weight_sync.transport") as caught:
+        sync.push(1)
+    assert not caught.value.lost and time.monotonic() - began_s < 45.0
+    ray.get(actor.workers[0].limit_memory.remote(-1), timeout=60)
+    sync.push(1)
+    state = _states([engine])
+    sync.push(1)
+    assert _states([engine]) == state

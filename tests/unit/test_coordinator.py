@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gkd.config.load import load_config
-from gkd.errors import WeightSyncError
+from gkd.errors import GkdError, RankFailed, RankTimeout, TransferCutOff, WeightSyncError
 from gkd.weight_sync import coordinator
 from gkd.weight_sync.buckets import TensorSpec
 
@@ -87,3 +87,40 @@ def test_adapters_follow_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None
     held["a"] = "another base"
     with pytest.raises(WeightSyncError, match="'a'"):
         sync.push(3)
+
+
+CUT_OFF = TransferCutOff("connection closed by peer")
+DIED = RankFailed("the process died")
+NO_MEMORY = WeightSyncError("no shared memory")
+
+
+@pytest.mark.parametrize(
+    ("sender", "engine", "expected"),
+    [
+        (DIED, CUT_OFF, DIED),
+        (CUT_OFF, WeightSyncError("a bucket was damaged"), "damaged"),
+        (NO_MEMORY, CUT_OFF, NO_MEMORY),
+        (CUT_OFF, CUT_OFF, CUT_OFF),
+    ],
+)
+def test_the_member_that_failed_first_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, sender: GkdError, engine: GkdError, expected: GkdError | str
+) -> None:
+    """Fails if a dead actor rank, which Ray reports late, or a shortage is hidden by the broken connections."""
+    now, late = {"engine": engine}, {"sender": sender}
+
+    def late_gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+        for name in refs:
+            if name in now:
+                raise now[name]
+            if name in late and timeout_s == 0.0:
+                raise RankTimeout("not known yet")
+            if name in late and len(refs) == 1:
+                raise late[name]
+        return dict(refs)
+
+    sync = make(monkeypatch, [Engine({})], "never")
+    monkeypatch.setattr(coordinator, "gather", late_gather)
+    with pytest.raises(GkdError) as caught:
+        sync._gather({"sender": 1}, {"engine": 2}, "weight sync", 60.0)
+    assert caught.value is expected or expected in str(caught.value).split()
