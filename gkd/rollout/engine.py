@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gkd.config.schema import LoraConfig, RolloutConfig
-from gkd.errors import ClusterError, DataError
+from gkd.errors import ClusterError, DataError, TransferCutOff, WeightSyncError
 from gkd.handles import EngineUsage
 from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.engine_start import adapter_request, start_vllm
@@ -199,7 +199,7 @@ class RolloutEngine:
 
     def join_groups(self, specs: list[GroupSpec]) -> None:
         """Join the weight-sync group of every sender with all workers of this engine; blocks."""
-        self.llm.collective_rpc("gkd_join_groups", args=(specs,))
+        self._sync_workers("gkd_join_groups", specs)
 
     def receive(self, plans: list[list[Bucket]], policy_version: int, *, adapters: bool = False) -> int:
         """Load one version of the weights, or of the adapters; blocks for all senders. Return the bytes received.
@@ -215,7 +215,7 @@ class RolloutEngine:
             self._sleep_state.require_base("receive adapters")
         self._drain_async_passes()
         with self._sleep_state.loading(adapters=adapters):
-            n_bytes = self._call_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
+            n_bytes = self._sync_workers("gkd_receive_adapters" if adapters else "gkd_receive", plans)[0]
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         n_recompute = 0
         for request in self._running.values():
@@ -298,6 +298,14 @@ class RolloutEngine:
 
     def _call_workers(self, method: str, *args: Any) -> list[Any]:
         return list(self.llm.collective_rpc(method, args=args))
+
+    def _sync_workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method that `returns_sync_errors`. Raises WeightSyncError, rather one that is not a TransferCutOff."""
+        results = self._call_workers(method, *args)
+        errors = [result for result in results if isinstance(result, WeightSyncError)]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, TransferCutOff))
+        return results
 
     def digests(self) -> dict[str, str]:
         """Return HF name -> digest of each weight and factor. Raises ClusterError: they are asleep or discarded."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.config import WeightTransferConfig
+from vllm.config import WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -96,7 +96,8 @@ def receive_in_session(
         worker.update_weights({"plans": plans, "loads": loads, "n_bytes": n_bytes})
     except BaseException:
         # vLLM leaves the layers of a failed session dismantled, and the next one would continue with what they have.
-        worker.weight_transfer_engine.finish_weight_update()
+        with set_current_vllm_config(worker.vllm_config):
+            worker.weight_transfer_engine.finish_weight_update()
         raise
     worker.finish_weight_update()
     return sum(n_bytes)

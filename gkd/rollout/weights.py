@@ -11,8 +11,9 @@ parameter itself: slightly slower, but the weights used in the forward pass can 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import vllm.model_executor.layers.utils as layer_utils
@@ -31,6 +32,8 @@ from gkd.rollout.vllm_transfer import open_sessions, receive_in_session
 from gkd.weight_sync.buckets import Bucket, digest
 from gkd.weight_sync.group import GroupSpec, TransferGroup
 from gkd.weight_sync.transfer import receive
+
+T = TypeVar("T")
 
 
 def keep_cpu_weights_live() -> None:
@@ -51,6 +54,23 @@ keep_cpu_weights_live()
 stacks.listen()
 
 
+def returns_sync_errors(method: Callable[..., T]) -> Callable[..., T | WeightSyncError]:
+    """Let a method return a WeightSyncError instead of raising it.
+
+    With several workers vLLM replaces what a worker raises by a RuntimeError, and leaves the other workers' results in
+    their queues, as those of the next call.
+    """
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> T | WeightSyncError:
+        try:
+            return method(*args, **kwargs)
+        except WeightSyncError as error:
+            return error
+
+    return wrapped
+
+
 class WeightReceiver(SleepMixin):
     """Mixin for vLLM's worker class, which provides `model_runner`, `device` and `rank`."""
 
@@ -58,6 +78,7 @@ class WeightReceiver(SleepMixin):
     device: torch.device
     rank: int
 
+    @returns_sync_errors
     def gkd_join_groups(self, specs: list[GroupSpec]) -> None:
         """Join one group per sender; blocks until all members joined. `spec.rank` is the engine's first worker's.
 
@@ -72,6 +93,7 @@ class WeightReceiver(SleepMixin):
         if self._gkd_in_session:
             open_sessions(self, self._gkd_groups)
 
+    @returns_sync_errors
     def gkd_receive(self, plans: list[list[Bucket]]) -> int:
         """Load one weight version, one plan per sender; returns the number of bytes received.
 
@@ -98,6 +120,7 @@ class WeightReceiver(SleepMixin):
             raise WeightSyncError(f"the weight sync did not send these parameters of the rollout engine: {missed[:8]}")
         return n_bytes
 
+    @returns_sync_errors
     def gkd_receive_adapters(self, plans: list[list[Bucket]]) -> int:
         """Load one version of the adapters, one plan per sender; returns the number of bytes received.
 

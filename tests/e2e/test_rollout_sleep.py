@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from gkd.cluster.assignment import free_port
+from gkd.errors import WeightSyncError
 from gkd.rollout.engine_start import CPU_ENV
 from gkd.types import Prompt
 from tests.e2e.conftest import EOS, VOCAB, Lab
@@ -289,6 +290,7 @@ def _probe_two_workers(student: Path) -> dict[str, Any]:
     from gkd.config.schema import RolloutConfig
     from gkd.rollout.engine import RolloutEngine
     from gkd.rollout.sampling import Sampling
+    from gkd.weight_sync.group import GroupSpec
 
     config = RolloutConfig(cpu_kv_cache_mib=KV_CACHE_MIB, max_num_seqs=8, tp=2)
     engine = RolloutEngine(
@@ -305,12 +307,15 @@ def _probe_two_workers(student: Path) -> dict[str, Any]:
     engine.sleep(1)
     result["asleep"] = engine.memory_bytes()
     engine.wake_up()
+    alone = GroupSpec("gloo", "127.0.0.1", free_port("127.0.0.1"), 1, 3, 2.0, 2.0)
+    with pytest.raises(WeightSyncError):  # both workers fail
+        engine.join_groups([alone])
     return result | {"after": responses(), "awake again": engine.memory_bytes()}
 
 
 @pytest.mark.slow
 def test_an_engine_of_two_workers(lab: Lab) -> None:
-    """Fails if one of two workers keeps its memory, or its share is not counted."""
+    """Fails if one of two workers keeps its memory, its share is not counted, or their errors break later calls."""
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {**CPU_ENV, "VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}.items():
             patch.setenv(key, value)
