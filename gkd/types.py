@@ -12,7 +12,7 @@ micro-batch, S padded sequence length, N loss tokens of a micro-batch, V vocabul
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Prompt:
     answer: str | None = None  # reference answer, for evaluation only
     response_ids: np.ndarray | None = None  # [R] int32, the dataset's response including its end-of-sequence token
     route: int = 0  # its teacher, in `gkd.config.derived.Derived.routes`
+    teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None: the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Rollout:
     finish_reason: str  # "stop" | "length"
     on_policy: bool = True  # False: the response is from the dataset
     route: int = 0  # of its prompt
+    teacher_ids: np.ndarray | None = None  # [P'] int32, of its prompt
 
     @property
     def policy_version(self) -> int:
@@ -65,6 +67,10 @@ class Rollout:
     @property
     def n_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    def for_teacher(self) -> Rollout:
+        """Return the sequence that the teacher scores: its own prompt, if it has one, and the same response."""
+        return self if self.teacher_ids is None else replace(self, prompt_ids=self.teacher_ids)
 
 
 @dataclass(frozen=True, slots=True)

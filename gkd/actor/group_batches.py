@@ -13,7 +13,7 @@ import torch
 from gkd.actor.common.agree import same_error
 from gkd.actor.common.base import Student
 from gkd.config.schema import ActorConfig
-from gkd.data.batching import check_batch, make_micro_batches
+from gkd.data.batching import check_batch, make_micro_batches, without_first
 from gkd.data.collate import MicroBatches
 from gkd.data.scatter import select
 from gkd.errors import DataError
@@ -32,6 +32,7 @@ def group_batches(
     has_scores: bool,
     signals: tuple[Signal, ...],
     with_reference: bool = False,
+    skip_first: int = 0,
 ) -> tuple[MicroBatches, list[Rollout]]:
     """Return the group's micro-batches, and the sequences in them.
 
@@ -40,6 +41,7 @@ def group_batches(
         where: the rank's name, for errors.
         has_scores: this rank is on the last pipeline stage, and `lists` include scores.
         signals: required of each sequence's scores.
+        skip_first: tokens of each response that carry no loss; a sequence without others is left out.
 
     Raises:
         DataError, TeacherError: a sequence of some rank is invalid, see `check_batch`; the same error on all ranks.
@@ -57,6 +59,7 @@ def group_batches(
             hidden_size=student.teacher_hidden_size,
             with_reference=with_reference,
         )
+        rollouts, scores = without_first(rollouts, scores, skip_first)
         batches = make_micro_batches(
             rollouts,
             scores,

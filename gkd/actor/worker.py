@@ -67,7 +67,7 @@ class ActorWorker(ActorRank):
         """
         phase = "training step"
         with self._memory.during(phase):
-            batches, sizes = self._weighted(*self._micro_batches(sequence_indices, lists, with_reference=True))
+            batches, sizes = self._weighted(*self._micro_batches(sequence_indices, lists, trains=True))
             on_device = self._offload.states_on_device("train", meta=meta, sync_follows=self._sends_weights)
             step, trainer = self._student.step + 1, self._config.trainer
             profiler = profiled(step, self._rank, trainer, self._device, self._run_dir)
@@ -253,9 +253,13 @@ class ActorWorker(ActorRank):
         return digests
 
     def _micro_batches(
-        self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], *, with_reference: bool = False
+        self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], *, trains: bool = False
     ) -> tuple[MicroBatches, list[Rollout]]:
-        """Return this group's micro-batches and their sequences, see `group_batches`."""
+        """Return this group's micro-batches and their sequences, see `group_batches`.
+
+        Args:
+            trains: use what only training has: the reference, and tokens without loss.
+        """
         derived = derive(self._config)
         return group_batches(
             sequence_indices,
@@ -266,7 +270,8 @@ class ActorWorker(ActorRank):
             where=self._name,
             has_scores=self._layout.is_last_stage,
             signals=derived.signals,
-            with_reference=with_reference and derived.loss.has_reference,
+            with_reference=trains and derived.loss.has_reference,
+            skip_first=self._config.distill.skip_first_tokens if trains else 0,
         )
 
     def _weighted(self, batches: MicroBatches, rollouts: list[Rollout]) -> tuple[MicroBatches, dict[str, float]]:

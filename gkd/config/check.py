@@ -8,6 +8,7 @@ from gkd.config.check_routes import check_routes
 from gkd.config.check_values import check_values
 from gkd.config.derived import Derived, derive
 from gkd.config.schema import Config
+from gkd.config.teacher_prompt import check_teacher_prompt
 
 _CHECKS = (
     check_strategy,
@@ -20,6 +21,7 @@ _CHECKS = (
     check_backend,
     check_mixture,
     check_routes,
+    check_teacher_prompt,
     check_reference,
 )
 

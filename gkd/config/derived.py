@@ -23,6 +23,7 @@ class Derived:
     signals: tuple[Signal, ...]  # requested from the teacher for each sequence
     max_staleness: int  # steps between the oldest weights of a sequence and the step that trains on it
     max_sequence_length: int  # tokens of prompt and response
+    max_teacher_length: int  # tokens of the teacher's prompt, which may be longer, and response
     world_size: int  # actor ranks, on all nodes
     dp_size: int  # data-parallel groups of the actor
     n_engines: int  # vLLM engines, on all nodes
@@ -37,7 +38,7 @@ class Derived:
 
 def derive(config: Config) -> Derived:
     """Return what follows from the settings. Raises ConfigError: the loss is not valid."""
-    t, a, r, teacher = config.trainer, config.actor, config.rollout, config.teacher
+    t, a, r, teacher, data = config.trainer, config.actor, config.rollout, config.teacher, config.data
     loss, routes = loss_spec(config.distill, teacher.temperature), routes_of(config)
     if teacher.routes:
         temperatures = tuple(route.teacher.temperature for route in routes)
@@ -59,7 +60,8 @@ def derive(config: Config) -> Derived:
         routes=routes,
         signals=teacher_signals(loss, cast(Signal, teacher.signal)),
         max_staleness=staleness_bound(t),
-        max_sequence_length=config.data.max_prompt_length + config.data.max_response_length,
+        max_sequence_length=data.max_prompt_length + data.max_response_length,
+        max_teacher_length=max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length,
         world_size=world_size,
         dp_size=world_size // (a.tp * a.pp),
         n_engines=engine_gpus // r.tp,

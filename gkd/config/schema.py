@@ -52,7 +52,18 @@ class DataConfig:
         "response", "Column of the dataset's response, a string; needed if distill.on_policy_share is below 1."
     )
     answer_key: str = key("answer", "Column of the reference answer in val_files; needed for eval.metric=exact_match.")
+    teacher_prompt_key: str = key(
+        "",
+        "Column of the prompt that the teacher scores the responses after, a string or messages, instead of the "
+        "student's. Rows without it: the student's prompt. Empty = the same prompt for both. docs/losses.md.",
+    )
     max_prompt_length: int = key(1024, "Longest prompt in tokens.", gt=0)
+    max_teacher_prompt_length: int = key(
+        0,
+        "Longest prompt of the teacher in tokens, if it has its own; 0 = max_prompt_length. A longer one is never "
+        "truncated: it is an error, or the row is omitted with truncation drop.",
+        ge=0,
+    )
     max_response_length: int = key(
         1024, 'Longest response in tokens; a rollout that reaches it ends with finish_reason "length".', gt=0
     )

@@ -132,6 +132,13 @@ class TeacherConfig:
         limits="names of letters, digits, _ and -; weights > 0",
         resume=IF_MOVED,
     )
+    prompt_template: str = key(
+        "",
+        "Prompt that the teacher scores the responses after, made of the row: a text with {prompt}, {answer} and "
+        "{response} (the columns of data.prompt_key, answer_key, response_key) or any other {COLUMN}. Empty = that of "
+        "data.teacher_prompt_key. docs/losses.md.",
+        limits="at least one placeholder; {{ and }} for braces",
+    )
     default_route: str = key(
         "",
         "Route of rows whose data.teacher_key has another value or none; empty = such a row is an error.",
@@ -195,6 +202,12 @@ class DistillConfig:
         "Mean of the loss over a batch: token = of all tokens; sequence = of the sequences' means; domain = sum of the "
         "token means of each of teacher.routes, so that long answers do not outweigh others.",
         choices=NORMALIZATIONS,
+    )
+    skip_first_tokens: int = key(
+        0,
+        "First tokens of each response that carry no loss in training; the mean is over the others.",
+        ge=0,
+        limits=">= 0, < data.max_response_length",
     )
     reference_kl_weight: float = key(
         0.0,

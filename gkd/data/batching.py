@@ -8,6 +8,8 @@ loss rows           ^  ^  ^  ^                loss_index = positions P-1 .. P-1+
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +18,10 @@ from gkd.data.collate import MicroBatches
 from gkd.data.score_checks import are_topk_valid, validate_scores
 from gkd.errors import DataError
 from gkd.handles import TokenRecord
-from gkd.types import Rollout, TeacherScores
+from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import Signal
+
+Tables = TypeVar("Tables", TeacherScores, TeacherTopK)
 
 
 def check_batch(
@@ -72,6 +76,44 @@ def _check_rollout(rollout: Rollout, n_vocab: int, where: str) -> None:
     if not np.isfinite(logprobs).all():
         at = int((~np.isfinite(logprobs)).argmax())
         raise DataError(f"{where}: response position {at}: the rollout logprob is {logprobs[at]}")
+
+
+def without_first(
+    rollouts: list[Rollout], scores: list[TeacherScores] | None, n: int
+) -> tuple[list[Rollout], list[TeacherScores] | None]:
+    """Count the first tokens of each response as its prompt, so that they are read and carry no loss.
+
+    Args:
+        scores: of the rollouts, in the same order.
+        n: distill.skip_first_tokens.
+
+    Returns:
+        The sequences that have more tokens than that, and their scores.
+    """
+    if not n:
+        return rollouts, scores
+    kept = [i for i, rollout in enumerate(rollouts) if len(rollout.response_ids) > n]
+    shorter = [_cut(rollouts[i], n) for i in kept]
+    return shorter, None if scores is None else [_rest(scores[i], n) for i in kept]
+
+
+def _cut(rollout: Rollout, n: int) -> Rollout:
+    return replace(
+        rollout,
+        prompt_ids=np.concatenate([rollout.prompt_ids, rollout.response_ids[:n]]),
+        response_ids=rollout.response_ids[n:],
+        rollout_logprobs=rollout.rollout_logprobs[n:],
+    )
+
+
+def _rest(tables: Tables, n: int) -> Tables:
+    """Return the tables without their first rows."""
+    rest: dict[str, Any] = {}
+    for item in fields(tables):
+        table = getattr(tables, item.name)
+        if table is not None:
+            rest[item.name] = _rest(table, n) if isinstance(table, TeacherTopK) else table[n:]
+    return replace(tables, **rest)
 
 
 def make_micro_batches(

@@ -181,6 +181,7 @@ def dataset_chunks(
                 finish_reason="stop" if int(response[-1]) in eos_ids else "length",
                 on_policy=False,
                 route=prompt.route,
+                teacher_ids=prompt.teacher_ids,
             )
         )
     for dp_rank, rollouts in sorted(groups.items()):

@@ -1,6 +1,7 @@
-"""Encode prompts for the engines: 16 bytes per prompt and 4 per token, much less than pickled objects.
+"""Encode prompts for the engines: 20 bytes per prompt and 4 per token, much less than pickled objects.
 
-The driver sends the tokens of a prompt once, for all its samples. Reference answers and dataset responses are not sent.
+The driver sends the tokens of a prompt once, for all its samples, and those of the teacher's prompt if there is one.
+Reference answers and dataset responses are not sent.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ from gkd.errors import DataError
 from gkd.types import Prompt
 
 _MAX = 2**31 - 1
-_COLUMNS = 4
+_NONE = np.zeros(0, np.int32)  # no prompt for the teacher; a real one has tokens
+_COLUMNS = 5
 
 
 def encode_prompts(prompts: Sequence[Prompt], prompt_indices: Sequence[int]) -> bytes:
-    """Encode prompt ids, prompt indices, routes and tokens as int32.
+    """Encode prompt ids, prompt indices, routes, and the tokens of the prompts and of the teacher's as int32.
 
     Raises:
         DataError: no prompts, or a value outside of [0, 2^31).
     """
     if not prompts:
         raise DataError("cannot encode an empty list of prompts")
-    rows = [(p.prompt_id, index, len(p.token_ids), p.route) for p, index in zip(prompts, prompt_indices, strict=True)]
-    numbers = np.concatenate([[len(rows)], np.ravel(rows), *(p.token_ids for p in prompts)])
+    views = [_NONE if p.teacher_ids is None else p.teacher_ids for p in prompts]
+    rows = [
+        (p.prompt_id, index, len(p.token_ids), p.route, len(view))
+        for p, index, view in zip(prompts, prompt_indices, views, strict=True)
+    ]
+    numbers = np.concatenate([[len(rows)], np.ravel(rows), *(p.token_ids for p in prompts), *views])
     if int(numbers.min()) < 0 or int(numbers.max()) > _MAX:
         span = f"[{int(numbers.min())}, {int(numbers.max())}]"
         raise DataError(f"prompt ids, indices, routes and tokens are in {span}; the supported range is [0, {_MAX}].")
@@ -42,10 +48,12 @@ def decode_prompts(data: bytes) -> tuple[list[Prompt], list[int]]:
     n = int(numbers[0]) if len(numbers) else 0
     head, ids = numbers[1 : 1 + _COLUMNS * n], numbers[1 + _COLUMNS * n :]
     rows = head[: len(head) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
-    n_tokens = int(rows[:, 2].sum(dtype=np.int64))
+    n_tokens = int(rows[:, [2, 4]].sum(dtype=np.int64))
     if n < 1 or len(rows) != n or int(numbers.min()) < 0 or 4 * (1 + _COLUMNS * n + n_tokens) != len(data):
         raise DataError(f"malformed prompt data: {len(data)} bytes for {n} prompts")
-    tokens = np.split(ids, np.cumsum(rows[:-1, 2]))
-    heads = zip(rows[:, 0].tolist(), rows[:, 3].tolist(), tokens, strict=True)
-    prompts = [Prompt(prompt_id, ids, route=route) for prompt_id, route, ids in heads]
+    parts = np.split(ids, np.cumsum(np.concatenate([rows[:, 2], rows[:, 4]]))[:-1])
+    prompts = [
+        Prompt(row[0], ids, route=row[3], teacher_ids=view if row[4] else None)
+        for row, ids, view in zip(rows.tolist(), parts[:n], parts[n:], strict=True)
+    ]
     return prompts, rows[:, 1].tolist()

@@ -15,6 +15,7 @@ import numpy as np
 from gkd.config.schema import DataConfig, TeacherConfig
 from gkd.console.activity import activities
 from gkd.data.row_routes import RowRoutes
+from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError, ModelError
 from gkd.types import Prompt
 
@@ -79,16 +80,18 @@ def load_prompts(
         key: config key of the files ("data.train_files" or "data.val_files"), for errors.
         response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
             `data.response_key`.
-        teacher: its routes, one of which each row must name; None: the rows have no routes.
+        teacher: its routes, one of which each row must name, and its prompt template; None: neither.
 
     Raises:
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
-            is unusable; a row names no route; a prompt exceeds `data.max_prompt_length` with `truncation: error`.
+            is unusable; a row names no route or lacks what the teacher's prompt needs; a prompt exceeds
+            `data.max_prompt_length` with `truncation: error`, or the teacher's its own limit.
     """
     prompts: list[Prompt] = []
     dropped = 0
     row_id = 0
-    routes = RowRoutes(teacher or TeacherConfig(), config.teacher_key)
+    teacher = teacher or TeacherConfig()
+    routes, views = RowRoutes(teacher, config.teacher_key), TeacherPrompts(config, teacher.prompt_template)
     with activities.during(f"tokenizing {key}, row"):
         for file in files:
             for where, row in _read_rows(file, key):
@@ -102,8 +105,11 @@ def load_prompts(
                         "set it to the column of the prompts.",
                     )
                 route = routes.of(row, where)
-                ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where), config, where)
-                if ids is None:
+                setting = "data.prompt_key", config.prompt_key
+                ids = _fit(_encode(row[config.prompt_key], config, tokenizer, where, setting), config, where)
+                view = views.of(row, where)
+                teacher_ids = None if view is None else _encode(view, config, tokenizer, where, views.setting)
+                if ids is None or not _teacher_fits(teacher_ids, config, where):
                     dropped += 1
                 else:
                     answer = row.get(config.answer_key)
@@ -114,6 +120,7 @@ def load_prompts(
                             None if answer is None else str(answer),
                             None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
                             route,
+                            None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
                         )
                     )
                 row_id += 1
@@ -121,6 +128,7 @@ def load_prompts(
         dropped_note = f" ({dropped} rows exceed data.max_prompt_length)" if dropped else ""
         raise ConfigError(key, list(files), f"no prompts in these files{dropped_note}.", "use files with prompts.")
     routes.log(key)
+    views.log(key)
     return prompts, dropped
 
 
@@ -160,14 +168,19 @@ def _json_object(line: str, where: str, key: str) -> dict[str, Any]:
     return row
 
 
-def _encode(prompt: Any, config: DataConfig, tokenizer: Any, where: str) -> list[int]:
+def _encode(prompt: Any, config: DataConfig, tokenizer: Any, where: str, setting: tuple[str, str]) -> list[int]:
+    """Return the tokens of a prompt.
+
+    Args:
+        setting: key that the prompt comes from and its value, for errors.
+    """
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if config.chat_template == "always" and not has_template:
         raise ConfigError("data.chat_template", "always", "this tokenizer has no chat template.", "use auto or never.")
     is_messages = isinstance(prompt, list)
     if not (is_messages or isinstance(prompt, str)) or not prompt:
         problem = f"the prompt of {where} is {prompt!r}, expected a non-empty string or list of messages."
-        raise ConfigError("data.prompt_key", config.prompt_key, problem, "correct or remove the row.")
+        raise ConfigError(*setting, problem, "correct or remove the row.")
     if has_template and config.chat_template != "never":
         messages = prompt if is_messages else [{"role": "user", "content": prompt}]
         try:
@@ -177,21 +190,24 @@ def _encode(prompt: Any, config: DataConfig, tokenizer: Any, where: str) -> list
         except Exception as error:  # a template is a program and may raise any error
             problem = f"the chat template failed for the prompt of {where} ({error})."
             raise ConfigError("data.chat_template", config.chat_template, problem, "correct the row.") from error
-        return list(encoded["input_ids"])
+        return _not_empty(encoded["input_ids"], setting, where)
     if is_messages:
         reason = "chat templates are disabled" if has_template else "this tokenizer has no chat template"
         fix = "use auto, or string prompts." if has_template else "use string prompts, or add one to the tokenizer."
         problem = f"the prompt of {where} is a list of messages, but {reason}."
         raise ConfigError("data.chat_template", config.chat_template, problem, fix)
-    return list(tokenizer(prompt)["input_ids"])
+    return _not_empty(tokenizer(prompt)["input_ids"], setting, where)
+
+
+def _not_empty(ids: Sequence[int], setting: tuple[str, str], where: str) -> list[int]:
+    if not ids:
+        raise ConfigError(*setting, f"the prompt of {where} has no tokens.", "remove the row.")
+    return list(ids)
 
 
 def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
     """Apply `data.truncation`; None = drop the row."""
     limit = config.max_prompt_length
-    if not ids:
-        problem = f"the prompt of {where} has no tokens."
-        raise ConfigError("data.prompt_key", config.prompt_key, problem, "remove the row.")
     if len(ids) <= limit:
         return ids
     if config.truncation == "drop":
@@ -205,6 +221,21 @@ def _fit(ids: list[int], config: DataConfig, where: str) -> list[int] | None:
         limit,
         f"the prompt of {where} has {len(ids)} tokens.",
         "increase it, or set data.truncation to drop, left or right.",
+    )
+
+
+def _teacher_fits(ids: list[int] | None, config: DataConfig, where: str) -> bool:
+    """Return whether to keep the row: its prompt for the teacher is short enough. A cut one could lack its rule."""
+    limit = config.max_teacher_prompt_length or config.max_prompt_length
+    if ids is None or len(ids) <= limit:
+        return True
+    if config.truncation == "drop":
+        return False
+    raise ConfigError(
+        "data.max_teacher_prompt_length",
+        config.max_teacher_prompt_length,
+        f"the teacher's prompt of {where} has {len(ids)} tokens, more than {limit}.",
+        "increase it, or set data.truncation to drop.",
     )
 
 

@@ -57,6 +57,9 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
         "response_ids": np.concatenate([r.response_ids for r in rollouts]),
         "rollout_logprobs": np.concatenate([r.rollout_logprobs for r in rollouts]),
     }
+    if views := [r.teacher_ids for r in rollouts if r.teacher_ids is not None]:
+        tables["teacher_lengths"] = np.array([0 if r.teacher_ids is None else len(r.teacher_ids) for r in rollouts])
+        tables["teacher_ids"] = np.concatenate(views)
     if scores is not None:
         tables |= _score_tables(rollouts, scores)
     np.savez(file, allow_pickle=False, **tables)
@@ -96,6 +99,11 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
     prompts = _split(tables["prompt_ids"], [row[2] for row in rows])
     lengths = [row[3] for row in rows]
     responses, logprobs = _split(tables["response_ids"], lengths), _split(tables["rollout_logprobs"], lengths)
+    views: list[np.ndarray | None] = [None] * len(rows)
+    if "teacher_ids" in tables:  # at least one sequence has a prompt for the teacher
+        own = tables["teacher_lengths"].tolist()
+        parts = _split(tables["teacher_ids"], own)
+        views = [part if n else None for n, part in zip(own, parts, strict=True)]
     spans: list[list[VersionSpan]] = [[] for _ in rows]
     for sequence, start, stop, version in tables["spans"].tolist():
         spans[sequence].append(VersionSpan(start, stop, version))
@@ -110,6 +118,7 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
             finish_reason=_REASONS[row[4]],
             on_policy=bool(row[5]),
             route=row[6] if len(row) > 6 else 0,  # older files have no routes
+            teacher_ids=views[i],
         )
         for i, row in enumerate(rows)
     ]

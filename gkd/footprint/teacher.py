@@ -103,7 +103,8 @@ def _with_frozen(
     total, layer, embedding = gathered(dims, tensors)
     b = _FLOAT32 if config.model.dtype == "float32" else _B
     derived = derive(config)
-    n_tokens = actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length
+    longest = derived.max_teacher_length if name == "teacher" else derived.max_sequence_length
+    n_tokens = max(actor.max_tokens_per_micro_batch or actor.micro_batch_size * longest, longest)
     shards = -(-total * (_FLOAT32 if exact else b) // derived.world_size)
     home = f"{name}_shards" if hosted and not on_cpu else f"{name}_weights"
     chunk = LOGITS_BYTES["cpu" if on_cpu else "cuda"]

@@ -33,6 +33,6 @@ def token_mean(token_sum: float, n_loss_tokens: int) -> float:
     if n_loss_tokens <= 0:
         raise DataError(
             "the global batch has no loss token. Fix: check that prompts leave room for a response "
-            "(data.max_response_length)."
+            "(data.max_response_length), and that it is longer than distill.skip_first_tokens."
         )
     return token_sum / n_loss_tokens

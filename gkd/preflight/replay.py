@@ -61,6 +61,8 @@ def _check_scores(recorded: Config, now: Config) -> None:
         f"teacher.{key}": (getattr(recorded.teacher, key), getattr(now.teacher, key)) for key in _SAME
     }
     pairs["teacher.routes"] = kept_on_resume(recorded.teacher.routes), kept_on_resume(now.teacher.routes)
+    pairs["teacher.prompt_template"] = recorded.teacher.prompt_template, now.teacher.prompt_template
+    pairs["data.teacher_prompt_key"] = recorded.data.teacher_prompt_key, now.data.teacher_prompt_key
     pairs["rollout.n"] = recorded.rollout.n, now.rollout.n
     pairs["trainer.global_batch_size"] = recorded.trainer.global_batch_size, now.trainer.global_batch_size
     for key, (before, value) in pairs.items():

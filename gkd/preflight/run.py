@@ -95,7 +95,7 @@ def preflight(config: Config) -> Plan:
     )
     check_shares(config, derived, train)
     if dropped:
-        log.warning("dropped %d training prompts longer than data.max_prompt_length", dropped)
+        log.warning("dropped %d training prompts longer than data.max_prompt_length or that of the teacher", dropped)
     n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
     if n_truncated:
         log.warning("truncated %d dataset responses to data.max_response_length, without an end token", n_truncated)

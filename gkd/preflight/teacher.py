@@ -155,14 +155,14 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
             f"student and teacher share only {n_vocab} token ids.",
             f"use at most {n_vocab}.",
         )
-    longest = derived.max_sequence_length
+    longest = derived.max_teacher_length
     if longest > teacher.max_tokens:
         raise ConfigError(
             "data.max_response_length",
             config.data.max_response_length,
             f"prompt and response may have {longest} tokens together, and the {kind} scores at most "
             f"{teacher.max_tokens}.",
-            "lower data.max_prompt_length or data.max_response_length.",
+            "lower data.max_prompt_length, data.max_teacher_prompt_length or data.max_response_length.",
         )
     return n_vocab
 

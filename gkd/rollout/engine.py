@@ -195,6 +195,7 @@ class RolloutEngine:
             version_spans=tuple(request.spans),
             finish_reason=str(completion.finish_reason),
             route=request.prompt.route,
+            teacher_ids=request.prompt.teacher_ids,
         )
 
     def join_groups(self, specs: list[GroupSpec]) -> None:

@@ -73,6 +73,7 @@ class RequestSettings:
     ) -> RequestMessage[ScoreRequest]:
         """Request a signal of one sequence. Raises TeacherError: a value exceeds the limits of the protocol."""
         name = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
+        rollout = rollout.for_teacher()
         with _refusals_of(name):
             tokens = check_tokens(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
             header = ScoreRequest(

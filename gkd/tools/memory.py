@@ -179,7 +179,7 @@ def _footprints(config: Config, models: RunModels, teacher: ModelFolder | None) 
     """Return the footprints of a run; with a teacher server's folder also that of its worker."""
     found = [*models.footprint(config, None if teacher is None else teacher.dims.hidden_size)]
     if teacher is not None:
-        longest = derive(config).max_sequence_length
+        longest = derive(config).max_teacher_length
         found.append(teacher_footprint(teacher.config_json, n_tokens=longest, tensors=teacher.tensors))
     return found
 

@@ -191,7 +191,9 @@ def _total_steps(case: Case) -> int:
     from gkd.preflight.run import planned_steps
 
     tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    prompts, _ = load_prompts(config.data.train_files, config.data, tokenizer, "data.train_files")
+    prompts, _ = load_prompts(
+        config.data.train_files, config.data, tokenizer, "data.train_files", teacher=config.teacher
+    )
     return planned_steps(config, len(prompts))
 
 

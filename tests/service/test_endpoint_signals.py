@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,10 @@ def rollouts() -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def references(tiny_model: Path, rollouts: list[Rollout]) -> list[np.ndarray]:
+    return references_of(tiny_model, rollouts)
+
+
+def references_of(tiny_model: Path, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     """Compute [R, CUT] float32 log_softmax(logits / TEMPERATURE) of each rollout: one sequence, no padding."""
     torch.set_num_threads(1)
     network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
@@ -256,3 +261,51 @@ def test_an_unknown_loss_is_refused_by_the_constructor() -> None:
     """Fails if a wrong setting is only detected after the first rollouts."""
     with pytest.raises(ConfigError, match="distill.loss"), endpoint(1, "distill.loss=kl"):
         pass
+
+
+@pytest.mark.parametrize("signal", ["topk", "sampled", "hidden", "logits"])
+def test_the_teacher_scores_after_its_own_prompt(
+    tiny_server: ServerProcess, tiny_model: Path, rollouts: list[Rollout], signal: Signal
+) -> None:
+    """Fails if row j is not the teacher's row P'-1+j, if a row without a prompt of its own gets another's, or if a
+    prompt equal to the student's changes a bit of the scores.
+    """
+    rng = np.random.default_rng(5)
+    own = [rng.integers(0, CUT, n).astype(np.int32) for n in rng.integers(1, 50, len(rollouts))]
+    mixed = [
+        replace(r, teacher_ids=ids if i % 3 else None) for i, (r, ids) in enumerate(zip(rollouts, own, strict=True))
+    ]
+    same = [replace(r, teacher_ids=r.prompt_ids.copy()) for r in rollouts]
+    loss = "distill.loss=k3" if signal == "sampled" else "distill.loss=jsd"
+    settings = (loss, f"teacher.signal={signal}")
+    (plain, _), (equal, _) = (
+        scored(tiny_server.port, rollouts, (signal,), *settings),
+        scored(tiny_server.port, same, (signal,), *settings),
+    )
+    assert [table_bytes(score) for score in plain] == [table_bytes(score) for score in equal]
+    scores, _ = scored(tiny_server.port, mixed, (signal,), *settings)
+    for i, (rollout, score) in enumerate(zip(mixed, scores, strict=True)):
+        assert (table_bytes(score) == table_bytes(plain[i])) == (rollout.teacher_ids is None)
+    expected = references_of(tiny_model, [rollout.for_teacher() for rollout in mixed])
+    if signal == "topk":
+        check_topk(scores, expected)
+    elif signal == "sampled":
+        check_sampled(scores, mixed, expected)
+    elif signal == "logits":
+        for score, reference in zip(scores, expected, strict=True):
+            assert score.logits is not None
+            np.testing.assert_allclose(log_softmax(score.logits), reference, atol=1e-4)
+    else:
+        with endpoint(tiny_server.port, *settings) as (opened, _):
+            head = opened.lm_head()
+        for score, reference in zip(scores, expected, strict=True):
+            assert score.hidden is not None
+            np.testing.assert_allclose(log_softmax(score.hidden @ head.T / TEMPERATURE), reference, atol=1e-4)
+
+
+def table_bytes(score: TeacherScores) -> bytes:
+    """Return all values of a sequence's tables."""
+    found = [score.sampled_logprobs, score.logits, score.hidden]
+    if score.topk is not None:
+        found += [score.topk.topk_ids, score.topk.topk_logprobs, score.topk.tail_mass]
+    return b"".join(table.tobytes() for table in found if table is not None)

@@ -201,18 +201,18 @@ def test_a_prompt_without_a_dataset_response_is_named() -> None:
 
 
 def test_encoded_prompts_hold_exactly_ids_and_tokens() -> None:
-    """Fails if tokens or indices change in the encoding, or a prompt takes more than its tokens and 16 bytes."""
+    """Fails if tokens or indices change in the encoding, or a prompt takes more than its tokens and 20 bytes."""
     tokens = [np.arange(i, i + n, dtype=np.int32) for i, n in enumerate((3, 1, 400))]
     sent = [Prompt(i * 10**8, ids, "secret", route=i) for i, ids in enumerate(tokens)]
     data = encode_prompts(sent, [7, 0, 2**30])
-    assert len(data) == 4 + 3 * 16 + 404 * 4
+    assert len(data) == 4 + 3 * 20 + 404 * 4
     received, prompt_indices = decode_prompts(data)
     assert prompt_indices == [7, 0, 2**30]
     for prompt, expected in zip(received, sent, strict=True):
         assert (prompt.prompt_id, prompt.route) == (expected.prompt_id, expected.route)
         assert (prompt.answer, prompt.response_ids) == (None, None)
         assert prompt.token_ids.dtype == np.int32 and np.array_equal(prompt.token_ids, expected.token_ids)
-    no_prompts, negative_length = b"\0" * 4, np.array([2, 5, 0, 3, 0, 6, 1, -1, 0, 9, 9], "<i4").tobytes()
+    no_prompts, negative_length = b"\0" * 4, np.array([2, 5, 0, 3, 0, 0, 6, 1, -1, 0, 0, 9, 9], "<i4").tobytes()
     for bad in (b"", data[:20], data[:-1], data[:-4], data + b"abcd", no_prompts, negative_length):
         with pytest.raises(DataError, match=f"{len(bad)} bytes"):
             decode_prompts(bad)

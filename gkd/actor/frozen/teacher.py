@@ -51,7 +51,7 @@ class LocalTeacher:
             key="teacher.path",
             cpu_offload=teacher.fsdp_cpu_offload,
             packing=actor.packing,
-            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_sequence_length,
+            max_batch_tokens=actor.max_tokens_per_micro_batch or actor.micro_batch_size * derived.max_teacher_length,
             float32_weights=teacher.update_ema > 0.0,
             trust_remote_code=config.model.trust_remote_code,
         )
@@ -72,7 +72,11 @@ class LocalTeacher:
         Raises:
             TeacherError: see `FrozenModel.score`.
         """
-        by_chunk = map_selected(sequence_indices, chunks, lambda rollouts: self._model.score(rollouts, self._params))
+        by_chunk = map_selected(
+            sequence_indices,
+            chunks,
+            lambda rollouts: self._model.score([rollout.for_teacher() for rollout in rollouts], self._params),
+        )
         return [[self._scores(tables) for tables in part] for part in by_chunk]
 
     def device_bytes(self) -> int:

@@ -1,0 +1,93 @@
+"""Find the prompt that a row has for the teacher: a column of its own, or a template filled with the row's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gkd.config.schema import DataConfig
+from gkd.config.teacher_prompt import template_parts
+from gkd.errors import ConfigError
+from gkd.log import get_logger
+
+log = get_logger("data")
+
+
+class TeacherPrompts:
+    """Return the teacher's prompt of each row, before tokenization, and count them.
+
+    Args:
+        template: teacher.prompt_template.
+
+    Raises:
+        ConfigError: the template is not valid.
+    """
+
+    def __init__(self, config: DataConfig, template: str) -> None:
+        self._config, self._template = config, template
+        self._parts = template_parts(template) if template else []
+        self._columns = {
+            "prompt": config.prompt_key,
+            "answer": config.answer_key,
+            "response": config.response_key,
+        }
+        self._n_rows = self._n_own = 0
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        """Return the key that the teacher's prompts come from, and its value."""
+        if self._template:
+            return "teacher.prompt_template", self._template
+        return "data.teacher_prompt_key", self._config.teacher_prompt_key
+
+    def of(self, row: Mapping[str, Any], where: str) -> Any:
+        """Return the row's prompt for the teacher; None: the student's.
+
+        A template replaces the text of a prompt. Of a list of messages it replaces the last one; the others stay.
+
+        Args:
+            row: has the student's prompt.
+            where: file and line of the row.
+
+        Raises:
+            ConfigError: the row lacks a column of the template.
+        """
+        self._n_rows += 1
+        found = None
+        if self._template:
+            found = self._filled(row, where)
+        elif self._config.teacher_prompt_key:
+            found = row.get(self._config.teacher_prompt_key) or None
+        self._n_own += found is not None
+        return found
+
+    def _filled(self, row: Mapping[str, Any], where: str) -> Any:
+        prompt = row[self._config.prompt_key]
+        last = prompt[-1] if isinstance(prompt, list) and prompt else None
+        texts = {"prompt": last.get("content") if isinstance(last, dict) else prompt}
+        for name in {name for _, name in self._parts if name} - texts.keys():
+            texts[name] = row.get(self._columns.get(name, name))
+        for name, value in texts.items():
+            if not isinstance(value, str | int | float):
+                column = self._columns.get(name, name)
+                problem = f"{where} has no text in the column {column!r}; its columns are {sorted(row)}."
+                raise ConfigError(*self.setting, problem, "correct the row, or the placeholder.")
+        text = "".join(before + (str(texts[name]) if name else "") for before, name in self._parts)
+        return text if last is None else [*prompt[:-1], {**last, "content": text}]
+
+    def log(self, key: str) -> None:
+        """Log how many rows have a prompt for the teacher.
+
+        Args:
+            key: config key of the files.
+
+        Raises:
+            ConfigError: no training row has the column.
+        """
+        setting, value = self.setting
+        if not value:
+            return
+        if not self._n_own and key == "data.train_files":
+            problem = "no row of data.train_files has a value in this column."
+            raise ConfigError(setting, value, problem, "name the column of the teacher's prompts, or remove the key.")
+        log.info("%s: %d of %d rows have a prompt for the teacher", key, self._n_own, self._n_rows)

@@ -1,0 +1,249 @@
+"""The teacher's own prompt: columns and templates, bad rows, and how it travels to the scores."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.config.check import check_config
+from gkd.config.derived import derive
+from gkd.config.load import load_config
+from gkd.config.routes import Route
+from gkd.config.schema import DataConfig
+from gkd.config.schema_teacher import TeacherConfig
+from gkd.data.batching import make_micro_batches, without_first
+from gkd.data.chunks import dataset_chunks
+from gkd.data.normalize import count
+from gkd.data.prompt_codec import decode_prompts, encode_prompts
+from gkd.data.prompts import load_prompts
+from gkd.data.rollout_file import read_sequences
+from gkd.errors import ConfigError
+from gkd.preflight.replay import _check_scores
+from gkd.preflight.teacher import check_teacher
+from gkd.quickstart.addition import build_tokenizer
+from gkd.teacher.base import TeacherInfo
+from gkd.types import Prompt
+from teacher_server.wire.protocol import tokenizer_fingerprint
+from tests.unit.test_rollout_file import rollout, scores, written
+
+BASE = ["data.train_files=[x.jsonl]", "model.path=m", "trainer.run_dir=r"]
+KEY = "teacher.prompt_template"
+
+
+class ChatTokenizer:
+    """Encodes text as bytes; the chat template writes `role:content|`."""
+
+    chat_template, eos_token_id = "there is one", 0
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
+        return self("".join(f"{m['role']}:{m['content']}|" for m in messages))
+
+
+def load(tmp_path: Path, rows: list[Any], tokenizer: Any = None, template: str = "", **data: Any) -> list[Prompt]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    teacher = TeacherConfig(prompt_template=template)
+    prompts, dropped = load_prompts(
+        [str(file)], DataConfig(**data), tokenizer or build_tokenizer(), "data.train_files", teacher=teacher
+    )
+    assert len(prompts) + dropped == len(rows)
+    return prompts
+
+
+def views(prompts: list[Prompt], tokenizer: Any = None) -> list[str | None]:
+    decode = (tokenizer or build_tokenizer()).decode
+    return [None if p.teacher_ids is None else decode(p.teacher_ids) for p in prompts]
+
+
+def test_a_column_holds_the_teachers_prompt_of_some_rows(tmp_path: Path) -> None:
+    """Fails if a row has the prompt of another one, or a row without a value has anything but the student's."""
+    rows = [{"prompt": "a", "t": "rule: a"}, {"prompt": "b"}, {"prompt": "c", "t": None}, {"prompt": "d", "t": "x d"}]
+    prompts = load(tmp_path, rows, teacher_prompt_key="t")
+    assert views(prompts) == ["rule: a", None, None, "x d"]
+    assert prompts[0].teacher_ids is not None and prompts[0].teacher_ids.dtype == np.int32
+    assert [build_tokenizer().decode(p.token_ids) for p in prompts] == ["a", "b", "c", "d"]
+    assert views(load(tmp_path, rows)) == [None] * 4, "nothing changes without the key"
+
+
+def test_a_template_is_filled_with_the_columns_of_the_row(tmp_path: Path) -> None:
+    """Fails if a placeholder takes another column, or braces inside of a value are expanded."""
+    rows = [{"q": "1+{hint}", "a": 7, "r": "so {answer}", "hint": "add"}, {"q": "", "a": "8", "r": "", "hint": 0.5}]
+    template = "{hint}: {prompt} {{{answer}}} {response}."
+    keys = {"prompt_key": "q", "answer_key": "a", "response_key": "r"}
+    rows[1]["q"] = "2+6"
+    assert views(load(tmp_path, rows, template=template, **keys)) == [
+        "add: 1+{hint} {7} so {answer}.",
+        "0.5: 2+6 {8} .",
+    ]
+
+
+def test_a_template_replaces_the_last_message(tmp_path: Path) -> None:
+    """Fails if the history of a chat is lost, or a string prompt is not the user's message for the teacher."""
+    rows = [
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}], "answer": "yo"},
+        {"prompt": "hi", "answer": "yo"},
+    ]
+    prompts = load(tmp_path, rows, ChatTokenizer(), "{prompt} ({answer})")
+    found = [bytes(p.teacher_ids.tolist()).decode() for p in prompts if p.teacher_ids is not None]
+    assert found == ["system:s|user:hi (yo)|", "user:hi (yo)|"]
+    rows = [{"prompt": "hi", "t": [{"role": "system", "content": "rule"}, {"role": "user", "content": "hi"}]}]
+    (prompt,) = load(tmp_path, rows, ChatTokenizer(), teacher_prompt_key="t")
+    assert prompt.teacher_ids is not None and bytes(prompt.teacher_ids.tolist()) == b"system:rule|user:hi|"
+
+
+@pytest.mark.parametrize(
+    ("key", "row", "template", "data"),
+    [
+        (KEY, {"prompt": "a"}, "{prompt} {answer}", {}),
+        (KEY, {"prompt": "a", "answer": None}, "{prompt} {answer}", {}),
+        (KEY, {"prompt": "a", "hint": ["x"]}, "{prompt} {hint}", {}),
+        ("data.teacher_prompt_key", {"prompt": "a"}, "", {"teacher_prompt_key": "t"}),
+        ("data.teacher_prompt_key", {"prompt": "a", "t": 3}, "", {"teacher_prompt_key": "t"}),
+        ("data.chat_template", {"prompt": "a", "t": [{"role": "user"}]}, "", {"teacher_prompt_key": "t"}),
+        ("data.max_teacher_prompt_length", {"prompt": "a"}, "12{prompt}", {"max_teacher_prompt_length": 2}),
+        ("data.max_teacher_prompt_length", {"prompt": "a"}, "12{prompt}", {"max_prompt_length": 2}),
+    ],
+)
+def test_a_row_without_a_usable_teacher_prompt_is_refused(
+    tmp_path: Path, key: str, row: dict[str, Any], template: str, data: dict[str, Any]
+) -> None:
+    """Fails if the teacher would see a prompt with a part missing, or a shorter one than the row's."""
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, [row], template=template, **data)
+    assert caught.value.key == key
+    names_row = key != "data.teacher_prompt_key" or "t" in row
+    assert ("rows.jsonl:1" in caught.value.problem) == names_row
+
+
+def test_a_row_is_omitted_or_kept_whole(tmp_path: Path) -> None:
+    """Fails if data.truncation cuts the teacher's prompt, which may be where its rule is."""
+    rows = [{"prompt": "abc", "t": "rule abc"}, {"prompt": "abc", "t": "r abc"}]
+    data = {"teacher_prompt_key": "t", "max_teacher_prompt_length": 5, "max_prompt_length": 2}
+    assert views(load(tmp_path, rows[1:], truncation="left", **data)) == ["r abc"]
+    with pytest.raises(ConfigError):
+        load(tmp_path, rows, truncation="left", **data)
+    assert views(load(tmp_path, rows, truncation="drop", **{**data, "max_prompt_length": 3})) == ["r abc"]
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        (KEY, [f"{KEY}='{{prompt}}'", "data.teacher_prompt_key=t"]),
+        *[(KEY, [f"{KEY}='{template}'"]) for template in ("rule", "{}", "{0}", "{a!r}", "{a:>3}", "{a.b}", "{a", "a}")],
+        ("data.max_teacher_prompt_length", ["data.max_teacher_prompt_length=9"]),
+        ("distill.skip_first_tokens", ["distill.skip_first_tokens=8", "data.max_response_length=8"]),
+        ("distill.skip_first_tokens", ["distill.skip_first_tokens=-1"]),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(key: str, settings: list[str]) -> None:
+    """Fails if a run starts with a template that no row can fill, two prompts for one teacher, or no loss token."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, [*BASE, *settings]))
+    assert caught.value.key == key
+    check_config(load_config(None, [*BASE, f"{KEY}='{{{{x}}}} {{prompt}}'", "data.max_teacher_prompt_length=9"]))
+
+
+def test_the_teachers_limit_is_that_of_its_own_prompt() -> None:
+    """Fails if the teacher's longer prompt is not compared with its context, or the student's model gets its length."""
+    settings = ["data.max_prompt_length=8", "data.max_response_length=8", "data.teacher_prompt_key=t", "teacher.topk=1"]
+    config = load_config(None, [*BASE, *settings, "data.max_teacher_prompt_length=25"])
+    assert (derive(config).max_sequence_length, derive(config).max_teacher_length) == (16, 33)
+    tokenizer = build_tokenizer()
+    own = tokenizer_fingerprint(tokenizer.get_vocab())
+    info = TeacherInfo("t", "m", "p", "f", 10, 4, own, 99, 1, 1, "hf", "cpu", "float32", 1)
+    route = Route("", config.teacher)
+    assert check_teacher(config, route, replace(info, max_tokens=33), tokenizer, 9) == 9
+    with pytest.raises(ConfigError) as caught:
+        check_teacher(config, route, replace(info, max_tokens=32), tokenizer, 9)
+    assert "max_teacher_prompt_length" in caught.value.fix
+
+
+def test_the_teachers_prompt_travels_with_the_prompt() -> None:
+    """Fails if an engine or a dataset response gets the teacher's prompt of another row, or none."""
+    views = [None, [7, 8, 9], None, [5]]
+    sent = [
+        Prompt(i, np.array([i, 1], np.int32), "secret", np.array([3, 2], np.int32), i, _ids(view))
+        for i, view in enumerate(views)
+    ]
+    data = encode_prompts(sent, range(4))
+    assert len(data) == 4 * (1 + 4 * 5 + 8 + 4)
+    received, _ = decode_prompts(data)
+    assert [p.token_ids.tolist() for p in received] == [[i, 1] for i in range(4)]
+    assert [_list(p.teacher_ids) for p in received] == views
+    settings = {"n": 1, "dp_size": 2, "chunk_size": 9, "policy_version": 0, "eos_ids": [2]}
+    chunks = [r for rollouts, _ in dataset_chunks(sent, range(4), **settings) for r in rollouts]
+    assert {r.prompt_id: _list(r.teacher_ids) for r in chunks} == dict(enumerate(views))
+
+
+def test_the_teacher_scores_after_its_own_prompt() -> None:
+    """Fails if the teacher's sequence has other response tokens, or the student's gets the teacher's prompt."""
+    plain = rollout(1)
+    own = replace(plain, teacher_ids=np.array([5, 6, 7], np.int32))
+    assert plain.for_teacher() is plain
+    assert own.for_teacher().prompt_ids.tolist() == [5, 6, 7]
+    assert own.for_teacher().response_ids is own.response_ids and own.n_tokens == plain.n_tokens
+
+
+def test_files_hold_the_teachers_prompts(tmp_path: Path) -> None:
+    """Fails if sequences that were saved before they were scored are scored after the student's prompt."""
+    rollouts = [rollout(i) for i in range(3)]
+    rollouts[1] = replace(rollouts[1], teacher_ids=np.array([4, 5], np.int32))
+    read, _ = read_sequences(written(tmp_path / "a.npz", rollouts, None))
+    assert [_list(r.teacher_ids) for r in read] == [None, [4, 5], None]
+    plain = written(tmp_path / "b.npz", [rollouts[0]], None)
+    assert read_sequences(plain)[0][0].teacher_ids is None
+    with np.load(plain) as file:
+        assert "teacher_ids" not in file.files
+
+
+def test_a_replay_refuses_scores_of_another_prompt() -> None:
+    """Fails if recorded scores are used for a run whose teacher sees something else."""
+    now = load_config(None, [*BASE, f"{KEY}='{{prompt}}'"])
+    _check_scores(now, now)
+    for other in ([], ["data.teacher_prompt_key=t"]):
+        with pytest.raises(ConfigError) as caught:
+            _check_scores(load_config(None, [*BASE, *other]), now)
+        assert caught.value.key == KEY
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["mass", "logits", "hidden"])
+def test_skipped_tokens_have_no_loss_rows(kind: str, packed: bool) -> None:
+    """Fails if a skipped token keeps its row, a later one loses it, or the student no longer reads it."""
+    n, rollouts = 3, [rollout(i) for i in range(6)]
+    assert {len(r.response_ids) > n for r in rollouts} == {True, False}, "some have no other tokens"
+    tables = [
+        replace(scores(r, kind), reference_logprobs=-np.arange(len(r.response_ids), dtype=np.float32)) for r in rollouts
+    ]
+    (whole,) = make_micro_batches(rollouts, tables, micro_batch_size=6, packed=packed)
+    kept, of_kept = without_first(rollouts, tables, n)
+    (cut,) = make_micro_batches(kept, of_kept, micro_batch_size=6, packed=packed)
+    assert whole.targets is not None and cut.targets is not None
+    at = [(i, j) for i, r in enumerate(rollouts) for j in range(len(r.response_ids))]
+    rows = [row for row, (_, j) in enumerate(at) if j >= n]
+    assert cut.n_loss_tokens == len(rows) == int(count(kept, 1)[0, 0])
+    for name in ("sampled_ids", "rollout_logprobs", "ends", "topk_ids", "tail_mass", "logits", "hidden"):
+        table = getattr(whole.targets, name)
+        assert table is None or np.array_equal(getattr(cut.targets, name), table[rows]), name
+    assert np.array_equal(cut.targets.reference_logprobs, whole.targets.reference_logprobs[rows])
+    long = [i for i, r in enumerate(rollouts) if len(r.response_ids) > n]
+    assert [r.n_tokens for r in kept] == [rollouts[i].n_tokens for i in long]
+    reads = cut.tokens.flatten()[cut.loss_index], whole.tokens.flatten()[whole.loss_index][rows]
+    assert np.array_equal(*reads)
+    assert without_first(rollouts, tables, 0) == (rollouts, tables)
+
+
+def _ids(values: list[int] | None) -> np.ndarray | None:
+    return None if values is None else np.array(values, np.int32)
+
+
+def _list(ids: np.ndarray | None) -> list[int] | None:
+    return None if ids is None else ids.tolist()
