@@ -235,7 +235,10 @@ _DOMAINS = (
         "Similar for all routes. k1-k3 may be negative; then it informs only.",
         "Near 0: the route has almost no gradient. With `normalize: token` it has as much as its tokens.",
     ),
-    Row("domain/<route>/length", "tokens", _ROUTES, "Mean length of the responses of this route."),
+    Row(
+        "domain/<route>/length", "tokens", _ROUTES,
+        "Mean length of the responses of this route, without `distill.skip_first_tokens`.",
+    ),
     Row(
         "domain/<route>/accuracy", "share", f"{_EVALUATION}, {_ROUTES} and `eval.metric: exact_match`",
         "As `eval/accuracy`, of the validation prompts of this route.",

@@ -17,7 +17,7 @@ from gkd.handles import ScoredChunk
 from gkd.metrics.pools import WORKERS, busy_name
 
 SEQUENCES = "perf/teacher_sequences"  # completed in the window
-TOKENS = "perf/teacher_tokens"  # of these sequences, prompt and response
+TOKENS = "perf/teacher_tokens"  # of these sequences, the student's prompt and response
 
 
 class TeacherMeter:

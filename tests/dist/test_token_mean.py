@@ -20,7 +20,7 @@ from gkd.config.loss_spec import LossSpec, LossTerm, teacher_signals
 from gkd.config.routes import Route
 from gkd.config.schema_teacher import NORMALIZATIONS, TeacherConfig
 from gkd.data.balance import even_groups
-from gkd.data.batching import make_micro_batches
+from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.normalize import count, sequence_weights
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 from tests.dist.dense_loss import dense_losses
@@ -43,6 +43,7 @@ ROUTE_OF = (0, 0, 1, 0, 1, 1, 0)  # of each sequence; both ranks have both
 ROUTES = (Route("code", TeacherConfig(), 0.5), Route("math", TeacherConfig(), 2.0))
 SHARES = {1: [(range(7),)], 2: [UNEVEN, _balanced()]}  # DP size -> assignments
 LAYOUTS = {"dp1_tp2": (2, 1, 1), "dp2": (1, 1, 2), "pp2": (1, 2, 1)}  # name -> (TP, PP, DP), of two processes
+SKIPPED = 7  # distill.skip_first_tokens; then the second of the uneven ranks has no loss token
 BATCHES = ((1, False), (2, False), (8, False), (8, True))  # (micro-batch size, packed)
 
 
@@ -74,8 +75,12 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
     return rollouts, scores
 
 
-def _per_sequence(folder: Path) -> list[tuple[int, float, dict[str, np.ndarray]]]:
-    """Return (loss tokens, loss sum, gradients of the sum) of each sequence by itself, unpadded, on the HF model."""
+def _per_sequence(folder: Path, skipped: int = 0) -> list[tuple[int, float, dict[str, np.ndarray]]]:
+    """Return (loss tokens, loss sum, gradients of the sum) of each sequence by itself, unpadded, on the HF model.
+
+    Args:
+        skipped: first tokens of each response that do not count.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
@@ -84,11 +89,11 @@ def _per_sequence(folder: Path) -> list[tuple[int, float, dict[str, np.ndarray]]
         (batch,) = make_micro_batches([rollout], [score], micro_batch_size=1)
         assert batch.targets is not None
         logits = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index]
-        loss = dense_losses(SPEC, batch.targets, logits).sum()
+        loss = dense_losses(SPEC, batch.targets, logits)[skipped:].sum()
         model.zero_grad()
         loss.backward()
         grads = {name: p.grad.double().numpy() for name, p in model.named_parameters() if p.grad is not None}
-        measured.append((len(batch.targets), float(loss.detach()), grads))
+        measured.append((max(0, len(batch.targets) - skipped), float(loss.detach()), grads))
     return measured
 
 
@@ -127,7 +132,7 @@ def _normalized(
 def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tuple[float, Any]]:
     """Return, in a rank, (loss, gradients) by (distill.normalize, layout, assignment to ranks, batches, fused).
 
-    Without distill.normalize: batches without weights.
+    Without distill.normalize: batches without weights; "skip": and without the first tokens of the responses.
     """
     from megatron.core import parallel_state
 
@@ -162,6 +167,10 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                         batches = plain.weighted(sequence_weights(mine, counts, ROUTES, normalize))
                     grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(batches).items()}
                     measured[normalize, name, number, size, packed, fused] = student.evaluate(batches).loss, grads
+                if fused:
+                    rest = make_micro_batches(*without_first(mine, own, SKIPPED), micro_batch_size=size, packed=packed)
+                    grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(rest).items()}
+                    measured["skip", name, number, size, packed, fused] = student.evaluate(rest).loss, grads
         parallel_state.destroy_model_parallel()
     return measured
 
@@ -180,8 +189,9 @@ def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
     sequences = _per_sequence(folder)
     loss, grads = _mean_of_means(sequences, [list(range(len(LENGTHS)))])
     expected = {normalize: _normalized(sequences, normalize) for normalize in NORMALIZATIONS}
+    expected["skip"] = _mean_of_means(_per_sequence(folder, SKIPPED), [list(range(len(LENGTHS)))])
     for measured in ranks:
-        assert {case[0] for case in measured} == {None, *NORMALIZATIONS}
+        assert {case[0] for case in measured} == {None, "skip", *NORMALIZATIONS}
         for case, (got_loss, got_grads) in measured.items():
             wanted_loss, wanted_grads = expected.get(case[0], (loss, grads))
             tolerance = 4e-6 if case[0] else 1e-6  # weights are up to 4
