@@ -15,11 +15,15 @@ from gkd.metrics.spans import SpanRecorder
 # Concurrency group of the method that returns the progress; the pools are spawned with it.
 WATCH = "watch"
 
+PROCESS_UP, UP = "process started", "ready"
+OPENING = "opening the stream"  # of a rollout engine; waits for all its processes
+
 # Phase -> its name in spans.jsonl; other phases keep theirs.
 SPAN_NAMES = {
     "training step": "train",
     "sending weights": "sync",
     "receiving weights": "receive_weights",
+    OPENING: "open_stream",
     "evaluation": "evaluate",
     "saving a checkpoint": "save",
     "offloading states": "offload",
@@ -27,7 +31,6 @@ SPAN_NAMES = {
     "teacher scoring": "score",
     "reference logprobs": "reference",
 }
-PROCESS_UP, UP = "process started", "ready"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from gkd.cluster.assignment import sort_visible_gpus, this_placement
 from gkd.cluster.gpu_table import RankPlacement
-from gkd.cluster.progress import UP, WATCH, Phases, Progress
+from gkd.cluster.progress import OPENING, UP, WATCH, Phases, Progress
 from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.answers import is_correct
@@ -78,7 +78,8 @@ class RolloutWorker:
     @ray.method(concurrency_group=WATCH)
     def pulse(self) -> Pulse:
         """Return a sign of life for `EngineWatch`; the engine is built."""
-        is_working = self._phases.now().phase == UP and self._engine.n_running and self._engine.has_weights
+        phase = self._phases.now().phase
+        is_working = phase == OPENING or (phase == UP and self._engine.n_running and self._engine.has_weights)
         return Pulse(self._engine.n_passes, not is_working)
 
     def init_model(self, config: Config, device: str, eos_ids: Sequence[int], run_dir: Path) -> None:
@@ -159,7 +160,8 @@ class RolloutWorker:
         if self._loop is not None:
             raise ClusterError(f"rollout engine {self._rank} already has an open stream. Fix: close it first")
         self._ensure_awake()
-        self._engine.synchronize()
+        with self._phases.during(OPENING):
+            self._engine.synchronize()
         chunks, max_running = Coalescer(n_groups, chunk_size), self._config.rollout.max_num_seqs
         self._session = session  # before the loop exists: no late prompt of the last stream gets into it
         self._loop = EngineLoop(self._engine, max_running, chunks, partial(self._diagnosed, "generating"))

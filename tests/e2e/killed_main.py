@@ -4,7 +4,7 @@
 
 VICTIM is killed AFTER_S seconds after the NTH visit of POINT (0: immediately). It is `all` processes of the run, the
 `driver` alone, an `actor` rank, a rollout `engine`, or an `engine_child` that vLLM started for another GPU. A
-`stopped_engine` gets SIGSTOP instead of SIGKILL.
+`stopped_engine` or `stopped_engine_child` gets SIGSTOP instead of SIGKILL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CALLS: dict[str, tuple[Any, str]] = {
 }
 POINTS = (*STAGES, *(f"{edge}_{name}" for name in CALLS for edge in ("before", "after")))
 VICTIMS = {"actor": "ActorWorker", "engine": "RolloutWorker"}  # which end the run, unless engines are restarted
-OTHER_VICTIMS = ("all", "driver", "engine_child", "stopped_engine")
+OTHER_VICTIMS = ("all", "driver", "engine_child", "stopped_engine", "stopped_engine_child")
 
 
 class Killer:

@@ -306,8 +306,8 @@ _CHECKPOINTS = (
     Mutant(
         "another_teacher_may_resume",
         _TRAINER,
-        'if before["fingerprint"] != teacher["fingerprint"]:',
-        'if not before["fingerprint"]:',
+        'if fingerprint == new["fingerprint"]:',
+        'if new["fingerprint"]:',
         ("test_run_folder.py::test_a_folder_of_another_run_is_refused_or_resumed",),
     ),
     Mutant(

@@ -229,7 +229,7 @@ def test_skipped_tokens_have_no_loss_rows(kind: str, packed: bool) -> None:
     assert whole.targets is not None and cut.targets is not None
     at = [(i, j) for i, r in enumerate(rollouts) for j in range(len(r.response_ids))]
     rows = [row for row, (_, j) in enumerate(at) if j >= n]
-    assert cut.n_loss_tokens == len(rows) == int(count(kept, 1)[0, 0])
+    assert cut.n_loss_tokens == len(rows) == int(count(kept, 4)[:, 0].sum())
     for name in ("sampled_ids", "rollout_logprobs", "ends", "topk_ids", "tail_mass", "logits", "hidden"):
         table = getattr(whole.targets, name)
         assert table is None or np.array_equal(getattr(cut.targets, name), table[rows]), name

@@ -5,6 +5,7 @@ The fake actor writes real files, and the real checkpoint store commits them.
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -131,24 +132,21 @@ class Streams(World):
 
     def __init__(self) -> None:
         super().__init__()
-        self._completed: list[RolloutChunk] = []
+        self._completed: queue.SimpleQueue[RolloutChunk | None] = queue.SimpleQueue()  # None: closed
 
     def open_stream(self, *, n: int, temperature: float, seed: int) -> Streams:
         return self
 
     def admit(self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int]) -> None:
         for prompt, index in zip(prompts, prompt_indices, strict=True):
-            self._completed.append(
-                replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([index]))
-            )
+            self._completed.put(replace(answers(prompt, 1, 2, 0, self.engine_version), sample_index=np.array([index])))
 
     def finished(self, timeout_s: float | None = None) -> list[RolloutChunk]:
-        time.sleep(0 if self._completed else 0.01)
-        taken, self._completed = self._completed, []
-        return taken
+        chunk = self._completed.get()
+        return [] if chunk is None else [chunk]
 
     def close(self) -> None:
-        """Do nothing: no request is in flight."""
+        self._completed.put(None)
 
     def usage(self) -> RolloutUsage:
         self.events.append("usage")
