@@ -56,6 +56,7 @@ class TransferGroup:
     def __init__(self, spec: GroupSpec, device: torch.device) -> None:
         self.spec = spec
         self._attached: dict[SegmentId, torch.Tensor] = {}
+        self._gloo: Any = None
         self._nccl: Any = None
         join_time, timeout = timedelta(seconds=spec.join_s), timedelta(seconds=spec.timeout_s)
         try:
@@ -81,7 +82,7 @@ class TransferGroup:
                 store = dist.PrefixStore("nccl", self._store)
                 self._nccl = dist.ProcessGroupNCCL(store, spec.rank, spec.world_size, options)
                 # NCCL connects the members only at the first collective.
-                self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device), self._nccl)
+                self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
         except (RuntimeError, dist.DistError) as error:
             raise WeightSyncError(
                 f"rank {spec.rank} of {spec.world_size} could not join the weight-sync group at "
@@ -103,13 +104,13 @@ class TransferGroup:
         if on_host.data_ptr() != buffer.data_ptr():
             on_host.copy_(buffer)  # before NCCL's broadcast, which never ends if a member dies; the header then fails
         if not self.shares_memory:
-            self._broadcast(buffer, self._nccl or self._gloo)
+            self._broadcast(buffer)
         header = [checksum(on_host), 0, 0, 0, 0, 0]
         if self.shares_memory:
             assert place is not None
             segment, offset = place
             header[1:] = [segment.id.pid, segment.id.fd, segment.id.n_bytes, segment.id.token, offset]
-        self._broadcast(_as_tensor(header), self._gloo)
+        self._broadcast(_as_tensor(header), on_host=True)
 
     def receive_bucket(self, n_bytes: int, buffer: torch.Tensor | None) -> torch.Tensor:
         """Receive one bucket into `buffer`, or where the sender has it. Return its bytes.
@@ -122,9 +123,9 @@ class TransferGroup:
         """
         if buffer is not None:
             buffer = buffer[:n_bytes]
-            self._broadcast(buffer, self._nccl or self._gloo)
+            self._broadcast(buffer)
         header = torch.zeros(6, dtype=torch.int64)
-        self._broadcast(header, self._gloo)
+        self._broadcast(header, on_host=True)
         expected, *segment, offset = header.tolist()
         if buffer is None:
             found = SegmentId(*segment)
@@ -136,10 +137,14 @@ class TransferGroup:
         return buffer
 
     def close(self) -> None:
-        """Leave the group without waiting for the others. Their calls fail."""
-        for group in (self._gloo, self._nccl):
-            if group is not None:
-                group.abort()
+        """Leave the group without waiting for the others. Their calls fail.
+
+        gloo closes its connections when nothing refers to the group any more; its `abort` leaves them open. A thread
+        of this process that moves a bucket meanwhile finishes it first.
+        """
+        if self._nccl is not None:
+            self._nccl.abort()
+        self._gloo = self._nccl = None
 
     def _resolved(self, hosts: list[bytes]) -> str:
         chosen = self.spec.transport
@@ -153,8 +158,11 @@ class TransferGroup:
             )
         return chosen
 
-    def _broadcast(self, buffer: torch.Tensor, group: Any) -> None:
+    def _broadcast(self, buffer: torch.Tensor, *, on_host: bool = False) -> None:
         """Broadcast from rank 0, in place; blocks until the data is received (gloo) or enqueued on a stream (nccl).
+
+        Args:
+            on_host: use gloo, also if the buckets are sent by NCCL.
 
         After an error the connections are closed, so that the other members fail, too, instead of waiting for their
         time-out.
@@ -162,13 +170,16 @@ class TransferGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        group = self._gloo if on_host else self._nccl or self._gloo
+        who = f"rank {self.spec.rank} of {self.spec.world_size}"
+        if group is None:
+            raise TransferCutOff(f"{who} has left the weight-sync group")
         try:
             group.broadcast([buffer], options).wait()
         except RuntimeError as error:
+            del group  # the traceback keeps this frame
             self.close()
-            raise TransferCutOff(
-                f"weight-sync broadcast failed on rank {self.spec.rank} of {self.spec.world_size}: {error}"
-            ) from error
+            raise TransferCutOff(f"weight-sync broadcast failed on {who}: {error}") from error
 
 
 def _signed(number: int) -> int:

@@ -48,6 +48,7 @@ def measure(scheduler: str, batch: int, root: Path) -> Part:
                 "trainer.run_dir": folder / "run",
                 "trainer.scheduler": scheduler,
                 "trainer.total_steps": n_steps,
+                "trainer.total_epochs": n_steps,
                 "trainer.global_batch_size": batch,
                 "actor.micro_batch_size": 256,
                 "rollout.max_num_seqs": 256,

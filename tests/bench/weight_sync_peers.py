@@ -68,7 +68,7 @@ def sender(connection: Connection, folder: Path) -> None:
 
     def tensor_by_tensor() -> None:
         for tensor in tensors.values():
-            groups["gloo"]._broadcast(tensor.clone(), groups["gloo"]._gloo)
+            groups["gloo"]._broadcast(tensor.clone())
 
     def transfer(name: str, with_digests: bool) -> dict[str, str]:
         return send(groups[name], plan, tensors.items(), with_digests=with_digests, kept=kept)
@@ -124,7 +124,7 @@ def engine(connection: Connection, folder: Path) -> None:
             for bucket in plan:
                 for spec in bucket.specs:
                     tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
-                    group._broadcast(tensor, group._gloo)
+                    group._broadcast(tensor)
                     yield spec.name, tensor
 
         if loads:

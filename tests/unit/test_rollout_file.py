@@ -23,8 +23,10 @@ from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
 RNG = np.random.default_rng(7)
 
 
-def rollout(prompt_index: int, sample: int = 0, *, n: int = 2, on_policy: bool = True, version: int = 3) -> Rollout:
-    p, r = int(RNG.integers(1, 6)), int(RNG.integers(2, 9))
+def rollout(
+    prompt_index: int, sample: int = 0, *, n: int = 2, on_policy: bool = True, version: int = 3, length: int = 0
+) -> Rollout:
+    p, r = int(RNG.integers(1, 6)), length or int(RNG.integers(2, 9))
     return Rollout(
         prompt_id=100 + prompt_index,
         sample_index=prompt_index * n + sample,
