@@ -77,7 +77,9 @@ def test_the_numbers_are_those_of_the_metrics_file(run: Path, single: Path, open
             short = {key.rpartition("/")[2]: key for key in chart["keys"]} | {key: key for key in chart["keys"]}
             assert drawn, name
             for label, values in drawn.items():
-                key = short.get(label) or next(key for key in chart["keys"] if f"/{label}" in key)
+                key = short.get(label) or next(
+                    key for key in chart["keys"] if f"/{label}" in key or key.startswith(f"{label}/")
+                )
                 assert values == column(run, key), f"{name}: {label}"
     lines = metrics(run)
     assert lines[6]["optim/grad_norm"] is None and curves(page, "chart-optim-grad-norm")["forward"][6] is None
