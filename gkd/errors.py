@@ -110,6 +110,10 @@ class TeacherUnavailable(TeacherError):
     """The teacher did not respond within the outage budget; names its address and how to start it."""
 
 
+class RewardError(GkdError):
+    """A reward function failed, took too long or returned no finite number; names the function and the row."""
+
+
 class WeightSyncError(GkdError):
     """A rollout engine does not hold the weights that the actor sent; names the tensors.
 

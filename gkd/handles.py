@@ -88,6 +88,7 @@ class PendingScores:
     rollouts: RolloutChunk
     ref: Any  # see ScoredChunk; exists before the scores do
     summary: Any  # handle of a `ScoreSummary`'s bytes, of all sequences in the list of `rollouts.ref`
+    rewards: Any = None  # handle of the values' bytes, of the same sequences; None: not judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class ScoredChunk:
     times: ScoreTimes | None = None  # None: scored before the run resumed, or by a local teacher
     # Handle of the reference's logprobs, list of [R] float32 in the same order; None: not requested.
     reference: Any = None
+    rewards: np.ndarray | None = None  # [n_sequences, functions] float64, see `gkd.reward`; None: not judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,7 @@ class Sample:
     answer: str
     correct: bool
     prompt: str  # with its special tokens
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from gkd.actor import worker as actor_worker
 from gkd.actor.frozen.pools import LocalScoring, ReferencePool
 from gkd.actor.pool import ActorPool
 from gkd.actor.worker import ActorWorker
-from gkd.cluster.calls import gather, wait_all
+from gkd.cluster.calls import gather
 from gkd.cluster.clocks import measure_clocks
 from gkd.cluster.gpu_table import RankPlacement
 from gkd.cluster.hang import hang_report
@@ -34,6 +34,7 @@ from gkd.gpu_map import collect
 from gkd.gpu_map.record import record_end, record_placement, record_restart
 from gkd.log import get_logger
 from gkd.preflight.run import Plan
+from gkd.reward.scoring import REWARD, start_judges, with_judges
 from gkd.roles import NoReference, Roles
 from gkd.rollout import worker as rollout_worker
 from gkd.rollout.engine_start import CPU_ENV
@@ -44,7 +45,7 @@ from gkd.rollout.worker import RolloutWorker
 from gkd.run.ending import attempt
 from gkd.teacher.endpoint import ScoringEndpoint
 from gkd.teacher.records import RecordingEndpoint
-from gkd.teacher.scoring import HEALTH, RECORDS, ScoringPool
+from gkd.teacher.scoring import HEALTH, RECORDS, ScoringPool, teacher_heads
 from gkd.teacher.window import throttle_warning, window_of_group
 from gkd.weight_sync.coordinator import WeightSync
 
@@ -138,10 +139,14 @@ def _start(
     if plan.derived.reference_folder:
         actor.init_reference(startup.left_s())
     endpoints = _endpoints(config, plan, actor, actor_slots)
-    startup.expect([_endpoint_name(i) for i in range(len(endpoints))])
-    gather({_endpoint_name(i): e.is_up.remote() for i, e in enumerate(endpoints)}, "start", startup.left_s())
+    spawn = partial(spawn_endpoints, actor, actor_slots, plan.device, name=REWARD, n_cpus=0.0)
+    judges = start_judges(config, plan.derived, plan.train_prompts, plan.val_prompts, spawn)
+    helpers = {_endpoint_name(i): e for i, e in enumerate(endpoints)}
+    helpers |= {_endpoint_name(i, REWARD): e for i, e in enumerate(judges)}
+    startup.expect(list(helpers))
+    gather({name: e.is_up.remote() for name, e in helpers.items()}, "start", startup.left_s())
     if config.teacher.signal == "hidden" and not is_local:
-        heads = _teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
+        heads = teacher_heads(endpoints, actor.last_stage_nodes(startup.left_s()), startup.left_s())
         actor.set_teacher_head(heads, startup.left_s())
     sync = WeightSync(actor.exporters(), rollout_workers, config, plan.device, startup.left_s())
     engine_slots = EngineSlots(
@@ -160,12 +165,14 @@ def _start(
     timeout_s = config.trainer.stage_timeout_s
     reference = ReferencePool(actor.workers, endpoints, config) if plan.derived.loss.has_reference else NoReference()
     if is_local:
-        scoring = LocalScoring(actor.workers, endpoints, timeout_s)
-        return Roles(actor, rollout, scoring, pushes, reference, clocks=clocks), restarts
-    throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
-    remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
-    pool = ScoringPool(endpoints, timeout_s)
-    return Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks), restarts
+        local = LocalScoring(actor.workers, endpoints, timeout_s)
+        roles = Roles(actor, rollout, local, pushes, reference, clocks=clocks)
+    else:
+        throttled = [info.n_streams for info in plan.teachers if throttle_warning(config.teacher, info)]
+        remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
+        pool = ScoringPool(endpoints, timeout_s)
+        roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks)
+    return with_judges(roles, plan.derived, judges, timeout_s), restarts
 
 
 def _record_restart(plan: Plan, startup: Startup, name: str, worker: Any, row: RankPlacement) -> None:
@@ -229,20 +236,6 @@ def shares_with(config: Config) -> str:
     return ACTOR if config.trainer.colocate else ""
 
 
-def _teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:
-    """Fetch the teacher's LM head once per node; return the handle of each data-parallel group, by rank.
-
-    No other reference to them exists, so each head is freed as soon as the actor has copied it.
-    """
-    heads: dict[str, Any] = {}
-    fetching: dict[str, Any] = {}
-    for i, (endpoint, node) in enumerate(zip(endpoints, nodes, strict=True)):
-        if node not in heads:
-            heads[node] = fetching[_endpoint_name(i)] = endpoint.lm_head.remote()
-    wait_all(fetching, "fetching the teacher's LM head", timeout_s)
-    return [heads[node] for node in nodes]
-
-
 def worker_env(on_cpu: bool) -> dict[str, str]:
     """Return the environment of the workers: bulk results stay off the driver, libraries log little (unless the user
     sets otherwise), and on CPU each has one thread.
@@ -271,16 +264,23 @@ def _endpoints(config: Config, plan: Plan, actor: ActorPool, slots: Pool) -> lis
 
 
 def spawn_endpoints(
-    actor: ActorPool, slots: Pool, device: str, kind: type, *args: Any, n_threads: int = 1
+    actor: ActorPool,
+    slots: Pool,
+    device: str,
+    kind: type,
+    *args: Any,
+    n_threads: int = 1,
+    name: str = "scoring",
+    n_cpus: float = HELPER_CPUS,
 ) -> list[Any]:
-    """Start a scoring endpoint of this class per data-parallel group, on the node of its last pipeline stage."""
+    """Start an endpoint of this class per data-parallel group, on the node of its last pipeline stage."""
     env = worker_env(device == "cpu")
     return [
         ray.remote(concurrency_groups={RECORDS: 1, HEALTH: 1})(kind)
         .options(
-            num_cpus=HELPER_CPUS,
+            num_cpus=n_cpus,
             max_concurrency=n_threads,
-            runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i))},
+            runtime_env={"env_vars": env | rank_env(slots.run, _endpoint_name(i, name))},
             scheduling_strategy=slots.near(rank),
         )
         .remote(*args)
@@ -288,5 +288,5 @@ def spawn_endpoints(
     ]
 
 
-def _endpoint_name(dp_rank: int) -> str:
-    return f"scoring endpoint {dp_rank}"
+def _endpoint_name(dp_rank: int, name: str = "scoring") -> str:
+    return f"{name} endpoint {dp_rank}"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from gkd.errors import RankTimeout
 from gkd.handles import (
     Computation,
@@ -22,6 +24,7 @@ from gkd.handles import (
     Recording,
     RolloutChunk,
     RolloutUsage,
+    Sample,
     ScoredChunk,
     SyncReport,
     TeacherHealth,
@@ -156,6 +159,14 @@ class ScoringRole(Protocol):
         ...
 
 
+class JudgeRole(ScoringRole, Protocol):
+    """The scoring of held-out prompts; what it collects has the values of eval.metric."""
+
+    def judge(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Return the value of each greedy response: [n] float64; blocks. Raises RewardError."""
+        ...
+
+
 class ActorRole(MovableStates, Protocol):
     def train_step(self, batch: Sequence[ScoredChunk], meta: Mapping[str, Any] | None = None) -> TrainStats:
         """Make one optimizer step on the whole batch.
@@ -277,6 +288,7 @@ class Roles:
         remark: warning about a setting that slows every step down, for the steps' log lines; may be empty.
         teacher_health: returns what is known of the teacher server, within seconds, in any thread; None: nothing.
         diagnose_hang: returns the error with a report of which ranks hang where.
+        judge: scores and judges held-out responses; None: `scoring`, and the engines compare greedy responses.
         clocks: of the processes on other hosts than the driver's, by the names in `ProcessSpans`.
     """
 
@@ -289,3 +301,4 @@ class Roles:
     teacher_health: Callable[[], TeacherHealth | None] = lambda: None
     diagnose_hang: Callable[[RankTimeout], RankTimeout] = lambda error: error
     clocks: Mapping[str, HostClock] = field(default_factory=dict)
+    judge: JudgeRole | None = None

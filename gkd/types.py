@@ -33,6 +33,7 @@ class Prompt:
     response_ids: np.ndarray | None = None  # [R] int32, the dataset's response including its end-of-sequence token
     route: int = 0  # its teacher, in `gkd.config.derived.Derived.routes`
     teacher_ids: np.ndarray | None = None  # [P'] int32, the prompt for the teacher; None: the same
+    row: bytes | None = None  # see `gkd.data.rows`; None: no function needs it
 
 
 @dataclass(frozen=True, slots=True)

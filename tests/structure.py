@@ -24,7 +24,7 @@ teacher_server.broker teacher_server.worker teacher_server.cli teacher_server.ma
 gkd.errors gkd.log gkd.types gkd.handles gkd.pending gkd.config.old_names gkd.config gkd.console gkd.roles
 gkd.run gkd.health gkd.metrics gkd.data gkd.pipeline gkd.trainer
 gkd.cluster gkd.hf gkd.loss gkd.memory gkd.weight_sync gkd.footprint
-gkd.rollout gkd.teacher gkd.gpu_map
+gkd.rollout gkd.reward gkd.teacher gkd.gpu_map
 gkd.actor.common gkd.actor.megatron gkd.actor.fsdp gkd.actor.frozen gkd.actor
 gkd.preflight gkd.launcher gkd.api gkd.main_gkd
 gkd.tools.split_tuner gkd.tools.migrate gkd.tools.report gkd.tools gkd.quickstart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gkd.config.check_losses import check_backend, check_mixture, check_reference, check_scheduler, check_signal
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
+from gkd.config.check_reward import check_reward
 from gkd.config.check_routes import check_routes
 from gkd.config.check_values import check_values
 from gkd.config.derived import Derived, derive
@@ -23,6 +24,7 @@ _CHECKS = (
     check_routes,
     check_teacher_prompt,
     check_reference,
+    check_reward,
 )
 
 

@@ -62,8 +62,6 @@ def _errors(config: Config) -> Iterator[ConfigError]:
     betas = config.actor.optim.betas
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         yield ConfigError("actor.optim.betas", betas, "must be two numbers in [0, 1).", "use e.g. [0.9, 0.95].")
-    if config.eval.metric == "exact_match" and not config.eval.answer_marker:
-        yield ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or eval.metric=none.")
 
 
 def listed_steps(entries: Sequence[str]) -> set[int]:

@@ -9,6 +9,7 @@ from gkd.config.loss_spec import LossSpec, loss_spec, teacher_signals
 from gkd.config.routes import Route, routes_of
 from gkd.config.schedulers import staleness_bound
 from gkd.config.schema import Config
+from gkd.config.schema_reward import EXACT_MATCH, NO_METRIC
 from teacher_server.wire.protocol import Signal
 
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's choices of max_lora_rank
@@ -34,6 +35,8 @@ class Derived:
     engine_adapter_rank: int  # largest rank of adapters that the engines hold; 0: they hold merged weights
     engines_sleep: bool  # the engines can release their memory between two calls
     moves_states: bool  # the actor's states are in host memory between two calls
+    rewards: tuple[str, ...]  # functions of reward.functions, which judge training responses
+    metrics: tuple[str, ...]  # functions in processes of their own that judge held-out responses; at most one
 
 
 def derive(config: Config) -> Derived:
@@ -72,7 +75,16 @@ def derive(config: Config) -> Derived:
         engine_adapter_rank=engine_rank(a.lora.rank) if config.weight_sync.lora == "adapters" else 0,
         engines_sleep=t.colocate or r.enable_sleep_mode,
         moves_states=t.colocate or (needs_room and not a.fsdp_cpu_offload),
+        rewards=tuple(entry.path for entry in config.reward.functions),
+        metrics=_metrics(config),
     )
+
+
+def _metrics(config: Config) -> tuple[str, ...]:
+    """Return eval.metric; nothing where the engines alone compare their greedy responses, or there is no metric."""
+    metric = config.eval.metric
+    engines_judge = metric == EXACT_MATCH and config.eval.n == 1
+    return () if metric == NO_METRIC or engines_judge or not config.data.val_files else (metric,)
 
 
 def engine_rank(rank: int) -> int:

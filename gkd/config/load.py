@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gkd.config.check_values import value_errors
 from gkd.config.foreign_keys import flag_suggestion, is_hydra_flag, suggestion
 from gkd.config.key_list import all_keys, sections
-from gkd.config.schema import Config, LossTermConfig, RouteConfig
+from gkd.config.schema import Config, LossTermConfig, RewardFunctionConfig, RouteConfig
 from gkd.errors import ConfigError
 
 _EXPECTED = {
@@ -36,8 +36,13 @@ _EXPECTED = {
     "dict[str, float]": "names with numbers, e.g. {truncated: 0.9}",
     "dict[str, RouteConfig]": "routes, e.g. {math: {server_port: 15555}, code: {server_port: 15556, weight: 2.0}}",
     "list[LossTermConfig]": "a list, e.g. [{name: jsd, weight: 0.5}, {name: k1}]",
+    "list[RewardFunctionConfig]": "a list, e.g. [{path: exact_match}, {path: my.module:fn, weight: 0.5}]",
 }
-_ENTRIES: dict[str, type] = {"distill.losses": LossTermConfig, "teacher.routes": RouteConfig}
+_ENTRIES: dict[str, type] = {
+    "distill.losses": LossTermConfig,
+    "teacher.routes": RouteConfig,
+    "reward.functions": RewardFunctionConfig,
+}
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -187,10 +192,10 @@ def _wrong_type(key: str, value: object, error: Exception) -> ConfigError:
 
 
 def _entries(key: str, value: object) -> dict[str, Any]:
-    """Return the entries of distill.losses or teacher.routes by their names in an error; empty: another key."""
-    if key == "distill.losses" and isinstance(value, list):
+    """Return the entries of a key of `_ENTRIES` by their names in an error; empty: another key."""
+    if key in _ENTRIES and isinstance(value, list):
         return {f"{key}[{i}]": entry for i, entry in enumerate(value)}
-    if key == "teacher.routes" and isinstance(value, dict):
+    if key in _ENTRIES and isinstance(value, dict):
         return {f"{key}.{name}": entry for name, entry in value.items()}
     return {}
 

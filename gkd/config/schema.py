@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gkd.config.declare import key
 from gkd.config.schema_actor import ActorConfig, LoraConfig, OptimConfig
 from gkd.config.schema_health import HealthConfig
+from gkd.config.schema_reward import RewardConfig, RewardFunctionConfig
 from gkd.config.schema_teacher import DistillConfig, LossTermConfig, ReferenceConfig, RouteConfig, TeacherConfig
 from gkd.config.schema_trainer import TRACKER_NAMES, TrainerConfig
 
@@ -29,6 +30,8 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ReferenceConfig",
+    "RewardConfig",
+    "RewardFunctionConfig",
     "RolloutConfig",
     "RouteConfig",
     "TeacherConfig",
@@ -51,7 +54,9 @@ class DataConfig:
     response_key: str = key(
         "response", "Column of the dataset's response, a string; needed if distill.on_policy_share is below 1."
     )
-    answer_key: str = key("answer", "Column of the reference answer in val_files; needed for eval.metric=exact_match.")
+    answer_key: str = key(
+        "answer", "Column of the reference answer, for exact_match and math_verify (eval.metric, reward.functions)."
+    )
     teacher_prompt_key: str = key(
         "",
         "Column of the prompt that the teacher scores the responses after, a string or messages, instead of the "
@@ -184,8 +189,15 @@ class EvalConfig:
     )
     metric: str = key(
         "exact_match",
-        "exact_match: the text after the last eval.answer_marker equals the answer column. none: KL only.",
-        choices=("exact_match", "none"),
+        "Function that judges greedy responses, as in reward.functions. exact_match: the text after the last "
+        "eval.answer_marker equals the answer column. none: KL only.",
+        limits="none, or as reward.functions",
+        resume=True,
+    )
+    n: int = key(
+        1,
+        "Sampled responses per held-out prompt, for the KL and, above 1, for eval/pass_at_k of eval.metric.",
+        gt=0,
         resume=True,
     )
     answer_marker: str = key(
@@ -254,6 +266,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -15,6 +15,7 @@ import numpy as np
 from gkd.config.schema import DataConfig, TeacherConfig
 from gkd.console.activity import activities
 from gkd.data.row_routes import RowRoutes
+from gkd.data.rows import encode_row
 from gkd.data.teacher_prompt import TeacherPrompts
 from gkd.errors import ConfigError, ModelError
 from gkd.types import Prompt
@@ -73,6 +74,7 @@ def load_prompts(
     *,
     response_ends: Sequence[int] | None = None,
     teacher: TeacherConfig | None = None,
+    keep_rows: bool = False,
 ) -> tuple[list[Prompt], int]:
     """Tokenize all rows of `files`; also return the number of rows dropped by `data.truncation: drop`.
 
@@ -81,6 +83,7 @@ def load_prompts(
         response_ends: token ids that end a response, to load the dataset's responses, too; None = ignore
             `data.response_key`.
         teacher: its routes, one of which each row must name, and its prompt template; None: neither.
+        keep_rows: keep all columns, for functions that judge responses.
 
     Raises:
         ConfigError: a file is missing, has another format or lacks `data.prompt_key`; a prompt or a requested response
@@ -121,6 +124,7 @@ def load_prompts(
                             None if response_ends is None else _response(row, config, tokenizer, response_ends, where),
                             route,
                             None if teacher_ids is None else np.asarray(teacher_ids, dtype=np.int32),
+                            encode_row(where, row) if keep_rows else None,
                         )
                     )
                 row_id += 1

@@ -31,6 +31,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "check": HEALTH_CHECKS,
     "age": NUMBER,
     "rank": NUMBER,
+    "k": NUMBER,
     "route": NAME,
 }
 EVERY_STEP = "every step"

@@ -206,11 +206,18 @@ _EVAL = (
         "As `eval/kl`.",
     ),
     Row(
-        "eval/accuracy", "share", f"{_EVALUATION}, `eval.metric: exact_match`",
-        "Share of greedy responses whose answer is the reference answer.",
+        "eval/accuracy", "share", f"{_EVALUATION}, `eval.metric`",
+        "Mean of `eval.metric` over the greedy responses; with `exact_match` the share that is correct.",
         "Rises towards the teacher's accuracy.",
         "0 from the start: `eval.answer_marker` does not occur in the responses; see `samples/`. Constant while "
         "`eval/kl` falls: the teacher's own accuracy may be the limit.",
+    ),
+    Row(
+        "eval/pass_at_<k>", "share", f"{_EVALUATION}, `eval.n` above 1; k = 1, 2, 4, ... and `eval.n`",
+        "Probability that one of k sampled responses is correct (`eval.metric` of at least 0.5): mean over the prompts "
+        "of the unbiased estimate from `eval.n` responses.",
+        "pass_at_1 rises.",
+        "pass_at_1 rises while the largest k falls: the student loses diversity; see `loss/student_entropy`.",
     ),
     Row("eval/response_tokens", "tokens", _EVALUATION, "Response tokens of the evaluation."),
 )  # fmt: skip
@@ -240,7 +247,7 @@ _DOMAINS = (
         "Mean length of the responses of this route, without `distill.skip_first_tokens`.",
     ),
     Row(
-        "domain/<route>/accuracy", "share", f"{_EVALUATION}, {_ROUTES} and `eval.metric: exact_match`",
+        "domain/<route>/accuracy", "share", f"{_EVALUATION}, {_ROUTES} and `eval.metric`",
         "As `eval/accuracy`, of the validation prompts of this route.",
         "Rises towards the accuracy of its teacher.",
         "Rises for the other routes only: as for `token_kl`.",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import comb
+
+import numpy as np
 
 from gkd.config.routes import routes_of
 from gkd.config.schema import Config
+from gkd.config.schema_reward import NO_METRIC
+from gkd.handles import GreedyReport, Sample, ScoredChunk
 from gkd.log import get_logger
 from gkd.metrics.run_metrics import RunMetrics, StepMetrics
 from gkd.metrics.writer import read_metrics
@@ -18,6 +24,7 @@ from gkd.types import Prompt
 log = get_logger("evaluate")
 
 KEPT_SAMPLES = 50  # greedy responses of each evaluation that are written to the run folder
+CORRECT = 0.5  # smallest value of a response that counts as correct
 SEED = 2**31  # far from data.seed + step, so that no evaluation repeats the random numbers of a training rollout
 
 
@@ -34,10 +41,11 @@ class Evaluator:
         metrics: RunMetrics,
     ) -> None:
         self._config, self._roles, self._folder = config.eval, roles, folder
+        self._scoring = roles.judge or roles.scoring
         self._routes = routes_of(config)
         self._gpus, self._metrics = gpus, metrics
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
-        self._generation = Generation(config, roles.rollout, roles.scoring)
+        self._generation = Generation(config, roles.rollout, self._scoring)
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Return whether to evaluate after this step: every `eval.every` steps, and after the last one."""
@@ -63,13 +71,11 @@ class Evaluator:
         with m.stage("eval"):
             with self._gpus.for_rollout():
                 pending = self._generation.generate_and_score(
-                    self._prompts, range(len(self._prompts)), n=1, seed=SEED, policy_version=step
+                    self._prompts, range(len(self._prompts)), n=self._config.n, seed=SEED, policy_version=step
                 )
-                # The engines decode while the teacher scores.
-                decodes = self._config.metric == "exact_match"
-                greedy = self._roles.rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES) if decodes else None
+                greedy = self._greedy()  # the engines decode while the teacher scores
             with self._gpus.for_training():
-                scored = self._roles.scoring.collect(pending)
+                scored = self._scoring.collect(pending)
                 self._metrics.add_scored(scored)
                 stats = self._roles.actor.evaluate(scored, keep_tokens=self._config.keep_token_losses)
             if stats.tokens:
@@ -84,7 +90,54 @@ class Evaluator:
                     for route, accuracy in greedy.by_route.items()
                     if self._routes[route].name
                 }
-                self._folder.write_samples(step, greedy.samples)
+                self._folder.write_samples(step, greedy.samples[:KEPT_SAMPLES])
+            if self._config.n > 1:
+                numbers |= pass_at_numbers(scored, self._config.n)
             self._metrics.exclude_evaluation(overlapped=overlapped)
         m.add(numbers)
         log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
+
+    def _greedy(self) -> GreedyReport | None:
+        """Generate greedily and judge with eval.metric; None: there is no metric."""
+        if self._config.metric == NO_METRIC:
+            return None
+        judge, rollout = self._roles.judge, self._roles.rollout
+        if judge is None:
+            return rollout.greedy(self._prompts, n_samples=KEPT_SAMPLES)
+        samples = rollout.greedy(self._prompts, n_samples=len(self._prompts)).samples
+        return judged(samples, judge.judge(samples), {prompt.prompt_id: prompt.route for prompt in self._prompts})
+
+
+def judged(samples: Sequence[Sample], values: np.ndarray, route_of: Mapping[int, int]) -> GreedyReport:
+    """Return the report of greedy responses with these values; the accuracy is their mean.
+
+    Args:
+        values: [n] float64, of eval.metric.
+        route_of: prompt id -> route.
+    """
+    routes = np.array([route_of[sample.prompt_id] for sample in samples])
+    by_route = {route: float(values[routes == route].mean()) for route in sorted(set(routes.tolist()))}
+    marked = [replace(sample, correct=bool(value >= CORRECT)) for sample, value in zip(samples, values, strict=True)]
+    return GreedyReport(float(values.mean()), marked, by_route)
+
+
+def pass_at_numbers(scored: Sequence[ScoredChunk], n: int) -> dict[str, float]:
+    """Return `eval/pass_at_k` for k = 1, 2, 4, ... and n: the mean over the prompts of `pass_at_k`.
+
+    Args:
+        scored: judged chunks with n responses to each prompt.
+    """
+    groups = np.concatenate([chunk.rollouts.sample_index for chunk in scored]) // n
+    values = [chunk.rewards[:, 0] for chunk in scored if chunk.rewards is not None]
+    n_correct = np.bincount(groups, weights=np.concatenate(values) >= CORRECT).astype(int)
+    ks = sorted({n, *(2**i for i in range(n.bit_length()))})
+    return {f"eval/pass_at_{k}": float(np.mean([pass_at_k(n, int(c), k) for c in n_correct])) for k in ks if k <= n}
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return 1 - C(n - c, k) / C(n, k): the unbiased estimate that one of k responses is correct, arXiv:2107.03374.
+
+    Args:
+        n: responses of the prompt, of which c are correct.
+    """
+    return 1.0 - comb(n - c, k) / comb(n, k)

@@ -26,6 +26,7 @@ from gkd.metrics.trackers import check_trackers_installed
 from gkd.preflight.device import resolve_device
 from gkd.preflight.memory import check_memory
 from gkd.preflight.replay import check_replay
+from gkd.preflight.reward import check_answers, check_functions
 from gkd.preflight.student import check_student, check_tokenizer_fits
 from gkd.preflight.teacher import check_reachable, check_teacher, request_info, warn_about_losses
 from gkd.run.folder import RunFolder
@@ -92,14 +93,17 @@ def preflight(config: Config) -> Plan:
         "data.train_files",
         response_ends=eos_ids if config.distill.on_policy_share < 1 else None,
         teacher=config.teacher,
+        keep_rows=bool(derived.rewards),
     )
+    check_answers(config, "data.train_files", train, [("reward.functions", path) for path in derived.rewards])
     check_shares(config, derived, train)
     if dropped:
         log.warning("dropped %d training prompts longer than data.max_prompt_length or that of the teacher", dropped)
     n_truncated = sum(p.response_ids is not None and int(p.response_ids[-1]) not in eos_ids for p in train)
     if n_truncated:
         log.warning("truncated %d dataset responses to data.max_response_length, without an end token", n_truncated)
-    val = _held_out(config, tokenizer)
+    val = _held_out(config, derived, tokenizer)
+    check_functions(config, derived)
     total_steps = planned_steps(config, len(train))
     check_stream_fits(config, total_steps)
     teachers = find_teachers(config, derived, device)
@@ -188,20 +192,19 @@ def check_ray_installed() -> None:
         raise ClusterError("Ray is not installed in this environment. Fix: create one with launch/setup.sh.")
 
 
-def _held_out(config: Config, tokenizer: Any) -> list[Prompt]:
+def _held_out(config: Config, derived: Derived, tokenizer: Any) -> list[Prompt]:
     """Load the held-out prompts. Raises ConfigError if eval.metric needs answers that they do not have."""
     if not config.data.val_files:
         return []
     prompts, dropped = load_prompts(
-        config.data.val_files, config.data, tokenizer, "data.val_files", teacher=config.teacher
+        config.data.val_files,
+        config.data,
+        tokenizer,
+        "data.val_files",
+        teacher=config.teacher,
+        keep_rows=bool(derived.metrics),
     )
     if dropped:
         log.warning("dropped %d held-out prompts longer than data.max_prompt_length", dropped)
-    if config.eval.metric == "exact_match" and any(p.answer is None for p in prompts):
-        raise ConfigError(
-            "data.answer_key",
-            config.data.answer_key,
-            "eval.metric=exact_match needs this column, and a row of data.val_files does not have it.",
-            "name the column with the reference answer, or set eval.metric=none.",
-        )
+    check_answers(config, "data.val_files", prompts, [("eval.metric", config.eval.metric)])
     return prompts

@@ -121,10 +121,7 @@ class RolloutWorker:
         self._states = EngineStates(engine, self._diagnosed, timeline=self._config.memory.timeline)
 
     def greedy(self, prompts: Sequence[Prompt], marker: str, n_samples: int) -> tuple[Counter[int], list[Sample]]:
-        """Generate greedily; return the number of exact matches by route and the first `n_samples` responses.
-
-        A truncated response never counts as correct.
-        """
+        """Return the number of greedy exact matches by route, without truncated ones, and `n_samples` responses."""
         max_tokens = self._config.data.max_response_length
         sampling = Sampling(n=1, temperature=0.0, top_p=1.0, max_tokens=max_tokens, seed=0)
         n_correct = Counter[int]()
@@ -133,7 +130,8 @@ class RolloutWorker:
             index = rollout.sample_index
             text = self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True)
             answer = str(prompts[index].answer)
-            correct = rollout.finish_reason == "stop" and is_correct(text, answer, marker)
+            truncated = rollout.finish_reason == "length"
+            correct = not truncated and is_correct(text, answer, marker)
             n_correct[rollout.route] += correct
             if index < n_samples:
                 samples[index] = Sample(
@@ -144,6 +142,7 @@ class RolloutWorker:
                     answer=answer,
                     correct=correct,
                     prompt=self._tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False),
+                    truncated=truncated,
                 )
         return n_correct, [samples[index] for index in sorted(samples)]
 

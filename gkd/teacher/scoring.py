@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gkd.cluster.calls import all_done, answers, drain, fetch, gather
+from gkd.cluster.calls import all_done, answers, drain, fetch, gather, wait_all
 from gkd.data.chunks import CHUNK_SIZE, decode_sizes
 from gkd.data.scatter import encode_part
 from gkd.errors import ClusterError
@@ -130,3 +130,17 @@ class ScoringPool(RecordedScoring):
         """Return what the endpoints have heard from the teacher server; None: no reply within 2 s. Any thread."""
         refs = [endpoint.health.options(concurrency_group=HEALTH).remote() for endpoint in self._endpoints]
         return merged([health for health in answers(refs, _HEALTH_S) if health is not None])
+
+
+def teacher_heads(endpoints: Sequence[Any], nodes: Sequence[str], timeout_s: float) -> list[Any]:
+    """Fetch the teacher's LM head once per node; return the handle of each data-parallel group, by rank.
+
+    No other reference to them exists, so each head is freed as soon as the actor has copied it.
+    """
+    heads: dict[str, Any] = {}
+    fetching: dict[str, Any] = {}
+    for i, (endpoint, node) in enumerate(zip(endpoints, nodes, strict=True)):
+        if node not in heads:
+            heads[node] = fetching[f"scoring endpoint {i}"] = endpoint.lm_head.remote()
+    wait_all(fetching, "fetching the teacher's LM head", timeout_s)
+    return [heads[node] for node in nodes]

@@ -14,7 +14,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "megatron": ("gkd/actor/megatron/",),
     "vllm": ("gkd/rollout/", "teacher_server/engines/"),
     "zmq": ("gkd/teacher/link.py", "teacher_server/"),
-    "ray": ("gkd/cluster/", "gkd/rollout/", "gkd/actor/rank.py", "gkd/actor/worker.py", "gkd/launcher.py"),
+    "ray": (
+        *("gkd/cluster/", "gkd/rollout/", "gkd/actor/rank.py", "gkd/actor/worker.py", "gkd/launcher.py"),
+        "gkd/reward/scoring.py",
+    ),
+    "math_verify": ("gkd/reward/functions.py",),
     "transformers": ("gkd/data/prompts.py", "gkd/actor/", "gkd/preflight/", "gkd/quickstart/", "teacher_server/"),
     "torch": (
         *("gkd/actor/", "gkd/data/batching.py", "gkd/data/collate.py", "gkd/hf/", "gkd/loss/", "gkd/memory/"),

@@ -1,0 +1,81 @@
+"""The functions that judge responses: those of this package, and a user's own by its path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gkd.config.schema import Config
+from gkd.config.schema_reward import EXACT_MATCH, LENGTH, MATH_VERIFY
+from gkd.data.answers import is_correct
+from gkd.errors import RewardError
+
+_MATH_S = 2  # limit of math_verify for parsing an answer, and for a comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Hold a response to judge."""
+
+    prompt: str  # as the student read it, without special tokens
+    response: str  # without special tokens
+    row: dict[str, Any]  # all columns of the prompt's row
+    n_tokens: int  # of the response
+    truncated: bool  # it reached data.max_response_length
+
+
+Judge = Callable[[Case], float]
+
+
+def judge_of(path: str, config: Config) -> Judge:
+    """Return the function of an entry of `reward.functions`, or of `eval.metric`.
+
+    Raises:
+        RewardError: its module cannot be imported, or has no such function.
+    """
+    if path == EXACT_MATCH:
+        marker = config.eval.answer_marker
+        return lambda case: float(not case.truncated and is_correct(case.response, _answer(case, config), marker))
+    if path == MATH_VERIFY:
+        return _math_verify(config)
+    if path == LENGTH:
+        return lambda case: case.n_tokens / config.data.max_response_length
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a user's module may raise any error
+        raise RewardError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error
+    if not callable(function):
+        raise RewardError(f"{path}: is a {type(function).__name__}, not a function")
+    return lambda case: function(case.prompt, case.response, dict(case.row))
+
+
+def _answer(case: Case, config: Config) -> str:
+    answer = case.row.get(config.data.answer_key)
+    if answer is None:
+        raise ValueError(f"the row has no {config.data.answer_key!r} (data.answer_key)")
+    return str(answer)
+
+
+def _math_verify(config: Config) -> Judge:
+    """Return the comparison of mathematical answers of the package math-verify.
+
+    A response that it cannot parse, or compare in 2 s, counts as wrong; a reference answer that it cannot parse is an
+    error.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise RewardError(f"{MATH_VERIFY}: needs the extra math of this package ({error})") from error
+
+    def judge(case: Case) -> float:
+        answer = _answer(case, config)
+        expected = parse(answer, parsing_timeout=_MATH_S) or parse(f"${answer}$", parsing_timeout=_MATH_S)
+        if not expected:
+            raise ValueError(f"math_verify cannot parse the reference answer {answer!r}")
+        found = parse(case.response, parsing_timeout=_MATH_S)
+        return float(not case.truncated and verify(expected, found, timeout_seconds=_MATH_S))
+
+    return judge

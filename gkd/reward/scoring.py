@@ -1,0 +1,154 @@
+"""Driver side of rewards: a scoring role that also lets each submitted chunk be judged, while the teacher scores it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from gkd.cluster.calls import gather
+from gkd.config.derived import Derived
+from gkd.config.schema import Config
+from gkd.data.rows import RowTable
+from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, Sample, ScoredChunk
+from gkd.reward.endpoint import TRAINING, VALIDATION, RewardEndpoint
+from gkd.reward.pool import import_path
+from gkd.roles import Roles, ScoringRole
+from gkd.types import Prompt, Rollout
+
+REWARD = "reward"  # endpoints' name
+
+
+class JudgedScoring:
+    """Implement `gkd.roles.ScoringRole` over another one, and judge the student's responses of each chunk.
+
+    Judging starts with `submit`. Recordings do not include the values: restored chunks are judged again, so a resumed
+    or replayed run has the same ones if the functions are deterministic.
+
+    Args:
+        inner: scores the chunks.
+        endpoints: of `RewardEndpoint`, by data-parallel group.
+        prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
+        n_functions: of this set.
+    """
+
+    def __init__(
+        self, inner: ScoringRole, endpoints: Sequence[Any], timeout_s: float, prompts: str, n_functions: int
+    ) -> None:
+        self._inner, self._endpoints, self._timeout_s = inner, list(endpoints), timeout_s
+        self._prompts, self._n_functions = prompts, n_functions
+
+    def submit(self, chunk: RolloutChunk) -> PendingScores:
+        return self._judged(self._inner.submit(chunk))
+
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        """As `ScoringRole.collect`, with the values of all chunks that the student generated.
+
+        Raises:
+            RewardError, DataError: see `RewardEndpoint.judge`.
+        """
+        scored = self._inner.collect(pending)
+        names = {p.rewards: f"chunk {i} (reward endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
+        names.pop(None, None)
+        found = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
+        return [
+            replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
+            if p.rewards is not None
+            else chunk
+            for chunk, p in zip(scored, pending, strict=True)
+        ]
+
+    def restore(self, folder: Path, label: str) -> list[PendingScores]:
+        return [self._judged(pending) for pending in self._inner.restore(folder, label)]
+
+    def record(
+        self, chunks: Sequence[PendingScores | ScoredChunk], folder: Path, label: str, *, scored: bool
+    ) -> Recording:
+        return self._inner.record(chunks, folder, label, scored=scored)
+
+    def record_finished(
+        self, recording: Recording, *, wait: bool, timeout_s: float | None = None
+    ) -> dict[str, FileDigest] | None:
+        return self._inner.record_finished(recording, wait=wait, timeout_s=timeout_s)
+
+    def take_computations(self, *, wait: bool) -> Mapping[str, Sequence[Computation]]:
+        return self._inner.take_computations(wait=wait)
+
+    def judge(self, samples: Sequence[Sample]) -> np.ndarray:
+        """Return the value of each greedy response, [n] float64; blocks. Raises as `collect`."""
+        shares = [_rollouts(samples[group :: len(self._endpoints)]) for group in range(len(self._endpoints))]
+        refs = {
+            f"reward endpoint {group}": self._endpoints[group].judge.remote(share, self._prompts)
+            for group, share in enumerate(shares)
+            if share
+        }
+        values = np.empty(len(samples))
+        found = gather(refs, "judging greedy responses", self._timeout_s)
+        for group in range(len(refs)):
+            values[group :: len(self._endpoints)] = np.frombuffer(found[f"reward endpoint {group}"], "<f8")
+        return values
+
+    def _judged(self, pending: PendingScores) -> PendingScores:
+        if not pending.rollouts.on_policy:
+            return pending
+        ref = self._endpoints[pending.rollouts.dp_rank].judge.remote(pending.rollouts.ref, self._prompts)
+        return replace(pending, rewards=ref)
+
+    def _values(self, data: bytes, rollouts: RolloutChunk) -> np.ndarray:
+        """Return the values of a chunk, or of the part of one: [n_sequences, functions] float64."""
+        values, at = np.frombuffer(data, "<f8").reshape(-1, self._n_functions), rollouts.sequence_indices
+        return values if at is None else values[at]
+
+
+def start_judges(
+    config: Config,
+    derived: Derived,
+    train: Sequence[Prompt],
+    validation: Sequence[Prompt],
+    spawn: Callable[..., list[Any]],
+) -> list[Any]:
+    """Start the reward endpoints, one per data-parallel group; nothing if no function judges responses.
+
+    Args:
+        train, validation: prompts, loaded with the rows that the functions need.
+        spawn: starts endpoints of a class, see `gkd.launcher.spawn_endpoints`. No CPUs are reserved: they judge while
+            the engines and the teacher work.
+    """
+    if not (derived.rewards or derived.metrics):
+        return []
+    functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
+    n_workers = -(-config.reward.workers // derived.dp_size)
+    rows = [ray.put(RowTable.of(prompts)) for prompts in (train, validation)]
+    return spawn(RewardEndpoint, config, functions, n_workers, import_path(), *rows, n_threads=n_workers)
+
+
+def with_judges(roles: Roles, derived: Derived, endpoints: Sequence[Any], timeout_s: float) -> Roles:
+    """Return the roles with the judging that the settings require."""
+    scoring = roles.scoring
+    if derived.rewards:
+        judged = JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(derived.rewards))
+        roles = replace(roles, scoring=judged)
+    if derived.metrics:
+        judge = JudgedScoring(scoring, endpoints, timeout_s, VALIDATION, len(derived.metrics))
+        roles = replace(roles, judge=judge)
+    return roles
+
+
+def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:
+    """Return greedy responses in the form that endpoints judge."""
+    return [
+        Rollout(
+            prompt_id=sample.prompt_id,
+            sample_index=i,
+            prompt_ids=np.array(sample.prompt_ids, np.int32),
+            response_ids=np.array(sample.response_ids, np.int32),
+            rollout_logprobs=np.zeros(len(sample.response_ids), np.float32),
+            version_spans=(),
+            finish_reason="length" if sample.truncated else "stop",
+        )
+        for i, sample in enumerate(samples)
+    ]

@@ -1,0 +1,40 @@
+"""Reward functions that tests name by their path; the worker processes import this file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+from gkd.data.answers import is_correct
+
+NOT_A_FUNCTION = 3
+
+
+def count_digits(prompt: str, response: str, row: dict[str, Any]) -> float:
+    row["level"] = 0  # a copy of its own
+    return float(sum(character.isdigit() for character in response))
+
+
+def level(prompt: str, response: str, row: dict[str, Any]) -> float:
+    return row["level"] + 0.5 * prompt.startswith("1+")
+
+
+def answer(prompt: str, response: str, row: dict[str, Any]) -> bool:
+    return is_correct(response, row["answer"], ";")
+
+
+def misbehave(prompt: str, response: str, row: dict[str, Any]) -> Any:
+    """Do what the response demands."""
+    if response == "raise":
+        raise ValueError("no such unit")
+    if response == "exit":
+        raise SystemExit(0)
+    if response == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if response == "sleep":
+        subprocess.Popen(["sleep", "977"])  # ends with the worker
+        time.sleep(60)
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1"}.get(response, 1.0)

@@ -1,0 +1,152 @@
+"""Test which rollouts are judged, which values belong to which sequence, and the numbers of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gkd.data.chunks import chunk_of, part_of
+from gkd.handles import GreedyReport, PendingScores, RolloutChunk, Sample, ScoredChunk
+from gkd.metrics.writer import read_metrics
+from gkd.pipeline.evaluate import judged, pass_at_k, pass_at_numbers
+from gkd.reward.endpoint import TRAINING, VALIDATION
+from gkd.reward.scoring import JudgedScoring
+from gkd.types import Prompt
+from tests.metric_keys import unlisted_keys
+from tests.unit.world import PROMPTS, World, make
+
+
+def chunk(samples: Sequence[int], group: int = 0, *, on_policy: bool = True) -> RolloutChunk:
+    n = len(samples)
+    columns = np.stack([np.full(n, 2), np.zeros(n), np.zeros(n), np.zeros(n)]).astype(np.int32)
+    indices = np.array(samples, np.int32)
+    return chunk_of(group, list(samples), on_policy, indices, np.full(n, 3, np.int32), columns)
+
+
+class Endpoint:
+    """Judges a sample index as its value and a tenth of it. Its handles are the bytes."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+        self.judge = SimpleNamespace(remote=self._judge)
+
+    def _judge(self, rollouts: Sequence[Any], prompts: str) -> bytes:
+        self._calls.append((list(rollouts), prompts))
+        if prompts == VALIDATION:
+            return np.array([float(rollout.prompt_id) for rollout in rollouts]).tobytes()
+        return np.array([[i, i / 10] for i in rollouts], np.float64).tobytes()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    def gather(refs: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+        return dict(refs)
+
+    monkeypatch.setattr("gkd.reward.scoring.gather", gather)
+    return []
+
+
+def test_each_sequence_gets_its_own_values(calls: list[Any]) -> None:
+    """Fails if a part of a chunk, as a stream takes them, gets the values of other sequences, or a dataset response is
+    judged, or judging starts only when the batch is collected.
+    """
+    scoring = JudgedScoring(World(), [Endpoint(calls), Endpoint(calls)], 9.0, TRAINING, 2)
+    whole = scoring.submit(chunk([4, 5, 6, 7], group=1))
+    other = scoring.submit(chunk([0, 1]))
+    dataset = scoring.submit(chunk([9], on_policy=False))
+    assert calls == [([4, 5, 6, 7], TRAINING), ([0, 1], TRAINING)]
+    parts = [replace(whole, rollouts=part_of(whole.rollouts, at)) for at in ([1, 3], [0, 2])]
+    batch = scoring.collect([parts[0], dataset, other, parts[1]])
+    values = [None if each.rewards is None else each.rewards.tolist() for each in batch]
+    assert values == [[[5, 0.5], [7, 0.7]], None, [[0, 0], [1, 0.1]], [[4, 0.4], [6, 0.6]]]
+
+
+def test_restored_rollouts_are_judged_again(calls: list[Any], tmp_path: Path) -> None:
+    """Fails if a resumed or replayed run trains without the rewards of its recorded rollouts."""
+    world = World()
+    scoring = JudgedScoring(world, [Endpoint(calls)], 9.0, TRAINING, 2)
+    scoring.record([scoring.submit(chunk([2, 3]))], tmp_path, "batch", scored=False)
+    calls.clear()
+    (restored,) = scoring.restore(tmp_path, "batch")
+    assert calls == [([2, 3], TRAINING)]
+    (scored,) = scoring.collect([restored])
+    assert scored.rewards is not None and scored.rewards.tolist() == [[2, 0.2], [3, 0.3]]
+
+
+def sample(prompt_id: int) -> Sample:
+    return Sample(prompt_id, [1], [2], "t", "a", False, "p")
+
+
+def test_greedy_responses_are_judged_in_their_order(calls: list[Any]) -> None:
+    """Fails if several groups' endpoints mix up the responses, or a route gets the accuracy of another one."""
+    scoring = JudgedScoring(World(), [Endpoint(calls), Endpoint(calls)], 9.0, VALIDATION, 1)
+    samples = [sample(i) for i in (0, 1, 1, 0, 1)]
+    samples[1] = replace(samples[1], truncated=True)
+    values = scoring.judge(samples)
+    assert values.tolist() == [0, 1, 1, 0, 1]
+    assert [[r.finish_reason for r in rollouts] for rollouts, _ in calls] == [["stop"] * 3, ["length", "stop"]]
+    report = judged(samples, values, {0: 1, 1: 0})
+    assert (report.accuracy, report.by_route) == (0.6, {0: 1.0, 1: 0.0})
+    assert [each.correct for each in report.samples] == [False, True, True, False, True]
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Fails if the estimate differs from the mean over all choices of k of the n responses."""
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                chosen = list(combinations([i < c for i in range(n)], k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-12)
+
+
+def scored(samples: Sequence[int], values: Sequence[float]) -> ScoredChunk:
+    return ScoredChunk(chunk(samples), None, None, 0, rewards=np.array(values)[:, None])
+
+
+def test_pass_at_k_counts_the_responses_of_each_prompt() -> None:
+    """Fails if responses of a prompt that came in several chunks are counted as several prompts."""
+    batch = [scored([0, 3, 4], [1, 0, 1]), scored([5, 1, 2], [0.4, 0, 0])]  # prompt 0: 1 of 3; prompt 1: 1 of 3
+    assert pass_at_numbers(batch, 3) == pytest.approx(
+        {"eval/pass_at_1": 1 / 3, "eval/pass_at_2": 2 / 3, "eval/pass_at_3": 1.0}
+    )
+
+
+class Judged(World):
+    """A world whose evaluations are judged: even samples are correct."""
+
+    def generate(self, prompts: Sequence[Prompt], *, n: int, **settings: Any) -> Any:
+        for one in super().generate(prompts, n=n, **settings):
+            index = settings["prompt_indices"][one.ref if one.ref < len(settings["prompt_indices"]) else 0]
+            yield replace(one, sample_index=np.arange(index * n, (index + 1) * n, dtype=np.int32))
+
+    def greedy(self, prompts: Sequence[Prompt], *, n_samples: int) -> GreedyReport:
+        self.events.append(f"greedy {n_samples}")
+        return GreedyReport(0.0, [sample(prompt.prompt_id) for prompt in prompts])
+
+    def judge(self, samples: Sequence[Sample]) -> np.ndarray:
+        return np.array([each.prompt_id % 4 / 2 for each in samples])
+
+    def collect(self, pending: Sequence[PendingScores]) -> list[ScoredChunk]:
+        even = [1.0 - p.rollouts.sample_index[:, None] % 2 for p in pending]
+        return [replace(c, rewards=values) for c, values in zip(super().collect(pending), even, strict=True)]
+
+
+def test_evaluations_use_the_metric(tmp_path: Path) -> None:
+    """Fails if eval.metric or eval.n has no effect, or an evaluation writes a number without a row in the catalog."""
+    world = Judged()
+    trainer = make(tmp_path, world, "trainer.total_steps=1", "eval.metric=math_verify", "eval.n=2", val=PROMPTS[:4])
+    roles = replace(trainer.roles, judge=world)
+    trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:4], trainer.folder, 1)
+    trainer.fit()
+    line = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (line["eval/accuracy"], line["eval/pass_at_1"], line["eval/pass_at_2"]) == (0.75, 0.5, 1.0)
+    assert "greedy 4" in world.events, "all responses are judged"
+    assert len([event for event in world.events if event.startswith("generate n=2 seed=2147483648")]) == 2
+    assert not unlisted_keys(tmp_path / "run")

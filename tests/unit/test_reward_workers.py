@@ -1,0 +1,198 @@
+"""Test the processes that call reward functions, with real processes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from gkd.config.derived import derive
+from gkd.config.load import load_config
+from gkd.config.schema import Config
+from gkd.data.prompts import load_prompts
+from gkd.data.rows import RowTable, decode_row, encode_row
+from gkd.errors import ConfigError, DataError, RewardError
+from gkd.preflight.reward import check_answers, check_functions
+from gkd.quickstart.addition import build_tokenizer
+from gkd.reward.endpoint import TRAINING, VALIDATION, RewardEndpoint
+from gkd.reward.functions import Case, judge_of
+from gkd.reward.pool import RewardWorkers, import_path
+from gkd.reward.worker import Request, Start, replies
+from gkd.types import Prompt, Rollout
+from tests.structure import ROOT
+
+HERE = "tests.unit.judging_functions"
+TOKENIZER = build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("student")
+    TOKENIZER.save_pretrained(folder)
+    functions = f"reward.functions=[{{path: '{HERE}:count_digits'}}, {{path: '{HERE}:level', weight: 2}}]"
+    base = [f"model.path={folder}", "data.max_response_length=8", "eval.answer_marker=;", "reward.timeout_s=20"]
+    return load_config(None, [*base, functions, f"eval.metric={HERE}:answer", "data.val_files=[v]"])
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array(TOKENIZER(text)["input_ids"], np.int32)
+
+
+def request(response: str) -> Request:
+    return Request("1+2=", response, 1, False, encode_row("f.jsonl:7", {}), (0,))
+
+
+@pytest.fixture(scope="module")
+def workers(config: Config) -> Iterator[list[RewardWorkers]]:
+    """Return pools of one process that misbehaves on demand, started together; a test pops one that it ends."""
+    start = Start(config, (f"{HERE}:misbehave",), import_path())
+    pools = [RewardWorkers(start, 1, timeout_s=1.0) for _ in range(3)]
+    for pool in pools:
+        pool.wait_ready(60)
+    every = list(pools)
+    yield pools
+    for pool in every:
+        pool.close()
+
+
+def rollout(prompt_id: int, response: str, reason: str = "stop") -> Rollout:
+    response_ids = ids(response)
+    zeros = np.zeros(len(response_ids), np.float32)
+    return Rollout(prompt_id, prompt_id, ids(f"{prompt_id}+2="), response_ids, zeros, (), reason)
+
+
+def test_an_endpoint_calls_the_functions_of_each_set_of_prompts(config: Config) -> None:
+    """Fails if a function gets another row, prompt or response, or the functions of another set of prompts."""
+    rows = [Prompt(i, ids("x"), row=encode_row(f"t:{i}", {"level": i, "answer": str(3 * i)})) for i in (1, 3, 4)]
+    table, derived = RowTable.of(rows), derive(config)
+    functions = {TRAINING: derived.rewards, VALIDATION: derived.metrics}
+    endpoint = RewardEndpoint(config, functions, 2, import_path(), table, table)
+    try:
+        assert endpoint.is_up()
+        training = np.frombuffer(endpoint.judge([rollout(4, "a12"), rollout(1, "7")], TRAINING)).reshape(2, 2)
+        assert training.tolist() == [[2.0, 4.0], [1.0, 1.5]]
+        assert np.frombuffer(endpoint.judge([rollout(3, "x;9"), rollout(3, ";8")], VALIDATION)).tolist() == [1.0, 0.0]
+        with pytest.raises(DataError):
+            endpoint.judge([rollout(2, "1")], TRAINING)
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize("response", ["raise", "exit", "nan", "inf", "none", "text"])
+def test_a_value_that_is_no_finite_number_is_an_error(
+    workers: list[RewardWorkers], response: str, config: Config
+) -> None:
+    """Fails if a failed function counts as a reward of 0, or its error does not name function and row."""
+    reply = next(replies([request(response)], [judge_of(f"{HERE}:misbehave", config)]))
+    assert isinstance(reply, str)
+    if response == "raise":
+        broken = workers.pop()
+        for _ in range(2):  # the run ends: nothing else may be judged meanwhile
+            with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*no such unit"):
+                broken.values([request("fine"), request(response)])
+
+
+def test_a_killed_worker_is_an_error(workers: list[RewardWorkers]) -> None:
+    """Fails if the death of a worker hangs the run, or does not name the row."""
+    with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*9"):
+        workers.pop().values([request("kill")])
+
+
+def test_a_slow_function_is_stopped_with_its_processes(workers: list[RewardWorkers]) -> None:
+    """Fails if a function that hangs stops the run without an error, or what it started outlives it."""
+    began_s = time.monotonic()
+    assert workers[-1].values([request("fine")]).tolist() == [[1.0]]
+    with pytest.raises(RewardError, match=r"misbehave.*f\.jsonl:7.*reward\.timeout_s"):
+        workers.pop().values([request("sleep")])
+    assert time.monotonic() - began_s < 20
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "977"]]
+
+
+def test_workers_end_with_a_killed_parent(config: Config, tmp_path: Path) -> None:
+    """Fails if workers outlive a run that was killed, also while a function runs."""
+    code = (
+        "import sys, pickle; from gkd.reward.pool import Worker; "
+        "start, request = pickle.load(open(sys.argv[1], 'rb')); worker = Worker(start); worker.wait_ready(60); "
+        "print(worker._process.pid, flush=True); worker.values([request], 60)"
+    )
+    start = Start(config, (f"{HERE}:misbehave",), import_path())
+    (tmp_path / "args").write_bytes(pickle.dumps((start, request("sleep"))))
+    command = [sys.executable, "-c", code, str(tmp_path / "args")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        worker = psutil.Process(pid)
+        os.kill(parent.pid, signal.SIGKILL)
+    psutil.wait_procs([worker], timeout=10)
+    assert not psutil.pid_exists(pid) or worker.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("path", ["no_such_module:fn", f"{HERE}:missing", f"{HERE}:NOT_A_FUNCTION"])
+def test_functions_are_imported_before_the_start(config: Config, path: str) -> None:
+    """Fails if a typing error in a path is found after the models are loaded."""
+    wrong = load_config(None, [f"model.path={config.model.path}", f"reward.functions=[{{path: '{path}'}}]"])
+    with pytest.raises(ConfigError) as caught:
+        check_functions(wrong, derive(wrong))
+    assert caught.value.key == "reward.functions"
+
+
+def case(response: str, answer: object, *, truncated: bool = False) -> Case:
+    return Case("p", response, {"answer": answer}, len(response), truncated)
+
+
+@pytest.mark.parametrize(
+    ("path", "response", "answer", "value"),
+    [
+        ("exact_match", "2*3;6", "6", 1.0),
+        ("exact_match", "2*3=6", "6", 0.0),
+        ("length", "abcd", "", 0.5),
+        ("math_verify", r"so it is $\frac{3}{6}$", "0.5", 1.0),
+        ("math_verify", r"so it is $x^2 - 1$", "(x-1)(x+1)", 1.0),
+        ("math_verify", "it is 7", "0.5", 0.0),
+        ("math_verify", "no answer", "0.5", 0.0),
+    ],
+)
+def test_builtin_functions(config: Config, path: str, response: str, answer: str, value: float) -> None:
+    """Fails if a function of the package judges differently than documented; truncated answers are wrong."""
+    judge = judge_of(path, config)
+    assert judge(case(response, answer)) == value
+    if path != "length":
+        assert judge(case(response, answer, truncated=True)) == 0.0
+
+
+def test_a_missing_answer_is_an_error(config: Config) -> None:
+    """Fails if a row without the answer silently counts as wrong."""
+    for path in ("exact_match", "math_verify"):
+        with pytest.raises(ValueError):
+            judge_of(path, config)(case("1", None))
+    with pytest.raises(ValueError):
+        judge_of("math_verify", config)(case("1", ""))
+    with pytest.raises(ConfigError) as caught:
+        check_answers(config, "data.train_files", [Prompt(0, ids("1"))], [("reward.functions", "math_verify")])
+    assert caught.value.key == "data.answer_key"
+
+
+def test_rows_keep_all_columns_and_their_line(tmp_path: Path) -> None:
+    """Fails if a function would see another row than that of its prompt, or a run without functions keeps rows."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1", "extra": [1, 2]}\n\n{"prompt": "111111", "extra": 0}\n{"prompt": "2"}\n')
+    settings = load_config(None, ["data.max_prompt_length=4", "data.truncation=drop"]).data
+    prompts, dropped = load_prompts([str(file)], settings, TOKENIZER, "data.train_files", keep_rows=True)
+    assert dropped == 1
+    table = RowTable.of(prompts)
+    assert decode_row(table.row(0)) == (f"{file}:1", {"prompt": "1", "extra": [1, 2]})
+    assert decode_row(table.row(2)) == (f"{file}:4", {"prompt": "2"})
+    for missing in (1, 3):
+        with pytest.raises(DataError):
+            table.row(missing)
+    plain, _ = load_prompts([str(file)], settings, TOKENIZER, "data.train_files")
+    assert [prompt.row for prompt in plain] == [None, None]
