@@ -172,7 +172,7 @@ def _start(
         remark = f"set teacher.max_in_flight to {max(throttled)}" if throttled else ""
         pool = ScoringPool(endpoints, timeout_s)
         roles = Roles(actor, rollout, pool, pushes, reference, remark, pool.health, clocks=clocks)
-    return with_judges(roles, plan.derived, judges, timeout_s), restarts
+    return with_judges(roles, config, plan.derived, judges), restarts
 
 
 def _record_restart(plan: Plan, startup: Startup, name: str, worker: Any, row: RankPlacement) -> None:

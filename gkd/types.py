@@ -59,6 +59,7 @@ class Rollout:
     on_policy: bool = True  # False: the response is from the dataset
     route: int = 0  # of its prompt
     teacher_ids: np.ndarray | None = None  # [P'] int32, of its prompt
+    advantage: float | None = None  # of its reward; added on the training ranks if the loss needs it
 
     @property
     def policy_version(self) -> int:
@@ -130,6 +131,7 @@ class TokenTargets:
     # [N] bool, the token with which the student ended its response; False for truncated and dataset responses.
     ends: torch.Tensor | None = None
     routes: torch.Tensor | None = None  # [N] int64, see `Rollout.route`; None on a rank without data
+    advantages: torch.Tensor | None = None  # [N] float32, of the reward of each token's response
     weights: torch.Tensor | None = None  # [N] float32, factor of the loss, see `gkd.data.normalize`; None: all 1
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from gkd.actor.common.base import Student
 from gkd.config.schema import ActorConfig
 from gkd.data.batching import check_batch, make_micro_batches, without_first
 from gkd.data.collate import MicroBatches
-from gkd.data.scatter import select
+from gkd.data.scatter import select, with_advantages
 from gkd.errors import DataError
 from gkd.types import Rollout, TeacherScores
 from teacher_server.wire.protocol import Signal
@@ -32,12 +32,13 @@ def group_batches(
     has_scores: bool,
     signals: tuple[Signal, ...],
     with_reference: bool = False,
+    advantages: Sequence[bytes] | None = None,
     skip_first: int = 0,
 ) -> tuple[MicroBatches, list[Rollout]]:
     """Return the group's micro-batches, and the sequences in them.
 
     Args:
-        sequence_indices, lists: see `ActorWorker.train_step`.
+        sequence_indices, lists, advantages: see `ActorWorker.train_step`.
         where: the rank's name, for errors.
         has_scores: this rank is on the last pipeline stage, and `lists` include scores.
         signals: required of each sequence's scores.
@@ -50,6 +51,8 @@ def group_batches(
     with same_error(device):
         scored = add_references(lists[n_chunks : 2 * n_chunks], lists[2 * n_chunks :]) if has_scores else None
         rollouts, scores = select(sequence_indices, lists[:n_chunks], scored)
+        if advantages is not None:
+            rollouts = with_advantages(rollouts, advantages)
         check_batch(
             rollouts,
             scores,

@@ -12,7 +12,7 @@ from gkd.actor.logprobs import PendingLogprobs
 from gkd.actor.megatron.layout import ParallelLayout
 from gkd.cluster.calls import Pending, gather
 from gkd.config.schema import Config
-from gkd.data.scatter import scatter_to_groups
+from gkd.data.scatter import GroupPart, scatter_to_groups
 from gkd.handles import FileDigest, PendingScores, ProcessSpans, ScoredChunk, TrainStats
 from gkd.memory.timeline import merge
 from gkd.run import shared_folder
@@ -201,10 +201,11 @@ class ActorPool:
         self, method: str, batch: Sequence[ScoredChunk], *args: Any, meta: Mapping[str, Any] | None
     ) -> list[TrainStats]:
         """Call a method of all ranks on a batch. Return the results by rank; all have the same numbers."""
-        args_of = batch_args(batch, self._layouts, balance=self._config.actor.balance)
+        groups = scatter_to_groups(batch, self.dp_size, balance=self._config.actor.balance)
+        of_ranks = zip(self._workers, batch_args(groups, self._layouts), advantages(groups, self._layouts), strict=True)
         refs = {
-            f"actor rank {rank}": getattr(worker, method).remote(*args, *args_of[rank], meta=meta)
-            for rank, worker in enumerate(self._workers)
+            f"actor rank {rank}": getattr(worker, method).remote(*args, *own_args, **own_advantages, meta=meta)
+            for rank, (worker, own_args, own_advantages) in enumerate(of_ranks)
         }
         return list(gather(refs, method, self._timeout_s).values())
 
@@ -218,13 +219,22 @@ class ActorPool:
         }
 
 
-def batch_args(batch: Sequence[ScoredChunk], layouts: Sequence[ParallelLayout], *, balance: bool) -> list[list[Any]]:
+def advantages(groups: Sequence[Sequence[GroupPart]], layouts: Sequence[ParallelLayout]) -> list[dict[str, Any]]:
+    """Return, by rank, the advantages of its group's sequences as a keyword argument of `ActorWorker.train_step`.
+
+    Nothing for a batch without advantages.
+    """
+    if all(part.advantages is None for parts in groups for part in parts):
+        return [{} for _ in layouts]
+    return [{"advantages": [part.advantages for part in groups[layout.dp_rank]]} for layout in layouts]
+
+
+def batch_args(groups: Sequence[Sequence[GroupPart]], layouts: Sequence[ParallelLayout]) -> list[list[Any]]:
     """Return, by rank, the arguments of a call on a whole batch, see `ActorWorker.train_step`.
 
     They are the sequence_indices of each chunk and the handles of the chunks' rollouts. The last pipeline stage, which
     computes the loss, also gets the handles of the scores and, if there is a reference, of its logprobs.
     """
-    groups = scatter_to_groups(batch, layouts[0].dp, balance=balance)
     args: list[list[Any]] = []
     for layout in layouts:
         parts = groups[layout.dp_rank]

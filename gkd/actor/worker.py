@@ -55,7 +55,11 @@ class ActorWorker(ActorRank):
         self._writer = BackgroundWriter()
 
     def train_step(
-        self, sequence_indices: Sequence[bytes | None], *lists: list[Any], meta: Mapping[str, Any] | None = None
+        self,
+        sequence_indices: Sequence[bytes | None],
+        *lists: list[Any],
+        advantages: Sequence[bytes] | None = None,
+        meta: Mapping[str, Any] | None = None,
     ) -> TrainStats:
         """Make one optimizer step on this data-parallel group's sequences. Collective.
 
@@ -63,11 +67,17 @@ class ActorWorker(ActorRank):
             sequence_indices: of each chunk, the group's sequences, see `gkd.data.scatter`.
             lists: the rollouts of each chunk; then, on the last pipeline stage, the scores of each chunk and, if there
                 is a reference, its logprobs of each chunk. The driver passes handles, which Ray resolves.
+            advantages: of each chunk's sequences, see `gkd.data.scatter`; None: the loss has no rewards.
             meta: `is_offload_states`: where the states are after the call, see `OffloadController.states_on_device`.
         """
         phase = "training step"
         with self._memory.during(phase):
-            batches, sizes = self._weighted(*self._micro_batches(sequence_indices, lists, trains=True))
+            training = {
+                "with_reference": derive(self._config).loss.has_reference,
+                "advantages": advantages,
+                "skip_first": self._config.distill.skip_first_tokens,
+            }
+            batches, sizes = self._weighted(*self._micro_batches(sequence_indices, lists, **training))
             on_device = self._offload.states_on_device("train", meta=meta, sync_follows=self._sends_weights)
             step, trainer = self._student.step + 1, self._config.trainer
             profiler = profiled(step, self._rank, trainer, self._device, self._run_dir)
@@ -253,14 +263,13 @@ class ActorWorker(ActorRank):
         return digests
 
     def _micro_batches(
-        self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], *, trains: bool = False
+        self, sequence_indices: Sequence[bytes | None], lists: Sequence[list[Any]], **training: Any
     ) -> tuple[MicroBatches, list[Rollout]]:
         """Return this group's micro-batches and their sequences, see `group_batches`.
 
         Args:
-            trains: use what only training has: the reference, and tokens without loss.
+            training: those of its arguments that only training has.
         """
-        derived = derive(self._config)
         return group_batches(
             sequence_indices,
             lists,
@@ -269,9 +278,8 @@ class ActorWorker(ActorRank):
             device=self._device,
             where=self._name,
             has_scores=self._layout.is_last_stage,
-            signals=derived.signals,
-            with_reference=trains and derived.loss.has_reference,
-            skip_first=self._config.distill.skip_first_tokens if trains else 0,
+            signals=derive(self._config).signals,
+            **training,
         )
 
     def _weighted(self, batches: MicroBatches, rollouts: list[Rollout]) -> tuple[MicroBatches, dict[str, float]]:

@@ -7,7 +7,7 @@ import re
 
 from gkd.config.derived import Derived
 from gkd.config.schema import Config
-from gkd.config.schema_reward import EXACT_MATCH, NO_METRIC, REWARD_NAMES
+from gkd.config.schema_reward import EXACT_MATCH, NO_METRIC, REWARD_NAMES, function_name
 from gkd.errors import ConfigError
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -28,8 +28,32 @@ def check_reward(config: Config, derived: Derived) -> None:
         _check_path("eval.metric", metric, f", or {NO_METRIC}")
     elif config.eval.n > 1:
         raise ConfigError("eval.n", config.eval.n, "eval.metric is none.", "use 1, or choose a metric.")
+    names = [function_name(path) for path in paths]
+    if len(set(names)) < len(names):
+        problem = "two functions have the same name, and the metrics contain it."
+        raise ConfigError("reward.functions", paths, problem, "rename one.")
+    if derived.loss.has_rewards:
+        _check_training(config)
     if EXACT_MATCH in (metric, *paths) and not config.eval.answer_marker:
         raise ConfigError("eval.answer_marker", "", "exact_match needs one.", "set it, or use another function.")
+
+
+def _check_training(config: Config) -> None:
+    """Check that there are rewards to train on, and that the ratio of probabilities is that of one policy."""
+    key, weight, distill = "distill.reward_weight", config.distill.reward_weight, config.distill
+    if not config.reward.functions:
+        raise ConfigError(key, weight, "reward.functions is empty.", "name a function, or use 0.")
+    if distill.on_policy_share == 0.0:
+        problem = "only responses of the student are judged, and distill.on_policy_share is 0."
+        raise ConfigError(key, weight, problem, "use 0, or a share above 0.")
+    if distill.advantage == "group" and config.rollout.n < 2:
+        problem = "the mean of one response is its own reward, so every advantage is 0."
+        raise ConfigError("distill.advantage", "group", problem, "set rollout.n to 2 or more, or use batch.")
+    sampled, own = config.rollout.temperature, config.teacher.temperature
+    routes = [route.temperature for route in config.teacher.routes.values() if route.temperature is not None]
+    if any(temperature != sampled for temperature in (own, *routes)):
+        problem = f"rewards train the distribution that the engines sample from, at rollout.temperature={sampled:g}."
+        raise ConfigError("teacher.temperature", own, problem, "use the same temperature for both.")
 
 
 def _check_path(key: str, path: str, more: str = "") -> None:

@@ -9,13 +9,13 @@ Three kinds of terms:
     sft               cross-entropy; on tokens of the dataset's responses
 
 In addition there may be a reference: reference_weight * KL(student || reference), a policy-gradient term (k3) with
-the reference's logprob instead of the teacher's.
+the reference's logprob instead of the teacher's; and rewards: reward_weight * a clipped policy-gradient loss.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from gkd.config.schema import DistillConfig, LossTermConfig
@@ -23,7 +23,7 @@ from gkd.config.schema_teacher import DIVERGENCE_NAMES, LOSS_NAMES, POLICY_GRADI
 from gkd.errors import ConfigError
 from teacher_server.wire.protocol import Signal
 
-REFERENCE_KL = "reference_kl"  # name of the reference term in reports
+REFERENCE_KL, REWARD = "reference_kl", "reward"  # names of these terms in reports
 _PARAMETERS = {"beta": ("jsd",), "alpha": ("skew_kl", "skew_reverse_kl")}  # and the losses that use it
 
 
@@ -65,6 +65,8 @@ class LossSpec:
         reference_weight: weight of the KL to the reference; 0 = no reference.
         domains: names of the routes, see `gkd.config.routes`; empty: one teacher, whose numbers are those of the batch.
         temperatures: by route; empty: `temperature`.
+        reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
+        reward_clip: (low, high), its ratio is limited to 1 - low and 1 + high.
 
     Raises:
         ConfigError: naming the invalid key of `distill` or `teacher`.
@@ -77,6 +79,8 @@ class LossSpec:
     reference_weight: float = 0.0
     domains: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = ()
+    reward_weight: float = 0.0
+    reward_clip: tuple[float, float] = (0.2, 0.2)
 
     def __post_init__(self) -> None:
         names = [term.name for term in self.terms]
@@ -98,6 +102,16 @@ class LossSpec:
             problem, fix = "must be a number >= 0.", "use e.g. 0.1, or 0 for no reference."
             raise ConfigError("distill.reference_kl_weight", self.reference_weight, problem, fix)
 
+        low, high = self.reward_clip
+        if not (0 < low < 1 and 0 < high < math.inf):
+            problem, fix = "must be two numbers > 0, the first below 1.", "use e.g. [0.2, 0.2]."
+            raise ConfigError("distill.reward_clip", list(self.reward_clip), problem, fix)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Return whether the loss needs the advantage of each token."""
+        return self.reward_weight > 0
+
     @property
     def has_reference(self) -> bool:
         return self.reference_weight > 0
@@ -106,6 +120,10 @@ class LossSpec:
     def has_temperatures(self) -> bool:
         """Return whether a route has a temperature of its own."""
         return any(each != self.temperature for each in self.temperatures)
+
+    def in_evaluation(self) -> LossSpec:
+        """Return the terms of an evaluation: those of the teacher."""
+        return replace(self, reference_weight=0.0, reward_weight=0.0)
 
     @property
     def uses_samples(self) -> bool:
@@ -131,7 +149,18 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
     if not terms:
         terms = [LossTerm(distill.loss, beta=distill.beta, alpha=distill.alpha)]
     tail: Tail = distill.tail  # type: ignore[assignment]  # LossSpec refuses anything else
-    return LossSpec(tuple(terms), tail, temperature, distill.importance_clip, distill.reference_kl_weight)
+    if len(distill.reward_clip) != 2:
+        problem = "must be two numbers, for ratios below and above 1."
+        raise ConfigError("distill.reward_clip", distill.reward_clip, problem, "use e.g. [0.2, 0.2].")
+    return LossSpec(
+        tuple(terms),
+        tail,
+        temperature,
+        distill.importance_clip,
+        distill.reference_kl_weight,
+        reward_weight=distill.reward_weight,
+        reward_clip=(distill.reward_clip[0], distill.reward_clip[1]),
+    )
 
 
 def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:

@@ -12,6 +12,11 @@ COMPARING = (EXACT_MATCH, MATH_VERIFY)  # those that need the reference answer
 NO_METRIC = "none"  # eval.metric
 
 
+def function_name(path: str) -> str:
+    """Return the name of a function in the metrics."""
+    return path.rpartition(":")[2]
+
+
 @dataclass
 class RewardFunctionConfig:
     """Entry of `reward.functions`."""
@@ -24,9 +29,9 @@ class RewardFunctionConfig:
 class RewardConfig:
     functions: list[RewardFunctionConfig] = key(
         [],
-        "Functions that judge the student's responses: a list of {path, weight}. path is module:function of a "
-        "function (prompt, response, row) -> float, or exact_match, math_verify (needs the extra math) or length. A "
-        "reward is their weighted sum; distill.reward_weight trains on it. Empty = no rewards. docs/losses.md.",
+        "Functions that judge the student's responses, a list of {path, weight}: exact_match, math_verify, length, or "
+        "module:function of a function (prompt, response, row) -> float. Their weighted sum is the reward. Empty = no "
+        "rewards. docs/losses.md.",
         limits="each path once, weights not 0",
     )
     workers: int = key(

@@ -209,6 +209,24 @@ class DistillConfig:
         ge=0,
         limits=">= 0, < data.max_response_length",
     )
+    reward_weight: float = key(
+        0.0,
+        "Weight of the clipped policy-gradient loss that trains on the rewards of reward.functions. 0 = off; they are "
+        "reported.",
+        ge=0,
+    )
+    advantage: str = key(
+        "group",
+        "Advantage of a response with reward R: (R - mean) / (std + 1e-6) over the rollout.n responses of its prompt "
+        "(group) or over the global batch (batch), or R itself (none).",
+        choices=("group", "batch", "none"),
+    )
+    reward_clip: list[float] = key(
+        [0.2, 0.2],
+        "Limits of the ratio probability now / probability at rollout in the loss of the rewards: from 1 - the first "
+        "number to 1 + the second.",
+        limits="two numbers > 0, the first < 1",
+    )
     reference_kl_weight: float = key(
         0.0,
         "Weight of KL(student || reference), estimated as k3 on the student's tokens; see section reference. 0 = off.",

@@ -160,6 +160,8 @@ def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], weigh
         routes=torch.from_numpy(np.repeat([r.route for r in rollouts], n_rows)),
         weights=None if weights is None else torch.from_numpy(np.repeat(weights, n_rows)),
     )
+    if advantages := _present([r.advantage for r in rollouts]):
+        targets.advantages = torch.from_numpy(np.repeat(np.array(advantages, np.float32), n_rows))
     if topk := _present([s.topk for s in scores]):
         width = max(t.topk_ids.shape[1] for t in topk)
         targets.topk_ids = _rows([_pad_columns(t.topk_ids, width, -1) for t in topk], np.int64)

@@ -14,7 +14,7 @@ names, as little-endian int32 bytes; None selects the whole list. A batch may ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from gkd.errors import DataError
 from gkd.handles import RolloutChunk, ScoredChunk
 from gkd.types import Rollout, TeacherScores
 
-_INDEX = "<i4"
+_INDEX, _NUMBER = "<i4", "<f4"
 T = TypeVar("T")
 
 
@@ -34,6 +34,7 @@ class GroupPart:
 
     chunk: ScoredChunk
     sequence_indices: bytes | None
+    advantages: bytes | None = None  # float32, of these sequences; None: the loss has no rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ def scatter_to_groups(batch: Sequence[ScoredChunk], dp_size: int, *, balance: bo
     parts: list[list[GroupPart]] = [[] for _ in range(dp_size)]
     for chunk, owners in zip(batch, np.split(group_of, np.cumsum(n_sequences)[:-1]), strict=True):
         for group in sorted(set(owners.tolist())):  # faster than np.unique for a chunk
-            parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, np.flatnonzero(owners == group))))
+            at = np.flatnonzero(owners == group)
+            advantages = None if chunk.advantages is None else chunk.advantages[at].astype(_NUMBER).tobytes()
+            parts[group].append(GroupPart(chunk, encode_part(chunk.rollouts, at), advantages))
     return parts
 
 
@@ -148,6 +151,22 @@ def select(
                 raise DataError(f"a chunk of {len(chunk)} rollouts has scores of {len(scores[number])} sequences")
             selected_scores += [scores[number][i] for i in indices]
     return rollouts, None if scores is None else selected_scores
+
+
+def with_advantages(rollouts: Sequence[Rollout], advantages: Sequence[bytes]) -> list[Rollout]:
+    """Return the selected sequences with their advantages.
+
+    Args:
+        rollouts: of `select`.
+        advantages: by part, see `GroupPart`.
+
+    Raises:
+        DataError: there is not one for each sequence.
+    """
+    values = np.frombuffer(b"".join(advantages), _NUMBER).tolist()
+    if len(values) != len(rollouts):
+        raise DataError(f"a batch of {len(rollouts)} sequences has {len(values)} advantages")
+    return [replace(rollout, advantage=value) for rollout, value in zip(rollouts, values, strict=True)]
 
 
 def map_selected(

@@ -9,6 +9,7 @@
     choices.py            the teacher's most probable tokens of each row, for inspection
     divergence.py         the divergences as they are defined; divergence_slopes.py has their derivatives
     policy_gradient.py    k1, k2, k3 on the sampled token
+    policy_loss.py        the clipped policy-gradient loss of rewards
     sampled_logprobs.py   the student's logprob of the sampled token, without a loss
     reduce.py             sums over ranks -> the global token mean
 

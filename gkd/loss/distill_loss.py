@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,15 +74,15 @@ class DistillLoss:
     @property
     def evaluation_names(self) -> tuple[str, ...]:
         """Names of the columns of `on_rows` inside `evaluating`."""
-        return self._names(_without_reference(self.spec))
+        return self._names(self.spec.in_evaluation())
 
     @contextmanager
     def evaluating(
         self, on_rows: Callable[[Tensor], None] | None, on_choices: Callable[[Tensor], None] | None = None
     ) -> Iterator[None]:
-        """Within the block, leave out the reference term, and call `on_rows` and `on_choices`."""
+        """Within the block, leave out reference and rewards, and call `on_rows` and `on_choices`."""
         spec = self.spec
-        self.spec, self.on_rows, self.on_choices = _without_reference(spec), on_rows, on_choices
+        self.spec, self.on_rows, self.on_choices = spec.in_evaluation(), on_rows, on_choices
         try:
             yield
         finally:
@@ -257,10 +257,11 @@ class DistillLoss:
             self.shard.check(targets.topk_ids, lowest=-1)
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return
-        if self.spec.has_reference and targets.reference_logprobs is None:
-            raise DataError("the loss needs reference_logprobs, and the micro-batch has none")
-        if self.spec.domains and targets.routes is None:
-            raise DataError("the loss needs the route of each token, and the micro-batch has none")
+        spec = self.spec
+        needs = ("reference_logprobs", spec.has_reference), ("advantages", spec.has_rewards), ("routes", spec.domains)
+        for name, is_needed in needs:
+            if is_needed and getattr(targets, name) is None:
+                raise DataError(f"the loss needs {name}, and the micro-batch has none")
         if self.is_full_vocab:
             self._check_distribution(targets)
             return
@@ -284,10 +285,6 @@ class DistillLoss:
             raise DataError(
                 f"the teacher sent {logits.shape[1]} logits per token, the student has {self.shard.n_valid}"
             )
-
-
-def _without_reference(spec: LossSpec) -> LossSpec:
-    return replace(spec, reference_weight=0.0)
 
 
 def _picked_ids(targets: TokenTargets) -> Tensor:

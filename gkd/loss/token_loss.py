@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gkd.config.loss_spec import REFERENCE_KL, LossSpec, LossTerm
+from gkd.config.loss_spec import REFERENCE_KL, REWARD, LossSpec, LossTerm
 from gkd.errors import DataError
 from gkd.loss.divergence import DIVERGENCES, forward_kl, outcome_tables
 from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate
+from gkd.loss.policy_loss import clipped_policy_loss
 from gkd.types import TokenTargets
 
 # Names in `TokenLosses.values` that are defined only for tokens that the student sampled.
 ON_POLICY_VALUES = frozenset(
-    {"sampled_reverse_kl", REFERENCE_KL, "importance_weight", "importance_clipped", "engine_kl"}
+    {
+        *("sampled_reverse_kl", REFERENCE_KL, "importance_weight", "importance_clipped", "engine_kl"),
+        *(REWARD, "reward_ratio", "reward_clipped"),
+    }
 )
 END_PROBABILITY, ENDED = "teacher_end_probability", "ended"  # the mean of the first is over the tokens of the second
 
@@ -44,6 +48,9 @@ class TokenLosses:
         student_entropy      nats
         sampled_reverse_kl   k1 of each on-policy token, without rho; its mean estimates KL(student || teacher)
         reference_kl         rho k3 of each on-policy token; its mean estimates KL(student || reference)
+        reward               clipped policy-gradient loss of each on-policy token
+        reward_ratio         probability now / probability at rollout, of on-policy tokens
+        reward_clipped       1 where the clip of the reward's loss applies
         importance_weight    of on-policy tokens, after the clip
         importance_clipped   1 where the clip applies
         engine_kl            k3 of each on-policy token, engine against student; its mean estimates
@@ -76,6 +83,8 @@ def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_
         names += [REFERENCE_KL]
     if spec.uses_samples:
         names += ["importance_weight", "importance_clipped"]
+    if spec.has_rewards:
+        names += [REWARD, "reward_ratio", "reward_clipped"]
     if has_distribution or has_sampled:
         names += [END_PROBABILITY, ENDED]
     return tuple(dict.fromkeys([*names, "engine_kl", "student_entropy"]))
@@ -160,6 +169,14 @@ def sampled_losses(
             reference = targets.reference_logprobs.masked_fill(others, 0.0)
             loss = policy_gradient_loss(_REFERENCE_ESTIMATE, actor, reference, log_weights)
             _add(losses, REFERENCE_KL, spec.reference_weight, loss, targets.on_policy)
+    if spec.has_rewards:
+        if targets.advantages is None:
+            raise DataError("the loss needs the advantage of each token, and the micro-batch has none")
+        advantages = targets.advantages.masked_fill(others, 0.0)
+        loss, ratio, clipped = clipped_policy_loss(actor, rollout, advantages, spec.reward_clip)
+        _add(losses, REWARD, spec.reward_weight, loss, targets.on_policy)
+        losses.values["reward_ratio"] = ratio.masked_fill(others, 0.0)
+        losses.values["reward_clipped"] = (clipped & targets.on_policy).to(ratio.dtype)
     if spec.sft is not None:
         _add(losses, spec.sft.name, spec.sft.weight, -student_sampled, others)
     return losses

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from gkd.config.schema_health import HEALTH_CHECKS
 from gkd.config.schema_teacher import LOSS_NAMES
 
-NUMBER, NAME = r"\d+", r"[\w-]+"
-# Placeholder of a key -> its values; NUMBER: any number; NAME: a name in teacher.routes.
+NUMBER, NAME, FUNCTION = r"\d+", r"[\w-]+", r"\w+"
+# Placeholder of a key -> its values. NUMBER: any number; NAME: a name in teacher.routes; FUNCTION: in reward.functions.
 PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "loss": LOSS_NAMES,
     "stage": (
@@ -32,6 +32,7 @@ PLACEHOLDERS: dict[str, tuple[str, ...] | str] = {
     "age": NUMBER,
     "rank": NUMBER,
     "k": NUMBER,
+    "function": FUNCTION,
     "route": NAME,
 }
 EVERY_STEP = "every step"

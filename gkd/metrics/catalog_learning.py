@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gkd.metrics.catalog import EVERY_STEP, Row
+from gkd.metrics.catalog_reward import REWARD
 
 _EVALUATION = "evaluation"
 _LIST = "a top-k list"
@@ -266,6 +267,7 @@ _HEALTH = (
 LEARNING: dict[str, tuple[Row, ...]] = {
     "Loss": _LOSS,
     "Evaluation": _EVAL,
+    "Rewards": REWARD,
     "Several teachers": _DOMAINS,
     "Optimizer": _OPTIM,
     "Rollouts": _ROLLOUT,

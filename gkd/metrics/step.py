@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
+from gkd.config.schema import Config
+from gkd.config.schema_reward import function_name
 from gkd.handles import ScoredChunk, SyncReport, TrainStats
 
 DATASET_TOKENS = "rollout/dataset_response_tokens"
@@ -60,6 +64,31 @@ def step_numbers(
         "weight_sync/bytes": float(sync.n_bytes),
         "weight_sync/verified_tensors": float(sync.verified_tensors),
         **stats.extra,
+    }
+
+
+def reward_numbers(batch: Sequence[ScoredChunk], config: Config) -> dict[str, float]:
+    """Return mean and spread of the rewards, the mean of each function, and the share of prompts without a signal.
+
+    Nothing for a batch that no function judges.
+    """
+    judged = [chunk for chunk in batch if chunk.rewards is not None]
+    if not judged:
+        return {}
+    functions = config.reward.functions
+    values = np.concatenate([chunk.rewards for chunk in judged if chunk.rewards is not None])
+    rewards = values @ np.array([entry.weight for entry in functions])
+    groups = np.concatenate([chunk.rollouts.sample_index for chunk in judged]) // config.rollout.n
+    _, own = np.unique(groups, return_inverse=True)
+    highest, lowest = np.full(own.max() + 1, -np.inf), np.full(own.max() + 1, np.inf)
+    np.maximum.at(highest, own, rewards)
+    np.minimum.at(lowest, own, rewards)
+    means = zip(functions, values.mean(axis=0).tolist(), strict=True)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/flat_groups": float((highest == lowest).mean()),
+        **{f"reward/{function_name(entry.path)}/mean": mean for entry, mean in means},
     }
 
 

@@ -1,7 +1,7 @@
 """Stage timers, and a file with one JSON line per step.
 
-Names carry a prefix (loss/ domain/ teacher/ rollout/ staleness/ weight_sync/ time/ memory/ optim/ eval/ perf/ health/)
-and a unit.
+Names carry a prefix and a unit. Prefixes: loss/ domain/ reward/ teacher/ rollout/ staleness/ weight_sync/ time/ memory/
+optim/ eval/ perf/ health/.
 """
 
 from __future__ import annotations

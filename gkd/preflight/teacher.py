@@ -190,8 +190,8 @@ def warn_about_losses(config: Config, gib: float) -> None:
             gib,
         )
     spec = derive(config).loss
-    if spec.uses_samples and config.rollout.top_p < 1.0:
-        names = [term.name for term in spec.policy_gradients]
+    if (spec.uses_samples or spec.has_rewards) and config.rollout.top_p < 1.0:
+        names = [term.name for term in spec.policy_gradients] + ["rewards"] * spec.has_rewards
         log.warning(
             "rollout.top_p=%g: tokens outside are never sampled, so %s cannot learn from them",
             config.rollout.top_p,

@@ -1,7 +1,7 @@
 """Process that judges the responses of one data-parallel group, on the group's host; no GPU, no torch.
 
-It is a Ray actor on the host of the scoring endpoint. Tokens come from the object store, as they do for the teacher. The driver
-reads 8 bytes per sequence and function.
+It is a Ray actor on the host of the scoring endpoint. Tokens come from the object store, as they do for the teacher.
+The driver reads 8 bytes per sequence and function.
 """
 
 from __future__ import annotations

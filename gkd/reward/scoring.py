@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gkd.config.derived import Derived
 from gkd.config.schema import Config
 from gkd.data.rows import RowTable
 from gkd.handles import Computation, FileDigest, PendingScores, Recording, RolloutChunk, Sample, ScoredChunk
+from gkd.reward.advantages import with_advantages
 from gkd.reward.endpoint import TRAINING, VALIDATION, RewardEndpoint
 from gkd.reward.pool import import_path
 from gkd.roles import Roles, ScoringRole
@@ -34,13 +36,20 @@ class JudgedScoring:
         endpoints: of `RewardEndpoint`, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
+        advantages: adds the advantages to a whole batch; None: the loss has no rewards.
     """
 
     def __init__(
-        self, inner: ScoringRole, endpoints: Sequence[Any], timeout_s: float, prompts: str, n_functions: int
+        self,
+        inner: ScoringRole,
+        endpoints: Sequence[Any],
+        timeout_s: float,
+        prompts: str,
+        n_functions: int,
+        advantages: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list,
     ) -> None:
         self._inner, self._endpoints, self._timeout_s = inner, list(endpoints), timeout_s
-        self._prompts, self._n_functions = prompts, n_functions
+        self._prompts, self._n_functions, self._advantages = prompts, n_functions, advantages
 
     def submit(self, chunk: RolloutChunk) -> PendingScores:
         return self._judged(self._inner.submit(chunk))
@@ -55,12 +64,11 @@ class JudgedScoring:
         names = {p.rewards: f"chunk {i} (reward endpoint {p.rollouts.dp_rank})" for i, p in enumerate(pending)}
         names.pop(None, None)
         found = gather({name: ref for ref, name in names.items()}, "judging rollouts", self._timeout_s)
-        return [
-            replace(chunk, rewards=self._values(found[names[p.rewards]], p.rollouts))
-            if p.rewards is not None
-            else chunk
-            for chunk, p in zip(scored, pending, strict=True)
-        ]
+        batch = []
+        for chunk, p in zip(scored, pending, strict=True):
+            values = None if p.rewards is None else self._values(found[names[p.rewards]], p.rollouts)
+            batch.append(replace(chunk, rewards=values))
+        return self._advantages(batch)
 
     def restore(self, folder: Path, label: str) -> list[PendingScores]:
         return [self._judged(pending) for pending in self._inner.restore(folder, label)]
@@ -126,16 +134,26 @@ def start_judges(
     return spawn(RewardEndpoint, config, functions, n_workers, import_path(), *rows, n_threads=n_workers)
 
 
-def with_judges(roles: Roles, derived: Derived, endpoints: Sequence[Any], timeout_s: float) -> Roles:
+def with_judges(roles: Roles, config: Config, derived: Derived, endpoints: Sequence[Any]) -> Roles:
     """Return the roles with the judging that the settings require."""
-    scoring = roles.scoring
+    scoring, timeout_s = roles.scoring, config.trainer.stage_timeout_s
     if derived.rewards:
-        judged = JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(derived.rewards))
-        roles = replace(roles, scoring=judged)
+        roles = replace(roles, scoring=judged_training(scoring, config, derived, endpoints))
     if derived.metrics:
         judge = JudgedScoring(scoring, endpoints, timeout_s, VALIDATION, len(derived.metrics))
         roles = replace(roles, judge=judge)
     return roles
+
+
+def judged_training(scoring: ScoringRole, config: Config, derived: Derived, endpoints: Sequence[Any]) -> JudgedScoring:
+    """Return the scoring of training prompts; what it collects is a whole batch."""
+    weights = [entry.weight for entry in config.reward.functions]
+    advantages: Callable[[Sequence[ScoredChunk]], list[ScoredChunk]] = list
+    if derived.loss.has_rewards:
+        kind, n = config.distill.advantage, config.rollout.n
+        advantages = partial(with_advantages, weights=weights, kind=kind, n=n)
+    timeout_s = config.trainer.stage_timeout_s
+    return JudgedScoring(scoring, endpoints, timeout_s, TRAINING, len(weights), advantages)
 
 
 def _rollouts(samples: Sequence[Sample]) -> list[Rollout]:

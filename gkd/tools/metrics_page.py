@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gkd.metrics.catalog import NAME, NUMBER, PLACEHOLDERS, Row
+from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS, Row
 from gkd.metrics.catalog_learning import LEARNING
 from gkd.metrics.catalog_system import SYSTEM
 
@@ -48,6 +48,8 @@ def _values(name: str) -> str:
     values = PLACEHOLDERS[name]
     if values == NAME:
         return "a name in `teacher.routes`"
+    if values == FUNCTION:
+        return "a function of `reward.functions`, without its module"
     return "a number" if values == NUMBER else ", ".join(f"`{value}`" for value in values)
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gkd.config.check import check_config
 from gkd.config.load import load_config, parse_overrides
@@ -18,9 +21,11 @@ from gkd.config.schema import Config
 from gkd.errors import ConfigError, GkdError
 from gkd.handles import TrainStats
 from gkd.metrics.writer import read_metrics
+from gkd.roles import ScoringRole
 from gkd.run.checkpoints import ACTOR, CheckpointStore, step_folder, step_of, verified
 from gkd.run.folder import BATCHES, CHECKPOINTS, ORIGIN
 from gkd.run.resume_compat import check_same_run
+from gkd.types import Prompt
 
 _EXAMPLES = """example:
   python -m gkd.tools.replay runs/mine --step 20
@@ -124,6 +129,7 @@ def replayed(case: Case) -> TrainStats:
     from gkd.launcher import pool_specs, spawn_endpoints, worker_env
     from gkd.pipeline.replay import ReplayedBatches
     from gkd.preflight.device import resolve_device
+    from gkd.reward.scoring import REWARD
     from gkd.roles import NoReference
     from gkd.teacher.records import RecordingEndpoint
 
@@ -149,9 +155,10 @@ def replayed(case: Case) -> TrainStats:
             if has_reference:
                 actor.init_reference(timeout_s)
             endpoints = spawn_endpoints(actor, slots, device, RecordingEndpoint, config)
-            scoring = LocalScoring(workers, endpoints, config.trainer.stage_timeout_s)
+            scoring: ScoringRole = LocalScoring(workers, endpoints, config.trainer.stage_timeout_s)
             with_reference = check_config(config).loss.has_reference
             reference = ReferencePool(workers, endpoints, config) if with_reference else NoReference()
+            scoring = _judged(scoring, config, partial(spawn_endpoints, actor, slots, device, name=REWARD, n_cpus=0.0))
             batches = ReplayedBatches(config, scoring)
             if case.start is not None:
                 actor.load(case.start / ACTOR)
@@ -187,14 +194,32 @@ def _total_steps(case: Case) -> int:
     config = case.config
     if config.actor.optim.schedule == "constant":
         return case.step
-    from gkd.data.prompts import load_prompts, load_tokenizer
     from gkd.preflight.run import planned_steps
 
-    tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
-    prompts, _ = load_prompts(
-        config.data.train_files, config.data, tokenizer, "data.train_files", teacher=config.teacher
+    return planned_steps(config, len(_prompts(config)))
+
+
+def _judged(scoring: ScoringRole, config: Config, spawn: Callable[..., list[Any]]) -> ScoringRole:
+    """Return the scoring that also judges, if the run has rewards. Raises RewardError, ConfigError."""
+    from gkd.cluster.calls import gather
+    from gkd.reward.scoring import judged_training, start_judges
+
+    derived = replace(check_config(config), metrics=())
+    judges = start_judges(config, derived, _prompts(config), [], spawn) if derived.rewards else []
+    gather(
+        {f"judge {i}": judge.is_up.remote() for i, judge in enumerate(judges)}, "start", config.trainer.init_timeout_s
     )
-    return planned_steps(config, len(prompts))
+    return judged_training(scoring, config, derived, judges) if judges else scoring
+
+
+def _prompts(config: Config) -> list[Prompt]:
+    """Load the run's training prompts with their rows. Raises ConfigError."""
+    from gkd.data.prompts import load_prompts, load_tokenizer
+
+    tokenizer = load_tokenizer(config.model.path, "model.path", trust_remote_code=config.model.trust_remote_code)
+    files = config.data.train_files
+    prompts, _ = load_prompts(files, config.data, tokenizer, "data.train_files", teacher=config.teacher, keep_rows=True)
+    return prompts
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

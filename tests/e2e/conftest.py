@@ -22,6 +22,8 @@ EOS = 1
 N_TRAIN = 40
 # Two routes of one teacher, by the column `domain`.
 TWO_ROUTES = ("data.teacher_key=domain", "teacher.routes={a: {}, b: {}}")
+# Rewards that train, of a function that workers import.
+REWARDS = ("reward.functions=[{path: 'tests.unit.judging_functions:checksum'}]", "distill.reward_weight=0.5")
 # Options of a teacher server with one sequence per batch, so that scores do not depend on concurrent requests and runs
 # are bit-exact.
 ALONE = ("--max-batch-tokens", "2")

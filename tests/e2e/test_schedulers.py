@@ -16,7 +16,7 @@ import pytest
 
 from gkd.cluster.assignment import free_port
 from gkd.metrics.writer import read_metrics
-from tests.e2e.conftest import ALONE, N_TRAIN, Lab
+from tests.e2e.conftest import ALONE, N_TRAIN, REWARDS, Lab
 from tests.e2e.engine_kills import is_engine
 from tests.e2e.exactness import check_taken, differences
 from tests.e2e.test_loop import interrupt, start, wait_for_step
@@ -35,14 +35,15 @@ def test_a_prefetching_run_that_is_interrupted_and_loses_its_teacher_is_bit_exac
     scheduler: str, ahead: int, lab: Lab, teacher_port: int, shared_ray: str
 ) -> None:
     """If it fails, batches in flight at a checkpoint or on a killed engine are lost, generated with other weights, or
-    trained twice, a killed engine is not restarted, the staleness is not that of the scheduler, or an outage or Ctrl-C
+    trained twice, rewards of a resumed run differ, a killed engine is not restarted, the staleness is not that of the scheduler, or an outage or Ctrl-C
     hangs a run, loses steps or leaves a process.
     """
-    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW)
+    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, *REWARDS)
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
     done = lab.train_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={N_STEPS}")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = {line["step"]: line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line}
+    assert all(line["reward/std"] > 0 and line["loss/reward_ratio"] > 0 for line in lines.values())
     assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(N_STEPS)]
     begin = whole / "checkpoints" / "step_00000002"
     assert _state(begin) == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}

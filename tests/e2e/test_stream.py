@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import N_TRAIN, TWO_ROUTES, Lab
+from tests.e2e.conftest import N_TRAIN, REWARDS, TWO_ROUTES, Lab
 from tests.e2e.exactness import check_stream
 from tests.e2e.kill_matrix import Kill, Runs, check_replay
 
@@ -20,12 +20,13 @@ SETTINGS = (
     "trainer.save_every=1",
     "trainer.resume=auto",
     *TWO_ROUTES,
+    *REWARDS,
 )
 
 
 @pytest.mark.slow
 def test_a_killed_stream_loses_no_prompt_and_can_be_replayed(lab: Lab, teacher_port: int) -> None:
-    """If it fails, a resumed stream loses or repeats prompts, or a run cannot be replayed from its batches."""
+    """If it fails, a resumed stream loses or repeats prompts, or a run with rewards cannot be replayed exactly."""
     runs = Runs(lab, teacher_port, lab.root / "stream_logs", SETTINGS)
     run_dir = lab.root / "stream"
     code, log = runs.launch(run_dir, Kill("train", 4, 0.0, "all"))

@@ -26,6 +26,11 @@ def answer(prompt: str, response: str, row: dict[str, Any]) -> bool:
     return is_correct(response, row["answer"], ";")
 
 
+def checksum(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """Return a number that differs between responses of the same length."""
+    return sum(map(ord, response)) % 7 / 7
+
+
 def misbehave(prompt: str, response: str, row: dict[str, Any]) -> Any:
     """Do what the response demands."""
     if response == "raise":

@@ -5,6 +5,7 @@ Letters as in `gkd.types`; V_PADDED columns of the student's LM head, the last o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -81,6 +82,8 @@ class Batch:
     sampled_ids: Tensor = field(default_factory=lambda: torch.tensor([0, 3, V - 1, 5, 0, 7, 2]))
     rollout_logprobs: Tensor = field(default_factory=lambda: normal(N, seed=5) / 2 - 3.0)
     on_policy: Tensor = field(default_factory=lambda: torch.tensor([True, True, False, True, False, True, False]))
+    # Without a signal; clipped and not, with either sign (see the ratios of `written_out`).
+    advantages: Tensor = field(default_factory=lambda: torch.tensor([1.5, 0.5, 1.0, -2.0, 1.0, -1.0, 0.5]))
     ends: Tensor = field(default_factory=lambda: torch.tensor([False, True, False, True, False, False, False]))
 
     def teacher_logprobs(self, temperature: float) -> Tensor:
@@ -162,6 +165,11 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
     estimates = {"k1": ratio, "k2": ratio**2 / 2, "k3": (-ratio).exp() - 1 + ratio}
     values["sampled_reverse_kl"] = estimates["k1"] * batch.on_policy
     scalar, total = logits.new_zeros(()), logits.new_zeros(len(logits))
+    if spec.has_rewards:
+        values |= _reward_values(spec, batch, log_q.detach())
+        slope = -values["reward_ratio"] * batch.advantages * (1 - values["reward_clipped"])
+        scalar = scalar + spec.reward_weight * (slope * log_q * batch.on_policy).sum()
+        total = total + spec.reward_weight * values["reward"]
     for term in spec.terms:
         if term.name in DIVERGENCE_NAMES:
             values[term.name] = carrier = REFERENCES[term.name](outcomes_q, outcomes_p, term)
@@ -173,3 +181,19 @@ def written_out(spec: LossSpec, batch: Batch, signal: Signal, logits: Tensor) ->
         scalar = scalar + term.weight * carrier.sum()
         total = total + term.weight * values[term.name].detach()
     return {name: value.detach() for name, value in values.items()} | {"total": total}, scalar
+
+
+def _reward_values(spec: LossSpec, batch: Batch, log_q: Tensor) -> dict[str, Tensor]:
+    """Return the numbers of the clipped policy-gradient loss, token by token as equation 7 of arXiv:1707.06347."""
+    values: dict[str, list[float]] = {"reward": [], "reward_ratio": [], "reward_clipped": []}
+    low, high = spec.reward_clip
+    for now, before, a, own in zip(
+        *(log_q.tolist(), batch.rollout_logprobs.tolist(), batch.advantages.tolist(), batch.on_policy.tolist()),
+        strict=True,
+    ):
+        ratio = math.exp(now - before)
+        limited = min(max(ratio, 1 - low), 1 + high)
+        values["reward"].append(-min(ratio * a, limited * a) * own)
+        values["reward_ratio"].append(ratio * own)
+        values["reward_clipped"].append(float(own and limited * a < ratio * a))
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in values.items()}

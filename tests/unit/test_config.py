@@ -21,6 +21,7 @@ from teacher_server.config.declare import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = ["data.train_files=[a.jsonl]", "model.path=m", "trainer.run_dir=r"]
+REWARDS = ["reward.functions=[{path: length}]", "distill.reward_weight=1", "rollout.n=2"]
 KL = ["distill.reference_kl_weight=0.1"]
 LORA = ["actor.strategy=fsdp2", "actor.lora.rank=4"]
 LOCAL = ["teacher.backend=local", "teacher.path=t"]
@@ -241,6 +242,15 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
         (["reward.functions=[{path: length, weight: 0}]"], "reward.functions[0].weight"),
         (["reward.functions=[{path: length, weight: .nan}]"], "reward.functions[0].weight"),
         (["reward.functions=[{path: exact_match}]", "eval.metric=none", "eval.answer_marker="], "eval.answer_marker"),
+        (["reward.functions=[{path: 'a:f'}, {path: 'b:f'}]"], "reward.functions"),
+        (["distill.reward_weight=1"], "distill.reward_weight"),
+        ([*REWARDS, "rollout.n=1"], "distill.advantage"),
+        ([*REWARDS, "distill.on_policy_share=0"], "distill.reward_weight"),
+        ([*REWARDS, "rollout.temperature=0.7"], "teacher.temperature"),
+        ([*REWARDS, "data.teacher_key=d", "teacher.routes={a: {}, b: {temperature: 2}}"], "teacher.temperature"),
+        (["distill.reward_clip=[0.2]"], "distill.reward_clip"),
+        (["distill.reward_clip=[1.0, 0.2]"], "distill.reward_clip"),
+        (["distill.reward_clip=[0.2, 0]"], "distill.reward_clip"),
         (["eval.metric=accuracy"], "eval.metric"),
         (["eval.metric=none", "eval.n=2"], "eval.n"),
         (["eval.answer_marker="], "eval.answer_marker"),

@@ -130,6 +130,10 @@ class Judged(World):
         self.events.append(f"greedy {n_samples}")
         return GreedyReport(0.0, [sample(prompt.prompt_id) for prompt in prompts])
 
+
+class Judge(World):
+    """The scoring of held-out prompts."""
+
     def judge(self, samples: Sequence[Sample]) -> np.ndarray:
         return np.array([each.prompt_id % 4 / 2 for each in samples])
 
@@ -142,7 +146,7 @@ def test_evaluations_use_the_metric(tmp_path: Path) -> None:
     """Fails if eval.metric or eval.n has no effect, or an evaluation writes a number without a row in the catalog."""
     world = Judged()
     trainer = make(tmp_path, world, "trainer.total_steps=1", "eval.metric=math_verify", "eval.n=2", val=PROMPTS[:4])
-    roles = replace(trainer.roles, judge=world)
+    roles = replace(trainer.roles, judge=Judge())
     trainer = type(trainer)(trainer.config, roles, PROMPTS, PROMPTS[:4], trainer.folder, 1)
     trainer.fit()
     line = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]

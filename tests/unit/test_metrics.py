@@ -13,7 +13,7 @@ import pytest
 
 from gkd.data.answers import final_answer, is_correct
 from gkd.errors import CheckpointError
-from gkd.metrics.catalog import NAME, NUMBER, PLACEHOLDERS
+from gkd.metrics.catalog import FUNCTION, NAME, NUMBER, PLACEHOLDERS
 from gkd.metrics.writer import MetricsWriter, StageTimers, read_metrics
 from gkd.tools.metrics_page import ROWS, metrics_page
 from tests.structure import ROOT
@@ -166,4 +166,4 @@ def test_the_page_of_metrics_is_current() -> None:
 
 def _example(placeholder: str) -> str:
     values = PLACEHOLDERS[placeholder]
-    return "3" if values in (NUMBER, NAME) else values[-1]
+    return "3" if values in (NUMBER, NAME, FUNCTION) else values[-1]

@@ -18,6 +18,7 @@ from gkd.config.check import check_config
 from gkd.config.load import load_config
 from gkd.config.schema import Config
 from gkd.data.prompts import load_tokenizer
+from gkd.data.scatter import scatter_to_groups
 from gkd.errors import ConfigError
 from gkd.footprint import footprint
 from gkd.footprint.report import footprint_table
@@ -182,9 +183,10 @@ def test_only_ranks_that_compute_the_loss_get_logprobs() -> None:
     sizes = RolloutChunk(0, "rollouts", 2, 2, 2, 0, 0, sample_index=numbers, n_tokens=numbers + 2)
     chunk = ScoredChunk(sizes, "scores", None, 0, reference="logprobs")
     layouts = [ParallelLayout(tp=1, pp=2, world_size=2, rank=rank) for rank in range(2)]
-    first, last = batch_args([chunk, chunk], layouts, balance=False)
+    first, last = batch_args(scatter_to_groups([chunk, chunk], 1, balance=False), layouts)
     assert first[1:] == ["rollouts"] * 2 and last[1:] == ["rollouts"] * 2 + ["scores"] * 2 + ["logprobs"] * 2
-    assert batch_args([replace(chunk, reference=None)], layouts, balance=False)[1][1:] == ["rollouts", "scores"]
+    groups = scatter_to_groups([replace(chunk, reference=None)], 1, balance=False)
+    assert batch_args(groups, layouts)[1][1:] == ["rollouts", "scores"]
 
 
 @dataclass

@@ -58,7 +58,7 @@ def test_only_ranks_that_compute_the_loss_get_scores(
     """Fails if a rank fetches scores it does not use, lacks some, or ranks of a group have different sequences."""
     layouts = [ParallelLayout(tp=tp, pp=pp, world_size=2 * tp * pp, rank=rank) for rank in range(2 * tp * pp)]
     chunks, stored = [c for c, _ in batch], {c.rollouts.ref: rollouts for c, rollouts in batch}
-    args = batch_args(chunks, layouts, balance=balance)
+    args = batch_args(scatter_to_groups(chunks, 2, balance=balance), layouts)
     trained: dict[int, list[int]] = {}
     for layout, (sequence_indices, *handles) in zip(layouts, args, strict=True):
         n_chunks = len(sequence_indices)

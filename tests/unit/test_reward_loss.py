@@ -1,0 +1,184 @@
+"""Test the loss of rewards: values and gradients in float64, advantages, and the way of each to its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from gkd.actor.megatron.layout import ParallelLayout
+from gkd.actor.pool import advantages as advantages_of_ranks
+from gkd.config.check import check_config
+from gkd.config.load import load_config
+from gkd.config.loss_spec import LossSpec, LossTerm
+from gkd.data.batching import make_micro_batches, without_first
+from gkd.data.chunks import chunk_sizes
+from gkd.data.scatter import scatter_to_groups, select, with_advantages
+from gkd.errors import DataError
+from gkd.handles import ScoredChunk
+from gkd.loss.policy_loss import clipped_policy_loss
+from gkd.metrics.step import reward_numbers
+from gkd.reward.advantages import advantages_of
+from gkd.reward.advantages import with_advantages as of_batch
+from gkd.types import Rollout, TeacherScores
+from teacher_server.wire.protocol import Signal
+from tests.unit.loss_cases import (
+    Batch,
+    normal,
+    one_thread,  # noqa: F401
+    written_out,
+)
+
+TERMS = (LossTerm("reverse_kl"), LossTerm("k2", 0.5), LossTerm("sft", 0.25))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("signal", ["topk", "logits", "hidden", "sampled"])
+def test_the_loss_of_rewards_is_ppos(signal: Signal, fused: bool) -> None:
+    """Fails if ratio, clip or sign are wrong, a path loses the term, or dataset tokens are trained on a reward."""
+    batch = Batch()
+    terms = TERMS[1:] if signal == "sampled" else TERMS
+    spec = LossSpec(terms, reward_weight=0.7, reward_clip=(0.2, 0.3), temperature=0.8)
+    logits = (batch.hidden @ batch.head.T).requires_grad_()
+    values, scalar = written_out(spec, batch, signal, logits)
+    (slopes,) = torch.autograd.grad(scalar, logits)
+    targets = dataclasses.replace(batch.targets(signal, 0.8), advantages=batch.advantages)
+    loss = batch.loss(spec, signal, 3)
+    hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+    total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
+    total.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(total.detach(), values["total"].sum())
+    torch.testing.assert_close([hidden.grad, head.grad], [slopes @ batch.head, slopes.T @ batch.hidden])
+    found = dict(zip(loss.report_names, sums.tolist(), strict=True))
+    for name in ("reward", "reward_ratio", "reward_clipped"):
+        assert found[name] == pytest.approx(float(values[name].sum())), name
+    assert 0 < found["reward_clipped"] < int(batch.on_policy.sum()), "the case has both kinds"
+    with pytest.raises(DataError):
+        loss.check(batch.targets(signal, 0.8))
+    with loss.evaluating(None):
+        assert "reward" not in loss.report_names
+        loss.check(batch.targets(signal, 0.8))
+
+
+def test_without_staleness_the_gradient_is_the_policy_gradient() -> None:
+    """Fails if the mean over y ~ q of the gradient is not that of E_q[A], enumerated over a vocabulary of 5."""
+    z, reward = normal(5, seed=1).requires_grad_(), normal(5, seed=2)
+    log_q = z.log_softmax(dim=-1)
+    losses, _, clipped = clipped_policy_loss(log_q, log_q.detach(), reward, (0.2, 0.2))
+    (log_q.exp().detach() * losses).sum().backward(retain_graph=True)
+    found = z.grad
+    (exact,) = torch.autograd.grad(-(log_q.exp() * reward).sum(), z)
+    torch.testing.assert_close(found, exact)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_weight_of_0_is_the_loss_without_rewards(fused: bool) -> None:
+    """Fails if rewards that are only reported change one bit of loss or gradient."""
+    batch, results = Batch(), []
+    for advantages in (None, batch.advantages):
+        targets = dataclasses.replace(batch.targets("topk", 1.0), advantages=advantages)
+        hidden, head = batch.hidden.clone().requires_grad_(), batch.head.clone().requires_grad_()
+        loss = batch.loss(LossSpec(TERMS, reward_weight=0.0), "topk", 3)
+        total, sums = loss.from_hidden(hidden, head, targets) if fused else loss.from_logits(hidden @ head.T, targets)
+        total.backward()  # type: ignore[no-untyped-call]
+        results.append((total.detach(), sums, hidden.grad, head.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def test_a_run_with_weight_0_trains_as_one_without_rewards() -> None:
+    """Fails if rewards that are only reported reach the training step."""
+    base = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "rollout.n=2"]
+    plain = check_config(load_config(None, base))
+    reported = check_config(load_config(None, [*base, "reward.functions=[{path: length}]"]))
+    trained = check_config(load_config(None, [*base, "reward.functions=[{path: length}]", "distill.reward_weight=1"]))
+    assert plain.loss == reported.loss != trained.loss
+    layouts = [ParallelLayout(tp=1, pp=1, world_size=1, rank=0)]
+    batch = [chunk([0, 1], [3.0, 4.0])]
+    assert advantages_of_ranks(scatter_to_groups(batch, 1, balance=False), layouts) == [{}]
+    with_them = of_batch(batch, [1.0], "none", 2)
+    (found,) = advantages_of_ranks(scatter_to_groups(with_them, 1, balance=False), layouts)
+    assert np.frombuffer(found["advantages"][0], "<f4").tolist() == [3.0, 4.0]
+
+
+def rollout(index: int, n_tokens: int) -> Rollout:
+    ids = np.arange(1, n_tokens + 1, dtype=np.int32)
+    return Rollout(index // 3, index, ids[:1], ids, np.zeros(n_tokens, np.float32), (), "stop")
+
+
+def chunk(indices: Sequence[int], rewards: Sequence[float] | None, group: int = 0) -> ScoredChunk:
+    """Return a chunk whose handle is its rollouts; sequence i has i + 2 response tokens."""
+    rollouts = [rollout(i, i + 2) for i in indices]
+    sizes = dataclasses.replace(chunk_sizes(group, rollouts, 0), ref=rollouts, on_policy=rewards is not None)
+    values = None if rewards is None else np.array(rewards)[:, None]
+    return ScoredChunk(sizes, None, None, 0, rewards=values)
+
+
+REWARDS = np.array([0.0, 1.0, 1.0, 5.0, 5.0, 5.0, -1.0, 0.25, 3.0])  # three responses to each of three prompts
+
+
+@pytest.mark.parametrize("kind", ["group", "batch", "none"])
+def test_advantages(kind: str) -> None:
+    """Fails if an advantage differs from its formula in float64, for prompts in any order."""
+    order = np.random.default_rng(0).permutation(9)
+    found = advantages_of(REWARDS[order], order // 3, kind)
+    expected = np.empty(9)
+    for group in [range(0, 3), range(3, 6), range(6, 9)] if kind == "group" else [range(9)]:
+        own = REWARDS[list(group)]
+        expected[list(group)] = own if kind == "none" else (own - np.mean(own)) / (np.std(own) + 1e-6)
+    np.testing.assert_allclose(found, expected[order], rtol=1e-12, atol=1e-12)
+    assert kind != "group" or (found[order // 3 == 1] == 0).all(), "equal rewards have no advantage"
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("kind", ["group", "batch"])
+def test_each_row_gets_the_advantage_of_its_sequence(kind: str, balance: bool) -> None:
+    """Fails if means are those of a chunk or a data-parallel group, balancing mixes up sequences, or a sequence whose
+    first tokens are skipped gets another one's advantage.
+    """
+    split = [[0, 4, 8], [1, 2], [3, 5, 6, 7]]
+    batch = [chunk(split[0], REWARDS[split[0]], 0), chunk([27, 30], None, 1), chunk(split[1], REWARDS[split[1]], 1)]
+    batch.append(chunk(split[2], REWARDS[split[2]], 0))
+    expected = advantages_of(REWARDS, np.arange(9) // 3, kind).astype(np.float32)
+    with_them = of_batch(batch, [1.0], kind, 3)
+    seen = []
+    for parts in scatter_to_groups(with_them, 2, balance=balance):
+        own, _ = select([part.sequence_indices for part in parts], [part.chunk.rollouts.ref for part in parts], None)
+        rollouts = with_advantages(own, [part.advantages or b"" for part in parts])
+        scores = [TeacherScores(sampled_logprobs=np.zeros(len(r.response_ids), np.float32)) for r in rollouts]
+        rollouts, kept = without_first(rollouts, scores, 2)
+        for micro_batch in make_micro_batches(rollouts, kept, micro_batch_size=2):
+            assert micro_batch.targets is not None and micro_batch.targets.advantages is not None
+            rows = iter(micro_batch.targets.advantages.tolist())
+            for index, n_rows in micro_batch.samples:
+                assert n_rows == index, "without the two first tokens"
+                assert {next(rows) for _ in range(n_rows)} == {float(expected[index]) if index < 9 else 0.0}
+                seen.append(index)
+    assert sorted(seen) == [1, 2, 3, 4, 5, 6, 7, 8, 27, 30]
+    with pytest.raises(DataError):
+        with_advantages([rollout(0, 2)], [b""])
+
+
+def test_reward_numbers() -> None:
+    """Fails if the metrics of rewards count dataset responses, mix up functions, or miss prompts without a signal."""
+    functions = "reward.functions=[{path: length, weight: 2.0}, {path: 'my.module:unit', weight: -1.0}]"
+    config = load_config(None, [functions, "rollout.n=3"])
+    values = np.stack([REWARDS, np.ones(9)], axis=1)
+    parts = [[0, 3, 4, 5, 6], [1, 2, 7, 8]]
+    batch = [dataclasses.replace(chunk(part, [0.0] * len(part)), rewards=values[part]) for part in parts]
+    numbers = reward_numbers([*batch, chunk([27], None)], config)
+    total = 2 * REWARDS - 1
+    assert numbers == pytest.approx(
+        {
+            "reward/mean": total.mean(),
+            "reward/std": total.std(),
+            "reward/flat_groups": 1 / 3,
+            "reward/length/mean": REWARDS.mean(),
+            "reward/unit/mean": 1.0,
+        }
+    )
+    assert reward_numbers([chunk([27], None)], config) == {}
