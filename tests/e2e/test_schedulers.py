@@ -35,15 +35,15 @@ def test_a_prefetching_run_that_is_interrupted_and_loses_its_teacher_is_bit_exac
     scheduler: str, ahead: int, lab: Lab, teacher_port: int, shared_ray: str
 ) -> None:
     """If it fails, batches in flight at a checkpoint or on a killed engine are lost, generated with other weights, or
-    trained twice, rewards of a resumed run differ, a killed engine is not restarted, the staleness is not that of the scheduler, or an outage or Ctrl-C
-    hangs a run, loses steps or leaves a process.
+    trained twice, rewards of a resumed run differ, a killed engine is not restarted, the staleness is not that of the
+    scheduler, or an outage or Ctrl-C hangs a run, loses steps or leaves a process.
     """
-    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, *REWARDS)
+    settings = (f"trainer.scheduler={scheduler}", "trainer.save_every=2", "trainer.keep_last=99", FEW, REWARDS[0])
     whole, rest = lab.root / scheduler, lab.root / f"{scheduler}_resumed"
     done = lab.train_run(whole, teacher_port, *settings, shared_ray, f"trainer.total_steps={N_STEPS}")
     assert done.returncode == 0, done.stderr[-4000:]
     lines = {line["step"]: line for line in read_metrics(whole / "metrics.jsonl") if "loss/total" in line}
-    assert all(line["reward/std"] > 0 and line["loss/reward_ratio"] > 0 for line in lines.values())
+    assert all(line["reward/std"] > 0 for line in lines.values())
     assert [line["staleness/max"] for line in lines.values()] == [min(step, ahead) for step in range(N_STEPS)]
     begin = whole / "checkpoints" / "step_00000002"
     assert _state(begin) == {"step": 2, "sampler_position": 6 * (2 + ahead), "unfinished": []}
@@ -88,6 +88,7 @@ def test_a_prefetching_run_that_is_interrupted_and_loses_its_teacher_is_bit_exac
     again = {line["step"]: line for line in read_metrics(rest / "metrics.jsonl") if "loss/total" in line}
     assert list(again) == list(range(3, N_STEPS + 1))
     assert [line["loss/total"] for line in again.values()] == [lines[step]["loss/total"] for step in again]
+    assert [line["reward/mean"] for line in again.values()] == [lines[step]["reward/mean"] for step in again]
     # weight_sync.verify: first = the sync at each start (not in a line) and the first one after a training step
     verified = [step for step, line in again.items() if line["weight_sync/verified_tensors"] > 0]
     assert verified == [_state(start_of)["step"] + 1 for start_of in (begin, stopped, lost)]
