@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from gkd.config.check_losses import check_backend, check_mixture, check_reference, check_scheduler, check_signal
+from gkd.config.check_losses import (
+    check_backend,
+    check_mixture,
+    check_reference,
+    check_scheduler,
+    check_signal,
+    check_token_weights,
+)
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
 from gkd.config.check_reward import check_reward
 from gkd.config.check_routes import check_routes
@@ -20,6 +27,7 @@ _CHECKS = (
     check_scheduler,
     check_signal,
     check_backend,
+    check_token_weights,
     check_mixture,
     check_routes,
     check_teacher_prompt,

@@ -77,6 +77,21 @@ def check_backend(config: Config, derived: Derived) -> None:
     _check_ema("teacher", teacher)
 
 
+def check_token_weights(config: Config, derived: Derived) -> None:
+    """Check that the tokens of a sequence can have different weights."""
+    distill, weight = config.distill, config.distill.token_weight
+    if weight == "none" and distill.token_share < 1.0:
+        problem = "distill.token_weight is none, so no order tells which tokens to keep."
+        raise ConfigError("distill.token_share", distill.token_share, problem, "use 1.0, or choose a weight.")
+    if weight == "teachability" and derived.signals == ("sampled",):
+        problem = "it needs the teacher's distribution, and the teacher sends the probability of one token."
+        fix = "use a divergence with teacher.signal topk, hidden or logits, or another weight."
+        raise ConfigError("distill.token_weight", weight, problem, fix)
+    if weight == "position" and distill.on_policy_share == 0.0:
+        problem = "it weighs tokens that the student generated, and distill.on_policy_share is 0."
+        raise ConfigError("distill.token_weight", weight, problem, "use none, or a share above 0.")
+
+
 def check_mixture(config: Config, derived: Derived) -> None:
     """Check that the losses have tokens to learn from in every step."""
     spec, share = derived.loss, config.distill.on_policy_share

@@ -67,6 +67,7 @@ class LossSpec:
         temperatures: by route; empty: `temperature`.
         reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
         reward_clip: (low, high), its ratio is limited to 1 - low and 1 + high.
+        token_weight, token_share: factors of the tokens in training, see `gkd.loss.token_weights`.
 
     Raises:
         ConfigError: naming the invalid key of `distill` or `teacher`.
@@ -81,6 +82,8 @@ class LossSpec:
     temperatures: tuple[float, ...] = ()
     reward_weight: float = 0.0
     reward_clip: tuple[float, float] = (0.2, 0.2)
+    token_weight: str = "none"
+    token_share: float = 1.0
 
     def __post_init__(self) -> None:
         names = [term.name for term in self.terms]
@@ -122,8 +125,8 @@ class LossSpec:
         return any(each != self.temperature for each in self.temperatures)
 
     def in_evaluation(self) -> LossSpec:
-        """Return the terms of an evaluation: those of the teacher."""
-        return replace(self, reference_weight=0.0, reward_weight=0.0)
+        """Return the terms of an evaluation: those of the teacher, all tokens alike."""
+        return replace(self, reference_weight=0.0, reward_weight=0.0, token_weight="none", token_share=1.0)
 
     @property
     def uses_samples(self) -> bool:
@@ -160,6 +163,8 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
         distill.reference_kl_weight,
         reward_weight=distill.reward_weight,
         reward_clip=(distill.reward_clip[0], distill.reward_clip[1]),
+        token_weight=distill.token_weight,
+        token_share=distill.token_share,
     )
 
 
@@ -184,8 +189,8 @@ def teacher_signals(spec: LossSpec, signal: Signal) -> tuple[Signal, ...]:
     """Return the signals to request from the teacher for each sequence.
 
     The top-k may lack the sampled token, so a mixture of divergences and policy gradients requests both signals, which
-    doubles the teacher's work. Logits and hidden states contain both.
+    doubles the teacher's work; so do divergences with token_weight position. Logits and hidden states contain both.
     """
-    if signal == "topk" and spec.policy_gradients:
+    if signal == "topk" and (spec.policy_gradients or spec.token_weight == "position"):
         return ("topk", "sampled") if spec.divergences else ("sampled",)
     return (signal,)

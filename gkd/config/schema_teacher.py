@@ -14,6 +14,7 @@ DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
 SFT = "sft"
 NORMALIZATIONS = ("token", "sequence", "domain")
+TOKEN_WEIGHTS = ("none", "entropy", "teachability", "position")
 LOSS_NAMES = (*DIVERGENCE_NAMES, *POLICY_GRADIENT_NAMES, SFT)
 
 MAX_NAME_LENGTH = 128  # characters of a teacher's name
@@ -226,6 +227,19 @@ class DistillConfig:
         "Limits of the ratio probability now / probability at rollout in the loss of the rewards: from 1 - the first "
         "number to 1 + the second.",
         limits="two numbers > 0, the first < 1",
+    )
+    token_weight: str = key(
+        "none",
+        "Factor of each token's loss within its sequence: by the student's entropy, by teachability (the KL where the "
+        "teacher prefers another candidate of the student), or by position (more at the start). See docs/losses.md.",
+        choices=TOKEN_WEIGHTS,
+    )
+    token_share: float = key(
+        1.0,
+        "Share of each sequence's tokens, those of the largest distill.token_weight, that carry loss; the sequence's "
+        "part of the loss stays the same.",
+        gt=0,
+        le=1,
     )
     reference_kl_weight: float = key(
         0.0,

@@ -159,6 +159,7 @@ def _targets(rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], weigh
         ends=ends,
         routes=torch.from_numpy(np.repeat([r.route for r in rollouts], n_rows)),
         weights=None if weights is None else torch.from_numpy(np.repeat(weights, n_rows)),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(n_rows)), n_rows)),
     )
     if advantages := _present([r.advantage for r in rollouts]):
         targets.advantages = torch.from_numpy(np.repeat(np.array(advantages, np.float32), n_rows))

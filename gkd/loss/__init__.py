@@ -5,6 +5,8 @@
     vocab_parallel.py     logits split over tensor-parallel ranks -> the student's logprobs of chosen ids
     full_vocab.py         losses against a teacher's distribution over the full vocabulary
     row_kernels.py        the two passes over the logits: torch here, Triton in triton_rows.py
+    target_checks.py      the tables that the loss needs are there, and their ids inside the vocabulary
+    token_weights.py      factors of the tokens within their sequence
     token_loss.py         tables of logprobs -> the loss and the diagnostics of each token
     choices.py            the teacher's most probable tokens of each row, for inspection
     divergence.py         the divergences as they are defined; divergence_slopes.py has their derivatives

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from gkd.config.loss_spec import LossSpec
-from gkd.errors import DataError
 from gkd.loss.choices import listed_choices
 from gkd.loss.chunked import HeadLoss, LogitsLoss
 from gkd.loss.full_vocab import full_vocab_losses
 from gkd.loss.row_kernels import RowKernels, statistics_dtype
-from gkd.loss.token_loss import DOMAIN_SUMS, TokenLosses, domain_sum, report_names, topk_losses
+from gkd.loss.target_checks import check_targets
+from gkd.loss.token_loss import DOMAIN_SUMS, SUPPORT_MASS, TokenLosses, domain_sum, report_names, topk_losses, weigh
+from gkd.loss.token_weights import full_support_mass, listed_support_mass, with_token_weights
 from gkd.loss.vocab_parallel import (
     RowLogprobs,
     VocabShard,
@@ -49,6 +50,7 @@ class DistillLoss:
         on_rows: called with a table of each chunk's tokens, in row order: [n, number of names without the domains'].
         on_choices: called after it with the teacher's most probable tokens, [n, C, 3], see `gkd.loss.choices`; not
             called if the teacher sends no distribution. Set on all ranks of the shard's group or on none.
+        with_support: also report the teacher's probability of the student's most probable tokens.
     """
 
     spec: LossSpec
@@ -59,6 +61,7 @@ class DistillLoss:
     teacher_head: Tensor | None = None
     on_rows: Callable[[Tensor], None] | None = None
     on_choices: Callable[[Tensor], None] | None = None
+    with_support: bool = False
 
     @property
     def is_full_vocab(self) -> bool:
@@ -80,7 +83,7 @@ class DistillLoss:
     def evaluating(
         self, on_rows: Callable[[Tensor], None] | None, on_choices: Callable[[Tensor], None] | None = None
     ) -> Iterator[None]:
-        """Within the block, leave out reference and rewards, and call `on_rows` and `on_choices`."""
+        """Within the block, leave out reference, rewards and token weights, and call `on_rows` and `on_choices`."""
         spec = self.spec
         self.spec, self.on_rows, self.on_choices = spec.in_evaluation(), on_rows, on_choices
         try:
@@ -96,7 +99,7 @@ class DistillLoss:
             has_topk=has_topk,
             has_sampled="sampled" in self.signals or self.is_full_vocab,
         )
-        return ("total", *names)
+        return ("total", *names, SUPPORT_MASS) if self.with_support else ("total", *names)
 
     def from_hidden(
         self, hidden: Tensor, head: Tensor, targets: TokenTargets, *, reduce_hidden_grad: bool = True
@@ -116,6 +119,7 @@ class DistillLoss:
             NumericsError, DataError: see `check`.
         """
         self.check(targets)
+        targets = self._weighed(targets, lambda first: first.from_hidden(hidden, head, targets))
         hidden = self._at_temperatures(hidden, targets)
         if not torch.is_grad_enabled():  # needs_input_grad of a Function ignores no_grad
             hidden, head = hidden.detach(), head.detach()
@@ -127,6 +131,7 @@ class DistillLoss:
         self.check(targets)
         if len(targets) == 0:  # a rank without data; its tables may be missing
             return logits_local.sum(), logits_local.new_zeros(len(self.report_names), dtype=torch.float64)
+        targets = self._weighed(targets, lambda first: first.from_logits(logits_local, targets))
         logits_local = self._at_temperatures(logits_local, targets)
         if self.is_full_vocab:
             if not torch.is_grad_enabled():
@@ -144,8 +149,23 @@ class DistillLoss:
             overwrite_logits=True,
             check_ids=False,
         )
-        losses = self._from_table(rows, targets)
+        losses = self._from_table(rows, targets, logits_local)
         return losses.total.sum(), self._sums(losses, targets)
+
+    def _weighed(self, targets: TokenTargets, compute: Callable[[DistillLoss], object]) -> TokenTargets:
+        """Return the targets with the factors of distill.token_weight, from a first pass without gradients."""
+        if self.spec.token_weight == "none" or len(targets) == 0:
+            return targets
+        tables: list[Tensor] = []
+        first = replace(
+            self,
+            spec=self.spec.in_evaluation(),
+            on_rows=tables.append,
+            with_support=self.spec.token_weight == "teachability",
+        )
+        with torch.no_grad():
+            compute(first)
+        return with_token_weights(targets, self.spec, dict(zip(first.report_names, torch.cat(tables).T, strict=False)))
 
     def chunk(self, logits: Tensor, targets: TokenTargets, rows: slice, *, with_grad: bool) -> Tensor:
         """Return the report sums of some rows; with `with_grad`, overwrite `logits` with its gradient.
@@ -158,16 +178,18 @@ class DistillLoss:
         chunk = targets.rows(rows)
         if self.is_full_vocab:
             teacher = self._teacher_logits(chunk, logits)
+            support = full_support_mass(logits, teacher, self.shard) if self.with_support else None
             losses = full_vocab_losses(
                 *(logits, teacher, chunk, self.spec, self.shard),
                 kernels=self.kernels,
                 with_grad=with_grad,
                 with_choices=self.on_choices is not None,
             )
-            if chunk.weights is not None:
-                losses.total *= chunk.weights
-                if with_grad:
-                    logits.mul_(chunk.weights[:, None])
+            if support is not None:
+                losses.values[SUPPORT_MASS] = support
+            weigh(losses, chunk.weights)
+            if chunk.weights is not None and with_grad:
+                logits.mul_(chunk.weights[:, None])
             return self._sums(losses, chunk)
         ids, n_listed, temperature = _picked_ids(chunk), _n_listed(chunk), self.spec.temperature
         rows_out = row_logprobs(
@@ -175,7 +197,7 @@ class DistillLoss:
         )
         with torch.enable_grad():
             logprobs, tail = rows_out.logprobs.requires_grad_(), rows_out.tail.requires_grad_()
-            losses = self._from_table(rows_out, chunk)
+            losses = self._from_table(rows_out, chunk, logits)
             total = losses.total.sum()
         if with_grad:
             grads = torch.autograd.grad(total, (logprobs, tail), allow_unused=True, materialize_grads=True)
@@ -197,16 +219,18 @@ class DistillLoss:
         """Return how many rows of logits fit into `chunk_bytes`; at least one."""
         return max(1, self.chunk_bytes // max(1, n_columns * (itemsize + (4 if self.is_full_vocab else 0))))
 
-    def _from_table(self, rows: RowLogprobs, targets: TokenTargets) -> TokenLosses:
-        """Compute the losses from the student's logprobs of `_picked_ids`."""
+    def _from_table(self, rows: RowLogprobs, targets: TokenTargets, logits: Tensor) -> TokenLosses:
+        """Compute the losses from the student's logprobs of `_picked_ids`; `logits` are for `with_support` alone."""
         has_list = targets.topk_ids is not None
         student_topk = rows.logprobs[:, :-1] if has_list else None
         sampled = rows.logprobs[:, -1]
         losses = topk_losses(self.spec, targets, student_topk, sampled, rows.entropy, student_tail=rows.tail)
         if student_topk is not None and self.on_choices is not None:
             losses.choices = listed_choices(targets, student_topk)
-        if targets.weights is not None:
-            losses.total = losses.total * targets.weights
+        if self.with_support:
+            own = logits[:, : self.shard.n_columns(logits.shape[1])]
+            losses.values[SUPPORT_MASS] = listed_support_mass(own, targets, rows, self.shard, self.spec.temperature)
+        weigh(losses, targets.weights)
         return losses
 
     def _at_temperatures(self, rows: Tensor, targets: TokenTargets) -> Tensor:
@@ -252,39 +276,7 @@ class DistillLoss:
             NumericsError: a token id is outside the vocabulary.
             DataError: a required table or the teacher's LM head is missing or too narrow.
         """
-        self.shard.check(targets.sampled_ids)
-        if targets.topk_ids is not None:
-            self.shard.check(targets.topk_ids, lowest=-1)
-        if len(targets) == 0:  # a rank without data; its tables may be missing
-            return
-        spec = self.spec
-        needs = ("reference_logprobs", spec.has_reference), ("advantages", spec.has_rewards), ("routes", spec.domains)
-        for name, is_needed in needs:
-            if is_needed and getattr(targets, name) is None:
-                raise DataError(f"the loss needs {name}, and the micro-batch has none")
-        if self.is_full_vocab:
-            self._check_distribution(targets)
-            return
-        for signal, table in (("topk", targets.topk_ids), ("sampled", targets.sampled_logprobs)):
-            if signal in self.signals and table is None:
-                raise DataError(f"the loss needs the teacher's {signal!r} table, and the micro-batch has none")
-
-    def _check_distribution(self, targets: TokenTargets) -> None:
-        hidden, logits, head = targets.hidden, targets.logits, self.teacher_head
-        if hidden is not None:
-            if head is None:
-                raise DataError("the teacher sent hidden states, but its LM head is not set (set_teacher_head)")
-            if hidden.shape[1] != head.shape[1]:
-                raise DataError(
-                    f"the teacher sent hidden states of size {hidden.shape[1]}, its LM head has {head.shape[1]}"
-                )
-        elif logits is None:
-            names = " and ".join(map(repr, self.signals))
-            raise DataError(f"the loss needs the teacher's {names}, and the micro-batch has none")
-        elif logits.shape[1] < self.shard.n_valid:
-            raise DataError(
-                f"the teacher sent {logits.shape[1]} logits per token, the student has {self.shard.n_valid}"
-            )
+        check_targets(self, targets)
 
 
 def _picked_ids(targets: TokenTargets) -> Tensor:

@@ -30,6 +30,10 @@ END_PROBABILITY, ENDED = "teacher_end_probability", "ended"  # the mean of the f
 # Sums over the tokens of each route: their number, "token_kl" (0 without a distribution) and "total".
 DOMAIN_SUMS = ("tokens", "token_kl", "total")
 
+# Sums of the size of the losses before and after distill.token_share, only with a distill.token_weight.
+LOSS_SIZE, KEPT_SIZE = "loss_size", "kept_size"
+SUPPORT_MASS = "support_mass"  # the teacher's probability of the student's most probable tokens, see `token_weights`
+
 PLAIN = LossTerm("forward_kl")  # for diagnostics
 _REFERENCE_ESTIMATE = "k3"  # low variance while student and reference are close, which the term enforces
 
@@ -58,6 +62,9 @@ class TokenLosses:
         teacher_end_probability  the teacher's probability of the token with which the student ended its response; 0
                              if it is not in the teacher's list. 0 on other tokens
         ended                1 on those tokens
+        loss_size            absolute value of the loss before the factor of the token
+        kept_size            the same, 0 on tokens whose factor is 0
+        support_mass         the teacher's probability of the student's most probable tokens
     """
 
     total: Tensor  # [N] weighted sum of the terms, differentiable
@@ -87,7 +94,10 @@ def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_
         names += [REWARD, "reward_ratio", "reward_clipped"]
     if has_distribution or has_sampled:
         names += [END_PROBABILITY, ENDED]
-    return tuple(dict.fromkeys([*names, "engine_kl", "student_entropy"]))
+    names += ["engine_kl", "student_entropy"]
+    if spec.token_weight != "none":
+        names += [LOSS_SIZE, KEPT_SIZE]
+    return tuple(dict.fromkeys(names))
 
 
 def topk_losses(
@@ -180,6 +190,15 @@ def sampled_losses(
     if spec.sft is not None:
         _add(losses, spec.sft.name, spec.sft.weight, -student_sampled, others)
     return losses
+
+
+def weigh(losses: TokenLosses, weights: Tensor | None) -> None:
+    """Multiply the losses of N tokens by their factors, [N]; None: all 1."""
+    if weights is None:
+        return
+    size = losses.total.detach().abs()
+    losses.values[LOSS_SIZE], losses.values[KEPT_SIZE] = size, size.masked_fill(weights == 0, 0.0)
+    losses.total = losses.total * weights
 
 
 def _add_ends(losses: TokenLosses, targets: TokenTargets, teacher_probability: Tensor) -> None:

@@ -61,6 +61,13 @@ _LOSS = (
         "or a mixture with `forward_kl`.",
     ),
     Row(
+        "loss/kept_share", "share", "`distill.token_weight`",
+        "Share of the loss, without the factors of the tokens, on the tokens that `distill.token_share` keeps.",
+        "Well above `distill.token_share`: the kept tokens are those with much to learn.",
+        "Near `distill.token_share`: the weight does not find the tokens that differ from the teacher's. Raise the "
+        "share, or choose another `distill.token_weight`.",
+    ),
+    Row(
         "loss/sampled_reverse_kl", "nats per token", "the teacher's logprob of the sampled token",
         "k1 without importance weight on the student's own tokens: estimates KL(student || teacher).",
         "Falls; single batches may be negative.",

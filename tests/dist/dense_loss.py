@@ -6,12 +6,17 @@ outcome tables, the terms of the sampled token, and the weighted sum.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from gkd.config.loss_spec import LossSpec
+from gkd.config.loss_spec import LossSpec, LossTerm
 from gkd.loss.divergence import DIVERGENCES, outcome_tables
 from gkd.types import TokenTargets
+
+N_SUPPORT = 16  # of the student's most probable tokens, in teachability
 
 
 def dense_losses(
@@ -44,6 +49,51 @@ def dense_losses(
     if spec.sft is not None:
         losses = losses - spec.sft.weight * student.masked_fill(targets.on_policy, 0.0)
     return losses
+
+
+def dense_factors(
+    spec: LossSpec, targets: TokenTargets, logits: Tensor, teacher_logprobs: Tensor | None = None
+) -> Tensor:
+    """Return [N] factors of distill.token_weight and token_share, from the formulas of docs/losses.md. As above."""
+    log_q = (logits.detach() / spec.temperature).log_softmax(dim=-1)
+    sampled = targets.sampled_ids[:, None]
+    if spec.token_weight == "position":
+        log_p = targets.sampled_logprobs if teacher_logprobs is None else teacher_logprobs.gather(1, sampled)[:, 0]
+        assert log_p is not None
+        gap = ((log_q.gather(1, sampled)[:, 0] - log_p).abs() * targets.on_policy).double().numpy()
+    elif spec.token_weight == "teachability":
+        kl = DIVERGENCES["forward_kl"](*_outcomes(spec, targets, log_q, teacher_logprobs), LossTerm("forward_kl"))
+        best = log_q.topk(min(N_SUPPORT, log_q.shape[1])).indices.tolist()
+        mass = np.array([_mass(row, set(ids), targets, teacher_logprobs) for row, ids in enumerate(best)])
+    assert targets.sequences is not None
+    factors = np.zeros(len(log_q))
+    for sequence in set(targets.sequences.tolist()):
+        rows = np.flatnonzero(targets.sequences.numpy() == sequence)
+        if spec.token_weight == "entropy":
+            raw = -(log_q.exp() * log_q).sum(dim=-1).double().numpy()[rows]
+        elif spec.token_weight == "teachability":
+            raw = _between_quantiles(kl.double().numpy()[rows]) * _between_quantiles(mass[rows])
+        else:
+            whole = gap[rows[:-1]].sum()
+            raw = np.array([1.5 - (0.5 * gap[rows[:t]].sum() / whole if whole else 0.0) for t in range(len(rows))])
+        kept = sorted(range(len(rows)), key=lambda t: (-raw[t], t))[: math.ceil(round(spec.token_share * len(rows), 9))]
+        whole = raw[kept].sum()
+        factors[rows[kept]] = len(rows) * (raw[kept] / whole if whole else 1.0 / len(kept))
+    return torch.from_numpy(factors).to(log_q.dtype)
+
+
+def _mass(row: int, best: set[int], targets: TokenTargets, teacher_logprobs: Tensor | None) -> float:
+    """Return the teacher's probability of some tokens; of those in its list if it sent one."""
+    if teacher_logprobs is not None:
+        return float(teacher_logprobs[row].exp()[sorted(best)].sum())
+    assert targets.topk_ids is not None and targets.topk_logprobs is not None
+    pairs = zip(targets.topk_ids[row].tolist(), targets.topk_logprobs[row].tolist(), strict=True)
+    return sum(math.exp(log_p) for token, log_p in pairs if token in best)
+
+
+def _between_quantiles(values: np.ndarray) -> np.ndarray:
+    low, high = np.quantile(values, [0.05, 0.95])
+    return np.clip((values - low) / (high - low), 0, 1) if high - low >= 1e-6 else np.ones_like(values)
 
 
 def _outcomes(

@@ -25,12 +25,13 @@ from gkd.config.loss_spec import (
     Tail,
     teacher_signals,
 )
+from gkd.config.schema_teacher import TOKEN_WEIGHTS
 from gkd.loss.choices import N_CHOICES
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.row_kernels import TorchRows
 from gkd.loss.vocab_parallel import VocabShard
 from gkd.types import TokenTargets
-from tests.dist.dense_loss import dense_losses
+from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_gloo
 
 Setting: TypeAlias = tuple[int, torch.dtype, float]
@@ -42,6 +43,7 @@ SIGNALS: tuple[Signal, ...] = ("topk", "logits", "hidden")
 QUICK = ((21, torch.float64, 0.7), (5, torch.float64, 1.0), (21, torch.float32, 1.0))
 ALL = tuple(product((21, 5), (torch.float64, torch.float32), (1.0, 0.7)))
 N, H, D, CHUNK_ROWS = 9, 6, 4, 4  # three chunks, the last one of a single row
+SEQUENCES = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2, 2])
 SCALE = 1.5  # the loss is scaled before its backward pass
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-6}
 MIXTURE = (LossTerm("forward_kl", 0.5), LossTerm("jsd", 0.3, beta=0.2), LossTerm("k2", 0.7), LossTerm(SFT, 0.4))
@@ -55,6 +57,9 @@ def _specs(temperature: float) -> Iterator[tuple[str, LossSpec, Signal]]:
         for signal in SIGNALS:
             for tail in tails if signal == "topk" else TAILS[:1]:
                 yield f"{name} {signal} {tail}", LossSpec(terms, tail, temperature), signal
+    for weight, signal in product(TOKEN_WEIGHTS[1:], SIGNALS):
+        spec = LossSpec(MIXTURE, temperature=temperature, token_weight=weight, token_share=0.6)
+        yield f"{weight} {signal}", spec, signal
 
 
 @dataclass
@@ -82,7 +87,7 @@ class Case:
         dtype = self.hidden.dtype
         logits = self.teacher_logits(spec.temperature)
         log_p = logits.log_softmax(dim=-1)
-        targets = TokenTargets(self.sampled_ids, self.rollout_logprobs, self.on_policy)
+        targets = TokenTargets(self.sampled_ids, self.rollout_logprobs, self.on_policy, sequences=SEQUENCES)
         signals = teacher_signals(spec, signal)
         if "topk" in signals:
             picked = log_p.gather(1, self.topk_ids.clamp(min=0)).masked_fill(self.topk_ids < 0, -torch.inf)
@@ -143,7 +148,9 @@ def _dense(case: Case, spec: LossSpec, targets: TokenTargets) -> tuple[Tensor, T
     head = case.head[: case.n_vocab].to(torch.float64, copy=True).requires_grad_()
     is_full = targets.logits is not None or targets.hidden is not None
     log_p = case.teacher_logits(spec.temperature).log_softmax(dim=-1) if is_full else None
-    loss = dense_losses(spec, targets, hidden @ head.T, log_p).sum()
+    logits = hidden @ head.T
+    losses = dense_losses(spec, targets, logits, log_p)
+    loss = (losses if spec.token_weight == "none" else losses * dense_factors(spec, targets, logits, log_p)).sum()
     (loss * SCALE).backward()
     assert hidden.grad is not None and head.grad is not None
     return loss.detach(), hidden.grad, head.grad
@@ -209,7 +216,7 @@ def no_rows(rank: int, world_size: int) -> float:
     case = make_case(5, world_size, torch.float32)
     no_ids = torch.zeros(0, dtype=torch.int64)
     for label, spec, signal in _specs(1.0):
-        if not label.startswith("mixture"):
+        if not label.startswith(("mixture", "entropy")):
             continue
         loss = _distill_loss(case, spec, signal, rank, world_size)
         targets = TokenTargets(no_ids, torch.zeros(0), torch.zeros(0, dtype=torch.bool))

@@ -8,6 +8,7 @@ for the other values of distill.normalize, which count tokens and sequences over
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from gkd.data.balance import even_groups
 from gkd.data.batching import make_micro_batches, without_first
 from gkd.data.normalize import count, sequence_weights
 from gkd.types import Rollout, TeacherScores, TeacherTopK, VersionSpan
-from tests.dist.dense_loss import dense_losses
+from tests.dist.dense_loss import dense_factors, dense_losses
 from tests.dist.helpers import run_gloo
 from tests.dist.megatron_reference import TOP_K, VOCAB, make_hf_folder
 
@@ -43,6 +44,8 @@ ROUTE_OF = (0, 0, 1, 0, 1, 1, 0)  # of each sequence; both ranks have both
 ROUTES = (Route("code", TeacherConfig(), 0.5), Route("math", TeacherConfig(), 2.0))
 SHARES = {1: [(range(7),)], 2: [UNEVEN, _balanced()]}  # DP size -> assignments
 LAYOUTS = {"dp1_tp2": (2, 1, 1), "dp2": (1, 1, 2), "pp2": (1, 2, 1)}  # name -> (TP, PP, DP), of two processes
+# Factors of the tokens, which hold for the sequence and so for no layout.
+WEIGHED = replace(SPEC, token_weight="teachability", token_share=0.6)
 SKIPPED = 7  # distill.skip_first_tokens; then the second of the uneven ranks has no loss token
 BATCHES = ((1, False), (2, False), (8, False), (8, True))  # (micro-batch size, packed)
 
@@ -75,7 +78,9 @@ def _scored_batch() -> tuple[list[Rollout], list[TeacherScores]]:
     return rollouts, scores
 
 
-def _per_sequence(folder: Path, skipped: int = 0) -> list[tuple[int, float, dict[str, np.ndarray]]]:
+def _per_sequence(
+    folder: Path, skipped: int = 0, spec: LossSpec = SPEC
+) -> list[tuple[int, float, dict[str, np.ndarray]]]:
     """Return (loss tokens, loss sum, gradients of the sum) of each sequence by itself, unpadded, on the HF model.
 
     Args:
@@ -89,7 +94,10 @@ def _per_sequence(folder: Path, skipped: int = 0) -> list[tuple[int, float, dict
         (batch,) = make_micro_batches([rollout], [score], micro_batch_size=1)
         assert batch.targets is not None
         logits = model(batch.tokens).logits.flatten(0, 1)[batch.loss_index]
-        loss = dense_losses(SPEC, batch.targets, logits)[skipped:].sum()
+        losses = dense_losses(spec, batch.targets, logits)[skipped:]
+        if spec.token_weight != "none":
+            losses = losses * dense_factors(spec, batch.targets, logits)
+        loss = losses.sum()
         model.zero_grad()
         loss.backward()
         grads = {name: p.grad.double().numpy() for name, p in model.named_parameters() if p.grad is not None}
@@ -132,7 +140,8 @@ def _normalized(
 def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tuple[float, Any]]:
     """Return, in a rank, (loss, gradients) by (distill.normalize, layout, assignment to ranks, batches, fused).
 
-    Without distill.normalize: batches without weights; "skip": and without the first tokens of the responses.
+    Without distill.normalize: batches without weights; "skip": and without the first tokens of the responses; "weigh":
+    with token weights.
     """
     from megatron.core import parallel_state
 
@@ -171,6 +180,12 @@ def _measure(rank: int, world_size: int, root: Path) -> dict[tuple[Any, ...], tu
                     rest = make_micro_batches(*without_first(mine, own, SKIPPED), micro_batch_size=size, packed=packed)
                     grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(rest).items()}
                     measured["skip", name, number, size, packed, fused] = student.evaluate(rest).loss, grads
+                    student.loss.spec = WEIGHED
+                    loss = student._run(plain, backward=False)  # an evaluation has no token weights
+                    grads = {key: grad.numpy() for key, grad in student.grads_by_hf_name(plain).items()}
+                    mean = loss.values["total"] / loss.n_loss_tokens
+                    measured["weigh", name, number, size, packed, fused] = mean, grads
+                    student.loss.spec = SPEC
         parallel_state.destroy_model_parallel()
     return measured
 
@@ -190,8 +205,9 @@ def test_micro_batches_and_ranks_do_not_change_a_step(tmp_path: Path) -> None:
     loss, grads = _mean_of_means(sequences, [list(range(len(LENGTHS)))])
     expected = {normalize: _normalized(sequences, normalize) for normalize in NORMALIZATIONS}
     expected["skip"] = _mean_of_means(_per_sequence(folder, SKIPPED), [list(range(len(LENGTHS)))])
+    expected["weigh"] = _mean_of_means(_per_sequence(folder, spec=WEIGHED), [list(range(len(LENGTHS)))])
     for measured in ranks:
-        assert {case[0] for case in measured} == {None, "skip", *NORMALIZATIONS}
+        assert {case[0] for case in measured} == {None, "skip", "weigh", *NORMALIZATIONS}
         for case, (got_loss, got_grads) in measured.items():
             wanted_loss, wanted_grads = expected.get(case[0], (loss, grads))
             tolerance = 4e-6 if case[0] else 1e-6  # weights are up to 4

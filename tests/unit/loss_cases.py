@@ -100,7 +100,7 @@ class Batch:
             targets.topk_logprobs, targets.topk_ids = log_p.topk(K)
             targets.tail_mass = 1 - targets.topk_logprobs.exp().sum(dim=-1)
         if signal == "logits":
-            targets.logits = log_p + normal(N, 1, seed=6)  # logits are defined up to a constant per row
+            targets.logits = log_p + normal(len(log_p), 1, seed=6)  # logits are defined up to a constant per row
         if signal == "hidden":
             targets.hidden = self.teacher_hidden
         return targets

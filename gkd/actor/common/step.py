@@ -19,7 +19,15 @@ from gkd.errors import DataError, NumericsError
 from gkd.handles import TrainStats
 from gkd.loss.distill_loss import DistillLoss
 from gkd.loss.reduce import token_mean
-from gkd.loss.token_loss import DOMAIN_SUMS, END_PROBABILITY, ENDED, ON_POLICY_VALUES, domain_sum
+from gkd.loss.token_loss import (
+    DOMAIN_SUMS,
+    END_PROBABILITY,
+    ENDED,
+    KEPT_SIZE,
+    LOSS_SIZE,
+    ON_POLICY_VALUES,
+    domain_sum,
+)
 from gkd.types import MicroBatch, TokenTargets
 
 
@@ -64,8 +72,10 @@ def diagnostics(loss: DistillLoss, sums: BatchSums) -> dict[str, float]:
         n: float = sums.n_on_policy if name in on_policy else n_dataset if name == SFT else sums.n_loss_tokens
         if name == END_PROBABILITY:
             n = sums.values[ENDED]
-        if n and name not in ("total", ENDED) and not name.startswith("domain/"):
+        if n and name not in ("total", ENDED, LOSS_SIZE, KEPT_SIZE) and not name.startswith("domain/"):
             means[f"loss/{name}"] = value / n
+    if sums.values.get(LOSS_SIZE):
+        means["loss/kept_share"] = sums.values[KEPT_SIZE] / sums.values[LOSS_SIZE]
     return means | domain_numbers(loss.spec.domains, sums.values)
 
 
