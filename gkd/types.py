@@ -60,6 +60,7 @@ class Rollout:
     route: int = 0  # of its prompt
     teacher_ids: np.ndarray | None = None  # [P'] int32, of its prompt
     advantage: float | None = None  # of its reward; added on the training ranks if the loss needs it
+    top_ids: np.ndarray | None = None  # [R, G] int32, the student's most probable ids, for distill.support; on-policy
 
     @property
     def policy_version(self) -> int:
@@ -77,7 +78,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class TeacherTopK:
-    """The teacher's K most probable tokens at each response position.
+    """The teacher's K most probable tokens at each response position, or those of distill.support.
 
     Normalized over the full (common) vocabulary at the request's temperature *before* the truncation to K, so
     `exp(topk_logprobs).sum(-1)` is the teacher's true mass on these ids (<= 1). With a mass target, a row lists only as

@@ -186,10 +186,10 @@ def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
 
 
 def teacher_signals(spec: LossSpec, signal: Signal) -> tuple[Signal, ...]:
-    """Return the signals to request from the teacher for each sequence.
+    """Return the signals to request from the teacher for each sequence, in one request.
 
-    The top-k may lack the sampled token, so a mixture of divergences and policy gradients requests both signals, which
-    doubles the teacher's work; so do divergences with token_weight position. Logits and hidden states contain both.
+    The top-k may lack the sampled token, so divergences request both signals if policy gradients, or token_weight
+    position, need its logprob. Logits and hidden states contain both.
     """
     if signal == "topk" and (spec.policy_gradients or spec.token_weight == "position"):
         return ("topk", "sampled") if spec.divergences else ("sampled",)

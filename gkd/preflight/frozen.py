@@ -18,7 +18,7 @@ from gkd.data.prompts import load_tokenizer
 from gkd.errors import ConfigError, ModelError
 from gkd.hf.files import weights_digest
 from gkd.teacher.base import TeacherInfo
-from teacher_server.wire.protocol import tokenizer_fingerprint
+from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,7 @@ from gkd.log import get_logger
 from gkd.teacher.base import TeacherInfo
 from gkd.teacher.client import ZmqTeacher
 from gkd.types import Rollout
-from teacher_server.wire.protocol import tokenizer_fingerprint
+from teacher_server.wire.fingerprint import tokenizer_fingerprint
 
 log = get_logger("preflight")
 
@@ -154,6 +154,13 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
             config.teacher.topk,
             f"student and teacher share only {n_vocab} token ids.",
             f"use at most {n_vocab}.",
+        )
+    if teacher.protocol_version == 1 and derived.signals == ("topk", "sampled"):
+        raise ConfigError(
+            route.key("server_port"),
+            route.teacher.server_port,
+            "the server has protocol version 1, and version 2 returns the table and the sampled token in one reply.",
+            "upgrade the teacher server.",
         )
     longest = derived.max_teacher_length
     if longest > teacher.max_tokens:

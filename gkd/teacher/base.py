@@ -19,7 +19,7 @@ class TeacherInfo:
     fingerprint: str  # of the model folder; differs between checkpoints of a model
     vocab_size: int  # rows of the LM head; may exceed the number of tokens
     hidden_size: int
-    tokenizer_fingerprint: str  # see teacher_server.wire.protocol.tokenizer_fingerprint; empty: no tokenizer
+    tokenizer_fingerprint: str  # see teacher_server.wire.fingerprint; empty: no tokenizer
     max_tokens: int  # maximum prompt + response length
     n_workers: int
     n_streams: int  # recommended number of sequences in flight, sum over its workers

@@ -1,6 +1,6 @@
 """Client of the teacher server: each request returns a future of the sequence's scores.
 
-    ZmqTeacher -> requests, streams    build a request; check the replies
+    ZmqTeacher -> requests, score_requests, streams    build a request; check the replies
                -> exchange (inbox)     one thread: window of requests in flight, resends
                -> link, outage         connection and heartbeats; when to give up
 
@@ -30,12 +30,11 @@ from gkd.teacher.requests import (
     DescriptionRequest,
     PendingRequest,
     RequestSettings,
-    SampledRequest,
     T,
-    TopKRequest,
 )
+from gkd.teacher.score_requests import MixedRequest, SampledRequest, TopKRequest
 from gkd.teacher.streams import RowBlocks, WholeMatrix
-from gkd.types import Rollout, TeacherTopK
+from gkd.types import Rollout, TeacherScores, TeacherTopK
 from teacher_server.wire.protocol import MAX_ID, Wire
 
 if TYPE_CHECKING:
@@ -174,7 +173,9 @@ class ZmqTeacher:
                 future.cancel()
 
     def submit(self, rollout: Rollout, *, k: int = 0, mass: float = 0.0) -> Future[TeacherTopK]:
-        """Request the top-k scores of one sequence. Futures complete in the order in which sequences are scored.
+        """Request the top-k scores of one sequence. Each row lists the rollout's `top_ids`, if there are any.
+
+        Futures complete in the order in which sequences are scored.
 
         Blocks only while `max_waiting` requests wait in the client. Cancelling the future also cancels the request at
         the server.
@@ -184,6 +185,11 @@ class ZmqTeacher:
             mass: list only as many of the k entries as needed to reach this probability; 0 = all k.
         """
         return self._send(self._topk_request(rollout, self._vocab_size(), k, mass))
+
+    def submit_mixed(self, rollout: Rollout, *, mass: float = 0.0) -> Future[TeacherScores]:
+        """Request the top-k scores and the logprob of each response token in one request. See `submit`."""
+        message = self._settings.for_rollout(rollout, "topk", k=self._settings.k, mass=mass, with_sampled=True)
+        return self._send(MixedRequest(message, self._vocab_size()))
 
     def submit_sampled(self, rollout: Rollout) -> Future[np.ndarray]:
         """Request the teacher's logprob of each response token, [R] float32, nats. See `submit`."""

@@ -28,7 +28,7 @@ from gkd.teacher.outage import merged
 from gkd.teacher.records import RecordingEndpoint, summary_of
 from gkd.teacher.window import Window
 from gkd.types import SIGNAL_FIELDS, Rollout, TeacherScores
-from teacher_server.wire.protocol import Signal, Wire
+from teacher_server.wire.protocol import Wire
 
 
 class ScoringEndpoint(RecordingEndpoint):
@@ -165,28 +165,25 @@ class ScoringEndpoint(RecordingEndpoint):
     def _request_all(
         self, teachers: Sequence[Sequence[ZmqTeacher]], rollouts: Sequence[Rollout], completed_s: list[float]
     ) -> list[TeacherScores]:
-        """Submit all requests of all sequences and wait; write each sequence's completion time to `completed_s`."""
-        requests: list[tuple[int, str, Future[Any]]] = []  # (sequence, field of TeacherScores, table)
+        """Submit one request per sequence and wait; write each sequence's completion time to `completed_s`."""
+        futures: list[Future[Any]] = []
         try:
             for index, rollout in enumerate(rollouts):
                 own = teachers[rollout.route]
-                for signal in self._signals:
-                    future = self._submit(own[index % len(own)], rollout, signal)
-                    future.add_done_callback(functools.partial(_record_time, completed_s, index))
-                    requests.append((index, SIGNAL_FIELDS[signal], future))
-            done = wait([future for *_, future in requests], return_when=FIRST_EXCEPTION).done
-            for index, _, future in requests:
+                future = self._submit(own[index % len(own)], rollout)
+                future.add_done_callback(functools.partial(_record_time, completed_s, index))
+                futures.append(future)
+            done = wait(futures, return_when=FIRST_EXCEPTION).done
+            for rollout, future in zip(rollouts, futures, strict=True):
                 if future in done:
-                    with self._named(rollouts[index]):
+                    with self._named(rollout):
                         future.result()  # raises the error that ended the wait
-            tables: list[dict[str, Any]] = [{} for _ in rollouts]
-            for index, field, future in requests:
-                table, route = future.result(), rollouts[index].route
-                tables[index][field] = self._in_columns(table, route) if field == "hidden" else table
+            return [
+                self._scores(future.result(), rollout.route) for rollout, future in zip(rollouts, futures, strict=True)
+            ]
         finally:
-            for *_, future in requests:
+            for future in futures:
                 future.cancel()
-        return [TeacherScores(**fields) for fields in tables]
 
     @contextmanager
     def _named(self, rollout: Rollout) -> Iterator[None]:
@@ -197,10 +194,25 @@ class ScoringEndpoint(RecordingEndpoint):
             route = self._routes[rollout.route]
             raise type(error)(f"{route.label}: {error}") if route.name else error from error
 
-    def _submit(self, teacher: ZmqTeacher, rollout: Rollout, signal: Signal) -> Future[Any]:
+    def _submit(self, teacher: ZmqTeacher, rollout: Rollout) -> Future[Any]:
+        """Request all signals of a sequence."""
+        mass = self._config.teacher.mass
+        if self._signals == ("topk", "sampled"):
+            return teacher.submit_mixed(rollout, mass=mass)
+        (signal,) = self._signals
         if signal == "topk":
-            return teacher.submit(rollout, mass=self._config.teacher.mass)
+            return teacher.submit(rollout, mass=mass)
         return teacher.submit_sampled(rollout) if signal == "sampled" else teacher.submit_hidden(rollout)
+
+    def _scores(self, result: Any, route: int) -> TeacherScores:
+        """Return the scores of one sequence from the result of `_submit`."""
+        if isinstance(result, TeacherScores):
+            return result
+        (signal,) = self._signals
+        fields: dict[str, Any] = {
+            SIGNAL_FIELDS[signal]: self._in_columns(result, route) if signal == "hidden" else result
+        }
+        return TeacherScores(**fields)
 
     def _logits(self, teacher: ZmqTeacher, rollout: Rollout) -> np.ndarray:
         """Return [R, n_vocab] in the precision of the wire: float16 or float32."""

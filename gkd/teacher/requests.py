@@ -1,7 +1,8 @@
 """Requests of the teacher client: their headers and frames, and the checks of the replies.
 
 A `PendingRequest` holds one request and validates replies to it. `gkd.teacher.exchange` decides when to send it; after
-its submission only the exchange's thread uses it. Requests whose result is a matrix are in `gkd.teacher.streams`.
+its submission only the exchange's thread uses it. Requests for scores are in `gkd.teacher.score_requests`, those whose
+result is a matrix in `gkd.teacher.streams`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
-from gkd.data.score_checks import MASS_SLACK, validate_topk
 from gkd.errors import TeacherError
 from gkd.teacher.base import TeacherInfo
-from gkd.types import Rollout, TeacherTopK
-from teacher_server.wire.payload import check_tokens, unpack_sampled, unpack_topk
+from gkd.types import Rollout
+from teacher_server.wire.given_ids import given_problem, pack_given
+from teacher_server.wire.payload import check_tokens
 from teacher_server.wire.protocol import (
     ID_BYTES,
+    MAX_ID,
     Buffer,
     HeadRequest,
     InfoReply,
@@ -55,6 +57,7 @@ class RequestMessage(Generic[H]):
     frames: Sequence[Buffer]
     digest: bytes  # of the tokens; zeros if there are none
     resend_s: float  # send again if no reply arrived for this long
+    given: np.ndarray | None = None  # [R, G] ids that each row of the reply must list
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,21 @@ class RequestSettings:
     resend_s: float
 
     def for_rollout(
-        self, rollout: Rollout, signal: Signal, *, k: int = 0, mass: float = 0.0
+        self, rollout: Rollout, signal: Signal, *, k: int = 0, mass: float = 0.0, with_sampled: bool = False
     ) -> RequestMessage[ScoreRequest]:
-        """Request a signal of one sequence. Raises TeacherError: a value exceeds the limits of the protocol."""
+        """Request a signal of one sequence, for topk with the rollout's `top_ids`.
+
+        Raises:
+            TeacherError: a value exceeds the limits of the protocol, or the `top_ids` cannot be given.
+        """
         name = f"prompt {rollout.prompt_id}, sample {rollout.sample_index}"
         rollout = rollout.for_teacher()
         with _refusals_of(name):
             tokens = check_tokens(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
+            given = rollout.top_ids if signal == "topk" else None
+            if given is not None and (problem := given_problem(given, len(rollout.response_ids), self.id_limit)):
+                raise ProtocolError(problem)
+            frames = [] if given is None else pack_given(given)
             header = ScoreRequest(
                 request_id=os.urandom(ID_BYTES),
                 signal=signal,
@@ -89,8 +100,11 @@ class RequestSettings:
                 wire=self.wire,
                 deadline_s=self._deadline_s,
                 checksum=checksum(as_frame(tokens)),
+                n_given=0 if given is None else given.shape[1],
+                given_checksums=[checksum(frame) for frame in frames],
+                with_sampled=with_sampled,
             )
-        return RequestMessage(name, header, [as_frame(tokens)], token_digest(tokens), self.resend_s)
+        return RequestMessage(name, header, [as_frame(tokens), *frames], token_digest(tokens), self.resend_s, given)
 
     def for_head(self) -> RequestMessage[HeadRequest]:
         """Request the LM head. Raises TeacherError as `for_rollout`."""
@@ -100,6 +114,11 @@ class RequestSettings:
                 request_id=os.urandom(ID_BYTES), teacher=self.teacher, wire=self.wire, deadline_s=self._deadline_s
             )
         return RequestMessage(name, header, [], bytes(ID_BYTES), self.resend_s)
+
+    @property
+    def id_limit(self) -> int:
+        """Return the upper bound (exclusive) of token ids, as far as it is known."""
+        return self.n_vocab or MAX_ID + 1
 
     @property
     def _deadline_s(self) -> float:
@@ -159,71 +178,6 @@ class PendingRequest(Generic[T]):
             raise ProtocolError(f"the reply of worker {reply.worker!r} has another token digest")
         if not reply.worker:
             raise ProtocolError("the reply has no worker name")
-
-
-class _ScoreRequest(PendingRequest[T]):
-    """Base of requests whose reply is one message."""
-
-    def __init__(self, message: RequestMessage[ScoreRequest]) -> None:
-        super().__init__(message)
-        self._sent = message.header
-
-    def _check(self, reply: Reply) -> ScoreReply:
-        sent = self._sent
-        if not isinstance(reply, ScoreReply):
-            raise ProtocolError(f"received {type(reply).__name__} for a {sent.signal} request")
-        self._check_source(reply)
-        received = (reply.signal, reply.n_rows, reply.k, reply.wire, reply.adaptive)
-        expected = (sent.signal, sent.n_response, sent.k, sent.wire, sent.mass > 0)
-        if received != expected:
-            raise ProtocolError(f"(signal, rows, k, wire, adaptive) are {received}, expected {expected}")
-        return reply
-
-
-class TopKRequest(_ScoreRequest[TeacherTopK]):
-    """Request top-k scores.
-
-    Args:
-        n_vocab: upper bound (exclusive) of the token ids in the reply.
-    """
-
-    def __init__(self, message: RequestMessage[ScoreRequest], n_vocab: int) -> None:
-        super().__init__(message)
-        self._n_vocab = n_vocab
-
-    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> TeacherTopK:
-        checked = self._check(reply)
-        unpacked = unpack_topk(checked, frames)
-        scores = TeacherTopK(unpacked.ids, unpacked.logprobs, unpacked.tail, unpacked.counts)
-        where = f"{self.name}, from worker {checked.worker!r}"
-        validate_topk(scores, self._n_vocab, where, n_rows=self._sent.n_response)
-        if scores.counts is not None:
-            self._check_mass(scores, scores.counts, where)
-        return scores
-
-    def _check_mass(self, scores: TeacherTopK, counts: np.ndarray, where: str) -> None:
-        """Raise TeacherError if a row lists fewer than k entries without reaching the mass target."""
-        sent = self._sent
-        short = (counts < sent.k) & (1 - scores.tail_mass < sent.mass - MASS_SLACK)
-        if short.any():
-            row = int(short.argmax())
-            raise TeacherError(
-                f"{where}: response position {row}: {counts[row]} of {sent.k} entries have a mass of "
-                f"{1 - scores.tail_mass[row]:.6g}, below the target of {sent.mass:g}"
-            )
-
-
-class SampledRequest(_ScoreRequest[np.ndarray]):
-    """Request the logprob of each response token."""
-
-    def accept(self, reply: Reply, frames: list[Buffer], now_s: float) -> np.ndarray:
-        checked = self._check(reply)
-        logprobs = unpack_sampled(checked, frames)
-        if logprobs.max() > MASS_SLACK:
-            raise TeacherError(
-                f"{self.name}, from worker {checked.worker!r}: a logprob is {logprobs.max():.6g}, above 0"
-            )
-        return logprobs
 
 
 class DescriptionRequest(PendingRequest[TeacherInfo]):

@@ -70,6 +70,7 @@ def _check_scores(job: Job, reply: ScoreReply) -> None:
     _same("k", reply.k, request.k)
     _same("wire", reply.wire, request.wire)
     _same("adaptive", reply.adaptive, request.mass > 0)
+    _same("with_sampled", reply.with_sampled, request.with_sampled)
 
 
 def _check_rows(job: Job, hello: WorkerHello, reply: RowsReply, *, final: bool) -> None:

@@ -12,6 +12,8 @@ from teacher_server.broker.request_queue import Job, RequestQueue
 from teacher_server.broker.status_board import StatusBoard
 from teacher_server.broker.teachers import Teachers
 from teacher_server.broker.worker_registry import WorkerRegistry
+from teacher_server.wire.given_ids import given_planes
+from teacher_server.wire.payload import check_frames
 from teacher_server.wire.protocol import (
     ID_BYTES,
     NO_REQUEST,
@@ -82,8 +84,9 @@ class ClientHandler:
     def _submit(self, client: bytes, request: Work, frames: list[zmq.Frame]) -> None:
         digest = bytes(ID_BYTES)
         if isinstance(request, ScoreRequest):
-            if len(frames) != 2 or len(frames[1]) != 4 * request.total_length:
-                raise ProtocolError(f"expected one frame of {request.total_length} token ids")
+            if len(frames) < 2 or len(frames[1]) != 4 * request.total_length:
+                raise ProtocolError(f"expected a frame of {request.total_length} token ids")
+            check_frames(given_planes(request), [frame.buffer for frame in frames[2:]], request.given_checksums)
             digest = token_digest(frames[1].buffer)
         elif len(frames) != 1:
             raise ProtocolError(f"{len(frames)} frames with a request that has none")

@@ -20,6 +20,7 @@ from teacher_server.config.settings import ONLY_TEACHER, check_name, tcp_endpoin
 from teacher_server.errors import SettingsError
 from teacher_server.log import log_to_stderr
 from teacher_server.wire.keys import load_peer_keys
+from teacher_server.wire.protocol import PROTOCOL_VERSION
 from teacher_server.wire.worker_protocol import LOCAL_WORKER_NAME, WorkerHello
 from teacher_server.worker.compute import CREDIT_BATCHES, Worker
 from teacher_server.worker.gpus import own_gpus
@@ -147,6 +148,7 @@ def _hello(
     name: str, teacher: str, folder: ModelFolder, tokenizer: str, engine: Engine, values: dict[str, Any]
 ) -> WorkerHello:
     return WorkerHello(
+        protocol_version=PROTOCOL_VERSION,
         name=name,
         teacher=teacher,
         host=socket.gethostname()[:128],

@@ -1,7 +1,8 @@
 """Interface between a worker and its engine: score a batch, and stream matrices that are too large for one message.
 
 The worker owns sockets, batching and retries; an engine owns only a model.
-Letters: P prompt tokens, R response tokens, K top-k entries, V rows of the LM head, H hidden size, C columns.
+Letters: P prompt tokens, R response tokens, K top-k entries, G given ids, V rows of the LM head, H hidden size,
+C columns.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from teacher_server.wire.given_ids import given_problem
 from teacher_server.wire.payload import TopKScores
 from teacher_server.wire.protocol import RowDtype, Signal, Wire
 
@@ -28,16 +30,24 @@ class ScoreParams:
     temperature: float = 1.0
     n_vocab: int = 0  # keep the logits of ids below this before normalization; 0 = all of them
     wire: Wire = "fp32"  # dtype of the rows of a stream
+    n_given: int = 0
+    with_sampled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
     token_ids: np.ndarray  # [P + R] int32
     prompt_length: int  # P >= 1
+    given: np.ndarray | None = None  # [R, G] int32, ids that the top-k of each row contains; G = ScoreParams.n_given
 
     @property
     def n_response(self) -> int:
         return len(self.token_ids) - self.prompt_length
+
+    @property
+    def response(self) -> np.ndarray:
+        """Return [R] int32."""
+        return self.token_ids[self.prompt_length :]
 
 
 class RowStream(Protocol):
@@ -121,10 +131,13 @@ def request_problem(engine: Limits, sequence: TokenSequence, params: ScoreParams
         return f"n_vocab = {params.n_vocab} is more than this model's vocabulary of {engine.vocab_size}"
     if params.k > (params.n_vocab or engine.vocab_size):
         return f"k = {params.k} is more than the vocabulary of {params.n_vocab or engine.vocab_size}"
-    if params.signal == "sampled" and int(sequence.token_ids[sequence.prompt_length :].max()) >= (
-        params.n_vocab or engine.vocab_size
-    ):
+    needs_response = params.signal == "sampled" or params.with_sampled
+    if needs_response and int(sequence.response.max()) >= (params.n_vocab or engine.vocab_size):
         return f"a response token is not below n_vocab = {params.n_vocab}, so its logprob is undefined"
+    if sequence.given is not None:
+        problem = given_problem(sequence.given, sequence.n_response, params.n_vocab or engine.vocab_size)
+        if problem:
+            return problem
     if params.signal == "hidden" and not engine.has_plain_head:
         return "signal hidden is not supported: the LM head of this model is more than a matrix. Fix: use topk"
     return None

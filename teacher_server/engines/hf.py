@@ -78,9 +78,7 @@ class HfEngine:
     @torch.inference_mode()
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """See `Engine.score`."""
-        hidden = self._response_rows(batch)
-        targets = [sequence.token_ids[sequence.prompt_length :] for sequence in batch]
-        return score_hidden(hidden, targets, self._head, params, self.vocab_size)
+        return score_hidden(self._response_rows(batch), batch, self._head, params, self.vocab_size)
 
     def _response_rows(self, batch: Sequence[TokenSequence]) -> torch.Tensor:
         """Return [N, H] hidden states that predict the response tokens, sequence after sequence."""

@@ -4,7 +4,7 @@ Both model engines call this module with the hidden states of the response rows 
 the LM head to some of them. The head runs in chunks of rows of `CHUNK_BYTES`, and buffers are reused in place.
 Scoring 4096 tokens at V = 152k on a CPU therefore needs 32 MiB for logits instead of twice 2.5 GB.
 
-Letters: N rows of a batch, C rows of a chunk, H hidden size, V vocabulary, K top-k entries.
+Letters: N rows of a batch, C rows of a chunk, H hidden size, V vocabulary, K top-k entries, G given ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from teacher_server.engines.base import ScoreParams, Scores
+from teacher_server.engines.base import ScoreParams, Scores, TokenSequence
 from teacher_server.engines.streams import LogitsStream, MatrixStream
 from teacher_server.engines.topk import topk
 from teacher_server.wire.payload import NO_ID, TopKScores
@@ -29,7 +29,7 @@ LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # [C, H] -> [C, V], which the
 @torch.inference_mode()
 def score_hidden(
     hidden: torch.Tensor,
-    targets: Sequence[np.ndarray],
+    batch: Sequence[TokenSequence],
     logits_of: LogitsOf,
     params: ScoreParams,
     vocab_size: int,
@@ -38,19 +38,19 @@ def score_hidden(
 
     Args:
         hidden: [N, H], the rows of all sequences one after the other, in the engine's dtype.
-        targets: the response tokens of each sequence, [R] int32; N is the sum of all R.
+        batch: the sequences; N is the sum of all R.
 
     Raises:
         ArithmeticError: on a NaN or an infinity, after all chunks, so that tensor-parallel ranks run the same calls.
     """
-    lengths = [len(target) for target in targets]
+    lengths = [sequence.n_response for sequence in batch]
     if sum(lengths) != len(hidden):
         raise ValueError(f"{len(hidden)} rows of hidden states for {sum(lengths)} response tokens")
     n_vocab = params.n_vocab or vocab_size
     if params.signal == "topk":
-        return [*_split_topk(topk_rows(hidden, logits_of, params, vocab_size), lengths)]
+        return [*_split_topk(topk_rows(hidden, batch, logits_of, params, vocab_size), lengths)]
     if params.signal == "sampled":
-        flat = sampled_rows(hidden, np.concatenate(targets), logits_of, params, vocab_size)
+        flat = sampled_rows(hidden, batch, logits_of, params, vocab_size)
         return [*np.split(flat, np.cumsum(lengths)[:-1])]
     # Copy the rows of each stream: a view would keep the rows of the whole batch in memory.
     parts = [part.clone() if len(lengths) > 1 else part for part in hidden.split(lengths)]
@@ -59,21 +59,32 @@ def score_hidden(
     return [LogitsStream(part, logits_of, params.temperature, n_vocab, params.wire) for part in parts]
 
 
-def topk_rows(hidden: torch.Tensor, logits_of: LogitsOf, params: ScoreParams, vocab_size: int) -> TopKScores:
-    """Compute the top-k of all N rows as one TopKScores.
+def topk_rows(
+    hidden: torch.Tensor, batch: Sequence[TokenSequence], logits_of: LogitsOf, params: ScoreParams, vocab_size: int
+) -> TopKScores:
+    """Compute the top-k of all N rows as one TopKScores: the given ids, and the most probable others up to K.
 
     With l the logits below n_vocab, m their maximum and T the temperature, e = exp((l - m) / T), the logprob of an
     entry is (l - m) / T - log(sum e), and the tail is the sum of e over all other ids divided by sum e. Summing the
     rest, instead of computing 1 - mass, keeps a tail of 1e-12 exact.
     """
     n_rows, k, device = len(hidden), params.k, hidden.device
+    if len({None if sequence.given is None else sequence.given.shape[1] for sequence in batch}) > 1:
+        raise ValueError("the sequences of a batch have different numbers of given ids")
+    given = _columns([sequence.given for sequence in batch if sequence.given is not None], device)  # [N, G]
+    targets = _columns([sequence.response for sequence in batch], device) if params.with_sampled else None  # [N]
     ids = torch.empty(n_rows, k, dtype=torch.int32, device=device)
     logprobs = torch.empty(n_rows, k, dtype=torch.float32, device=device)
     tail = torch.empty(n_rows, dtype=torch.float32, device=device)
     counts = torch.empty(n_rows, dtype=torch.int32, device=device) if params.mass else None
+    sampled = torch.empty(n_rows, dtype=torch.float32, device=device) if params.with_sampled else None
     for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):
-        values, columns = topk(logits, k)  # [C, K]
-        top = values[:, :1].clone()
+        own = None if targets is None else logits.gather(1, targets[chunk, None])  # [C, 1]
+        if given is None:
+            values, columns = topk(logits, k)
+            top = values[:, :1].clone()
+        else:
+            values, columns, top = _topk_with(logits, given[chunk], k)
         rest = _exp_in_place(logits, top, params.temperature).scatter_(1, columns, 0.0).sum(-1)  # [C]
         scaled = values.sub_(top).div_(params.temperature)
         kept = scaled.exp()
@@ -81,6 +92,8 @@ def topk_rows(hidden: torch.Tensor, logits_of: LogitsOf, params: ScoreParams, vo
         ids[chunk] = columns.int()
         # Rounding may give +1e-7 for a token with probability 1.
         logprobs[chunk] = scaled.sub_(total.log()[:, None]).clamp_(max=0.0)
+        if sampled is not None and own is not None:
+            sampled[chunk] = (own - top).div_(params.temperature)[:, 0].sub_(total.log()).clamp_(max=0.0)
         if counts is not None:
             reached = (kept.double().cumsum(-1) / total[:, None] < params.mass).sum(-1)  # entries before the target
             count = (reached + 1).clamp_(max=k)
@@ -89,24 +102,49 @@ def topk_rows(hidden: torch.Tensor, logits_of: LogitsOf, params: ScoreParams, vo
             counts[chunk] = count.int()
         tail[chunk] = rest / total
     scores = TopKScores(
-        ids.cpu().numpy(), logprobs.cpu().numpy(), tail.cpu().numpy(), None if counts is None else counts.cpu().numpy()
+        ids.cpu().numpy(),
+        logprobs.cpu().numpy(),
+        tail.cpu().numpy(),
+        None if counts is None else counts.cpu().numpy(),
+        None if sampled is None else sampled.cpu().numpy(),
     )
-    _check_finite(scores.logprobs, scores.tail)
+    _check_finite(scores.logprobs, scores.tail, *([] if scores.sampled is None else [scores.sampled]))
     if scores.counts is not None:
         dropped = np.arange(k) >= scores.counts[:, None]
         scores.ids[dropped], scores.logprobs[dropped] = NO_ID, -np.inf
     return scores
 
 
+def _topk_with(logits: torch.Tensor, given: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values [C, K] and columns [C, K] of the given columns and the largest others, and the maxima [C, 1].
+
+    Values are descending. Overwrites the given columns of `logits` with -inf, [C, V].
+    """
+    values, columns = logits.gather(1, given), given
+    logits.scatter_(1, given, -torch.inf)
+    top = torch.maximum(values.amax(-1, keepdim=True), logits.amax(-1, keepdim=True))
+    if n_others := k - given.shape[1]:
+        others, other_columns = topk(logits, n_others)
+        values, columns = torch.cat([values, others], 1), torch.cat([columns, other_columns], 1)
+    values, order = values.sort(-1, descending=True)
+    return values, columns.gather(1, order), top
+
+
+def _columns(ids: Sequence[np.ndarray], device: torch.device) -> torch.Tensor | None:
+    """Return the ids of all sequences, one after the other, as indices of logits; None without any."""
+    return torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device) if ids else None
+
+
 def sampled_rows(
-    hidden: torch.Tensor, targets: np.ndarray, logits_of: LogitsOf, params: ScoreParams, vocab_size: int
+    hidden: torch.Tensor, batch: Sequence[TokenSequence], logits_of: LogitsOf, params: ScoreParams, vocab_size: int
 ) -> np.ndarray:
-    """Return [N] float32 logprobs of the given tokens, `targets` [N] int32."""
-    columns = torch.from_numpy(targets.astype(np.int64)).to(hidden.device)[:, None]  # [N, 1]
+    """Return [N] float32 logprobs of the response tokens."""
+    columns = _columns([sequence.response for sequence in batch], hidden.device)
+    assert columns is not None  # a batch has sequences
     logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for chunk, logits in _chunks(hidden, logits_of, vocab_size, params.n_vocab or vocab_size):
         top = logits.amax(-1, keepdim=True)
-        own = (logits.gather(1, columns[chunk]) - top).div_(params.temperature)[:, 0]  # [C]
+        own = (logits.gather(1, columns[chunk, None]) - top).div_(params.temperature)[:, 0]  # [C]
         total = _exp_in_place(logits, top, params.temperature).sum(-1)
         logprobs[chunk] = (own - total.log()).clamp_(max=0.0)
     result = logprobs.cpu().numpy()
@@ -142,5 +180,6 @@ def _split_topk(flat: TopKScores, lengths: Sequence[int]) -> Iterator[TopKScores
     for length in lengths:
         part = slice(start, start + length)
         counts = None if flat.counts is None else flat.counts[part]
-        yield TopKScores(flat.ids[part], flat.logprobs[part], flat.tail[part], counts)
+        sampled = None if flat.sampled is None else flat.sampled[part]
+        yield TopKScores(flat.ids[part], flat.logprobs[part], flat.tail[part], counts, sampled)
         start += length

@@ -3,12 +3,13 @@
 A test recomputes the expected scores, so it detects a reply for other tokens, an additional row or swapped
 frames. Each row depends on every token before it, through a running sum of hashes.
 
-Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, C columns.
+Letters: P prompt tokens, R response tokens, K top-k entries, G given ids, V vocabulary, C columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,17 +37,26 @@ def _tail(hashes: np.ndarray) -> np.ndarray:
     return (0.0625 + (hashes & np.uint64(0xFFFF)).astype(np.float32) * (0.4375 / 65536)).astype(np.float32)
 
 
-def trivial_topk(token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: int, mass: float = 0.0) -> TopKScores:
+def trivial_topk(
+    token_ids: np.ndarray,
+    prompt_length: int,
+    k: int,
+    vocab_size: int,
+    mass: float = 0.0,
+    given: np.ndarray | None = None,
+) -> TopKScores:
     """Return the top-k scores of `TrivialEngine`. No model: for load and chaos tests.
 
     Args:
         token_ids: [P + R] int32.
         k: number of entries, at most `vocab_size`; their ids are consecutive, modulo `vocab_size`.
         mass: as in ScoreRequest.
+        given: [R, G] ids that each row lists; the others follow the first id, as without.
     """
     hashes = _row_hashes(token_ids, prompt_length)
     base = ((hashes >> np.uint64(16)) % np.uint64(vocab_size)).astype(np.int32)  # [R]
-    ids = base[:, None] + np.arange(k, dtype=np.int32)
+    steps = np.arange(k, dtype=np.int32) if given is None else _steps_with((given - base[:, None]) % vocab_size, k)
+    ids = base[:, None] + steps
     ids -= np.where(ids >= vocab_size, np.int32(vocab_size), np.int32(0))
     tail = _tail(hashes)
     falling = np.arange(k) * np.log(_RATIO)
@@ -60,6 +70,15 @@ def trivial_topk(token_ids: np.ndarray, prompt_length: int, k: int, vocab_size: 
     tail = (1 - np.take_along_axis(cumulative, counts[:, None] - 1, 1)[:, 0]).astype(np.float32)
     ids[dropped], logprobs[dropped] = NO_ID, -np.inf
     return TopKScores(ids, logprobs, tail, counts)
+
+
+def _steps_with(given: np.ndarray, k: int) -> np.ndarray:
+    """Return [R, K] ascending distances from a row's first id: the given ones [R, G] and the smallest others."""
+    free = np.ones((len(given), k + given.shape[1]), bool)
+    rows, columns = np.nonzero(given < free.shape[1])
+    free[rows, given[rows, columns]] = False
+    others = np.argsort(~free, axis=1, kind="stable")[:, : k - given.shape[1]]
+    return np.sort(np.concatenate([given, others], axis=1), axis=1).astype(np.int32)
 
 
 def trivial_sampled(token_ids: np.ndarray, prompt_length: int) -> np.ndarray:
@@ -122,12 +141,14 @@ class TrivialEngine:
 
     def score(self, batch: Sequence[TokenSequence], params: ScoreParams) -> list[Scores]:
         """See `Engine.score`."""
-        return [self._score(sequence.token_ids, sequence.prompt_length, params) for sequence in batch]
+        return [self._score(sequence, params) for sequence in batch]
 
-    def _score(self, token_ids: np.ndarray, prompt_length: int, params: ScoreParams) -> Scores:
-        n_vocab, n_rows = params.n_vocab or self.vocab_size, len(token_ids) - prompt_length
+    def _score(self, sequence: TokenSequence, params: ScoreParams) -> Scores:
+        token_ids, prompt_length, n_rows = sequence.token_ids, sequence.prompt_length, sequence.n_response
+        n_vocab = params.n_vocab or self.vocab_size
         if params.signal == "topk":
-            return trivial_topk(token_ids, prompt_length, params.k, n_vocab, params.mass)
+            scores = trivial_topk(token_ids, prompt_length, params.k, n_vocab, params.mass, sequence.given)
+            return replace(scores, sampled=trivial_sampled(token_ids, prompt_length) if params.with_sampled else None)
         if params.signal == "sampled":
             return trivial_sampled(token_ids, prompt_length)
         if params.signal == "hidden":

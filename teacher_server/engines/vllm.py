@@ -145,8 +145,7 @@ class VllmEngine:
         """See `Engine.score`."""
         self._call("teacher_begin", sum(sequence.n_response for sequence in batch))
         self._prefill(batch)
-        targets = [sequence.token_ids[sequence.prompt_length :] for sequence in batch]
-        scores = self._call("teacher_score", targets, params)[0]
+        scores = self._call("teacher_score", batch, params)[0]
         if params.signal in ("topk", "sampled"):
             return scores
         return [_WorkerStream(self, *handle) for handle in scores]

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams
+from teacher_server.engines.base import ENGINE_PID, RowStream, ScoreParams, TokenSequence
 from teacher_server.engines.signals import score_hidden
 from teacher_server.engines.streams import MatrixStream
 from teacher_server.wire.payload import TopKScores
@@ -142,14 +142,14 @@ class TeacherExtension:
         return logits
 
     def teacher_score(
-        self, targets: Sequence[np.ndarray], params: ScoreParams
+        self, batch: Sequence[TokenSequence], params: ScoreParams
     ) -> list[TopKScores | np.ndarray | StreamHandle] | Failure | None:
         """Run `signals.score_hidden` on the batch. Its streams stay here until `teacher_close`."""
         if not self._teacher_kept.all():
             raise RuntimeError(f"vLLM did not compute {int((~self._teacher_kept).sum())} rows of the batch")
         hidden, self._teacher_hidden = self._teacher_hidden, torch.empty(0)
         try:
-            scores = score_hidden(hidden, targets, self._teacher_logits_of, params, self._teacher_vocab_size)
+            scores = score_hidden(hidden, batch, self._teacher_logits_of, params, self._teacher_vocab_size)
         except ArithmeticError as error:
             return Failure(str(error))
         results: list[TopKScores | np.ndarray | StreamHandle] = []

@@ -2,7 +2,8 @@
 
 An array is sent as flat little-endian planes, each split into frames of at most 4 MiB:
 
-    topk     logprobs [E], ids [E], tail [R]; with a mass target also counts [R], and E = sum of counts, else R * K
+    topk     logprobs [E], ids [E], tail [R]; with a mass target also counts [R], and E = sum of counts, else R * K;
+             and, if requested, sampled [R]
     sampled  logprobs [R]
     rows     [rows, columns], one frame
 
@@ -59,6 +60,7 @@ class TopKScores:
     logprobs: np.ndarray  # [R, K] float32, nats, descending, normalised before the cut to K; -inf past the count
     tail: np.ndarray  # [R] float32, probability of every id that is not listed
     counts: np.ndarray | None = None  # [R] int32, 1..K entries of each row
+    sampled: np.ndarray | None = None  # [R] float32, nats, logprob of the response token; None: not requested
 
 
 # Token ids
@@ -99,6 +101,8 @@ def score_planes(reply: ScoreReply) -> list[Plane]:
     planes += [Plane("tail", "<f2" if small and reply.adaptive else "<f4", reply.n_rows, is_float=True)]
     if reply.adaptive:
         planes += [Plane("counts", "<u2", reply.n_rows)]  # less one, so that 65536 fits
+    if reply.with_sampled:
+        planes += [Plane("sampled", "<f4", reply.n_rows, is_float=True)]
     return planes
 
 
@@ -167,8 +171,8 @@ def check_scores(reply: ScoreReply, frames: Sequence[Buffer], n_vocab: int) -> N
         ProtocolError: if a check fails.
     """
     arrays = join_planes(score_planes(reply), frames)
-    as_int = {name: a.view(f"<i{a.itemsize}") for name, a in arrays.items() if name in ("logprobs", "tail")}
-    if as_int["logprobs"].max() > 0:
+    as_int = {name: a.view(f"<i{a.itemsize}") for name, a in arrays.items() if name in ("logprobs", "tail", "sampled")}
+    if max(as_int[name].max() for name in ("logprobs", "sampled") if name in as_int) > 0:
         raise ProtocolError("a logprob is above 0")
     if reply.signal == "sampled":
         return
@@ -209,7 +213,13 @@ def pack_topk(scores: TopKScores, reply: ScoreReply) -> list[memoryview]:
         raise ProtocolError(f"ids {ids.shape}, logprobs {logprobs.shape}, tail {tail.shape} are not one [R, K]")
     if (counts is not None) != reply.adaptive:
         raise ProtocolError("counts must be given with a mass target, and only then")
+    if (scores.sampled is not None) != reply.with_sampled:
+        raise ProtocolError("logprobs of the response tokens must be given if they were requested, and only then")
     arrays: dict[str, np.ndarray] = {"tail": tail}
+    if scores.sampled is not None:
+        if scores.sampled.shape != tail.shape:
+            raise ProtocolError(f"sampled {scores.sampled.shape} is not [{reply.n_rows}]")
+        arrays["sampled"] = scores.sampled
     if counts is not None:
         if counts.shape != tail.shape or counts.min() < 1 or counts.max() > reply.k:
             raise ProtocolError(f"counts are not {reply.n_rows} numbers within 1 to {reply.k}")
@@ -243,16 +253,17 @@ def unpack_topk(reply: ScoreReply, frames: Sequence[Buffer]) -> TopKScores:
         if ids.min() < 0 or ids.max() > MAX_ID:
             raise ProtocolError(f"top-k ids {ids.min()} to {ids.max()} are not within [0, {MAX_ID}]")
     tail = arrays["tail"].astype(np.float32)
+    sampled = arrays["sampled"].astype(np.float32) if reply.with_sampled else None
     shape = (reply.n_rows, reply.k)
     if not reply.adaptive:
-        return TopKScores(ids.reshape(shape), logprobs.reshape(shape), tail)
+        return TopKScores(ids.reshape(shape), logprobs.reshape(shape), tail, None, sampled)
     counts = arrays["counts"].astype(np.int32) + 1
     if counts.max() > reply.k or int(counts.sum()) != reply.n_entries:
         raise ProtocolError(f"counts up to {counts.max()} with sum {counts.sum()}, expected {reply.n_entries}")
     kept = np.arange(reply.k) < counts[:, None]
     all_ids, all_logprobs = np.full(shape, NO_ID, np.int32), np.full(shape, -np.inf, np.float32)
     all_ids[kept], all_logprobs[kept] = ids, logprobs
-    return TopKScores(all_ids, all_logprobs, tail, counts)
+    return TopKScores(all_ids, all_logprobs, tail, counts, sampled)
 
 
 def pack_sampled(logprobs: np.ndarray, reply: ScoreReply) -> list[memoryview]:

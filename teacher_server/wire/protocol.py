@@ -1,4 +1,4 @@
-"""Protocol v1 between a client (the trainer) and the teacher server: all headers and their codec.
+"""Protocol between a client (the trainer) and the teacher server, versions 1 and 2: all headers and their codec.
 
 A message is a list of byte frames. The first is the header, `b"GKT" + version, xxh3-64 of the body,
 msgpack body`. The others are raw little-endian arrays of at most 4 MiB each, described in
@@ -6,7 +6,7 @@ msgpack body`. The others are raw little-endian arrays of at most 4 MiB each, de
 of every frame, so a damaged message is an error and never gives wrong numbers.
 
     client -> server                         server -> client
-    ScoreRequest  [header, token ids]        ScoreReply  [header, planes...]     topk, sampled: one message
+    ScoreRequest  [header, token ids, ...]   ScoreReply  [header, planes...]     topk, sampled: one message
                                              RowsReply   [header, rows] ...      logits, hidden: a stream,
     HeadRequest   [header]                                                       and the LM head
     Received      [header]                   (continues the stream)
@@ -18,25 +18,28 @@ of every frame, so a damaged message is an error and never gives wrong numbers.
                                              ErrorReply  [header]                to any request
 
 Both sides run the same checks (`Codec.encode` decodes its own output), and every failure is a
-`ProtocolError`. This module imports neither zmq nor torch.
+`ProtocolError`. This module imports neither zmq nor torch. A message has the lowest version that has its fields
+(`Header.version`), so a peer of version 1 can read every reply to its requests.
 
 Letters: P prompt tokens, R response tokens, K top-k entries, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import xxhash
 
-PROTOCOL_VERSION = 1
+from teacher_server.wire.codec import PROTOCOL_VERSION as PROTOCOL_VERSION
+from teacher_server.wire.codec import REFUSALS as REFUSALS
+from teacher_server.wire.codec import Buffer, Codec, Header
+from teacher_server.wire.codec import ProtocolError as ProtocolError
+from teacher_server.wire.codec import checksum as checksum
+
 MAX_FRAME_BYTES = 4 << 20  # frames of 1-4 MiB travel about three times as fast as one of 32 MiB
-MAX_HEADER_BYTES = 64 << 10
 MAX_TOKENS = MAX_FRAME_BYTES // 4  # the int32 token ids of a sequence must fit into one frame
 MAX_ID = (1 << 24) - 1  # the low uint16 and high uint8 planes of fp16 mode hold 24 bits
 MAX_K = 1 << 16
@@ -46,15 +49,10 @@ ID_BYTES = 16  # of request ids and token digests
 NO_REQUEST = bytes(ID_BYTES)  # request_id of an error about an unreadable request
 STREAM_WINDOW = 8  # messages of a stream that may be sent before they are confirmed by `Received`; 32 MiB
 
-_MAGIC = b"GKT"
-_PREFIX = _MAGIC + bytes([PROTOCOL_VERSION])
-_BODY_AT = len(_PREFIX) + 8
-
 Signal = Literal["topk", "sampled", "logits", "hidden"]
 Wire = Literal["fp16", "fp32"]  # compact (2 bytes a number), or with the engine's precision
 RowDtype = Literal["float16", "bfloat16", "float32"]
 ErrorCode = Literal["busy", "draining", "deadline", "damaged", "bad_request", "worker_lost", "engine"]
-Buffer = bytes | memoryview
 Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
@@ -62,10 +60,6 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_ID + 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]  # uint64, the largest integer of msgpack
 Checksums = Annotated[list[Checksum], msgspec.Meta(max_length=MAX_FRAMES)]  # one per frame after the header
-
-
-class ProtocolError(Exception):
-    """A message is not valid protocol v1: damaged, of another version, or out of range."""
 
 
 def check_seconds(**values: float) -> None:
@@ -76,19 +70,16 @@ def check_seconds(**values: float) -> None:
             raise ValueError(f"{name} = {value} is not a finite number >= 0")
 
 
-class Header(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Base class of the headers. The `tag` of a subclass is its message type."""
-
-
 # Client -> server
 
 
-class ScoreRequest(Header, tag="score", kw_only=True):
-    """Score the response of one sequence. The only frame holds the P + R token ids, int32.
+class ScoreRequest(Header, tag="score", kw_only=True, omit_defaults=True):
+    """Score the response of one sequence. The first frame holds the P + R token ids, int32; given ids may follow.
 
     signal: values returned for each of the R positions that predict a response token
         topk     the K most probable ids, their logprobs, and the total probability of all other ids; with
-                 `mass` > 0 only the entries needed to reach that mass, at most K
+                 `mass` > 0 only the entries needed to reach that mass, at most K; with `n_given` > 0 the K
+                 entries are the given ids of the row and the most probable others
         sampled  the logprob of the response token
         logits   all V logits / temperature, each row shifted so that its maximum is 0
         hidden   the H final hidden states; multiply by the matrix of `HeadRequest` for the logits
@@ -106,6 +97,9 @@ class ScoreRequest(Header, tag="score", kw_only=True):
     wire: Wire
     deadline_s: float  # the server drops the request after this time
     checksum: Checksum  # of the token frame
+    n_given: Annotated[int, msgspec.Meta(ge=0, le=MAX_K)] = 0  # for topk: given ids per row, see `given_ids`
+    given_checksums: Checksums = []  # of the frames of the given ids
+    with_sampled: bool = False  # for topk: also return the logprob of the response token
 
     def __post_init__(self) -> None:
         check_seconds(deadline_s=self.deadline_s, temperature=self.temperature, mass=self.mass)
@@ -119,12 +113,22 @@ class ScoreRequest(Header, tag="score", kw_only=True):
             raise ValueError(f"mass = {self.mass} with signal {self.signal}: must be in [0, 1] for topk, 0 for others")
         if 0 < self.n_vocab < self.k:
             raise ValueError(f"k = {self.k} is more than n_vocab = {self.n_vocab}")
+        if self.n_given > self.k or (self.n_given and self.mass):
+            raise ValueError(
+                f"n_given = {self.n_given} with k = {self.k} and mass = {self.mass}: at most k, without mass"
+            )
+        if self.with_sampled and self.signal != "topk":
+            raise ValueError(f"with_sampled with signal {self.signal}: only topk has it")
         if self.n_response * self.k > MAX_ENTRIES:
             raise ValueError(f"{self.n_response} rows x k = {self.k} is more than {MAX_ENTRIES} entries")
 
     @property
     def n_response(self) -> int:
         return self.total_length - self.prompt_length
+
+    @property
+    def version(self) -> int:
+        return 2 if self.n_given or self.given_checksums or self.with_sampled else 1
 
 
 class HeadRequest(Header, tag="head_request", kw_only=True):
@@ -180,7 +184,7 @@ class Ping(Header, tag="ping"):
 # Server -> client
 
 
-class ScoreReply(Header, tag="scores", kw_only=True):
+class ScoreReply(Header, tag="scores", kw_only=True, omit_defaults=True):
     """Complete reply for `topk` or `sampled`. `payload.score_planes` describes the frames."""
 
     request_id: Id
@@ -196,11 +200,16 @@ class ScoreReply(Header, tag="scores", kw_only=True):
     checksums: Checksums
     queue_s: float  # from arrival at the broker to the start of the forward pass
     compute_s: float  # of the whole batch that contained this sequence
+    with_sampled: bool = False  # as in the request
+
+    @property
+    def version(self) -> int:
+        return 2 if self.with_sampled else 1
 
     def __post_init__(self) -> None:
         check_seconds(queue_s=self.queue_s, compute_s=self.compute_s)
         most = self.n_rows * self.k
-        if (self.k > 0) != (self.signal == "topk") or (self.adaptive and self.k == 0):
+        if (self.k > 0) != (self.signal == "topk") or ((self.adaptive or self.with_sampled) and self.k == 0):
             raise ValueError(f"k = {self.k}, adaptive = {self.adaptive} with signal {self.signal}")
         if not (min(self.n_rows, most) if self.adaptive else most) <= self.n_entries <= min(most, MAX_ENTRIES):
             raise ValueError(f"{self.n_entries} entries in {self.n_rows} rows of k = {self.k}")
@@ -291,52 +300,6 @@ ClientMessage = (
     ScoreRequest | HeadRequest | Received | Cancel | InfoRequest | StatusRequest | DrainRequest | Ping
 )  # fmt: skip
 ServerMessage = ScoreReply | RowsReply | ErrorReply | InfoReply | StatusReply | DrainReply | Pong
-M = TypeVar("M")
-
-# Exceptions that msgspec may raise on hostile bytes; bad UTF-8 raises a plain UnicodeDecodeError.
-REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError, RecursionError)
-
-
-class Codec(Generic[M]):
-    """Encode and decode headers of one closed set of messages."""
-
-    def __init__(self, messages: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def encode(self, header: M) -> bytes:
-        """Return the header frame. Raises ProtocolError for values that the other side would refuse."""
-        try:
-            body = self._encoder.encode(header)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"cannot encode {type(header).__name__}: {error}") from error
-        frame = _PREFIX + checksum(body).to_bytes(8, "little") + body
-        self.decode(frame)
-        return frame
-
-    def decode(self, frame: Buffer) -> M:
-        """Return the header. Raises ProtocolError on damage, another version, unknown fields, or bad ranges."""
-        frame = memoryview(frame)
-        if not _BODY_AT < frame.nbytes <= MAX_HEADER_BYTES:
-            raise ProtocolError(f"header of {frame.nbytes} bytes, expected {_BODY_AT + 1} to {MAX_HEADER_BYTES}")
-        if frame[:3] != _MAGIC:
-            begin = bytes(frame[:3])
-            raise ProtocolError(
-                f"not a teacher protocol message: it begins with {begin!r}. Is another service on this port?"
-            )
-        if frame[3] != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"protocol version {frame[3]} of the peer, this side has {PROTOCOL_VERSION}: upgrade one"
-            )
-        body = frame[_BODY_AT:]
-        if checksum(body) != int.from_bytes(frame[4:_BODY_AT], "little"):
-            raise ProtocolError("header checksum does not match")
-        try:
-            return self._decoder.decode(body)
-        except REFUSALS as error:
-            raise ProtocolError(f"header refused: {error}") from error
-
-
 requests: Codec[ClientMessage] = Codec(ClientMessage)
 replies: Codec[ServerMessage] = Codec(ServerMessage)
 
@@ -346,22 +309,8 @@ def as_frame(array: np.ndarray) -> memoryview:
     return array.data.cast("B")
 
 
-def checksum(data: Buffer) -> int:
-    """Return xxh3-64 of one contiguous frame. It detects damage, not malicious changes."""
-    return xxhash.xxh3_64_intdigest(data)
-
-
 def token_digest(token_ids: Buffer | np.ndarray) -> bytes:
     """Return xxh3-128 (16 bytes) of the int32 token ids or of their frame. It ties a reply to its sequence."""
     if isinstance(token_ids, np.ndarray):
         token_ids = as_frame(np.ascontiguousarray(token_ids, dtype="<i4"))
     return xxhash.xxh3_128_digest(token_ids)
-
-
-def tokenizer_fingerprint(vocab: Mapping[str, int]) -> str:
-    """Return sha256 (hex) over the sorted (id, token) pairs, which identifies a vocabulary."""
-    digest = hashlib.sha256()
-    for token_id, token in sorted((token_id, token) for token, token_id in vocab.items()):
-        raw = token.encode("utf-8", "surrogatepass")
-        digest.update(f"{token_id}:{len(raw)}:".encode() + raw)
-    return digest.hexdigest()

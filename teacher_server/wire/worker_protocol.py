@@ -1,7 +1,7 @@
 """Messages between the broker and its workers: registration, assignments and results.
 
     worker -> broker   [WorkerHello]                                     at start and as heartbeat
-    broker -> worker   [Assignment, client's request header, token frame]
+    broker -> worker   [Assignment, client's request header and frames]
     worker -> broker   [Part, reply header, rows]...                     of a stream
     worker -> broker   [Done, reply header for the client, reply frames...]
     broker -> worker   [JobReceived | JobCancel | Dismiss]
@@ -46,6 +46,7 @@ class WorkerHello(Header, tag="hello"):
     n_streams: Count  # sequences in flight that keep it busy
     nonce: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # distinguishes two processes with one pid
     cuda_visible_devices: Text | None = None  # of its process; None = unset
+    protocol_version: Count = 1  # of the requests that it understands
     leaving: bool = False  # assign no more requests, and dismiss the worker when it has finished
 
 

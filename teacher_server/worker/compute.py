@@ -13,6 +13,7 @@ import numpy as np
 import zmq
 
 from teacher_server.engines.base import Engine, RowStream, Scores, TokenSequence, request_problem
+from teacher_server.wire.given_ids import unpack_given
 from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
 from teacher_server.wire.protocol import (
     ID_BYTES,
@@ -107,14 +108,15 @@ class Worker:
             if isinstance(request, HeadRequest):
                 self._open_head(job, request)
                 return
-            tokens = unpack_tokens(request, [frame.buffer for frame in frames[1:]])
+            buffers = [frame.buffer for frame in frames[1:]]
+            tokens, given = unpack_tokens(request, buffers[:1]), unpack_given(request, buffers[1:])
         except ProtocolError as error:
             # The broker has checked this header, so without a request id no client can get the error.
             log.error("refused job %s: %s", job.job_id.hex(), error)
             if request_id:
                 self._refuse(job.job_id, request_id, "damaged", str(error))
             return
-        sequence = TokenSequence(tokens, request.prompt_length)
+        sequence = TokenSequence(tokens, request.prompt_length, given)
         deadline_s = now_s + job.remaining_s
         item = WorkItem(job, request, sequence, token_digest(tokens), now_s, job.waited_s, deadline_s)
         problem = request_problem(self._engine, sequence, item.params)
@@ -170,6 +172,7 @@ class Worker:
                 checksums=[],
                 queue_s=queue_s,
                 compute_s=compute_s,
+                with_sampled=request.with_sampled,
             )
             frames = pack_topk(scored, header) if isinstance(scored, TopKScores) else pack_sampled(scored, header)
             header.checksums = [checksum(frame) for frame in frames]

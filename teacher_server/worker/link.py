@@ -49,7 +49,7 @@ _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HA
 
 class Work(NamedTuple):
     job: Assignment
-    frames: list[zmq.Frame]  # [request header, token frame], or only the header
+    frames: list[zmq.Frame]  # [request header, token frame, given ids...], or only the header
 
 
 class NewConnection(NamedTuple):

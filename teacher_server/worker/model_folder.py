@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from teacher_server.errors import ServerError
-from teacher_server.wire.protocol import MAX_TOKENS, tokenizer_fingerprint
+from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from teacher_server.wire.protocol import MAX_TOKENS
 
 _SAMPLE_BYTES = 4 << 10
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -31,7 +31,7 @@ class WorkItem:
         r = self.request
         # Only streams depend on the wire format before packing; scores of both formats share a batch.
         wire = r.wire if r.signal in ("logits", "hidden") else "fp32"
-        return ScoreParams(r.signal, k=r.k, mass=r.mass, temperature=r.temperature, n_vocab=r.n_vocab, wire=wire)
+        return ScoreParams(r.signal, r.k, r.mass, r.temperature, r.n_vocab, wire, r.n_given, r.with_sampled)
 
 
 def take_batch(waiting: list[WorkItem], max_batch_tokens: int) -> list[WorkItem]:

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from teacher_server.wire import protocol
+from teacher_server.wire.codec import BODY_AT, seal
+from teacher_server.wire.given_ids import given_problem, pack_given, unpack_given
 from teacher_server.wire.payload import (
     TopKScores,
     check_reply,
@@ -26,6 +27,7 @@ from teacher_server.wire.payload import (
     unpack_topk,
 )
 from teacher_server.wire.protocol import (
+    PROTOCOL_VERSION,
     Cancel,
     DrainReply,
     DrainRequest,
@@ -88,7 +90,12 @@ def corpus() -> list[Message]:
         (JobCancel(job_id=some_id), []),
         (Dismiss(why="NaN"), []),
     ]
+    ids = np.array([[3, 1 << 20, 0], [7, 5, 6]], np.int32)
+    given = make_request(tokens, request_id=some_id, n_given=3, given_checksums=checksums(pack_given(ids)))
+    messages.append((given, [as_frame(tokens), *pack_given(ids)]))
     for wire in ("fp16", "fp32"):
+        mixed = make_request(tokens, request_id=some_id, k=3, wire=wire, with_sampled=True)
+        messages.append(make_reply(mixed, tokens))
         for mass in (0.0, 0.9):
             messages.append(make_reply(make_request(tokens, request_id=some_id, k=3, wire=wire, mass=mass), tokens))
     sampled, _ = make_reply(make_request(tokens), tokens)
@@ -100,7 +107,11 @@ def corpus() -> list[Message]:
         messages.append((reply, [as_frame(rows)]))
     encoded = [[msgspec.msgpack.encode(header), *(bytes(frame) for frame in frames)] for header, frames in messages]
     header, frame = encode_status(some_id, _status())
-    return [*encoded, [header[protocol._BODY_AT :], frame]]
+    return [*encoded, [header[BODY_AT:], frame]]
+
+
+def checksums(frames: list[Any]) -> list[int]:
+    return [checksum(frame) for frame in frames]
 
 
 def _rows_reply(some_id: bytes, rows: np.ndarray, dtype: Any) -> RowsReply:
@@ -195,7 +206,7 @@ def check(message: Message, *, correct_checksums: bool = True) -> bool:
         with contextlib.suppress(ProtocolError):
             codec.decode(message[0])  # unmodified: magic, version and checksum may be damaged
     body, frames = message[0], message[1:]
-    sealed = protocol._PREFIX + checksum(body).to_bytes(8, "little") + body
+    sealed = seal(body, PROTOCOL_VERSION)
     valid = False
     for codec in _CODECS:
         try:
@@ -207,6 +218,7 @@ def check(message: Message, *, correct_checksums: bool = True) -> bool:
             header.checksums = [checksum(frame) for frame in frames]
         if correct_checksums and isinstance(header, ScoreRequest) and frames:
             header.checksum = checksum(frames[0])
+            header.given_checksums = [checksum(frame) for frame in frames[1:]]
         try:
             _decode_frames(header, frames)
         except ProtocolError:
@@ -217,8 +229,13 @@ def check(message: Message, *, correct_checksums: bool = True) -> bool:
 
 def _decode_frames(header: Any, frames: Message) -> None:
     if isinstance(header, ScoreRequest):
-        tokens = unpack_tokens(header, frames)
+        tokens, given = unpack_tokens(header, frames[:1]), unpack_given(header, frames[1:])
         assert tokens.shape == (header.total_length,) and tokens.min() >= 0
+        assert (given is None) == (header.n_given == 0)
+        if given is not None:
+            assert given.shape == (header.n_response, header.n_given) and given.min() >= 0
+            assert isinstance(given_problem(given, header.n_response, header.n_vocab or 50), str)
+            assert [bytes(frame) for frame in pack_given(given)] == list(frames[1:])
     elif isinstance(header, StatusReply):
         assert isinstance(decode_status(header, list(frames)), ServerStatus)
     elif isinstance(header, RowsReply):
@@ -238,4 +255,5 @@ def _check_topk(header: ScoreReply, scores: TopKScores) -> None:
     assert np.isfinite(scores.logprobs[listed]).all() and np.isneginf(scores.logprobs[~listed]).all()
     assert np.isfinite(scores.tail).all() and scores.tail.shape == (header.n_rows,)
     assert int(listed.sum()) == header.n_entries
+    assert (scores.sampled is not None) == header.with_sampled
     assert pack_topk(scores, header) is not None

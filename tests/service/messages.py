@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from teacher_server.wire.payload import TopKScores, pack_topk
-from teacher_server.wire.protocol import ID_BYTES, ScoreReply, ScoreRequest, as_frame, checksum, token_digest
+from teacher_server.wire.protocol import (
+    ID_BYTES,
+    PROTOCOL_VERSION,
+    ScoreReply,
+    ScoreRequest,
+    as_frame,
+    checksum,
+    token_digest,
+)
 from teacher_server.wire.worker_protocol import WorkerHello
 
 V, H = 50, 8  # of the model that `make_hello` announces
@@ -33,6 +42,7 @@ def make_hello(**changes: Any) -> WorkerHello:
         "gpus": [],
         "credit_tokens": 100,
         "n_streams": 4,
+        "protocol_version": PROTOCOL_VERSION,
     }
     return WorkerHello(**(fields | changes))
 
@@ -83,6 +93,8 @@ def make_reply(
     """Return (header, frames) of a valid reply to a `topk` request from the worker of `make_hello`."""
     if scores is None:
         scores = make_scores(request.n_response, request.k, mass=request.mass > 0)
+        if request.with_sampled:
+            scores = replace(scores, sampled=-np.arange(request.n_response, dtype=np.float32))
     fields: dict[str, Any] = {
         "request_id": request.request_id,
         "token_digest": token_digest(tokens),
@@ -97,6 +109,7 @@ def make_reply(
         "checksums": [],
         "queue_s": 0.25,
         "compute_s": 1.5,
+        "with_sampled": scores.sampled is not None,
     }
     reply = ScoreReply(**fields)
     frames = pack_topk(scores, reply)

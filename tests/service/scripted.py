@@ -16,6 +16,7 @@ from gkd.teacher.client import ZmqTeacher
 from teacher_server.wire.keys import Authenticator, ServerKeys, secure_server
 from teacher_server.wire.payload import TopKScores, pack_sampled, pack_topk, unpack_tokens
 from teacher_server.wire.protocol import (
+    PROTOCOL_VERSION,
     Buffer,
     ClientMessage,
     ErrorReply,
@@ -79,8 +80,10 @@ def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Me
         counts = (np.arange(n_rows) % request.k + 1).astype(np.int32) if request.mass else None
         last = np.full(n_rows, request.k) if counts is None else counts
         fields["n_entries"] = int(last.sum())
+        fields["with_sampled"] = request.with_sampled
         reply = ScoreReply(**fields)
-        frames = pack_topk(TopKScores(ids, logprobs, (0.5**last).astype(np.float32), counts), reply)
+        sampled = -response.astype(np.float32) if request.with_sampled else None
+        frames = pack_topk(TopKScores(ids, logprobs, (0.5**last).astype(np.float32), counts, sampled), reply)
     fields |= {"checksums": [checksum(frame) for frame in frames]}
     return [replies.encode(ScoreReply(**(fields | changes))), *frames]
 
@@ -88,7 +91,7 @@ def valid_reply(request: ScoreRequest, tokens: np.ndarray, **changes: Any) -> Me
 def info_reply(request: InfoRequest) -> InfoReply:
     return InfoReply(
         request_id=request.request_id,
-        protocol_version=1,
+        protocol_version=PROTOCOL_VERSION,
         teacher=request.teacher or "only",
         model_name="m",
         model_path="p",
@@ -200,7 +203,7 @@ class ScriptedServer:
             self.send(identity, one(info_reply(request)))
         elif isinstance(request, ScoreRequest):
             number, self._n_scores = self._n_scores, self._n_scores + 1
-            self.send(identity, self.script(request, unpack_tokens(request, list(frames)), number))
+            self.send(identity, self.script(request, unpack_tokens(request, frames[:1]), number))
 
     def send(self, identity: bytes, messages: list[Message]) -> None:
         for message in messages:

@@ -441,18 +441,24 @@ def test_a_reconnected_worker_gets_its_requests_again(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model_fingerprint": "g"}, {"dtype": "bfloat16"}, {"tokenizer_fingerprint": "u"}, {"name": "w"}],
+    [
+        {"model_fingerprint": "g"},
+        {"dtype": "bfloat16"},
+        {"tokenizer_fingerprint": "u"},
+        {"name": "w"},
+        {"protocol_version": 1},
+    ],
     ids=str,
 )
 def test_a_worker_that_differs_from_the_first_is_refused(rig: Rig, changes: dict[str, Any]) -> None:
-    """Fails if workers of two models serve one teacher, or two workers have the same name."""
+    """Fails if workers of two models serve one teacher, two have the same name, or one cannot read new requests."""
     rig.worker()
     other = rig.worker(**({"name": "v", "pid": 2} | changes))
     message, _ = other.receive()
     assert isinstance(message, Dismiss)
     (field,) = changes
     expected = "the name w " if field == "name" else f"{field} {changes[field]} differs from the "
-    assert expected in message.why and getattr(make_hello(), field) in message.why
+    assert expected in message.why and str(getattr(make_hello(), field)) in message.why
 
 
 def test_deadlines_and_cancels_reach_the_worker(rig: Rig) -> None:

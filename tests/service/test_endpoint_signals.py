@@ -190,13 +190,13 @@ def test_hidden_states_times_the_head_equal_the_logits(
     assert ScoreSummary.decode(summary).n_bytes.sum() == n_rows * HIDDEN * 4
 
 
-def test_both_requests_of_a_sequence_are_in_flight_together_and_within_the_window() -> None:
-    """Fails if the second table of a sequence waits for the first, or a chunk exceeds the window."""
+def test_a_mixture_asks_once_for_each_sequence_and_within_the_window() -> None:
+    """Fails if the second table of a sequence costs a request of its own, or a chunk exceeds the window."""
     seen: list[ScoreRequest] = []
 
     def script(request: ScoreRequest, tokens: np.ndarray, n: int) -> list[Message]:
         seen.append(request)
-        return [error(request, "engine")] if len(seen) == 4 else []
+        return [error(request, "engine")] if len(seen) == 2 else []
 
     mixture = "distill.losses=[{name: forward_kl}, {name: k1}]"
     with (
@@ -205,8 +205,8 @@ def test_both_requests_of_a_sequence_are_in_flight_together_and_within_the_windo
     ):
         with pytest.raises(TeacherError, match=r"prompt 1, sample 0.*engine"):
             opened.score(random_rollouts(5, SCRIPTED_VOCAB))
-        assert [request.signal for request in seen[:4]] == ["topk", "sampled"] * 2
-        wait_until(lambda: client.stats.n_cancelled == 9, 5.0, "cancellation of the other nine requests")
+        assert [(request.signal, request.with_sampled) for request in seen[:4]] == [("topk", True)] * 4
+        wait_until(lambda: client.stats.n_cancelled == 4, 5.0, "cancellation of the other four requests")
 
 
 def test_connections_share_the_sequences_in_flight() -> None:

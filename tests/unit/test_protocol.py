@@ -1,4 +1,4 @@
-"""Headers of protocol v1: decoding returns what was encoded or raises ProtocolError."""
+"""Headers of the protocol: decoding returns what was encoded or raises ProtocolError."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teacher_server.wire import protocol
+from teacher_server.wire.codec import BODY_AT, seal
+from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from teacher_server.wire.protocol import (
+    PROTOCOL_VERSION,
     ClientMessage,
     Codec,
     ErrorReply,
@@ -24,7 +26,6 @@ from teacher_server.wire.protocol import (
     replies,
     requests,
     token_digest,
-    tokenizer_fingerprint,
 )
 from teacher_server.wire.status import ServerStatus, decode_status, encode_status
 from teacher_server.wire.worker_protocol import Done, WorkerHello, from_worker, to_worker
@@ -56,6 +57,11 @@ from tests.service.messages import make_reply, make_request, make_tokens
         {"checksum": -1},
         {"checksum": 1 << 64},
         {"k": 1 << 16, "n_vocab": 0, "total_length": 1 << 20},  # too many entries
+        {"n_given": 5},
+        {"n_given": -1},
+        {"n_given": 2, "mass": 0.9},
+        {"n_given": 2, "signal": "sampled"},
+        {"with_sampled": True, "signal": "logits"},
     ],
 )
 def test_out_of_range_requests_are_refused_by_the_sender(changes: dict[str, Any]) -> None:
@@ -64,11 +70,25 @@ def test_out_of_range_requests_are_refused_by_the_sender(changes: dict[str, Any]
         requests.encode(make_request(**changes))
 
 
+def test_a_message_has_the_lowest_version_that_has_its_fields() -> None:
+    """Fails if a peer of version 1 gets a version or a field that it refuses, or new fields hide in an old version."""
+    tokens = make_tokens()
+    old, new = make_request(tokens), make_request(tokens, with_sampled=True)
+    for header, version in ((old, 1), (new, 2), (make_request(tokens, n_given=2), 2)):
+        assert requests.encode(header)[3] == version
+    new_fields = {"n_given", "given_checksums", "with_sampled"}
+    for header in (old, make_reply(old, tokens)[0]):
+        assert not new_fields & msgspec.msgpack.decode(msgspec.msgpack.encode(header)).keys()
+    with pytest.raises(ProtocolError, match="version 1 .* 2"):
+        requests.decode(seal(msgspec.msgpack.encode(new), 1))
+    assert requests.decode(seal(msgspec.msgpack.encode(old), 2)) == old
+
+
 def test_other_versions_and_services_have_their_own_errors() -> None:
     """Fails if the error for a peer of another version lacks the two versions."""
     frame = bytearray(requests.encode(make_request()))
     frame[3] = 9
-    with pytest.raises(ProtocolError, match="version 9 .* 1:"):
+    with pytest.raises(ProtocolError, match="version 9 .* 2:"):
         requests.decode(bytes(frame))
     with pytest.raises(ProtocolError, match="b'GET'"):
         requests.decode(b"GET / HTTP/1.1\r\n\r\n")
@@ -82,7 +102,7 @@ def test_hostile_headers_are_errors_or_valid(body: bytes, flips: list[tuple[int,
     for at, value in flips:
         valid[at % len(valid)] = value
     for raw in (body, bytes(valid)):
-        sealed = protocol._PREFIX + checksum(raw).to_bytes(8, "little") + raw
+        sealed = seal(raw, PROTOCOL_VERSION)
         codecs: tuple[Codec[Any], ...] = (requests, replies, from_worker, to_worker)
         for codec in codecs:
             try:
@@ -95,9 +115,9 @@ def test_hostile_headers_are_errors_or_valid(body: bytes, flips: list[tuple[int,
 def test_bad_utf8_is_a_protocol_error() -> None:
     """Fails if msgspec's UnicodeDecodeError is not converted, which would end the broker."""
     good = replies.encode(ErrorReply(request_id=bytes(16), code="engine", text="AAAAAAAA"))
-    raw = good[protocol._BODY_AT :].replace(b"AAAAAAAA", b"\xff" * 8)
+    raw = good[BODY_AT:].replace(b"AAAAAAAA", b"\xff" * 8)
     with pytest.raises(ProtocolError):
-        replies.decode(protocol._PREFIX + checksum(raw).to_bytes(8, "little") + raw)
+        replies.decode(seal(raw, 1))
 
 
 def test_a_worker_message_is_not_a_client_message() -> None:
@@ -132,6 +152,7 @@ def test_every_message_has_a_tag_of_its_own() -> None:
         {"n_entries": 29, "adaptive": True},
         {"k": 0},
         {"signal": "sampled"},
+        {"k": 0, "n_entries": 0, "signal": "sampled", "with_sampled": True},
         {"queue_s": float("nan")},
         {"checksums": [0] * 257},
         {"n_rows": 1 << 20, "k": 1 << 16, "n_entries": 1 << 36},

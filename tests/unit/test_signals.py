@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from teacher_server.engines import signals
-from teacher_server.engines.base import ScoreParams, stream_rows
+from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
 from teacher_server.engines.signals import score_hidden
 from teacher_server.engines.streams import LogitsStream, MatrixStream
 from teacher_server.engines.topk import BLOCK, MIN_SHRINK, topk, topk_two_stage
@@ -26,8 +26,8 @@ def numbered(n: int) -> torch.Tensor:
 
 
 def score(logits: torch.Tensor, params: ScoreParams, lengths: list[int] | None = None) -> list[Any]:
-    targets = [np.zeros(n, np.int32) for n in lengths or [len(logits)]]
-    return score_hidden(numbered(len(logits)), targets, given(logits), params, logits.shape[1])
+    batch = [TokenSequence(np.zeros(n + 1, np.int32), 1) for n in lengths or [len(logits)]]
+    return score_hidden(numbered(len(logits)), batch, given(logits), params, logits.shape[1])
 
 
 @pytest.mark.parametrize("block", [1, 7, 64])
@@ -78,7 +78,7 @@ def test_every_chunk_runs_before_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         return given(logits)(hidden)
 
     with pytest.raises(ArithmeticError):
-        score_hidden(numbered(4), [np.zeros(4, np.int32)], head, ScoreParams("topk", k=2), 9)
+        score_hidden(numbered(4), [TokenSequence(np.zeros(5, np.int32), 1)], head, ScoreParams("topk", k=2), 9)
     assert calls == [1, 1, 1, 1]
 
 

@@ -28,7 +28,7 @@ from gkd.preflight.teacher import check_teacher
 from gkd.quickstart.addition import build_tokenizer
 from gkd.teacher.base import TeacherInfo
 from gkd.types import Prompt
-from teacher_server.wire.protocol import tokenizer_fingerprint
+from teacher_server.wire.fingerprint import tokenizer_fingerprint
 from tests.unit.test_rollout_file import rollout, scores, written
 
 BASE = ["data.train_files=[x.jsonl]", "model.path=m", "trainer.run_dir=r"]

@@ -152,7 +152,7 @@ class FrozenModel:
             for i in range(agreement.largest):
                 batch = batches[i] if i < len(batches) else empty_micro_batch()
                 indices = [index for index, _ in batch.samples]
-                by_params, fault = self._run(batch, [rollouts[index].response_ids for index in indices], params)
+                by_params, fault = self._run(batch, [_sequence(rollouts[index]) for index in indices], params)
                 if fault is not None:
                     where = self._where(rollouts[indices[0]])
                     problem = problem or TeacherError(f"{where}, or another one of its micro-batch: {fault}")
@@ -224,13 +224,13 @@ class FrozenModel:
         ids = np.concatenate([rollout.prompt_ids, rollout.response_ids])
         if ids.min() < 0:
             raise TeacherError(f"{where}: token id {ids.min()} is negative")
-        sequence = TokenSequence(ids, len(rollout.prompt_ids))
+        sequence = _sequence(rollout)
         for each in params:
             if (problem := request_problem(self, sequence, each)) is not None:
                 raise TeacherError(f"{where}: {problem}")
 
     def _run(
-        self, batch: MicroBatch, responses: Sequence[np.ndarray], params: Sequence[ScoreParams]
+        self, batch: MicroBatch, sequences: Sequence[TokenSequence], params: Sequence[ScoreParams]
     ) -> tuple[list[list[Table]], ArithmeticError | None]:
         """Return, for each of `params`, the tables of the micro-batch's sequences; and the error of a NaN or infinity.
 
@@ -242,8 +242,8 @@ class FrozenModel:
         def read(hidden: Tensor, head: Tensor) -> None:
             nonlocal fault
             try:
-                for each in params if responses else ():
-                    tables.append(_tables(hidden, head, responses, each))
+                for each in params if sequences else ():
+                    tables.append(_tables(hidden, head, sequences, each))
             except ArithmeticError as error:
                 fault = error
 
@@ -256,17 +256,25 @@ class FrozenModel:
         return tables, fault
 
 
-def _tables(hidden: Tensor, head: Tensor, responses: Sequence[np.ndarray], params: ScoreParams) -> list[Table]:
+def _sequence(rollout: Rollout) -> TokenSequence:
+    tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+    return TokenSequence(tokens, len(rollout.prompt_ids), rollout.top_ids)
+
+
+def _tables(hidden: Tensor, head: Tensor, sequences: Sequence[TokenSequence], params: ScoreParams) -> list[Table]:
     """Return the tables of the sequences. Streams are read completely, because they need the gathered LM head.
 
     Args:
         hidden: [N, H].
         head: [V, H], gathered until this returns.
     """
+    if params.signal == "topk" and len({sequence.given is None for sequence in sequences}) > 1:  # some of the dataset
+        parts = hidden.split([sequence.n_response for sequence in sequences])
+        return [_tables(part, head, [sequence], params)[0] for part, sequence in zip(parts, sequences, strict=True)]
     if params.signal == "hidden":
         hidden = hidden.float()  # a stream of bfloat16 would be its bits
     vocab_size = len(head)
-    scores = score_hidden(hidden, responses, partial(F.linear, weight=head), params, vocab_size)
+    scores = score_hidden(hidden, sequences, partial(F.linear, weight=head), params, vocab_size)
     step = max(1, CHUNK_BYTES[hidden.device.type] // (4 * vocab_size))
     return [s if isinstance(s, TopKScores | np.ndarray) else _whole(s, step) for s in scores]
 

@@ -56,7 +56,9 @@ class LocalTeacher:
             trust_remote_code=config.model.trust_remote_code,
         )
         self._signals = derived.signals
-        self._params = [self._score_params(config, each) for each in self._signals]
+        # The top-k table also holds the logprobs of the response tokens.
+        requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
+        self._params = [self._score_params(config, each) for each in requested]
         interval, ema = teacher.update_interval, teacher.update_ema
         self._follower = Follower(self._model, student, layout, device, interval=interval, ema=ema)
         self._hand_over_head()
@@ -106,16 +108,26 @@ class LocalTeacher:
         teacher = config.teacher
         wire = cast(Wire, teacher.wire) if signal == "logits" else "fp32"
         if signal == "topk":
-            return ScoreParams(signal, teacher.topk, teacher.mass, teacher.temperature, self._n_vocab, wire)
+            with_sampled = "sampled" in self._signals
+            return ScoreParams(
+                signal,
+                teacher.topk,
+                teacher.mass,
+                teacher.temperature,
+                self._n_vocab,
+                wire,
+                with_sampled=with_sampled,
+            )
         temperature = 1.0 if signal == "hidden" else teacher.temperature
         return ScoreParams(signal, temperature=temperature, n_vocab=self._n_vocab, wire=wire)
 
     def _scores(self, tables: Sequence[Table]) -> TeacherScores:
         """Return the scores of one sequence from its tables."""
         fields: dict[str, Any] = {}
-        for signal, table in zip(self._signals, tables, strict=True):
+        for params, table in zip(self._params, tables, strict=True):
             if isinstance(table, TopKScores):
                 fields["topk"] = TeacherTopK(table.ids, table.logprobs, table.tail, table.counts)
+                fields["sampled_logprobs"] = table.sampled
             else:
-                fields[SIGNAL_FIELDS[signal]] = table
+                fields[SIGNAL_FIELDS[params.signal]] = table
         return TeacherScores(**fields)

@@ -1,0 +1,185 @@
+"""Requests of protocol version 2 at a real server: given ids, the sampled token with the top-k, and old clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from gkd.errors import TeacherError, TeacherRefusal
+from gkd.types import Rollout
+from teacher_server.engines.trivial import trivial_sampled, trivial_topk
+from teacher_server.wire.given_ids import pack_given
+from teacher_server.wire.protocol import ErrorReply, as_frame, checksum, replies, requests
+from tests.service.harness import ServerProcess, connect, random_rollouts, trivial_model
+from tests.service.messages import make_request
+from tests.service.scripted import N_VOCAB as SCRIPTED_VOCAB
+from tests.service.scripted import ScriptedServer, always_valid, client
+
+pytestmark = pytest.mark.service
+N_VOCAB, K = 500, 8
+
+# Headers as a client of version 1 encoded them: tokens 1 to 6, prompt of 2, wire fp32; topk with k = 3, and sampled.
+_OLD_END = (
+    "a46d617373cb0000000000000000ab74656d7065726174757265cb3ff0000000000000a76e5f766f63616200ad70726f6d70745f6c656e"
+    "67746802ac746f74616c5f6c656e67746806a477697265a466703332aa646561646c696e655f73cb404e000000000000a8636865636b73"
+    "756dcf09dec43837b41329"
+)
+_OLD_ID = "aa726571756573745f6964c410000102030405060708090a0b0c0d0e0f"
+OLD_TOPK = (
+    f"474b54013d7e84682c2626628da474797065a573636f7265{_OLD_ID}a67369676e616ca4746f706ba774656163686572a0a16b03"
+    + _OLD_END
+)
+OLD_SAMPLED = (
+    f"474b5401ded9a7dec3353ac18da474797065a573636f7265{_OLD_ID}a67369676e616ca773616d706c6564a774656163686572a0a16b00"
+    + _OLD_END
+)
+# The fields of a reply of version 1, which refuses others.
+OLD_REPLY = {"type", "request_id", "token_digest", "model_fingerprint", "worker", "signal", "n_rows", "k"}
+OLD_REPLY |= {"n_entries", "adaptive", "wire", "checksums", "queue_s", "compute_s"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("given")
+    with ServerProcess(trivial_model(folder / "m", N_VOCAB), folder, options=("--engine", "trivial")) as process:
+        yield process
+
+
+def rollouts_with_ids(n: int, n_given: int, n_vocab: int = N_VOCAB) -> list[Rollout]:
+    rng = np.random.default_rng(3)
+    return [
+        replace(
+            rollout,
+            top_ids=np.stack([rng.permutation(n_vocab)[:n_given] for _ in rollout.response_ids]).astype(np.int32),
+        )
+        for rollout in random_rollouts(n, n_vocab)
+    ]
+
+
+def raw(port: int, frames: list[bytes]) -> list[bytes]:
+    """Send raw frames and return the reply's."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send_multipart(frames)
+        assert socket.poll(10_000), "no reply"
+        return socket.recv_multipart()
+
+
+@pytest.mark.parametrize("old", [OLD_TOPK, OLD_SAMPLED], ids=["topk", "sampled"])
+def test_the_bytes_of_an_old_client_are_answered_in_its_version(server: ServerProcess, old: str) -> None:
+    """Fails if a client of version 1 is refused, or gets a version or a field that it refuses."""
+    tokens = np.array([1, 2, 3, 4, 5, 6], np.int32)
+    header, *frames = raw(server.port, [bytes.fromhex(old), tokens.tobytes()])
+    assert header[3] == 1
+    reply = msgspec.msgpack.decode(header[12:])
+    assert reply["type"] == "scores" and reply.keys() <= OLD_REPLY
+    if old == OLD_SAMPLED:
+        np.testing.assert_array_equal(np.frombuffer(frames[0], "<f4"), trivial_sampled(tokens, 2))
+    else:
+        expected = trivial_topk(tokens, 2, 3, N_VOCAB)
+        np.testing.assert_array_equal(np.frombuffer(frames[1], "<i4").reshape(4, 3), expected.ids)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "fp32"])
+@pytest.mark.parametrize("n_given", [3, K])
+def test_one_request_returns_the_list_with_the_given_ids_and_the_sampled_token(
+    server: ServerProcess, wire: str, n_given: int
+) -> None:
+    """Fails if ids are mixed up between sequences of a batch, or a table comes from another request."""
+    rollouts = rollouts_with_ids(20, n_given)
+    with connect(server.port, k=K, wire=wire) as teacher:
+        futures = [teacher.submit_mixed(rollout) for rollout in rollouts]
+        plain = [teacher.submit(rollout) for rollout in rollouts]
+        n_sent = teacher.stats.n_sent
+        results = [future.result(timeout=20) for future in futures]
+        tables = [future.result(timeout=20) for future in plain]
+    assert n_sent <= 2 * len(rollouts) + 1  # and the description
+    for rollout, result, table in zip(rollouts, results, tables, strict=True):
+        tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+        expected = trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, given=rollout.top_ids)
+        assert result.topk is not None
+        for got in (result.topk, table):
+            np.testing.assert_array_equal(got.topk_ids, expected.ids)
+            np.testing.assert_allclose(got.topk_logprobs, expected.logprobs, rtol=1e-3)
+        np.testing.assert_array_equal(result.sampled_logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
+
+
+def test_the_sampled_token_comes_with_a_mass_target(server: ServerProcess) -> None:
+    """Fails if the counts of a shortened list are read as logprobs."""
+    rollout = random_rollouts(1, N_VOCAB, response=(30, 30))[0]
+    tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+    with connect(server.port, k=K) as teacher:
+        result = teacher.submit_mixed(rollout, mass=0.6).result(timeout=20)
+    assert result.topk is not None and result.topk.counts is not None
+    np.testing.assert_array_equal(
+        result.topk.counts, trivial_topk(tokens, len(rollout.prompt_ids), K, N_VOCAB, 0.6).counts
+    )
+    np.testing.assert_array_equal(result.sampled_logprobs, trivial_sampled(tokens, len(rollout.prompt_ids)))
+
+
+def bad(rollout: Rollout, name: str) -> Rollout:
+    ids = rollout.top_ids
+    assert ids is not None
+    ids = ids.copy()
+    if name == "outside":
+        ids[-1, 0] = N_VOCAB
+    elif name == "negative":
+        ids[0, 0] = -1
+    elif name == "twice":
+        ids[0, 1] = ids[0, 0]
+    elif name == "rows":
+        ids = np.concatenate([ids, ids[:1]])
+    else:
+        ids = np.tile(np.arange(K + 1, dtype=np.int32), (len(ids), 1))
+    return replace(rollout, top_ids=ids)
+
+
+BAD = ["outside", "negative", "twice", "rows", "many"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_client_refuses_bad_ids(name: str) -> None:
+    """Fails if bad ids are sent, or the error does not name the sequence."""
+    rollout = bad(rollouts_with_ids(1, 4)[0], name)
+    with connect(1, k=K, n_vocab=N_VOCAB) as teacher, pytest.raises(TeacherError, match="prompt 0, sample 0"):
+        teacher.submit(rollout)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_server_refuses_bad_ids(server: ServerProcess, name: str) -> None:
+    """Fails if a faulty client can make the engine fail, or gets scores for other ids than it gave."""
+    rollout = bad(rollouts_with_ids(1, 4)[0], name)
+    assert rollout.top_ids is not None
+    tokens = np.concatenate([rollout.prompt_ids, rollout.response_ids])
+    if name == "negative":  # three bytes hold no sign
+        rollout.top_ids[0, 0] = (1 << 24) - 1
+    frames = pack_given(rollout.top_ids)
+    request = make_request(tokens, prompt_length=len(rollout.prompt_ids), k=K, n_given=min(rollout.top_ids.shape[1], K))
+    request.given_checksums = [checksum(frame) for frame in frames]
+    header = requests.encode(request)
+    reply = replies.decode(raw(server.port, [header, *(bytes(f) for f in (as_frame(tokens), *frames))])[0])
+    assert isinstance(reply, ErrorReply)
+    assert reply.code == ("damaged" if name in ("rows", "many") else "bad_request")
+
+
+def test_a_range_that_only_the_server_knows_is_checked_there(server: ServerProcess) -> None:
+    """Fails if a client without n_vocab gets scores of ids that the teacher does not have."""
+    with connect(server.port, k=K) as teacher, pytest.raises(TeacherRefusal, match=f"{N_VOCAB}"):
+        teacher.submit(bad(rollouts_with_ids(1, 4)[0], "outside")).result(timeout=20)
+
+
+def test_a_reply_without_the_given_ids_is_an_error() -> None:
+    """Fails if a server that ignores the ids gives a list that the loss takes for the union."""
+    (rollout,) = rollouts_with_ids(1, 4, SCRIPTED_VOCAB)
+    with (
+        ScriptedServer(always_valid) as scripted,
+        client(scripted) as teacher,
+        pytest.raises(TeacherError, match=r"prompt 0.*'w0'.*given id"),
+    ):
+        teacher.submit(rollout).result(timeout=5)
