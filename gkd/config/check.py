@@ -8,6 +8,7 @@ from gkd.config.check_losses import (
     check_reference,
     check_scheduler,
     check_signal,
+    check_support,
     check_token_weights,
 )
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
@@ -26,6 +27,7 @@ _CHECKS = (
     check_sizes,
     check_scheduler,
     check_signal,
+    check_support,
     check_backend,
     check_token_weights,
     check_mixture,

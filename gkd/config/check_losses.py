@@ -48,6 +48,26 @@ def check_signal(config: Config, derived: Derived) -> None:
         raise ConfigError("teacher.mass", t.mass, f"{reason} there is no top-k list to shorten.", "use 0.")
 
 
+def check_support(config: Config, derived: Derived) -> None:
+    """Check that distill.support has a list to choose the ids of, and a student to name them."""
+    support, teacher = config.distill.support, config.teacher
+    if support == "teacher":
+        return
+    problem = ""
+    if "topk" not in derived.signals:
+        problem = f"with teacher.signal {teacher.signal} and these losses there is no list of the top-k."
+    elif not config.distill.on_policy_share:
+        problem = "dataset responses have the teacher's ids, and distill.on_policy_share is 0."
+    if problem:
+        raise ConfigError("distill.support", support, problem, "use teacher.")
+    if teacher.mass > 0.0:
+        problem = f"it would drop the student's ids of distill.support={support}, to which the teacher gives little."
+        raise ConfigError("teacher.mass", teacher.mass, problem, "use 0.")
+    if not derived.n_student_ids:
+        problem = f"distill.support={support} takes half of the ids from the student."
+        raise ConfigError("teacher.topk", teacher.topk, problem, "use at least 2.")
+
+
 # Keys of the server. teacher.wire, request_timeout_s and outage_budget_s are missing: shared config files contain them,
 # and they have no effect with a local teacher.
 _OF_SERVER = ("server_ip", "server_port", "name", "keys", "n_server_workers", "max_in_flight", "overlap_rollout")

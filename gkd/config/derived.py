@@ -22,6 +22,7 @@ class Derived:
     loss: LossSpec
     routes: tuple[Route, ...]  # the teachers; at least one
     signals: tuple[Signal, ...]  # requested from the teacher for each sequence
+    n_student_ids: int  # per response token, the student's most probable ids that the engines hand to the teacher
     max_staleness: int  # steps between the oldest weights of a sequence and the step that trains on it
     max_sequence_length: int  # tokens of prompt and response
     max_teacher_length: int  # tokens of the teacher's prompt, which may be longer, and response
@@ -62,6 +63,7 @@ def derive(config: Config) -> Derived:
         loss=loss,
         routes=routes,
         signals=teacher_signals(loss, cast(Signal, teacher.signal)),
+        n_student_ids={"teacher": 0, "student": teacher.topk, "union": teacher.topk // 2}[config.distill.support],
         max_staleness=staleness_bound(t),
         max_sequence_length=data.max_prompt_length + data.max_response_length,
         max_teacher_length=max(data.max_prompt_length, data.max_teacher_prompt_length) + data.max_response_length,

@@ -9,6 +9,7 @@ from gkd.config.declare import IF_MOVED, key
 from teacher_server.wire.protocol import MAX_K, Signal
 
 Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
+SUPPORTS = ("teacher", "student", "union")
 
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
 POLICY_GRADIENT_NAMES = ("k1", "k2", "k3")
@@ -191,6 +192,13 @@ class DistillConfig:
         "Share of prompts whose responses the student generates (lambda of GKD); the others use data.response_key.",
         ge=0,
         le=1,
+    )
+    support: str = key(
+        "teacher",
+        "The teacher.topk ids per position that the losses compare: the teacher's most probable ones, the student's at "
+        "the rollout, or union = half of them the student's and the rest the teacher's most probable others. Dataset "
+        "responses have the teacher's.",
+        choices=SUPPORTS,
     )
     tail: str = key(
         "bucket",

@@ -103,6 +103,7 @@ def _cut(rollout: Rollout, n: int) -> Rollout:
         prompt_ids=np.concatenate([rollout.prompt_ids, rollout.response_ids[:n]]),
         response_ids=rollout.response_ids[n:],
         rollout_logprobs=rollout.rollout_logprobs[n:],
+        top_ids=None if rollout.top_ids is None else rollout.top_ids[n:],
     )
 
 

@@ -60,6 +60,9 @@ def write_sequences(file: IO[bytes], rollouts: Sequence[Rollout], scores: Sequen
     if views := [r.teacher_ids for r in rollouts if r.teacher_ids is not None]:
         tables["teacher_lengths"] = np.array([0 if r.teacher_ids is None else len(r.teacher_ids) for r in rollouts])
         tables["teacher_ids"] = np.concatenate(views)
+    if any(r.top_ids is not None for r in rollouts):
+        tables["n_top_ids"] = np.array([0 if r.top_ids is None else r.top_ids.shape[1] for r in rollouts])
+        tables["top_ids"] = np.concatenate([r.top_ids.ravel() for r in rollouts if r.top_ids is not None])
     if scores is not None:
         tables |= _score_tables(rollouts, scores)
     np.savez(file, allow_pickle=False, **tables)
@@ -104,6 +107,11 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
         own = tables["teacher_lengths"].tolist()
         parts = _split(tables["teacher_ids"], own)
         views = [part if n else None for n, part in zip(own, parts, strict=True)]
+    top_ids: list[np.ndarray | None] = [None] * len(rows)
+    if "top_ids" in tables:  # of the rollouts in a run with distill.support
+        widths = tables["n_top_ids"].tolist()
+        parts = _split(tables["top_ids"], [n * length for n, length in zip(widths, lengths, strict=True)])
+        top_ids = [part.reshape(-1, n) if n else None for n, part in zip(widths, parts, strict=True)]
     spans: list[list[VersionSpan]] = [[] for _ in rows]
     for sequence, start, stop, version in tables["spans"].tolist():
         spans[sequence].append(VersionSpan(start, stop, version))
@@ -119,6 +127,7 @@ def _rollouts(tables: dict[str, np.ndarray]) -> list[Rollout]:
             on_policy=bool(row[5]),
             route=row[6] if len(row) > 6 else 0,  # older files have no routes
             teacher_ids=views[i],
+            top_ids=top_ids[i],
         )
         for i, row in enumerate(rows)
     ]

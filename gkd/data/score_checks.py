@@ -20,6 +20,14 @@ _SIGN = 0x8000  # sign bit of float16
 T = TypeVar("T")
 
 
+def check_top_ids(rollout: Rollout, n: int, where: str) -> None:
+    """Raise TeacherError if an on-policy rollout lacks the `n` ids per response token of distill.support."""
+    expected, ids = (len(rollout.response_ids), n), rollout.top_ids
+    if n and rollout.on_policy and (ids is None or ids.shape != expected):
+        shape = "none" if ids is None else list(ids.shape)
+        raise TeacherError(f"{where}: the student's most probable ids: {shape}, expected {list(expected)}")
+
+
 def validate_topk(scores: TeacherTopK, n_vocab: int, where: str, *, n_rows: int | None = None) -> None:
     """Raise if the scores are not those of a distribution over `n_vocab` tokens.
 

@@ -136,7 +136,7 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     stored = {"logits": logits, "hidden": hidden, "topk": 8 * topk, "sampled": 4}
     trained_on = stored | {"topk": 12 * topk}
     signals = derive(config).signals
-    held = sum(stored[signal] for signal in signals)
+    held = sum(stored[signal] for signal in signals) + 4 * derive(config).n_student_ids  # those are in the rollouts
     used = config.actor.tp * sum(trained_on[signal] for signal in signals)
     evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
     batch = config.trainer.global_batch_size * config.rollout.n

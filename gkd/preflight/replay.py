@@ -63,6 +63,7 @@ def _check_scores(recorded: Config, now: Config) -> None:
     pairs["teacher.routes"] = kept_on_resume(recorded.teacher.routes), kept_on_resume(now.teacher.routes)
     pairs["teacher.prompt_template"] = recorded.teacher.prompt_template, now.teacher.prompt_template
     pairs["data.teacher_prompt_key"] = recorded.data.teacher_prompt_key, now.data.teacher_prompt_key
+    pairs["distill.support"] = recorded.distill.support, now.distill.support
     pairs["rollout.n"] = recorded.rollout.n, now.rollout.n
     pairs["trainer.global_batch_size"] = recorded.trainer.global_batch_size, now.trainer.global_batch_size
     for key, (before, value) in pairs.items():

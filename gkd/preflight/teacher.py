@@ -155,11 +155,11 @@ def check_teacher(config: Config, route: Route, teacher: TeacherInfo, tokenizer:
             f"student and teacher share only {n_vocab} token ids.",
             f"use at most {n_vocab}.",
         )
-    if teacher.protocol_version == 1 and derived.signals == ("topk", "sampled"):
+    if teacher.protocol_version == 1 and (derived.n_student_ids or derived.signals == ("topk", "sampled")):
         raise ConfigError(
             route.key("server_port"),
             route.teacher.server_port,
-            "the server has protocol version 1, and version 2 returns the table and the sampled token in one reply.",
+            "the server has protocol version 1: it cannot score given ids, nor the sampled token with the top-k.",
             "upgrade the teacher server.",
         )
     longest = derived.max_teacher_length

@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 
 
 class DecodeScheduler(Scheduler):
-    """Schedules sequences of `gkd.rollout.engine`: text only, one logprob per token, no speculative decoding."""
+    """Schedules sequences of `gkd.rollout.engine`: text only, with logprobs, no speculative decoding."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,7 +40,8 @@ class DecodeScheduler(Scheduler):
             and not self.num_spec_tokens
             and self.connector is self.ec_connector is self.aux_output_connector is None
         )
-        self._held: dict[str, list[tuple[int, float, int]]] = {}  # request id -> (token, logprob, rank) not yet output
+        # Request id -> (token, ids and logprobs of the sampled and the top tokens, rank) not yet output.
+        self._held: dict[str, list[tuple[int, list[int], list[float], int]]] = {}
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Return what the next pass computes."""
@@ -94,9 +95,9 @@ class DecodeScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Append the sampled tokens; return those of sequences that end, with the tokens held back before."""
         logprobs = model_runner_output.logprobs
-        if not self._has_short_path or logprobs is None or logprobs.logprobs.shape[1] != 1:
+        if not self._has_short_path or logprobs is None:
             return self._released(super().update_from_output(scheduler_output, model_runner_output))
-        values, ranks = logprobs.logprobs[:, 0].tolist(), logprobs.sampled_token_ranks.tolist()
+        ids, values, ranks = (table.tolist() for table in logprobs[:3])
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         left: dict[str, int] = {}  # for the base class
         for request_id, n_tokens in scheduler_output.num_scheduled_tokens.items():
@@ -108,7 +109,7 @@ class DecodeScheduler(Scheduler):
                 continue
             request.num_in_flight_tokens -= 1
             request.append_output_token_ids(tokens[0])
-            self._held.setdefault(request_id, []).append((tokens[0], values[row], ranks[row]))
+            self._held.setdefault(request_id, []).append((tokens[0], ids[row], values[row], ranks[row]))
         rest = replace(scheduler_output, num_scheduled_tokens=left)
         return self._released(super().update_from_output(rest, model_runner_output))
 
@@ -133,12 +134,15 @@ class DecodeScheduler(Scheduler):
                 held = self._held.pop(output.request_id, None)
                 if held is None or output.new_logprobs is None:
                     continue  # nothing held back, or ended by an error
-                tokens, values, ranks = zip(*held, strict=True)
-                ids = np.array(tokens, output.new_logprobs.logprob_token_ids.dtype)
-                columns = (ids[:, None], np.array(values, np.float32)[:, None], np.array(ranks))
-                latest = output.new_logprobs[:3]
+                tokens, ids, values, ranks = zip(*held, strict=True)
+                latest_ids, latest_values, latest_ranks = output.new_logprobs[:3]
+                # A pass has as many columns as one of its sequences needs; this one needs at most the fewest.
+                n = min(latest_ids.shape[1], *map(len, ids))
                 output.new_logprobs = LogprobsLists(
-                    *(np.concatenate(pair) for pair in zip(columns, latest, strict=True)), None
+                    np.array([*(row[:n] for row in ids), *latest_ids[:, :n]], latest_ids.dtype),
+                    np.array([*(row[:n] for row in values), *latest_values[:, :n]], np.float32),
+                    np.array([*ranks, *latest_ranks]),
+                    None,
                 )
                 output.new_token_ids = [*tokens, *output.new_token_ids]
         return outputs

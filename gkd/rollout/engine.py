@@ -17,7 +17,7 @@ from gkd.errors import ClusterError, DataError, TransferCutOff, WeightSyncError
 from gkd.handles import EngineUsage
 from gkd.metrics.spans import SpanRecorder
 from gkd.rollout.engine_start import adapter_request, start_vllm
-from gkd.rollout.sampling import Request, Sampling, vllm_params
+from gkd.rollout.sampling import Request, Sampling, read_logprobs, vllm_params
 from gkd.rollout.sleep_state import TAGS, WEIGHTS, SleepState, check_level
 from gkd.rollout.usage import PassMeter
 from gkd.types import Prompt, Rollout
@@ -132,7 +132,7 @@ class RolloutEngine:
                     engine_id = self.llm.llm_engine.add_request(request_id, tokens, params, **self._request_options)
                 except (ValueError, VLLMValidationError) as error:
                     raise DataError(f"the rollout engine refused prompt {prompt.prompt_id}: {error}") from error
-                self._running[request_id] = Request(owner, prompt, sample_index, engine_id)
+                self._running[request_id] = Request(owner, prompt, sample_index, engine_id, sampling.n_top_ids)
                 self._meter.added(len(prompt.token_ids))
 
     @property
@@ -181,9 +181,7 @@ class RolloutEngine:
 
     def _rollout(self, request: Request, completion: Any) -> Rollout:
         tokens = np.asarray(completion.token_ids, dtype=np.int32)
-        flat = completion.logprobs
-        # logprobs=0 returns the sampled token, possibly with the top one; the first entry of a position is the sampled
-        sampled = np.asarray([flat.logprobs[start] for start in flat.start_indices], dtype=np.float32)
+        logprobs, top_ids = read_logprobs(completion.logprobs, request.n_top_ids)
         request.record_span(len(tokens), self.policy_version)
         self._meter.finished(len(tokens))
         return Rollout(
@@ -191,11 +189,12 @@ class RolloutEngine:
             sample_index=request.sample_index,
             prompt_ids=np.asarray(request.prompt.token_ids, dtype=np.int32),
             response_ids=tokens,
-            rollout_logprobs=sampled,
+            rollout_logprobs=logprobs,
             version_spans=tuple(request.spans),
             finish_reason=str(completion.finish_reason),
             route=request.prompt.route,
             teacher_ids=request.prompt.teacher_ids,
+            top_ids=top_ids,
         )
 
     def join_groups(self, specs: list[GroupSpec]) -> None:

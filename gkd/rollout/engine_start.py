@@ -9,6 +9,7 @@ from typing import Any
 from gkd.cluster.imports import quick_imports
 from gkd.config.derived import engine_rank
 from gkd.config.schema import LoraConfig, RolloutConfig
+from teacher_server.wire.protocol import MAX_K
 
 # vLLM reads these variables at import, so they are set in the environment of the Ray actor.
 CPU_ENV = {
@@ -64,6 +65,7 @@ def start_vllm(
         use_tqdm_on_load=False,
         # Logprobs of the sampling distribution, after temperature and top-p.
         logprobs_mode="processed_logprobs",
+        max_logprobs=MAX_K,  # vLLM's limit of 20 protects public servers; teacher.topk is the limit here
         # Not "ray", vLLM's default inside a Ray actor: it would wait for GPUs that this actor already holds.
         distributed_executor_backend="mp" if config.tp > 1 else "uni",
         worker_extension_cls="gkd.rollout.weights.WeightReceiver",

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from gkd.cluster.calls import Pending
+from gkd.config.derived import derive
 from gkd.config.schema import Config
 from gkd.data.chunks import CHUNK_SIZE, dataset_chunks
 from gkd.errors import ClusterError, RankFailed, RankTimeout
@@ -96,7 +97,9 @@ class RolloutPool:
         return self._stream
 
     def _sampling(self, n: int, temperature: float, seed: int) -> Sampling:
-        return Sampling(n, temperature, self._config.rollout.top_p, self._config.data.max_response_length, seed)
+        config = self._config
+        n_top_ids = derive(config).n_student_ids
+        return Sampling(n, temperature, config.rollout.top_p, config.data.max_response_length, seed, n_top_ids)
 
     def dataset(
         self, prompts: Sequence[Prompt], *, prompt_indices: Sequence[int], policy_version: int

@@ -20,6 +20,7 @@ import numpy as np
 
 from gkd.config.derived import derive
 from gkd.config.schema import Config
+from gkd.data.score_checks import check_top_ids
 from gkd.errors import TeacherError, TeacherUnavailable
 from gkd.handles import Computation, ScoreTimes, TeacherHealth
 from gkd.teacher.client import ZmqTeacher
@@ -48,7 +49,7 @@ class ScoringEndpoint(RecordingEndpoint):
         super().__init__(config)
         self._n_vocab, self._fingerprints, self._windows = n_vocab, fingerprints, windows
         derived = derive(config)
-        self._signals, self._routes = derived.signals, derived.routes
+        self._signals, self._routes, self._n_student_ids = derived.signals, derived.routes, derived.n_student_ids
         self._lock = threading.Lock()
         self._teachers: list[list[ZmqTeacher]] = []  # by route
         self._outage: TeacherUnavailable | None = None
@@ -196,6 +197,7 @@ class ScoringEndpoint(RecordingEndpoint):
 
     def _submit(self, teacher: ZmqTeacher, rollout: Rollout) -> Future[Any]:
         """Request all signals of a sequence."""
+        check_top_ids(rollout, self._n_student_ids, f"prompt {rollout.prompt_id}, sample {rollout.sample_index}")
         mass = self._config.teacher.mass
         if self._signals == ("topk", "sampled"):
             return teacher.submit_mixed(rollout, mass=mass)

@@ -28,6 +28,8 @@ PARAMS = (
     ScoreParams("hidden"),
 )
 PLAIN = (ScoreParams("sampled"),)
+N_GIVEN = 3
+GIVEN = ScoreParams("topk", k=8, temperature=0.8, n_vocab=CUT, n_given=N_GIVEN, with_sampled=True)
 # (prompt, response) tokens: the shortest possible, one longer than a micro-batch, unsorted.
 SIZES = ((5, 12), (1, 1), (20, 30), (1, 50), (9, 3), (40, 1), (3, 1))
 BATCH_TOKENS = 48
@@ -43,6 +45,13 @@ def sequences() -> list[Rollout]:
 
     none = np.zeros(0, np.float32)
     return [Rollout(i, 7, ids(p), ids(r), none, (), "stop", on_policy=False) for i, (p, r) in enumerate(SIZES)]
+
+
+def with_top_ids(rollouts: Sequence[Rollout], n: int) -> list[Rollout]:
+    """Return the sequences with `n` ids at each response token; every third one is from the dataset and has none."""
+    rng = np.random.default_rng(4)
+    ids = [np.stack([rng.permutation(CUT)[:n] for _ in r.response_ids]).astype(np.int32) for r in rollouts]
+    return [replace(r, on_policy=i % 3 > 0, top_ids=ids[i] if i % 3 else None) for i, r in enumerate(rollouts)]
 
 
 def distributions(world_size: int) -> dict[str, list[list[int]]]:
@@ -106,6 +115,7 @@ def measure(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 def _once(root: Path, batch: Sequence[Rollout]) -> dict[str, Any]:
     """Return the results for which one rank suffices."""
     out: dict[str, Any] = {"resident": build(root / "qwen3", cpu_offload=False).score(batch, PLAIN)}
+    out["given"] = build(root / "qwen3").score(with_top_ids(batch, N_GIVEN), (GIVEN,))
     half = build(root / "qwen3", dtype=torch.bfloat16)
     out["bf16"] = [
         half.score(batch, (ScoreParams("sampled"), ScoreParams("hidden"))),
@@ -151,6 +161,7 @@ def _bad_input(model: Any, batch: Sequence[Rollout], rank: int, world_size: int)
         "empty response": (with_bad(response_ids=ids()), PLAIN),
         "empty prompt": (with_bad(prompt_ids=ids()), PLAIN),
         "too long": (with_bad(response_ids=np.zeros(64, np.int32)), PLAIN),
+        "no top ids": (with_bad(on_policy=True), (GIVEN,)),
         "n_vocab": (batch, (ScoreParams("topk", k=1, n_vocab=VOCAB + 1),)),
         "k": (batch, (ScoreParams("topk", k=VOCAB + 1),)),
         "cut response": (with_bad(response_ids=ids(CUT)), (ScoreParams("sampled", n_vocab=CUT),)),

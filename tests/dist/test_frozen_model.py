@@ -5,6 +5,7 @@ CPU, gloo, 1 and 2 ranks. Not covered: NCCL, CUDA streams, pinned memory (tests/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,22 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from gkd.types import Rollout
 from teacher_server.engines.base import ScoreParams, TokenSequence, stream_rows
 from teacher_server.wire.payload import TopKScores
-from tests.dist.frozen_cases import CUT, EMA, KINDS, PARAMS, PLAIN, distributions, measure, sequences
+from tests.dist.frozen_cases import (
+    CUT,
+    EMA,
+    GIVEN,
+    KINDS,
+    N_GIVEN,
+    PARAMS,
+    PLAIN,
+    distributions,
+    measure,
+    sequences,
+    with_top_ids,
+)
 from tests.dist.helpers import free_port, run_gloo
 from tests.dist.hf_models import make_model_folder
 from tests.dist.local_teacher_cases import INDICES
@@ -56,12 +70,17 @@ def ranks(root: Path) -> dict[int, list[dict[str, Any]]]:
     return {1: [alone], 2: run_gloo(measure, 2, root, timeout_s=250.0)}
 
 
-def engine_scores(folder: Path, params: tuple[ScoreParams, ...], dtype: str = "float32") -> list[list[Any]]:
-    """Return, for each of `params`, the tables of the server's engine for all sequences."""
+def engine_scores(
+    folder: Path, params: tuple[ScoreParams, ...], dtype: str = "float32", rollouts: Sequence[Rollout] | None = None
+) -> list[list[Any]]:
+    """Return, for each of `params`, the tables of the server's engine for these sequences; None: all."""
     from teacher_server.engines.hf import HfEngine
 
     engine = HfEngine(str(folder), dtype=dtype, device="cpu", max_tokens=64)
-    batch = [TokenSequence(np.concatenate([s.prompt_ids, s.response_ids]), len(s.prompt_ids)) for s in sequences()]
+    batch = [
+        TokenSequence(np.concatenate([s.prompt_ids, s.response_ids]), len(s.prompt_ids), s.top_ids)
+        for s in rollouts or sequences()
+    ]
 
     def whole(scored: Any) -> Any:
         if isinstance(scored, TopKScores | np.ndarray):
@@ -139,6 +158,17 @@ def test_scores_without_cpu_offload(root: Path, ranks: Any) -> None:
         np.testing.assert_allclose(a[0], b, atol=TOLERANCE, rtol=0)
 
 
+def test_given_ids_of_some_sequences_of_a_micro_batch(root: Path, ranks: Any) -> None:
+    """Fails if a response of the dataset gets the ids of another sequence, or the sampled token of another table."""
+    rollouts = with_top_ids(sequences(), N_GIVEN)
+    for rollout, (table,) in zip(rollouts, ranks[1][0]["given"], strict=True):
+        ((expected,),) = engine_scores(root / "qwen3", (GIVEN,), rollouts=[rollout])
+        assert difference(table, expected) <= TOLERANCE
+        np.testing.assert_allclose(table.sampled, expected.sampled, atol=TOLERANCE)
+        if rollout.top_ids is not None:
+            assert all(set(given) <= set(row) for given, row in zip(rollout.top_ids, table.ids, strict=True))
+
+
 def test_bfloat16(root: Path, ranks: Any) -> None:
     """Fails if bfloat16 weights are stored or scored in another dtype, or hidden states are not returned as float32."""
     sampled, hidden = engine_scores(root / "qwen3", (ScoreParams("sampled"), ScoreParams("hidden")))
@@ -160,6 +190,7 @@ def test_bad_input_is_one_error_on_all_ranks(ranks: Any, world_size: int) -> Non
         "empty response": "",
         "empty prompt": "",
         "too long": "64",
+        "no top ids": "none",
         "n_vocab": "n_vocab",
         "k": f"k = {VOCAB + 1} ",
         "cut response": "n_vocab",

@@ -51,7 +51,12 @@ def test_local_losses_equal_those_of_the_server(lab: Lab, base_run: Path, shared
     [
         ("actor.pp=2", "teacher.signal=hidden"),
         ("actor.strategy=fsdp2", "teacher.signal=logits", "teacher.fsdp_cpu_offload=false", "memory.strategy=resident"),
-        ("actor.tp=2", "distill.losses=[{name: jsd}, {name: k1}]", "distill.on_policy_share=0.5"),
+        (
+            "actor.tp=2",
+            "distill.losses=[{name: jsd}, {name: k1}]",
+            "distill.on_policy_share=0.5",
+            "distill.support=union",
+        ),
     ],
     ids=["stages", "fsdp2", "mixture"],
 )

@@ -18,10 +18,12 @@ EXAMPLE = ROOT / "examples" / "own_pipeline.py"
 
 def test_the_example_trains_and_moves_states(lab: Lab, teacher_port: int, shared_ray: str) -> None:
     """Fails if the documented calls do not train, states stay on a device that the block has left, engines without
-    colocation do not sleep, or the actor's logprobs or weights are not those of the step.
+    colocation do not sleep, the actor's logprobs or weights are not those of the step, or the teacher does not get the
+    engines' ids, without which it refuses to score.
     """
     run_dir = lab.root / "own_pipeline"
-    settings = lab.command(run_dir, teacher_port, shared_ray, "trainer.n_gpus_per_node=2")[5:]
+    more = ("trainer.n_gpus_per_node=2", "distill.support=union")
+    settings = lab.command(run_dir, teacher_port, shared_ray, *more)[5:]
     command = [sys.executable, str(EXAMPLE), str(EXAMPLE.with_suffix(".yaml")), *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.e2e.conftest import EOS, VOCAB, Lab
 
 pytestmark = pytest.mark.e2e
 N_PROMPTS, N_SAMPLES = 6, 2
+N_TOP = 25  # more than vLLM allows by default
 
 
 def _prompts() -> list[Prompt]:
@@ -51,6 +53,14 @@ def _probe(student: Path) -> dict[Any, Any]:
     together = sorted(engine.generate(prompts, sampling), key=lambda r: r.sample_index)
     alone = list(engine.generate([prompts[4]], sampling, prompt_indices=[4]))
     result: dict[str, Any] = {"together": together, "alone": alone}
+    # Sequences with and without top ids in the same passes, of which some start later than others.
+    engine.add("top", prompts[:2], replace(sampling, n_top_ids=N_TOP), range(2))
+    engine.step()
+    engine.add("plain", prompts[2:], sampling, range(2, N_PROMPTS))
+    while engine.n_running:
+        engine.step()
+    mixed = [*engine.pop_finished("top"), *engine.pop_finished("plain")]
+    result["mixed"] = sorted(mixed, key=lambda r: r.sample_index)
 
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     n_short, list_decodes = 0, scheduler._schedule_decodes
@@ -78,14 +88,16 @@ def _probe(student: Path) -> dict[Any, Any]:
     result["held_after_stop"] = len(scheduler._held)
 
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)
-    expected = []
+    expected, top = [], []
     with torch.no_grad():
         for rollout in together:
             tokens = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.response_ids])).long()
             logprobs = (model(tokens[None]).logits[0] / sampling.temperature).log_softmax(-1)
             first = len(rollout.prompt_ids)
+            top.append(logprobs[first - 1 : -1].topk(N_TOP).values.numpy())
+            result.setdefault("rows", []).append(logprobs[first - 1 : -1].numpy())
             expected.append(logprobs[first - 1 : -1].gather(-1, tokens[first:, None])[:, 0].numpy())
-    result["expected_logprobs"] = expected
+    result["expected_logprobs"], result["largest"] = expected, top
 
     def message(call: Any) -> str:
         try:
@@ -159,6 +171,20 @@ def test_logprobs_are_those_of_the_sampling_distribution(probe: dict[str, Any]) 
     """Fails if rollout_logprobs are of another temperature, token or position."""
     for rollout, expected in zip(probe["together"], probe["expected_logprobs"], strict=True):
         np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=1e-3)
+
+
+def test_top_ids_are_those_of_the_position_and_change_nothing_else(probe: dict[str, Any]) -> None:
+    """Fails if top ids include the sampled token as an extra, are of another position or sequence, or change it."""
+    for i, (plain, mixed) in enumerate(zip(probe["together"], probe["mixed"], strict=True)):
+        assert plain.response_ids.tolist() == mixed.response_ids.tolist()
+        np.testing.assert_allclose(plain.rollout_logprobs, mixed.rollout_logprobs, atol=1e-5)
+        if mixed.prompt_id >= 2:
+            assert mixed.top_ids is None
+            continue
+        assert mixed.top_ids.shape == (len(mixed.response_ids), N_TOP) and mixed.top_ids.dtype == np.int32
+        assert all(len(set(row)) == N_TOP for row in mixed.top_ids)
+        values = np.take_along_axis(probe["rows"][i], mixed.top_ids.astype(np.int64), 1)
+        np.testing.assert_allclose(values, probe["largest"][i], atol=1e-3)
 
 
 def test_a_sample_does_not_depend_on_concurrent_sequences(probe: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ SETTINGS = (
     "eval.max_prompts=4",
     "trainer.save_every=1",
     "trainer.resume=auto",
+    "distill.support=union",  # so that responses in flight take the student's ids along
     *TWO_ROUTES,
     *REWARDS,
 )

@@ -144,6 +144,56 @@ def test_topk_and_further_signals_of_the_loss(
     assert summary.n_bytes.sum() == n_bytes
 
 
+@pytest.mark.parametrize("own_prompt", [False, True], ids=["", "own-prompt"])
+@pytest.mark.parametrize(("support", "n_given"), [("student", 8), ("union", 4)])
+def test_the_list_contains_the_students_ids(
+    tiny_server: ServerProcess, tiny_model: Path, rollouts: list[Rollout], support: str, n_given: int, own_prompt: bool
+) -> None:
+    """Fails if ids of another position or sequence are scored, if the list is not filled with the teacher's next
+    ones, if its tail is not the rest, or if a dataset response needs ids.
+    """
+    rng = np.random.default_rng(2)
+    given = [
+        replace(
+            rollout,
+            on_policy=bool(i % 4),
+            top_ids=np.stack([rng.permutation(CUT)[:n_given] for _ in rollout.response_ids]).astype(np.int32)
+            if i % 4
+            else None,
+            teacher_ids=rng.integers(0, CUT, 3 + i).astype(np.int32) if own_prompt else None,
+        )
+        for i, rollout in enumerate(rollouts)
+    ]
+    mixture = "distill.losses=[{name: reverse_kl}, {name: k3}]"
+    scores, _ = scored(tiny_server.port, given, ("topk", "sampled"), mixture, f"distill.support={support}")
+    expected = references_of(tiny_model, [rollout.for_teacher() for rollout in given])
+    check_sampled(scores, given, expected)
+    for rollout, score, reference in zip(given, scores, expected, strict=True):
+        assert score.topk is not None and score.topk.topk_ids.shape == (len(reference), 8)
+        for row, full in enumerate(reference):
+            own = set() if rollout.top_ids is None else set(rollout.top_ids[row].tolist())
+            ids = score.topk.topk_ids[row]
+            others = sorted(set(ids.tolist()) - own, key=lambda i: -full[i])
+            best = -np.sort(-np.delete(full, list(own)))[: 8 - len(own)]
+            assert own <= set(ids.tolist()) and len(others) == 8 - len(own)
+            np.testing.assert_allclose(full[others], best, atol=1e-4)
+            np.testing.assert_allclose(score.topk.topk_logprobs[row], full[ids], atol=1e-4)
+            np.testing.assert_allclose(score.topk.tail_mass[row], 1 - np.exp(full[ids]).sum(), atol=1e-4)
+
+
+@pytest.mark.parametrize("top_ids", [None, np.zeros((1, 3), np.int32)], ids=["none", "too few"])
+def test_a_rollout_without_the_students_ids_is_refused(top_ids: np.ndarray | None) -> None:
+    """Fails if a rollout that was recorded without ids is scored with the teacher's list instead."""
+    (rollout,) = random_rollouts(1, SCRIPTED_VOCAB, response=(1, 1))
+    rollout = replace(rollout, top_ids=top_ids)
+    with (
+        ScriptedServer(lambda request, tokens, n: [valid_reply(request, tokens)]) as server,
+        endpoint(server.port, "distill.support=union", n_vocab=SCRIPTED_VOCAB) as (opened, _),
+        pytest.raises(TeacherError, match="prompt 0, sample 0"),
+    ):
+        opened.score([rollout])
+
+
 def test_topk_with_a_mass_target(
     tiny_server: ServerProcess, rollouts: list[Rollout], references: list[np.ndarray]
 ) -> None:

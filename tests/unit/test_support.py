@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
+from gkd.config.check import check_config
 from gkd.config.derived import derive
 from gkd.config.load import load_config
+from gkd.data.batching import without_first
 from gkd.errors import ConfigError
+from gkd.preflight.replay import _check_scores
 from gkd.preflight.teacher import check_teacher
 from gkd.quickstart.addition import build_tokenizer
+from gkd.rollout.sampling import read_logprobs
 from gkd.teacher.base import TeacherInfo
 from teacher_server.wire.fingerprint import tokenizer_fingerprint
+from tests.unit.test_rollout_file import rollout
 
 BASE = ["data.train_files=[x]", "model.path=m", "trainer.run_dir=r", "eval.metric=none", "teacher.topk=2"]
 MIXTURE = "distill.losses=[{name: jsd}, {name: k3}]"
 
 
-@pytest.mark.parametrize("setting", [MIXTURE])
+@pytest.mark.parametrize("setting", [MIXTURE, "distill.support=union"])
 def test_a_server_of_version_1_is_refused_if_it_lacks_a_feature(setting: str) -> None:
     """Fails if an old server refuses the first request of a run, or serves no run any more."""
     tokenizer = build_tokenizer()
@@ -32,3 +39,63 @@ def test_a_server_of_version_1_is_refused_if_it_lacks_a_feature(setting: str) ->
     with pytest.raises(ConfigError) as caught:
         check_teacher(config, route, info, tokenizer, 9)
     assert caught.value.key == "teacher.server_port"
+
+
+@pytest.mark.parametrize(("support", "n"), [("teacher", 0), ("student", 7), ("union", 3)])
+def test_the_student_names_all_or_half_of_the_ids(support: str, n: int) -> None:
+    """Fails if the engines return more ids than the list has room for, or none."""
+    config = load_config(None, [*BASE, "teacher.topk=7", f"distill.support={support}"])
+    assert check_config(config).n_student_ids == n
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("distill.support", ["teacher.signal=hidden"]),
+        ("distill.support", ["teacher.signal=logits"]),
+        ("distill.support", ["distill.loss=k3"]),
+        ("distill.support", ["distill.on_policy_share=0", "data.response_key=r"]),
+        ("teacher.mass", ["teacher.mass=0.9"]),
+        ("teacher.topk", ["teacher.topk=1"]),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(key: str, settings: list[str]) -> None:
+    """Fails if a run ignores distill.support, or drops the ids that it asked for."""
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config(None, [*BASE, "distill.support=union", *settings]))
+    assert caught.value.key == key
+
+
+def test_a_replay_refuses_tables_of_other_ids() -> None:
+    """Fails if a run trains on lists that were recorded with another distill.support."""
+    settings = [*BASE, "distill.support=student"]
+    _check_scores(load_config(None, settings), load_config(None, settings))
+    with pytest.raises(ConfigError) as caught:
+        _check_scores(load_config(None, settings), load_config(None, BASE))
+    assert caught.value.key == "distill.support"
+
+
+def test_skipped_tokens_take_their_ids_along() -> None:
+    """Fails if the ids of a response are those of other tokens after the first ones are skipped."""
+    one = rollout(1)
+    ids = np.arange(3 * len(one.response_ids), dtype=np.int32).reshape(-1, 3)
+    (cut,), _ = without_first([replace(one, top_ids=ids)], None, 1)
+    np.testing.assert_array_equal(cut.top_ids, ids[1:])
+
+
+def test_logprobs_of_an_engine_are_split_into_sampled_and_top() -> None:
+    """Fails if a position with more or fewer entries shifts those of the next one."""
+    values = [-0.5, -0.1, -0.2, -0.3, -0.3, -0.9, -2.0, -1.5, -1.0, -1.2]
+    flat = FlatLogprobs([0, 3, 7], values, [9, 1, 2, 4, 4, 5, 6, 7, 8, 3])
+    logprobs, ids = read_logprobs(flat, 2)
+    np.testing.assert_array_equal(logprobs, np.array([-0.5, -0.3, -1.5], np.float32))
+    assert ids is not None and ids.tolist() == [[1, 2], [4, 5], [8, 3]]
+    assert read_logprobs(flat, 0)[1] is None
+
+
+class FlatLogprobs(NamedTuple):
+    """The part of vLLM's class that is read."""
+
+    start_indices: list[int]
+    logprobs: list[float]
+    token_ids: list[int]

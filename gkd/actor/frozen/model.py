@@ -35,6 +35,7 @@ from gkd.actor.fsdp.optim import host_threads, threads_per_rank
 from gkd.actor.fsdp.probe import probe
 from gkd.actor.fsdp.weights import full_tensor, load_weights, local_rows, match_files
 from gkd.data.batching import make_micro_batches
+from gkd.data.score_checks import check_top_ids
 from gkd.errors import ConfigError, TeacherError
 from gkd.hf.files import open_tensors
 from gkd.hf.folder import TensorPlan
@@ -226,6 +227,7 @@ class FrozenModel:
             raise TeacherError(f"{where}: token id {ids.min()} is negative")
         sequence = _sequence(rollout)
         for each in params:
+            check_top_ids(rollout, each.n_given, where)
             if (problem := request_problem(self, sequence, each)) is not None:
                 raise TeacherError(f"{where}: {problem}")
 

@@ -55,7 +55,7 @@ class LocalTeacher:
             float32_weights=teacher.update_ema > 0.0,
             trust_remote_code=config.model.trust_remote_code,
         )
-        self._signals = derived.signals
+        self._signals, self._n_student_ids = derived.signals, derived.n_student_ids
         # The top-k table also holds the logprobs of the response tokens.
         requested = ("topk",) if self._signals == ("topk", "sampled") else self._signals
         self._params = [self._score_params(config, each) for each in requested]
@@ -116,6 +116,7 @@ class LocalTeacher:
                 teacher.temperature,
                 self._n_vocab,
                 wire,
+                n_given=self._n_student_ids,
                 with_sampled=with_sampled,
             )
         temperature = 1.0 if signal == "hidden" else teacher.temperature
