@@ -49,8 +49,8 @@ class Trainer:
         self.source = make_source(config, roles, train_prompts, total_steps)
         self.recorder = make_recorder(config, folder, roles.scoring)
         self.metrics = RunMetrics(config, roles, folder, total_steps)
-        self.evaluator = Evaluator(config, roles, val_prompts, folder, self.gpus, self.metrics)
         self.saver = Saver(config.trainer, folder, roles.actor, roles.scoring)
+        self.evaluator = Evaluator(config, roles, val_prompts, folder, self.gpus, self.metrics, self.saver.evaluated)
 
     def fit(self) -> None:
         """Train to the end; blocks. Leaves a checkpoint of the last step and an export in the run folder.

@@ -151,7 +151,7 @@ def check_reference(config: Config, derived: Derived) -> None:
     weight, share = config.distill.reference_kl_weight, config.distill.on_policy_share
     for item in dataclasses.fields(ReferenceConfig):
         value = getattr(config.reference, item.name)
-        if not weight and value != item.default:
+        if not derived.loss.has_reference and value != item.default:
             problem = "distill.reference_kl_weight is 0, so no reference is used."
             raise ConfigError(f"reference.{item.name}", value, problem, "remove it, or set the weight.")
     if derived.reference_is_actor:
@@ -160,6 +160,10 @@ def check_reference(config: Config, derived: Derived) -> None:
             value = getattr(config.reference, name)
             if value != getattr(ReferenceConfig(), name):
                 raise ConfigError(f"reference.{name}", value, problem, "remove it, or set reference.path.")
+    scale = config.distill.teacher_reward_scale
+    if scale != 1 and not derived.loss.policy_gradients:
+        problem = "it scales the teacher's reward of a sampled token, and no loss uses one."
+        raise ConfigError("distill.teacher_reward_scale", scale, problem, "use 1, or add k1, k2 or k3 to the losses.")
     _check_ema("reference", config.reference)
     if weight and share == 0.0:
         problem = "it is estimated from tokens that the student generated, and distill.on_policy_share is 0."

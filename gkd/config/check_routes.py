@@ -36,8 +36,9 @@ def check_routes(config: Config, derived: Derived) -> None:
         raise ConfigError("teacher.routes", names, problem, "remove them, or set teacher.backend=zmq.")
     if derived.loss.has_reference and derived.loss.has_temperatures:
         problem = "the reference computes at teacher.temperature, and a route has another one."
-        key = "distill.reference_kl_weight"
-        raise ConfigError(key, config.distill.reference_kl_weight, problem, "use 0, or one temperature.")
+        name, off = ("reference_kl_weight", 0) if derived.loss.reference_weight else ("teacher_reward_scale", 1)
+        value = getattr(config.distill, name)
+        raise ConfigError(f"distill.{name}", value, problem, f"use {off}, or one temperature.")
 
 
 def _check_unused(config: Config) -> None:

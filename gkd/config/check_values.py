@@ -57,6 +57,7 @@ def _errors(config: Config) -> Iterator[ConfigError]:
         save_interval(config.trainer.save_every)
     except ConfigError as error:
         yield error
+    yield from _best_errors(config)
     yield from _profile_errors(config)
     yield from _health_errors(config)
     betas = config.actor.optim.betas
@@ -87,6 +88,16 @@ def _profile_errors(config: Config) -> Iterator[ConfigError]:
     if not all(0 <= rank < n_ranks for rank in t.profile_ranks):
         problem = f"the actor has the ranks 0 to {n_ranks - 1}."
         yield ConfigError("trainer.profile_ranks", t.profile_ranks, problem, "choose among these.")
+
+
+def _best_errors(config: Config) -> Iterator[ConfigError]:
+    name = config.trainer.keep_best
+    if name and not name.startswith(("eval/", "domain/")):
+        problem, fix = "is not a number of an evaluation.", "use e.g. eval/accuracy or eval/kl, see docs/metrics.md."
+        yield ConfigError("trainer.keep_best", name, problem, fix)
+    elif name and not config.data.val_files:
+        problem = "data.val_files is empty, so nothing is evaluated."
+        yield ConfigError("trainer.keep_best", name, problem, "remove it, or name files.")
 
 
 def _tracker_errors(config: Config) -> Iterator[ConfigError]:

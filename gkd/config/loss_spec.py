@@ -65,6 +65,7 @@ class LossSpec:
         reference_weight: weight of the KL to the reference; 0 = no reference.
         domains: names of the routes, see `gkd.config.routes`; empty: one teacher, whose numbers are those of the batch.
         temperatures: by route; empty: `temperature`.
+        teacher_reward_scale: lambda of G-OPD, in the policy-gradient terms; 1 = no reference.
         reward_weight: weight of the policy-gradient loss of the rewards; 0 = none.
         reward_clip: (low, high), its ratio is limited to 1 - low and 1 + high.
         token_weight, token_share: factors of the tokens in training, see `gkd.loss.token_weights`.
@@ -80,6 +81,7 @@ class LossSpec:
     reference_weight: float = 0.0
     domains: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = ()
+    teacher_reward_scale: float = 1.0
     reward_weight: float = 0.0
     reward_clip: tuple[float, float] = (0.2, 0.2)
     token_weight: str = "none"
@@ -117,7 +119,8 @@ class LossSpec:
 
     @property
     def has_reference(self) -> bool:
-        return self.reference_weight > 0
+        """Return whether the loss needs the reference's logprobs."""
+        return self.reference_weight > 0 or self.teacher_reward_scale != 1
 
     @property
     def has_temperatures(self) -> bool:
@@ -126,7 +129,14 @@ class LossSpec:
 
     def in_evaluation(self) -> LossSpec:
         """Return the terms of an evaluation: those of the teacher, all tokens alike."""
-        return replace(self, reference_weight=0.0, reward_weight=0.0, token_weight="none", token_share=1.0)
+        return replace(
+            self,
+            reference_weight=0.0,
+            teacher_reward_scale=1.0,
+            reward_weight=0.0,
+            token_weight="none",
+            token_share=1.0,
+        )
 
     @property
     def uses_samples(self) -> bool:
@@ -161,6 +171,7 @@ def loss_spec(distill: DistillConfig, temperature: float) -> LossSpec:
         temperature,
         distill.importance_clip,
         distill.reference_kl_weight,
+        teacher_reward_scale=distill.teacher_reward_scale,
         reward_weight=distill.reward_weight,
         reward_clip=(distill.reward_clip[0], distill.reward_clip[1]),
         token_weight=distill.token_weight,

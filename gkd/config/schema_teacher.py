@@ -218,6 +218,12 @@ class DistillConfig:
         ge=0,
         limits=">= 0, < data.max_response_length",
     )
+    teacher_reward_scale: float = key(
+        1.0,
+        "k1, k2, k3: factor of the teacher's reward log p/r against the KL to the reference r (lambda of G-OPD). 1 = "
+        "the reverse KL, without a reference; above 1 the student is moved beyond the teacher.",
+        ge=0,
+    )
     reward_weight: float = key(
         0.0,
         "Weight of the clipped policy-gradient loss that trains on the rewards of reward.functions. 0 = off; they are "

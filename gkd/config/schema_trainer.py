@@ -115,6 +115,16 @@ class TrainerConfig:
     )
     keep_last: int = key(2, "Newest checkpoints to keep.", gt=0, resume=True)
     keep_every: int = key(0, "Keep every checkpoint whose step is a multiple of this; 0 = none.", ge=0, resume=True)
+    keep_best: str = key(
+        "",
+        "Number of an evaluation, such as eval/accuracy or eval/kl: the step with the best one is saved and never "
+        "deleted; the file checkpoints/best names it. Empty = off.",
+        limits="eval/... or domain/.../accuracy, with data.val_files",
+        resume=True,
+    )
+    keep_best_is: str = key(
+        "max", "Whether the best number is the largest or the smallest.", choices=("max", "min"), resume=True
+    )
     async_save: bool = key(
         True,
         "Write checkpoints in the background; the next optimizer step waits only for the copy to host memory.",

@@ -72,3 +72,18 @@ def policy_gradient_loss(name: str, actor_logprobs: Tensor, teacher_logprobs: Te
     else:
         value = weights * reverse_kl_estimate(name, frozen, teacher_logprobs)
     return surrogate(actor_logprobs, value=value, slope=slope)
+
+
+def scaled_teacher(teacher_logprobs: Tensor, reference_logprobs: Tensor | None, scale: float) -> Tensor:
+    """Return log r + scale (log p - log r) of each token, [N] nats: what k1-k3 compare the student with.
+
+    So k1's gradient is that of G-OPD's reward scale (log p - log r) - (log q - log r), arXiv:2602.12125. The sum over
+    the vocabulary is 1 only for a scale of 0 or 1.
+
+    Args:
+        reference_logprobs: [N] nats; None: the scale is 1.
+    """
+    if reference_logprobs is None or scale == 1:
+        return teacher_logprobs
+    reference = reference_logprobs.to(teacher_logprobs.dtype)
+    return reference + scale * (teacher_logprobs - reference)

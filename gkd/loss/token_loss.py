@@ -14,7 +14,12 @@ from torch import Tensor
 from gkd.config.loss_spec import REFERENCE_KL, REWARD, LossSpec, LossTerm
 from gkd.errors import DataError
 from gkd.loss.divergence import DIVERGENCES, forward_kl, outcome_tables
-from gkd.loss.policy_gradient import log_importance_weights, policy_gradient_loss, reverse_kl_estimate
+from gkd.loss.policy_gradient import (
+    log_importance_weights,
+    policy_gradient_loss,
+    reverse_kl_estimate,
+    scaled_teacher,
+)
 from gkd.loss.policy_loss import clipped_policy_loss
 from gkd.types import TokenTargets
 
@@ -86,7 +91,7 @@ def report_names(spec: LossSpec, *, has_distribution: bool, has_topk: bool, has_
         names += ["teacher_topk_mass", "student_topk_mass"]
     if has_sampled:
         names += ["sampled_reverse_kl"]
-    if spec.has_reference:
+    if spec.reference_weight:
         names += [REFERENCE_KL]
     if spec.uses_samples:
         names += ["importance_weight", "importance_clipped"]
@@ -168,15 +173,18 @@ def sampled_losses(
         log_weights, clipped = log_importance_weights(actor, rollout, spec.importance_clip)
         losses.values["importance_weight"] = log_weights.exp().masked_fill(others, 0.0)
         losses.values["importance_clipped"] = (clipped & targets.on_policy).to(log_weights.dtype)
-        for term in spec.policy_gradients:
-            if teacher_sampled is None:
-                raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher sent none")
-            loss = policy_gradient_loss(term.name, actor, teacher_sampled, log_weights)
-            _add(losses, term.name, term.weight, loss, targets.on_policy)
+        reference = None
         if spec.has_reference:
             if targets.reference_logprobs is None:
                 raise DataError("the loss needs the reference's logprob of each sampled token, and there is none")
             reference = targets.reference_logprobs.masked_fill(others, 0.0)
+        for term in spec.policy_gradients:
+            if teacher_sampled is None:
+                raise DataError("the loss needs the teacher's logprob of each sampled token, and the teacher sent none")
+            target = scaled_teacher(teacher_sampled, reference, spec.teacher_reward_scale)
+            loss = policy_gradient_loss(term.name, actor, target, log_weights)
+            _add(losses, term.name, term.weight, loss, targets.on_policy)
+        if spec.reference_weight and reference is not None:
             loss = policy_gradient_loss(_REFERENCE_ESTIMATE, actor, reference, log_weights)
             _add(losses, REFERENCE_KL, spec.reference_weight, loss, targets.on_policy)
     if spec.has_rewards:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import comb
 
@@ -39,11 +39,16 @@ class Evaluator:
         folder: RunFolder,
         gpus: GpuSharing,
         metrics: RunMetrics,
+        evaluated: Callable[[int, Mapping[str, float]], None],
     ) -> None:
+        """
+        Args:
+            evaluated: called with the step and the numbers of each evaluation.
+        """
         self._config, self._roles, self._folder = config.eval, roles, folder
         self._scoring = roles.judge or roles.scoring
         self._routes = routes_of(config)
-        self._gpus, self._metrics = gpus, metrics
+        self._gpus, self._metrics, self._evaluated = gpus, metrics, evaluated
         self._prompts = list(prompts)[: config.eval.max_prompts or None]
         self._generation = Generation(config, roles.rollout, self._scoring)
 
@@ -95,6 +100,7 @@ class Evaluator:
                 numbers |= pass_at_numbers(scored, self._config.n)
             self._metrics.exclude_evaluation(overlapped=overlapped)
         m.add(numbers)
+        self._evaluated(step, numbers)
         log.info("step %d: validation: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
 
     def _greedy(self) -> GreedyReport | None:

@@ -202,7 +202,7 @@ def warn_about_losses(config: Config, gib: float) -> None:
         log.warning(
             "rollout.top_p=%g: tokens outside are never sampled, so %s cannot learn from them",
             config.rollout.top_p,
-            ", ".join([*names, "the reference's KL"] if spec.has_reference else names),
+            ", ".join([*names, "the reference's KL"] if spec.reference_weight else names),
         )
     if sensitive := stale_losses(config):
         log.warning(

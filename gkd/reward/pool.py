@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Pipe
 from queue import SimpleQueue
 
@@ -45,8 +46,7 @@ class Worker:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Wait until the functions are imported. Raises RewardError: they cannot be, or not in time."""
-        who = f"importing {', '.join(self._start.paths)}"
-        if (problem := self._receive(timeout_s, who)) is not None:
+        if (problem := self._receive(timeout_s, lambda: f"importing {', '.join(self._start.paths)}")) is not None:
             raise RewardError(str(problem))
 
     def values(self, requests: Sequence[Request], timeout_s: float) -> np.ndarray:
@@ -64,10 +64,10 @@ class Worker:
             for request in requests:
                 numbers.append([])
                 for index in request.functions:
-                    who = f"{self._start.paths[index]}, row {decode_row(request.row)[0]}"
+                    who = partial(self._name, index, request)
                     value = self._receive(timeout_s, who)
                     if not isinstance(value, float):
-                        raise RewardError(f"{who}: {value}")
+                        raise RewardError(f"{who()}: {value}")
                     numbers[-1].append(value)
         except BaseException:
             self.close()
@@ -81,7 +81,10 @@ class Worker:
         self._process.wait(_END_S)
         self._connection.close()
 
-    def _receive(self, timeout_s: float, who: str) -> object:
+    def _name(self, index: int, request: Request) -> str:
+        return f"{self._start.paths[index]}, row {decode_row(request.row)[0]}"
+
+    def _receive(self, timeout_s: float, who: Callable[[], str]) -> object:
         try:
             if self._connection.poll(max(0.0, timeout_s)):
                 reply: object = self._connection.recv()
@@ -89,8 +92,8 @@ class Worker:
         except (EOFError, OSError):
             code = self._process.wait(_END_S)
             ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise RewardError(f"{who}: the worker process died ({ended})") from None
-        raise RewardError(f"{who}: took longer than {timeout_s:g} s. Fix: correct it, or raise reward.timeout_s")
+            raise RewardError(f"{who()}: the worker process died ({ended})") from None
+        raise RewardError(f"{who()}: took longer than {timeout_s:g} s. Fix: correct it, or raise reward.timeout_s")
 
 
 class RewardWorkers:

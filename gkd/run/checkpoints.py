@@ -2,6 +2,7 @@
 
 checkpoints/step_N/{actor/..., in_flight/..., trainer.json, config.yaml, teacher.json, manifest.json}
             latest            name of the newest committed checkpoint
+            best              with trainer.keep_best: name of the best one
             .tmp_step_N_*/    being written; each save has a new name, see `CheckpointStore.begin`
             .trash_step_N/    being deleted
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from gkd.errors import CheckpointError, DamagedCheckpoint
 from gkd.handles import FileDigest
 from gkd.log import get_logger
+from gkd.run.best import Best
 from gkd.run.disk import TMP, fsync, make_folder, naming, remove, replace_file, write_synced
 from gkd.run.manifest import NAME as MANIFEST
 from gkd.run.manifest import Manifest, check_sizes, digest_bytes, verify
@@ -30,7 +32,7 @@ from gkd.run.manifest import Manifest, check_sizes, digest_bytes, verify
 log = get_logger("checkpoints")
 
 ACTOR, IN_FLIGHT, STATE = "actor", "in_flight", "trainer.json"
-_POINTER, _TRASH = "latest", ".trash_"
+_POINTER, _BEST, _TRASH = "latest", "best", ".trash_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +149,38 @@ class CheckpointStore:
             raise
         return manifest
 
-    def prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete all but the newest `keep_last` and those whose step is a multiple of `keep_every` (0: none of them).
+    def prune(self, keep_last: int, keep_every: int, best: Best | None = None) -> None:
+        """Delete all but the newest `keep_last`, multiples of `keep_every` (0: none of them) and the best one.
+
+        The file `best` names the best one, if it is saved.
 
         A folder is renamed before its files are deleted, so a kill leaves no incomplete checkpoint. If a deletion fails
         it is logged and tried again at the next save: it costs space, not the run.
         """
-        for folder in self.committed()[:-keep_last]:
-            if not keep_every or (step_of(folder) or 0) % keep_every:
+        committed = self.committed()
+        kept = None if best is None else self._folder(best.step)
+        if best is not None and kept in committed:
+            with naming(self.root / _BEST):
+                replace_file(self.root / _BEST, best.to_bytes())
+        for folder in committed[:-keep_last]:
+            if folder != kept and (not keep_every or (step_of(folder) or 0) % keep_every):
                 try:
                     self._delete(folder)
                 except OSError as error:
                     log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
+
+    def best(self) -> Best | None:
+        """Return what `prune` was given last of the checkpoints that exist; None: nothing.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        file = self.root / _BEST
+        if not file.exists():
+            return None
+        with naming(file, "read"):
+            best = Best.of_bytes(file.read_bytes())
+        return best if self._folder(best.step) in self.committed() else None
 
     def newest(self) -> Path | None:
         """Return the newest committed checkpoint that is undamaged; log damaged ones. None: there is no checkpoint.

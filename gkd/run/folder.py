@@ -40,6 +40,7 @@ from gkd.config.schema import Config
 from gkd.handles import FileDigest, Sample, TokenRecord
 from gkd.log import get_logger, log_to
 from gkd.run import export_folder
+from gkd.run.best import Best
 from gkd.run.checkpoints import ACTOR, STATE, CheckpointStore, TrainerState, read_state
 from gkd.run.disk import TMP, fsync, make_folder, naming, replace_file
 from gkd.run.manifest import Manifest
@@ -133,18 +134,21 @@ class RunFolder:
                 with naming(file, "deleted"):
                     shutil.rmtree(file) if file.is_dir() else file.unlink()
 
-    def commit_checkpoint(self, state: TrainerState, written: Mapping[str, FileDigest]) -> Manifest:
-        """Make a finished save the newest checkpoint, then delete those that keep_last and keep_every do not keep.
+    def commit_checkpoint(
+        self, state: TrainerState, written: Mapping[str, FileDigest], *, best: Best | None = None
+    ) -> Manifest:
+        """Make a finished save the newest checkpoint, then delete those that no key of `trainer` keeps.
 
         Args:
             written: the files of the ranks, relative to the checkpoint's folder.
+            best: step of trainer.keep_best, saved or not.
 
         Raises:
             CheckpointError: the disk is full or read-only; earlier checkpoints are untouched.
         """
         documents = {STATE: state.to_bytes(), **self.identity()}
         manifest = self.store.commit(state.step, documents, written)
-        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every)
+        self.store.prune(self.config.trainer.keep_last, self.config.trainer.keep_every, best)
         return manifest
 
     def identity(self) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ from gkd.errors import GkdError, TeacherError, TeacherUnavailable
 from gkd.handles import FileDigest, InFlight, PendingScores, Recording
 from gkd.log import get_logger
 from gkd.roles import ActorRole, ScoringRole
+from gkd.run.best import BestStep
 from gkd.run.checkpoints import ACTOR, IN_FLIGHT, TrainerState
 from gkd.run.disk import naming
 from gkd.run.folder import RunFolder
@@ -61,6 +62,7 @@ class Saver:
         self._clock = clock
         self._began_s = clock()  # of the last save; before it, of this start
         self._pending: _Save | None = None
+        self._best = BestStep(config)
         self.committed_step = 0  # of the newest checkpoint; step 0 needs none
 
     def resume(self) -> TrainerState | None:
@@ -68,10 +70,17 @@ class Saver:
         state = self._folder.resume(self._actor.load)
         if state is not None and self._folder.resumes_own_checkpoint():  # a branch has no checkpoint yet
             self.committed_step = state.step
+            self._best.restore(self._folder.store.best(), state.step)
         return state
+
+    def evaluated(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Note the numbers of an evaluation, for trainer.keep_best. Raises ConfigError: it is not one of them."""
+        self._best.add(step, numbers)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save this finished step, as trainer.save_every demands."""
+        if self._best.best is not None and step == self._best.best.step and not self.has(step):
+            return True
         if self._interval.seconds:
             return self._clock() - self._began_s >= self._interval.seconds
         return self._interval.steps > 0 and step % self._interval.steps == 0
@@ -135,7 +144,7 @@ class Saver:
             written = self._written(save, wait, timeout_s)
             if written is None:
                 return {}
-            manifest = self._folder.commit_checkpoint(save.state, written)
+            manifest = self._folder.commit_checkpoint(save.state, written, best=self._best.best)
         except Exception:
             self._discard()
             raise

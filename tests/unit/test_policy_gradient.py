@@ -198,3 +198,36 @@ def test_without_the_teachers_logprob() -> None:
     targets.sampled_logprobs = None
     with pytest.raises(DataError, match="'sampled'"):
         distill_loss(_spec("k3"), "sampled", shard=SHARD).from_logits(Z.repeat(V, 1), targets)
+
+
+LOG_R = normal(V, seed=4).log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 1.25])
+@pytest.mark.parametrize("name", POLICY_GRADIENT_NAMES)
+def test_a_scaled_teacher_has_the_gradient_of_g_opd(name: str, scale: float) -> None:
+    """Fails if the mean over y ~ mu of the gradient is not that of E_q[log q/r - scale log p/r], by enumeration; with
+    a scale of 1 that is k1's.
+    """
+    spec = LossSpec((LossTerm(name),), temperature=T, importance_clip=0, teacher_reward_scale=scale)
+    assert spec.has_reference == (scale != 1) and spec.reference_weight == 0
+    targets = _every_token()
+    targets.reference_logprobs = LOG_R
+    z = Z.clone().requires_grad_()
+    rows = vocab_parallel_logprobs(
+        z.expand(V, V_PADDED), torch.arange(V)[:, None], SHARD, kernels=KERNELS, temperature=T
+    )
+    losses = topk_losses(spec, targets, None, rows.logprobs[:, 0], rows.entropy)
+    (LOG_MU.exp() * losses.total).sum().backward()
+    own = Z.clone().requires_grad_()
+    log_q = _student(own)
+    reward = scale * (LOG_P - LOG_R) - (log_q - LOG_R)
+    (exact,) = torch.autograd.grad(-(log_q.exp() * reward).sum(), own)
+    torch.testing.assert_close(z.grad, exact)
+    if scale == 1:
+        torch.testing.assert_close(z.grad, _exact("reverse")[1])
+    assert "reference_kl" not in losses.values
+    if scale != 1:
+        targets.reference_logprobs = None
+        with pytest.raises(DataError):
+            topk_losses(spec, targets, None, rows.logprobs[:, 0], rows.entropy)
