@@ -15,6 +15,8 @@ _KINDS = {
     "RolloutWorker": "engine",
     "ActorWorker": "actor",
     "ScoringEndpoint": "endpoint",
+    "RewardEndpoint": "reward",
+    "gkd.reward.worker": "reward",
     "raylet": "ray",
     "gcs_server": "ray",
     "ray::": "ray",
