@@ -9,6 +9,7 @@ from gkd.config.check_losses import (
     check_scheduler,
     check_signal,
     check_support,
+    check_tail,
     check_token_weights,
 )
 from gkd.config.check_pools import check_adapter_sync, check_cluster, check_pools, check_sizes, check_strategy
@@ -28,6 +29,7 @@ _CHECKS = (
     check_scheduler,
     check_signal,
     check_support,
+    check_tail,
     check_backend,
     check_token_weights,
     check_mixture,

@@ -68,6 +68,21 @@ def check_support(config: Config, derived: Derived) -> None:
         raise ConfigError("teacher.topk", teacher.topk, problem, "use at least 2.")
 
 
+def check_tail(config: Config, derived: Derived) -> None:
+    """Check that distill.tail=residual has a list, sampled tokens, and the divergence that it makes unbiased."""
+    if config.distill.tail != "residual":
+        return
+    problem, names = "", [term.name for term in derived.loss.divergences]
+    if "topk" not in derived.signals:
+        problem = f"with teacher.signal {config.teacher.signal} and these losses there is no list with a tail."
+    elif names != ["reverse_kl"]:
+        problem = f"it is unbiased for reverse_kl only, and the losses are {', '.join(names)}."
+    elif not config.distill.on_policy_share:
+        problem = "it needs tokens that the student generated, and distill.on_policy_share is 0."
+    if problem:
+        raise ConfigError("distill.tail", "residual", problem, "use bucket.")
+
+
 # Keys of the server. teacher.wire, request_timeout_s and outage_budget_s are missing: shared config files contain them,
 # and they have no effect with a local teacher.
 _OF_SERVER = ("server_ip", "server_port", "name", "keys", "n_server_workers", "max_in_flight", "overlap_rollout")

@@ -141,7 +141,12 @@ class LossSpec:
     @property
     def uses_samples(self) -> bool:
         """Return whether a term is estimated from the tokens that the student generated."""
-        return self.has_reference or bool(self.policy_gradients)
+        return self.has_reference or self.has_residual or bool(self.policy_gradients)
+
+    @property
+    def has_residual(self) -> bool:
+        """Return whether the sampled token corrects the tail of a divergence."""
+        return self.tail == "residual" and bool(self.divergences)
 
     @property
     def divergences(self) -> tuple[LossTerm, ...]:
@@ -199,9 +204,9 @@ def _term(i: int, entry: LossTermConfig, distill: DistillConfig) -> LossTerm:
 def teacher_signals(spec: LossSpec, signal: Signal) -> tuple[Signal, ...]:
     """Return the signals to request from the teacher for each sequence, in one request.
 
-    The top-k may lack the sampled token, so divergences request both signals if policy gradients, or token_weight
-    position, need its logprob. Logits and hidden states contain both.
+    The top-k may lack the sampled token, so divergences request both signals if policy gradients, a residual of the
+    tail, or token_weight position need its logprob. Logits and hidden states contain both.
     """
-    if signal == "topk" and (spec.policy_gradients or spec.token_weight == "position"):
+    if signal == "topk" and (spec.policy_gradients or spec.has_residual or spec.token_weight == "position"):
         return ("topk", "sampled") if spec.divergences else ("sampled",)
     return (signal,)

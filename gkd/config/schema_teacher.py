@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 from gkd.config.declare import IF_MOVED, key
 from teacher_server.wire.protocol import MAX_K, Signal
 
-Tail: TypeAlias = Literal["bucket", "renorm", "drop"]
+Tail: TypeAlias = Literal["bucket", "renorm", "drop", "residual"]
 SUPPORTS = ("teacher", "student", "union")
 
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl")
@@ -203,7 +203,8 @@ class DistillConfig:
     tail: str = key(
         "bucket",
         "Probability mass outside the teacher's top-k: bucket (one extra class), renorm (renormalize both "
-        "distributions on the top-k) or drop (omit it from the sum).",
+        "distributions on the top-k), drop (omit it from the sum) or residual (bucket and a "
+        "correction by the sampled token that makes reverse_kl unbiased).",
         choices=get_args(Tail),
     )
     normalize: str = key(

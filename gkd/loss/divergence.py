@@ -9,6 +9,7 @@ m_p = sum_k p_k is below 1:
     renorm   both distributions are renormalized over the K ids
     drop     only the K ids; a sum may be negative, and the gradient of the forward KL in the logits is
              m_p * q - p on the K ids, not q - p
+    residual the outcomes of bucket; `gkd.loss.policy_gradient.tail_residual` adds the correction
 
 Every divergence is a sum over outcomes, so it can be summed over parts of a vocabulary. Over a whole vocabulary
 training uses the same divergences with gradients in closed form (`divergence_slopes.py`). To add one, see the recipe in
@@ -100,7 +101,7 @@ def outcome_tables(
         return log_q.log_softmax(dim=-1), log_p.log_softmax(dim=-1)
     if tail == "drop":
         return log_q, log_p
-    if tail == "bucket":
+    if tail in ("bucket", "residual"):
         outside = tail_logprob(log_p) if tail_mass is None else _floored_log(tail_mass.to(log_q.dtype))
         if log_q_tail is None:
             log_q_tail = tail_logprob(log_q)

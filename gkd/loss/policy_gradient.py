@@ -60,6 +60,23 @@ def surrogate(actor_logprobs: Tensor, *, value: Tensor, slope: Tensor) -> Tensor
     return value.detach() + slope.detach() * (actor_logprobs - actor_logprobs.detach())
 
 
+def tail_residual(
+    actor_logprobs: Tensor, teacher_logprobs: Tensor, tail_log_ratio: Tensor, log_weights: Tensor
+) -> Tensor:
+    """Return what the bucket of a reverse KL lacks, estimated from a token outside the list: [N] -> [N], nats.
+
+    The bucket gives every token of the tail the same log ratio r_t = log q_t - log p_t. With its own, r_y, value and
+    gradient are exact: the mean over y ~ mu of rho 1[y outside] (r_y - r_t) is the missing value, and with
+    grad log q(y) the missing gradient (docs/losses.md).
+
+    Args:
+        tail_log_ratio: [N] r_t.
+        log_weights: [N] log rho.
+    """
+    slope = log_weights.exp() * (actor_logprobs.detach() - teacher_logprobs - tail_log_ratio)
+    return surrogate(actor_logprobs, value=slope, slope=slope)
+
+
 def policy_gradient_loss(name: str, actor_logprobs: Tensor, teacher_logprobs: Tensor, log_weights: Tensor) -> Tensor:
     """Return rho * k_i of each token with the gradient of the reverse KL; see the module. [N] -> [N], nats."""
     frozen = actor_logprobs.detach()

@@ -19,6 +19,7 @@ from gkd.loss.policy_gradient import (
     policy_gradient_loss,
     reverse_kl_estimate,
     scaled_teacher,
+    tail_residual,
 )
 from gkd.loss.policy_loss import clipped_policy_loss
 from gkd.types import TokenTargets
@@ -136,6 +137,8 @@ def topk_losses(
         )
         for term in spec.divergences:
             loss = DIVERGENCES[term.name](*tables, term)
+            if spec.has_residual:
+                loss = loss + _residual(spec, targets, student_sampled, tables, log_p)
             losses.total = losses.total + term.weight * loss
             losses.values[term.name] = loss.detach()
         with torch.no_grad():
@@ -151,6 +154,30 @@ def topk_losses(
         raise DataError("the loss compares distributions, and the teacher sent none")
     losses.values["student_entropy"] = entropy.detach()
     return losses
+
+
+def _residual(
+    spec: LossSpec, targets: TokenTargets, student_sampled: Tensor, tables: tuple[Tensor, Tensor], log_p: Tensor
+) -> Tensor:
+    """Return the residual of on-policy tokens outside the list, [N]; 0 for others.
+
+    Args:
+        tables: of student and teacher with the bucket as the last column.
+        log_p: [N, K] the teacher's list before `outcome_tables` scaled it.
+    """
+    if targets.topk_ids is None or targets.sampled_logprobs is None:
+        raise DataError("the residual needs the teacher's logprob of each sampled token, and the teacher sent none")
+    outside = targets.on_policy & (targets.topk_ids != targets.sampled_ids[:, None]).all(dim=-1)
+    log_q_table, log_p_table = (table.detach() for table in tables)
+    # The sampled token's probability is scaled as those of the list; their first entry is never padding.
+    teacher = targets.sampled_logprobs.to(log_p_table.dtype) + log_p_table[:, 0] - log_p[:, 0].to(log_p_table.dtype)
+    # Masked before and after: the logprobs of others may be infinite, and 0 * inf in a backward pass is NaN.
+    actor, teacher, rollout, tail = (
+        each.masked_fill(~outside, 0.0)
+        for each in (student_sampled, teacher, targets.rollout_logprobs, log_q_table[:, -1] - log_p_table[:, -1])
+    )
+    log_weights, _ = log_importance_weights(actor, rollout, spec.importance_clip)
+    return tail_residual(actor, teacher, tail, log_weights).masked_fill(~outside, 0.0)
 
 
 def sampled_losses(

@@ -199,6 +199,7 @@ def warn_about_losses(config: Config, gib: float) -> None:
     spec = derive(config).loss
     if (spec.uses_samples or spec.has_rewards) and config.rollout.top_p < 1.0:
         names = [term.name for term in spec.policy_gradients] + ["rewards"] * spec.has_rewards
+        names += ["distill.tail=residual"] * spec.has_residual
         log.warning(
             "rollout.top_p=%g: tokens outside are never sampled, so %s cannot learn from them",
             config.rollout.top_p,

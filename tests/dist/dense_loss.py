@@ -35,7 +35,10 @@ def dense_losses(
     losses = torch.zeros_like(student)
     for term in spec.divergences:
         tables = _outcomes(spec, targets, log_q, teacher_logprobs)
-        losses = losses + term.weight * DIVERGENCES[term.name](*tables, term)
+        loss = DIVERGENCES[term.name](*tables, term)
+        if spec.has_residual and teacher_logprobs is None:
+            loss = loss + _residual(spec, targets, student, tables)
+        losses = losses + term.weight * loss
     for term in spec.policy_gradients:
         teacher = targets.sampled_logprobs if teacher_logprobs is None else teacher_logprobs.gather(1, sampled)[:, 0]
         assert teacher is not None
@@ -94,6 +97,18 @@ def _mass(row: int, best: set[int], targets: TokenTargets, teacher_logprobs: Ten
 def _between_quantiles(values: np.ndarray) -> np.ndarray:
     low, high = np.quantile(values, [0.05, 0.95])
     return np.clip((values - low) / (high - low), 0, 1) if high - low >= 1e-6 else np.ones_like(values)
+
+
+def _residual(spec: LossSpec, targets: TokenTargets, student: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Return [N] with the value and gradient of the residual."""
+    assert targets.topk_ids is not None and targets.sampled_logprobs is not None
+    outside = targets.on_policy & ~(targets.topk_ids == targets.sampled_ids[:, None]).any(dim=1)
+    rho = (student - targets.rollout_logprobs).exp().detach()
+    rho = rho.clamp(max=spec.importance_clip) if spec.importance_clip else rho
+    q_tail, p_tail = (table[:, -1].detach() for table in tables)
+    difference = rho * (student.detach() - targets.sampled_logprobs.to(student.dtype) - (q_tail - p_tail))
+    score = difference * student  # its gradient is that of REINFORCE
+    return (difference + score - score.detach()).masked_fill(~outside, 0.0)
 
 
 def _outcomes(

@@ -60,6 +60,7 @@ def _specs(temperature: float) -> Iterator[tuple[str, LossSpec, Signal]]:
     for weight, signal in product(TOKEN_WEIGHTS[1:], SIGNALS):
         spec = LossSpec(MIXTURE, temperature=temperature, token_weight=weight, token_share=0.6)
         yield f"{weight} {signal}", spec, signal
+    yield "residual topk", LossSpec((LossTerm("reverse_kl", 2.0), LossTerm("k3")), "residual", temperature), "topk"
 
 
 @dataclass
