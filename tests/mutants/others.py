@@ -292,8 +292,8 @@ _CHECKPOINTS = (
     Mutant(
         "one_checkpoint_too_many_deleted",
         _TRAINER,
-        "self.committed()[:-keep_last]",
-        "self.committed()[: 1 - keep_last]",
+        "committed[:-keep_last]",
+        "committed[: 1 - keep_last]",
         ("test_checkpoints.py::test_retention",),
     ),
     Mutant(
