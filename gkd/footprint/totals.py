@@ -138,7 +138,7 @@ def scores_gib(config: Config, n_vocab: int, hidden_size: int, n_heldout: int) -
     signals = derive(config).signals
     held = sum(stored[signal] for signal in signals) + 4 * derive(config).n_student_ids  # those are in the rollouts
     used = config.actor.tp * sum(trained_on[signal] for signal in signals)
-    evaluated = min(n_heldout, config.eval.max_prompts or n_heldout)
+    evaluated = min(n_heldout, config.eval.max_prompts or n_heldout) * config.eval.n
     batch = config.trainer.global_batch_size * config.rollout.n
     # Prefetched batches wait in the object store.
     bytes_per_position = max(batch * ((1 + staleness_bound(config.trainer)) * held + used), evaluated * (held + used))

@@ -205,7 +205,7 @@ _EVAL = (
         "Comparable between runs with the same signal, K, mass and tail.",
         "Falls, at first fast. The number to compare runs by.",
         "Does not fall: raise `actor.optim.lr`, then check `teacher/topk_mass`. Falls and rises again: lower "
-        "`actor.optim.lr`, or stop at the best checkpoint (`trainer.keep_every`).",
+        "`actor.optim.lr`, or use the best checkpoint (`trainer.keep_best`).",
     ),
     Row(
         "eval/reverse_kl", "nats per token", f"{_EVALUATION}, no distribution",

@@ -66,6 +66,8 @@ def _check_scores(recorded: Config, now: Config) -> None:
     pairs["distill.support"] = recorded.distill.support, now.distill.support
     pairs["rollout.n"] = recorded.rollout.n, now.rollout.n
     pairs["trainer.global_batch_size"] = recorded.trainer.global_batch_size, now.trainer.global_batch_size
+    if now.reward.functions:  # judged again, with the rows of this run
+        pairs["data.train_files"] = recorded.data.train_files, now.data.train_files
     for key, (before, value) in pairs.items():
         if before != value:
             raise ConfigError(key, value, f"the recorded batches have {before!r}.", "use the same value.")

@@ -36,7 +36,7 @@ class JudgedScoring:
         endpoints: of `RewardEndpoint`, by data-parallel group.
         prompts: `TRAINING` or `VALIDATION`, the set that the chunks answer.
         n_functions: of this set.
-        advantages: adds the advantages to a whole batch; None: the loss has no rewards.
+        advantages: adds the advantages to a whole batch; `list`: the loss has no rewards.
     """
 
     def __init__(

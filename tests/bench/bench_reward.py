@@ -55,7 +55,7 @@ def make_weak(out: Path) -> dict[str, float]:
             quickstart.teacher,
             seed=seed,
             decay_from_accuracy=None,
-            eval_every=5,
+            eval_every=15,
             stop_accuracy=0.78,
             min_accuracy=low,
             max_accuracy=high,

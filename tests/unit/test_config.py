@@ -334,6 +334,8 @@ def test_the_memory_of_the_scores_of_a_step() -> None:
         None, [*MINIMAL, *sizes, "teacher.signal=sampled", "distill.loss=k3", "eval.max_prompts=500"]
     )
     assert scores_gib(evaluated, 150_000, 4096, n_heldout=900) == 2 * 500 * 1024 * 4 / 2**30
+    evaluated.eval.n = 3
+    assert scores_gib(evaluated, 150_000, 4096, n_heldout=900) == 3 * 2 * 500 * 1024 * 4 / 2**30
 
 
 def test_a_minimal_config_passes() -> None:
