@@ -84,7 +84,7 @@ def test_its_mean_is_the_exact_reverse_kl(v: int, k: int, support: str, fused: b
     bucket_value, bucket = mean("bucket", z, log_mu, targets, fused=fused)
     if k == v:
         torch.testing.assert_close(bucket, expected, atol=1e-12, rtol=1e-12)
-    elif k < v - 1:  # a tail of one token is exact
+    elif k < v - 1:  # with one token in the tail the bucket is exact
         assert abs(float(bucket_value - expected_value)) > 1e-6 and float((bucket - expected).abs().max()) > 1e-6
 
 
